@@ -1,0 +1,175 @@
+"""The parts that the hierarchical backbones share: stem, depthwise convolution, feed-forward, block, head."""
+from typing import Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, LayerScale
+from timm.models import register_notrace_function
+from torch import Tensor, nn
+
+from .inference import in_parts
+
+MIN_SIZE = 32
+
+
+@register_notrace_function
+def check_image(x: Tensor, in_chans: int) -> Tensor:
+    """x itself, if it is a batch of images that a stride-32 network can take.
+
+    Raises:
+        TypeError: not a floating tensor.
+        ValueError: not (B, in_chans, H, W) with H, W >= 32.
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        came = f'a {x.dtype} tensor' if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f'the input must be a floating-point tensor (B, {in_chans}, H, W), got {came}')
+    if x.ndim != 4 or x.shape[1] != in_chans or x.shape[2] < MIN_SIZE or x.shape[3] < MIN_SIZE:
+        raise ValueError(f'the input must be (B, {in_chans}, H, W) with H and W >= {MIN_SIZE}, got {tuple(x.shape)}')
+    return x
+
+
+class ConvNorm(nn.Module):
+    """3x3 convolution with bias, BatchNorm and, if asked for, GELU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
+
+    def __init__(self, in_chs: int, out_chs: int, stride: int = 1, act: bool = False, device=None, dtype=None):
+        super().__init__()
+        self.conv = nn.Conv2d(in_chs, out_chs, 3, stride, 1, device=device, dtype=dtype)
+        self.norm = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
+        self.act = nn.GELU() if act else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.act(self.norm(self.conv(x)))
+        # The statistics are constants: fold them into the convolution and save a pass over its output.
+        scale = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
+        weight = self.conv.weight * scale[:, None, None, None]
+        bias = (self.conv.bias - self.norm.running_mean) * scale + self.norm.bias
+        return self.act(F.conv2d(x, weight, bias, self.conv.stride, self.conv.padding))
+
+
+class Stem(nn.Module):
+    """Four 3x3 convolutions down to stride 4: (B, in_chans, H, W) -> (B, dim, ceil(H/4), ceil(W/4))."""
+
+    def __init__(self, in_chans: int, dim: int, device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.in_chans = in_chans
+        self.conv1 = ConvNorm(in_chans, dim // 2, stride=2, act=True, **dd)
+        self.conv2 = ConvNorm(dim // 2, dim // 2, act=True, **dd)
+        self.conv3 = ConvNorm(dim // 2, dim, stride=2, act=True, **dd)
+        self.conv4 = ConvNorm(dim, dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Everything after works on channels-last memory: tokens (B, H, W, C) are then a free view of images.
+        x = check_image(x, self.in_chans).contiguous(memory_format=torch.channels_last)
+        return in_parts(self, self._forward, x, x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.conv4(self.conv3(self.conv2(self.conv1(x))))
+
+
+class DepthwiseConv(nn.Module):
+    """k x k depthwise convolution of tokens, (B, H, W, C) -> (B, H, W, C); with `residual`, plus its input.
+
+    The residual is one more unit at the centre of the kernel, which saves a pass over the data."""
+
+    def __init__(self, dim: int, kernel_size: int, residual: bool = False, device=None, dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, kernel_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.padding = kernel_size // 2
+        self.residual = residual
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.Conv2d.reset_parameters(self)    # PyTorch's own default, as in the published network
+
+    # What nn.Conv2d.reset_parameters reads beside weight and bias.
+    in_channels = property(lambda self: self.weight.shape[0])
+    groups = in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.residual:
+            weight = weight + F.pad(torch.ones_like(weight[:, :, :1, :1]), [self.padding] * 4)
+        x = F.conv2d(x.permute(0, 3, 1, 2), weight, self.bias, padding=self.padding, groups=weight.shape[0])
+        return x.permute(0, 2, 3, 1)
+
+
+class FeedForward(nn.Module):
+    """fc1, GELU, h + DWConv3x3(h), fc2 on tokens (B, H, W, C)."""
+
+    def __init__(self, dim: int, hidden_dim: int, device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.fc1 = nn.Linear(dim, hidden_dim, **dd)
+        self.dwconv = DepthwiseConv(hidden_dim, 3, residual=True, **dd)
+        self.fc2 = nn.Linear(hidden_dim, dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
+
+
+class Block(nn.Module):
+    """x + DWConv3x3(x); x + mixer(LN(x)); x + FFN(LN(x)), on tokens (B, H, W, C)."""
+
+    def __init__(self, dim: int, mixer: nn.Module, mlp_ratio: float, drop_path: float = 0.,
+                 layer_scale: Optional[float] = None, device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.pos = DepthwiseConv(dim, 3, residual=True, **dd)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mixer = mixer
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.ffn = FeedForward(dim, int(dim * mlp_ratio), **dd)
+        scale: Callable = nn.Identity if layer_scale is None else lambda: LayerScale(dim, layer_scale, **dd)
+        self.ls1, self.ls2 = scale(), scale()
+        self.drop_path1, self.drop_path2 = ((DropPath(drop_path) if drop_path else nn.Identity()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pos(x)
+        x = x + self.drop_path1(self.ls1(self.mixer(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.ffn(self.norm2(x))))
+
+
+class ProjectionHead(nn.Module):
+    """Linear, BatchNorm, SiLU on every token, then mean over tokens and a classifier: (B, C, H, W) -> (B, classes).
+
+    With `hidden` None there is no projection; with num_classes 0 no classifier; with global_pool '' no mean."""
+
+    def __init__(self, dim: int, hidden: Optional[int], num_classes: int, global_pool: str = 'avg',
+                 drop_rate: float = 0., device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.proj = nn.Linear(dim, hidden, **dd) if hidden else nn.Identity()
+        self.norm = nn.BatchNorm2d(hidden, **dd) if hidden else nn.Identity()
+        self.act = nn.SiLU() if hidden else nn.Identity()
+        self.num_features = hidden or dim
+        self.drop = nn.Dropout(drop_rate)
+        self.reset(num_classes, global_pool, **dd)
+
+    def reset(self, num_classes: int, global_pool: Optional[str] = None, device=None, dtype=None) -> None:
+        if global_pool is not None:
+            if global_pool not in ('avg', ''):
+                raise ValueError(f"global_pool must be 'avg' or '', got {global_pool!r}")
+            self.global_pool = global_pool
+        self.fc = (nn.Linear(self.num_features, num_classes, device=device, dtype=dtype) if num_classes > 0
+                   else nn.Identity())
+        self.fc.train(self.training)
+
+    def remove_projection(self, dim: int) -> None:
+        """Take `dim` features as they come from now on."""
+        self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
+        self.num_features = dim
+
+    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.proj(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = self.act(self.norm(x))
+        if self.global_pool == 'avg':
+            x = x.mean((2, 3))
+        x = self.drop(x)
+        if pre_logits:
+            return x
+        if self.global_pool == 'avg':
+            return self.fc(x)
+        return self.fc(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

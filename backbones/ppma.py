@@ -1,0 +1,148 @@
+"""PPMA: a hierarchical vision transformer with polyline path masked attention.
+
+Zhao et al., "Polyline Path Masked Attention for Vision Transformer", NeurIPS 2025, arXiv 2506.15940, and its published
+code (Apache-2.0). By default these are the networks of the published weights, which are the code's and not quite the
+paper's: the mask is added to the logits as its logarithm (`mask='logit'`) instead of multiplying the softmax
+(`mask='product'`). See backbones/mixers/polyline.py for every option.
+"""
+import re
+from functools import partial
+from typing import Any, Dict, Sequence, Set, Union
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from .hierarchical import HierarchicalBackbone
+from .mixers import PolylineMixer
+
+__all__ = ['PPMA']
+
+# The published entry points, drop path included. Criss-cross attention where maps are large, full attention after.
+_TINY = dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
+             attention=('crisscross', 'crisscross', 'full', 'full'), drop_path_rate=0.1)
+_SMALL = dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
+              attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.15)
+_BASE = dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
+             attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.4,
+             layer_scale=(False, False, True, True))
+_TEST = dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
+             attention=('crisscross', 'crisscross', 'full', 'full'), head_hidden_size=128)
+
+
+class PPMA(HierarchicalBackbone):
+    """Polyline path masked attention backbone.
+
+    Args:
+        attention: 'full', 'crisscross', 'linear' or 'decomposed', one for all stages or one each.
+        mask: 'logit' (published weights) or 'product' (paper).
+        paths: '2d', 'v2h', 'cross_scan', 'rmt' or 'none' (the masks of Table 9).
+        shared_decay: one decay for both directions.
+        kwargs: as for HierarchicalBackbone.
+
+    Raises:
+        ValueError: an option or a size that is not allowed.
+        TypeError: an unknown option.
+    """
+
+    def __init__(self, attention: Union[str, Sequence[str]] = 'full', mask: str = 'logit', paths: str = '2d',
+                 shared_decay: bool = False, **kwargs: Any):
+        attention = (attention,) * 4 if isinstance(attention, str) else tuple(attention)
+        if len(attention) != 4:
+            raise ValueError(f'attention must be one name or one for each of 4 stages, got {attention!r}')
+
+        def mixer(stage: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+            return PolylineMixer(dim, num_heads, attention[stage], mask, paths, shared_decay,
+                                 rmt_range=(4.0, 4.0, 6.0, 6.0)[stage], **dd)
+
+        super().__init__(mixer, **kwargs)
+
+    def no_weight_decay(self) -> Set[str]:
+        """A_log and dt_bias, as in the published classification training."""
+        return {name for name, _ in self.named_parameters() if name.endswith(('.A_log', '.dt_bias'))}
+
+
+# Published key -> ours, in this order.
+_RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
+    (r'^patch_embed\.proj\.0\.', 'stem.conv1.conv.'), (r'^patch_embed\.proj\.1\.', 'stem.conv1.norm.'),
+    (r'^patch_embed\.proj\.3\.', 'stem.conv2.conv.'), (r'^patch_embed\.proj\.4\.', 'stem.conv2.norm.'),
+    (r'^patch_embed\.proj\.6\.', 'stem.conv3.conv.'), (r'^patch_embed\.proj\.7\.', 'stem.conv3.norm.'),
+    (r'^patch_embed\.proj\.9\.', 'stem.conv4.conv.'), (r'^patch_embed\.proj\.10\.', 'stem.conv4.norm.'),
+    (r'^proj\.', 'head.proj.'), (r'^norm\.', 'head.norm.'), (r'^head\.(weight|bias)$', r'head.fc.\1'),
+    (r'^outnorm(\d)\.', r'output_norms.\1.'),
+    (r'^layers\.(\d)\.downsample\.(reduction|norm)\.',
+     lambda m: f"stages.{int(m[1]) + 1}.downsample.{'conv' if m[2] == 'reduction' else 'norm'}."),
+    (r'^layers\.', 'stages.'), (r'\.retention_layer_norm\.', '.norm1.'), (r'\.final_layer_norm\.', '.norm2.'),
+    (r'\.retention\.', '.mixer.'), (r'\.([qkv])_proj\.', r'.\1.'), (r'\.out_proj\.', '.out.'),
+    (r'\.path_embed\.dt_linear\.', '.decay.proj.'), (r'\.path_embed\.', '.decay.'),
+    (r'\.(lepe|dwconv|pos)\.conv\.', r'.\1.'), (r'\.gamma_([12])$', r'.ls\1.gamma'),
+)]
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Weights under our key names, from ours or from the published ones.
+
+    A whole checkpoint is unwrapped: `model_ema` where present (the reported S and B figures are the averaged model's),
+    else `model` or `state_dict`; the `backbone.` of a detector's file is taken off and the detector's heads with it.
+    Published weights for dense prediction without a head, and for classification without output norms, both load.
+    """
+    for key in ('model_ema', 'model', 'state_dict'):
+        if isinstance(state_dict.get(key), dict):
+            state_dict = state_dict[key]
+            break
+    if any(key.startswith('backbone.') for key in state_dict):
+        state_dict = {key.removeprefix('backbone.'): value for key, value in state_dict.items()
+                      if key.startswith('backbone.')}
+    if not any(key.startswith('patch_embed.') for key in state_dict):
+        return state_dict
+    out = {}
+    for key, value in state_dict.items():
+        if key.endswith('Relpos.angle'):
+            continue
+        for pattern, replacement in _RENAMES:
+            key = pattern.sub(replacement, key)
+        if key.startswith('output_norms.') and getattr(model, 'output_norms', None) is None:
+            continue
+        out[key] = value.reshape(-1) if key.endswith('.gamma') else value
+    return out
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    return {'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7), 'crop_pct': 0.875,
+            'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+            'first_conv': 'stem.conv1.conv', 'classifier': 'head.fc', 'license': 'apache-2.0',
+            'paper_ids': 'arXiv:2506.15940', **kwargs}
+
+
+default_cfgs = generate_default_cfgs({
+    'ppma_tiny.untrained': _cfg(), 'ppma_small.untrained': _cfg(), 'ppma_base.untrained': _cfg(),
+    'test_ppma.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+})
+
+_build = partial(build_model_with_cfg, PPMA, pretrained_filter_fn=checkpoint_filter_fn,
+                 feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True))
+
+
+@register_model
+def ppma_tiny(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-T: 14.3 M parameters, 2.7 GMACs at 224."""
+    return _build('ppma_tiny', pretrained, **{**_TINY, **kwargs})
+
+
+@register_model
+def ppma_small(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-S: 27.0 M parameters, 4.9 GMACs at 224."""
+    return _build('ppma_small', pretrained, **{**_SMALL, **kwargs})
+
+
+@register_model
+def ppma_base(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-B: 54.2 M parameters, 10.6 GMACs at 224."""
+    return _build('ppma_base', pretrained, **{**_BASE, **kwargs})
+
+
+@register_model
+def test_ppma(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """A PPMA of a few hundred thousand parameters, for tests and demonstrations."""
+    return _build('test_ppma', pretrained, **{**_TEST, **kwargs})

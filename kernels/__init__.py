@@ -1,0 +1,20 @@
+"""Operators: one folder each with a float64-able `reference`, a fast pure-PyTorch `portable` and an export form.
+
+    decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
+    crisscross_attention       two of them chained, in both orders                              O(N^1.5)
+    polyline_attention         softmax attention over the whole grid under the polyline mask     O(N^2) time
+    polyline_scan              the polyline mask times a tensor, in two or three dimensions      O(N)
+    polyline_linear_attention  linear attention under the polyline mask, by scans                O(N)
+
+All take heads first, `(B, heads, H, W, D)`, and *step* logs `(B, heads, H, W)`, never cumulative sums.
+"""
+if __name__ != 'subquad.kernels':
+    raise ImportError(f"import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its own")
+
+from .decay_attention import crisscross_attention, decay_attention
+from .dispatch import use_backend, why_not
+from .polyline_attention import polyline_attention
+from .polyline_scan import polyline_linear_attention, polyline_scan
+
+__all__ = ['crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
+           'polyline_scan', 'use_backend', 'why_not']

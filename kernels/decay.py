@@ -1,0 +1,29 @@
+"""Decay along a grid axis: what the operators build from step logs."""
+import torch
+from torch import Tensor
+
+# exp(-80) is 1.8e-35: still a float32, and a path through such a step is dead. Without the floor a step log of -inf
+# would give -inf - -inf = NaN in a difference of cumulative sums.
+STEP_LOG_MIN = -80.0
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half types are computed in float32; float32 and float64 stay."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Inclusive cumulative sum of step logs along `dim`, in at least float32; same shape."""
+    return steps.to(compute_dtype(dtype)).clamp(min=STEP_LOG_MIN).cumsum(dim)
+
+
+def row_log_decay(a: Tensor, dtype: torch.dtype) -> Tensor:
+    """log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|. a: (..., H, W) -> (..., H, W, W), indexed [i, j, l]."""
+    total = cumulative(a, -1, dtype)
+    return -(total[..., :, None] - total[..., None, :]).abs()
+
+
+def column_log_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|. b: (..., H, W) -> (..., H, H, W), indexed [i, k, l]."""
+    total = cumulative(b, -2, dtype)
+    return -(total[..., :, None, :] - total[..., None, :, :]).abs()

@@ -1,0 +1,218 @@
+"""Polyline attention in plain PyTorch: by blocks of query rows, so that no N x N matrix is ever held.
+
+For the queries of grid row i the two masks are sums of small tables, with row[i, j, l] and column[i, k, l] from
+kernels/decay.py (O(N^1.5) numbers in all):
+
+    log L  [(i, j), (k, l)] = row[i, j, l] + column[i, k, l]
+    log L~ [(i, j), (k, l)] = row[k, j, l] + column[i, k, j]
+
+The blocked loops are custom operators: a compiler takes each as one node, and a flop counter sees the operations of the
+definition, not those that this implementation repeats to save passes over memory.
+"""
+from typing import List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..blocks import Workspace, exponentials_are_safe, ranges
+from ..decay import column_log_decay, compute_dtype, cumulative, row_log_decay
+
+# Elements of a block's logits, 10 MB in float32. Measured best at 50 x 80; no worse at 14 x 14 than smaller blocks.
+BLOCK_ELEMENTS = 2_500_000
+
+_LIBRARY = 'subquad::polyline_attention_portable'
+
+
+def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
+    """For each block of (batch, head) groups, its blocks of grid rows of queries."""
+    groups, height, width, _ = q.shape
+    per_row = width * height * width
+    group_step = max(1, min(groups, BLOCK_ELEMENTS // (per_row * height)))
+    rows = ranges(height, BLOCK_ELEMENTS // (per_row * group_step))
+    return [(g, rows) for g in ranges(groups, group_step)]
+
+
+def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[Tuple[Tensor, Tensor]]:
+    """For each path the two tables whose broadcast sum (G, i, j, k, l) is its log mask."""
+    masks = []
+    if paths in ('both', 'v2h'):
+        masks.append((row[:, rows, :, None, :], column[:, rows, None, :, :]))
+    if paths in ('both', 'h2v'):
+        masks.append((row.transpose(1, 2)[:, None], column[:, rows].transpose(2, 3)[..., None]))
+    return masks
+
+
+def _block_parts(q: Tensor, k: Tensor, masks, mask: str, space: Workspace) -> List[Tensor]:
+    """What the weights of a block are made of, (G, i, j, k, l) each: the softmax under each mask, whose mean they are,
+    or for the product mask the plain softmax and the masks, whose product they are."""
+    groups, rows, width, _ = q.shape
+    flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
+    logits = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat))
+    if mask == 'product':
+        plain = torch.softmax(logits, -1, out=space.get('plain', flat)).view(shape)
+        return [plain] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
+                          for n, (first, second) in enumerate(masks)]
+    parts = []
+    for n, (first, second) in enumerate(masks):
+        masked = torch.add(logits.view(shape), first, out=space.get('masked', shape)).add_(second)
+        parts.append(torch.softmax(masked.view(flat), -1, out=space.get(f'part{n}', flat)).view(shape))
+    return parts
+
+
+def _combined(parts: List[Tensor], mask: str, space: Workspace) -> Tuple[Tensor, float]:
+    """The weights of a block, (G, i*j, k*l), and a factor that their products still need."""
+    first, *others = parts
+    groups, rows, width, height, _ = first.shape
+    out = space.get('logits', first.shape)                                        # no longer needed
+    if mask == 'product':
+        total = others[0] if len(others) == 1 else torch.add(*others, out=out)
+        weights = torch.mul(first, total, out=out)
+    else:
+        weights = torch.add(*parts, out=out) if others else first
+    return weights.view(groups, rows * width, height * width), 0.5 if mask == 'logit' and others else 1.0
+
+
+def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask: str, safe: bool, space: Workspace) -> Tensor:
+    """Output of the queries of a block, (G, i*j, Dv). v: (G, N, Dv)."""
+    if mask == 'product' or not safe:
+        weights, factor = _combined(_block_parts(q, k, masks, mask, space), mask, space)
+        return torch.bmm(weights, v).mul_(factor)
+    # One more product with K and V for each mask costs less than the passes over memory that sharing them takes.
+    groups, rows, width, _ = q.shape
+    flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
+    q, k = q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2)
+    output = 0
+    for first, second in masks:
+        weights = torch.add(first, second, out=space.get('logits', shape)).view(flat)
+        torch.baddbmm(weights, q, k, out=weights).exp_()
+        output = output + torch.bmm(weights, v) / (weights.sum(-1, keepdim=True) * len(masks))
+    return output
+
+
+@torch.library.custom_op(_LIBRARY + '_fwd', mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask: str, paths: str) -> Tensor:
+    """q, k: (G, H, W, D); v: (G, H, W, Dv); row: (G, H, W, W); column: (G, H, H, W); G = B * heads."""
+    output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
+    for g, row_blocks in _plan(q):
+        value = v[g].flatten(1, 2)
+        for rows in row_blocks:
+            masks = _block_masks(row[g], column[g], rows, paths)
+            y = _block_output(q[g, rows], k[g], value, masks, mask, all(safe[g]), space)
+            output[g, rows] = y.view_as(output[g, rows])
+    return output
+
+
+@torch.library.custom_op(_LIBRARY + '_bwd', mutates_args=())
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask: str,
+              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (q, k, v, row, column)
+    dq, dk, dv, drow, dcolumn = (torch.zeros_like(x) for x in inputs)
+    space = Workspace(q)
+    for g, row_blocks in _plan(q):
+        for rows in row_blocks:
+            _backward_block([x[g] for x in inputs], grad[g, rows].flatten(1, 2), rows, mask, paths,
+                            [x[g] for x in (dq, dk, dv, drow, dcolumn)], space)
+    return dq, dk, dv, drow, dcolumn
+
+
+def _backward_block(inputs, grad: Tensor, rows: slice, mask: str, paths: str, grads, space: Workspace) -> None:
+    """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
+    q, k, v, row, column = inputs
+    dq, dk, dv, drow, dcolumn = grads
+    masks = _block_masks(row, column, rows, paths)
+    parts = _block_parts(q[:, rows], k, masks, mask, space)
+    weights, factor = _combined(parts, mask, space)
+    grad = grad * factor
+    dv += torch.bmm(weights.transpose(1, 2), grad).view_as(dv)
+    dweights = torch.bmm(grad, v.flatten(1, 2).transpose(1, 2), out=space.get('dweights', weights.shape))
+    dweights = dweights.view_as(parts[0])
+
+    if mask == 'product':
+        plain, *factors = parts
+        common = dweights * plain
+        dmasks = [common * factor for factor in factors]
+        dlogits = sum(dmasks[1:], dmasks[0])
+        dlogits = torch.addcmul(dlogits, plain, dlogits.sum((-1, -2), keepdim=True), value=-1)
+    else:
+        dmasks = [part * dweights for part in parts]
+        dmasks = [d.addcmul_(part, d.sum((-1, -2), keepdim=True), value=-1) for d, part in zip(dmasks, parts)]
+        dlogits = sum(dmasks[1:], dmasks[0])
+
+    dmasks = dict(zip(('v2h', 'h2v') if paths == 'both' else (paths,), dmasks))
+    if 'v2h' in dmasks:
+        drow[:, rows] += dmasks['v2h'].sum(3)
+        dcolumn[:, rows] += dmasks['v2h'].sum(2)
+    if 'h2v' in dmasks:
+        drow += dmasks['h2v'].sum(1).transpose(1, 2)
+        dcolumn[:, rows] += dmasks['h2v'].sum(4).transpose(2, 3)
+    flat = dlogits.flatten(3).flatten(1, 2)
+    dq[:, rows] += torch.bmm(flat, k.flatten(1, 2)).view_as(dq[:, rows])
+    dk += torch.bmm(flat.transpose(1, 2), q[:, rows].flatten(1, 2)).view_as(dk)
+
+
+@_forward.register_fake
+def _(q, k, v, row, column, mask, paths):
+    return torch.empty_like(v)
+
+
+@_backward.register_fake
+def _(grad, q, k, v, row, column, mask, paths):
+    return tuple(torch.empty_like(x) for x in (q, k, v, row, column))
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _differentiate(ctx, grad: Tensor):
+    return (*_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _products(q: Sequence[int], v: Sequence[int]) -> int:
+    """Floating-point operations of one product with K and one with V."""
+    groups, height, width, dim = q
+    return 2 * groups * (height * width) ** 2 * (dim + v[-1])
+
+
+@register_flop_formula(torch.ops.subquad.polyline_attention_portable_fwd)
+def _(q, k, v, row, column, mask, paths, out_shape=None, **kwargs) -> int:
+    return _products(q, v)
+
+
+@register_flop_formula(torch.ops.subquad.polyline_attention_portable_bwd)
+def _(grad, q, k, v, row, column, mask, paths, out_shape=None, **kwargs) -> int:
+    return 2 * _products(q, v) + _products(q, [0])      # as torch counts attention: the logits are computed again
+
+
+def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
+    if v.numel() == 0:
+        return torch.zeros_like(v)
+    dtype = compute_dtype(q.dtype)
+    row, column = row_log_decay(a, q.dtype), column_log_decay(b, q.dtype)
+    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, row, column)]
+    return _forward(*inputs, mask, paths).view(v.shape).to(v.dtype)
+
+
+def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
+    """The dense formula without loops, every tensor but the arguments of rank 4 at most."""
+    batch, heads, height, width, _ = q.shape
+    tokens, dtype = height * width, compute_dtype(q.dtype)
+    q, k, values = (x.to(dtype).reshape(batch * heads, tokens, x.shape[-1]) for x in (q, k, v))
+    a, b = (cumulative(x.reshape(batch * heads, height, width), dim, dtype) for x, dim in ((a, -1), (b, -2)))
+    row = -(a.unsqueeze(3) - a.unsqueeze(2)).abs()                                # (G, i, j, l)
+    column = -(b.unsqueeze(2) - b.unsqueeze(1)).abs()                             # (G, i, k, l)
+    column = column.reshape(batch * heads, height, 1, tokens)                     # (G, i, 1, k*l)
+    v2h = (row.repeat(1, 1, 1, height) + column).reshape(batch * heads, tokens, tokens)
+    chosen = [m for p, m in (('v2h', v2h), ('h2v', v2h.transpose(1, 2))) if paths in (p, 'both')]
+    logits = q @ k.transpose(1, 2)
+    if mask == 'product':
+        weights = logits.softmax(-1) * sum((m.exp() for m in chosen[1:]), chosen[0].exp())
+    else:
+        weights = [(logits + m).softmax(-1) for m in chosen]
+        weights = (weights[0] + weights[1]) * 0.5 if len(weights) == 2 else weights[0]
+    return (weights @ values).reshape(v.shape).to(v.dtype)

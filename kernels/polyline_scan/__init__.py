@@ -1,0 +1,71 @@
+"""The polyline mask times a tensor without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2), in O(N)."""
+from typing import Optional
+
+from torch import Tensor
+
+from .. import checks
+from ..dispatch import choose
+from . import portable, reference
+
+ORDERS = ('v2h', 'h2v', 'both')
+_SCAN = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
+         'export': portable.polyline_scan_export}
+_LINEAR = {'reference': reference.polyline_linear_attention, 'portable': portable.polyline_linear_attention,
+           'export': portable.polyline_linear_attention_export}
+
+
+def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *, order: str = 'v2h',
+                  backend: str = 'auto') -> Tensor:
+    """L x, L~ x or their sum, L being the V2H polyline mask of the grid and L~ its transpose.
+
+    One axis is a symmetric scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l] with S the cumulative sum of the axis' step
+    logs. L x is the vertical scan followed by the horizontal one; L~ x the other way round. With c a third, outermost
+    axis is scanned: L3D x = horizontal(vertical(depth(x))), and the transpose in the opposite order.
+
+    Args:
+        x: (B, heads, H, W, D), or (B, heads, Z, H, W, D) with c; float32, float64, float16 or bfloat16, any strides.
+        a, b: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count as -80.
+        c: step logs along Z, of the same shape, or None in two dimensions.
+        order: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
+        backend: 'auto', 'portable', 'reference' or 'export'.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        ValueError: a shape, device, order or backend that does not fit.
+        TypeError: a dtype that is not allowed.
+    """
+    logs = dict(a=a, b=b) if c is None else dict(a=a, b=b, c=c)
+    rank = 5 if c is None else 6
+    checks.tensors('polyline_scan', {'x': rank, **dict.fromkeys(logs, rank - 1)}, x=x, **logs)
+    for name, log in logs.items():
+        checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
+    checks.one_of('polyline_scan', 'order', order, ORDERS)
+    return choose('polyline_scan', _SCAN, backend)(x, list(logs.values()), order)
+
+
+def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, order: str = 'both',
+                              backend: str = 'auto') -> Tensor:
+    """(q k' * M) v for the polyline mask M = L, L~ or L + L~, in O(N R Dv): sum_r q_r * scan(k_r * v).
+
+    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. No
+    normalisation: append a column of ones to v and divide by its result for one.
+
+    Args:
+        q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
+        v: (B, heads, H, W, Dv), the dtype of q.
+        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0.
+        order: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
+        backend: 'auto', 'portable', 'reference' or 'export'.
+
+    Returns:
+        (B, heads, H, W, Dv) in the dtype of v.
+
+    Raises:
+        ValueError: a shape, device, order or backend that does not fit.
+        TypeError: a dtype that is not allowed.
+    """
+    checks.attention('polyline_linear_attention', q, k, v, a=a, b=b)
+    checks.one_of('polyline_linear_attention', 'order', order, ORDERS)
+    return choose('polyline_linear_attention', _LINEAR, backend)(q, k, v, a, b, order)

@@ -1,0 +1,132 @@
+"""The polyline mask times a tensor, one axis after the other, each by chunks.
+
+Within a chunk of an axis the symmetric scan is a small matrix product; from chunk to chunk two states are carried, one
+in each direction, as in a chunked linear recurrence. Time and memory are O(N) for a fixed chunk.
+"""
+from typing import List
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..decay import STEP_LOG_MIN, compute_dtype
+
+CHUNK = 32
+# Up to this length an axis is one chunk: the carries would cost more than the larger matrix.
+SINGLE_CHUNK = 64
+# State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: about 16 MB in float32.
+STATE_ELEMENTS = 4_000_000
+
+
+def dense_axis_scan(x: Tensor, steps: Tensor) -> Tensor:
+    """The same by one L x L matrix a line, without loops: short axes and the export form."""
+    sums = steps.cumsum(-1)
+    return torch.bmm((-(sums.unsqueeze(2) - sums.unsqueeze(1)).abs()).exp(), x)
+
+
+def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
+    """y[j] = sum_l exp(-|S[j] - S[l]|) x[l] for each line. x: (n, L, D), steps: (n, L) -> (n, L, D)."""
+    lines, length, dim = x.shape
+    if length <= SINGLE_CHUNK:
+        return dense_axis_scan(x, steps)
+    padding = -length % CHUNK
+    if padding:
+        x, steps = F.pad(x, (0, 0, 0, padding)), F.pad(steps, (0, padding))
+    chunks = x.shape[1] // CHUNK
+    x, steps = x.view(lines, chunks, CHUNK, dim), steps.view(lines, chunks, CHUNK)
+    sums = steps.cumsum(-1)                                                  # local: from the chunk's start
+    inside = (-(sums[..., :, None] - sums[..., None, :]).abs()).exp()
+    y = torch.matmul(inside, x)
+    total, first = sums[..., -1:], sums[..., :1]
+    before = _carry(y[:, :, -1], total[..., 0])                              # seen by chunk n from the left
+    # A state enters a chunk from the right through the step that leads to the next chunk's first token.
+    after = _carry(y[:, :, 0].flip(1), _into_next(total - first, steps).flip(1)).flip(1)
+    entering = F.pad(steps[:, 1:, :1], (0, 0, 0, 1))                         # (n, chunks, 1): next chunk's first step
+    y = y + sums.exp()[..., None] * before[:, :, None] + (total - sums + entering).exp()[..., None] * after[:, :, None]
+    y = y.view(lines, chunks * CHUNK, dim)
+    return y[:, :length] if padding else y
+
+
+def _into_next(span: Tensor, steps: Tensor) -> Tensor:
+    """Log decay from the first token of a chunk to that of the next. span: (n, chunks, 1) -> (n, chunks)."""
+    return span[..., 0] + F.pad(steps[:, 1:, 0], (0, 1))
+
+
+def _carry(last: Tensor, decay: Tensor) -> Tensor:
+    """States before each chunk: s[0] = 0, s[n+1] = exp(decay[n]) s[n] + last[n]. last: (n, chunks, D) like s."""
+    factor = decay.exp()[..., None]
+    state, states = torch.zeros_like(last[:, 0]), []
+    for n in range(last.shape[1]):
+        states.append(state)
+        state = torch.addcmul(last[:, n], factor[:, n], state)
+    return torch.stack(states, 1)
+
+
+def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
+    """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`; steps: (G, ...)."""
+    x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)
+    y = scan(x.flatten(0, -3), steps.flatten(0, -2))
+    return y.reshape(x.shape).transpose(dim, -2)
+
+
+def _scan(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
+    """x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
+    dims = [x.ndim - 2 - n for n in range(len(logs))]
+    passes = list(zip(logs, dims))
+    results = []
+    for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
+        if order in (name, 'both'):
+            y = x
+            for steps, dim in sequence:
+                y = _along(y, steps, dim, scan)
+            results.append(y)
+    return results[0] + results[1] if len(results) == 2 else results[0]
+
+
+def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    dtype = compute_dtype(x.dtype)
+    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in logs]
+    return _scan(_grouped(x.to(dtype)), logs, order, axis_scan).reshape(x.shape).to(x.dtype)
+
+
+def polyline_scan_export(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+    """One dense matrix an axis, no loop over the data; in two dimensions every tensor but x of rank 4 at most."""
+    dtype = compute_dtype(x.dtype)
+    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in logs]
+    return _scan(_grouped(x.to(dtype)), logs, order, dense_axis_scan).reshape(x.shape).to(x.dtype)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """(B, heads, ...) -> (B * heads, ...)."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
+    """sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
+    groups, height, width, dim = v.shape
+    query, key, value = (x.reshape(groups, height * width, -1) for x in (q, k, v))
+    state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, -1)      # (G, H, W, R*Dv)
+    state = _scan(state, logs, order, scan).reshape(groups, height * width, -1, dim)        # (G, N, R, Dv)
+    return (query.unsqueeze(3) * state).sum(2).reshape(v.shape)
+
+
+def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
+    if v.numel() == 0:
+        return torch.zeros_like(v)
+    dtype = compute_dtype(q.dtype)
+    q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
+    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in (a, b)]
+    step = max(1, min(q.shape[-1], STATE_ELEMENTS // values.numel()))
+    parts = [_linear_attention(query, key, values, logs, order, axis_scan)
+             for query, key in zip(q.split(step, -1), k.split(step, -1))]
+    return sum(parts[1:], parts[0]).reshape(v.shape).to(v.dtype)
+
+
+def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
+    """As `polyline_scan_export`: no loop over the data, every tensor but the arguments of rank 4 at most."""
+    dtype = compute_dtype(q.dtype)
+    q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
+    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in (a, b)]
+    return _linear_attention(q, k, values, logs, order, dense_axis_scan).reshape(v.shape).to(v.dtype)

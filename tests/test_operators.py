@@ -1,0 +1,204 @@
+"""Every operator against its reference: values and every gradient, odd shapes, dtypes, backends, strides, extremes."""
+import importlib
+
+import pytest
+import torch
+
+from subquad import kernels
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+GRIDS = [(4, 6), (7, 3), (1, 9), (5, 1), (1, 1)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def _attention_inputs(height, width, dtype=torch.float64, batch=2, heads=3, dim=8, dim_v=5):
+    g = torch.Generator().manual_seed(height * 100 + width)
+    q, k = (torch.randn(batch, heads, height, width, dim, generator=g, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(batch, heads, height, width, dim_v, generator=g, dtype=torch.float64)
+    a, b = (-torch.rand(batch, heads, height, width, generator=g, dtype=torch.float64) for _ in range(2))
+    return [x.to(dtype) for x in (q, k, v, a, b)]
+
+
+def _calls():
+    yield from ((f'polyline-{mask}-{paths}', lambda q, k, v, a, b, backend, mask=mask, paths=paths:
+                 kernels.polyline_attention(q, k, v, a, b, mask=mask, paths=paths, backend=backend))
+                for mask in ('logit', 'product') for paths in ('both', 'v2h', 'h2v'))
+    yield from ((f'crisscross-{mask}-{order}', lambda q, k, v, a, b, backend, mask=mask, order=order:
+                 kernels.crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend))
+                for mask in ('logit', 'product') for order in ('both', 'row_first', 'column_first'))
+    yield from ((f'decay-{mask}-{axis}', lambda q, k, v, a, b, backend, mask=mask, axis=axis:
+                 kernels.decay_attention(q, k, v, a, axis=axis, mask=mask, backend=backend))
+                for mask in ('logit', 'product') for axis in ('row', 'column'))
+    yield from ((f'scan-{order}', lambda q, k, v, a, b, backend, order=order:
+                 kernels.polyline_scan(v, a, b, order=order, backend=backend)) for order in ('v2h', 'h2v', 'both'))
+    yield from ((f'linear-{order}', lambda q, k, v, a, b, backend, order=order:
+                 kernels.polyline_linear_attention(q, k, v, a, b, order=order, backend=backend))
+                for order in ('v2h', 'h2v', 'both'))
+
+
+CALLS = dict(_calls())
+
+
+def _run(call, inputs, backend):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = call(*inputs, backend)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    (y.double() * weights).sum().backward()
+    return y, [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs]
+
+
+def _assert_close(actual, expected, tolerance):
+    assert actual.isfinite().all()
+    scale = expected.abs().max().clamp(min=1e-30)
+    assert (actual.double() - expected).abs().max() <= tolerance * scale + 1e-30
+
+
+@pytest.mark.parametrize('grid', GRIDS)
+@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize('backend', ['portable', 'export'])
+def test_values_and_gradients(name, grid, backend):
+    inputs = _attention_inputs(*grid)
+    y, grads = _run(CALLS[name], inputs, 'reference')
+    y2, grads2 = _run(CALLS[name], inputs, backend)
+    _assert_close(y2, y, 1e-12)
+    for actual, expected in zip(grads2, grads):
+        assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize('dtype', DTYPES[1:])
+@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize('backend', ['portable', 'export', 'reference'])
+def test_dtypes(name, dtype, backend):
+    inputs = _attention_inputs(5, 6, dtype)
+    expected, grads = _run(CALLS[name], [x.double() for x in inputs], 'reference')
+    y, grads2 = _run(CALLS[name], inputs, backend)
+    assert y.dtype == dtype
+    _assert_close(y, expected, TOLERANCE[dtype])
+    for actual, wanted in zip(grads2, grads):
+        assert (actual.double() - wanted).abs().max() <= 2 * TOLERANCE[dtype] * max(1, wanted.abs().max())
+
+
+@pytest.mark.parametrize('name', ['polyline-logit-both', 'polyline-product-both', 'decay-logit-column',
+                                  'decay-product-row', 'crisscross-logit-both'])
+def test_many_blocks_equal_one(name, monkeypatch):
+    """The blocked loops over groups, lines and queries, forced to their smallest steps."""
+    inputs = _attention_inputs(5, 7)
+    y, grads = _run(CALLS[name], inputs, 'reference')
+    for elements in (1, 20, 100, 600):
+        for module in ('polyline_attention', 'decay_attention'):
+            portable = importlib.import_module(f'subquad.kernels.{module}.portable')
+            monkeypatch.setattr(portable, 'BLOCK_ELEMENTS', elements)
+        y2, grads2 = _run(CALLS[name], inputs, 'portable')
+        _assert_close(y2, y, 1e-12)
+        for actual, expected in zip(grads2, grads):
+            assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize('length', [63, 64, 65, 96, 131])
+@pytest.mark.parametrize('order', ['v2h', 'h2v', 'both'])
+def test_scan_over_several_chunks(length, order):
+    g = torch.Generator().manual_seed(length)
+    x = torch.randn(1, 2, length, 3, 4, dtype=torch.float64, generator=g)
+    a, b = (-torch.rand(1, 2, length, 3, dtype=torch.float64, generator=g) * 0.2 for _ in range(2))
+    for tensors in ((x, a, b), (x.transpose(2, 3), a.transpose(2, 3), b.transpose(2, 3))):
+        def call(x, a, b, backend):
+            return kernels.polyline_scan(x, a, b, order=order, backend=backend)
+        y, grads = _run(call, tensors, 'reference')
+        y2, grads2 = _run(call, tensors, 'portable')
+        _assert_close(y2, y, 1e-12)
+        for actual, expected in zip(grads2, grads):
+            assert (actual - expected).abs().max() <= 1e-10 * max(1, expected.abs().max())
+
+
+def test_linear_attention_in_slices_of_the_state(monkeypatch):
+    from subquad.kernels.polyline_scan import portable
+    inputs = _attention_inputs(4, 5)
+    whole = kernels.polyline_linear_attention(*inputs)
+    monkeypatch.setattr(portable, 'STATE_ELEMENTS', 3 * inputs[2].numel())
+    torch.testing.assert_close(kernels.polyline_linear_attention(*inputs), whole)
+
+
+@pytest.mark.parametrize('backend', ['portable', 'export'])
+@pytest.mark.parametrize('name', ['polyline-logit-both', 'polyline-product-both', 'crisscross-logit-both',
+                                  'decay-logit-row', 'scan-both', 'linear-both'])
+def test_extreme_steps(name, backend):
+    """Step logs 0, tiny, large and -inf together: finite, and equal to the reference."""
+    inputs = _attention_inputs(4, 7, torch.float32)
+    values = torch.tensor([0.0, -1e-6, -80.0, -float('inf'), -0.5])
+    g = torch.Generator().manual_seed(0)
+    for n in (3, 4):
+        inputs[n] = values[torch.randint(0, 5, inputs[n].shape, generator=g)]
+    expected, _ = _run(CALLS[name], [x.double() for x in inputs], 'reference')
+    y, grads = _run(CALLS[name], inputs, backend)
+    _assert_close(y, expected, 1e-5)
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_peaked_logits_far_from_a_decayed_maximum():
+    """The largest logit sits on a key that the mask kills: the softmax must not underflow to 0 / 0."""
+    q, k, v, a, b = _attention_inputs(3, 4, torch.float32)
+    k[..., -1, -1, :] = 300 * q[..., 0, 0, :]
+    a, b = torch.full_like(a, -60.0), torch.full_like(b, -60.0)
+    y = kernels.polyline_attention(q, k, v, a, b)
+    expected = kernels.polyline_attention(*(x.double() for x in (q, k, v, a, b)), backend='reference')
+    _assert_close(y, expected, 1e-4)
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_strided_views_and_empty_batches(name):
+    dense = _attention_inputs(4, 5)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense[:3]]
+    views += [x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for x in dense[3:]]
+    torch.testing.assert_close(CALLS[name](*views, 'portable'), CALLS[name](*dense, 'portable'))
+    empty = [x[:0] for x in dense]
+    assert CALLS[name](*empty, 'portable').shape[0] == 0
+
+
+def test_gradcheck():
+    q, k, v, a, b = (x[:1, :2, :3, :3].clone().requires_grad_() for x in _attention_inputs(3, 3))
+    for call in CALLS.values():
+        assert torch.autograd.gradcheck(lambda *t: call(*t, 'portable'), (q, k, v, a, b), atol=1e-6, fast_mode=True)
+
+
+def test_wrong_arguments():
+    q, k, v, a, b = _attention_inputs(4, 5, torch.float32)
+    cases = [
+        (ValueError, "mask must be one of 'logit', 'product', got 'logits'",
+         lambda: kernels.polyline_attention(q, k, v, a, b, mask='logits')),
+        (ValueError, 'paths must be one of', lambda: kernels.polyline_attention(q, k, v, a, b, paths='2d')),
+        (ValueError, r'k must have shape \(2, 3, 4, 5, 8\).*got \(2, 3, 4, 4, 8\)',
+         lambda: kernels.polyline_attention(q, k[:, :, :, :4], v, a, b)),
+        (ValueError, r'b must have shape \(2, 3, 4, 5\)', lambda: kernels.crisscross_attention(q, k, v, a, b[:1])),
+        (ValueError, 'a must have 4 dimensions', lambda: kernels.decay_attention(q, k, v, q)),
+        (ValueError, 'axis must be one of', lambda: kernels.decay_attention(q, k, v, a, axis='w')),
+        (TypeError, 'q has dtype torch.int64; allowed: float32, float64, float16, bfloat16',
+         lambda: kernels.polyline_attention(q.long(), k, v, a, b)),
+        (TypeError, 'must share a dtype', lambda: kernels.polyline_attention(q.double(), k, v, a, b)),
+        (TypeError, 'v must be a tensor, got float', lambda: kernels.polyline_attention(q, k, 1.0, a, b)),
+        (ValueError, 'unknown backend', lambda: kernels.polyline_attention(q, k, v, a, b, backend='cuda')),
+        (ValueError, 'order must be one of', lambda: kernels.polyline_scan(v, a, b, order='hv')),
+        (ValueError, 'x must have 6 dimensions', lambda: kernels.polyline_scan(v, a, b, a)),
+        (ValueError, 'a is on meta', lambda: kernels.polyline_scan(v, a.to('meta'), b)),
+        (ValueError, 'unknown operator', lambda: kernels.why_not('attention')),
+    ]
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_backend_override(monkeypatch):
+    from subquad.kernels import polyline_scan as module  # the function; its module is fetched below
+    import importlib
+    calls = []
+    module = importlib.import_module('subquad.kernels.polyline_scan')
+    monkeypatch.setitem(module._SCAN, 'reference', lambda *args: calls.append(args))
+    v, a, b = _attention_inputs(2, 2)[2:]
+    with kernels.use_backend('reference'):
+        kernels.polyline_scan(v, a, b)
+        assert len(calls) == 1
+        kernels.polyline_scan(v, a, b, backend='portable')
+    kernels.polyline_scan(v, a, b)
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match='unknown backend'), kernels.use_backend('fast'):
+        pass
+    assert 'no Triton kernel' in kernels.why_not('polyline_scan')

@@ -1,0 +1,4 @@
+"""`python -m subquad.tools NAME ...`."""
+from .cli import main
+
+main()

@@ -1,0 +1,63 @@
+"""`subquad NAME ...`: one line a tool, and one clear line for an error that the user can mend."""
+import difflib
+import importlib
+import sys
+from typing import Callable, List, NoReturn, Optional
+
+# In the order in which a newcomer meets them.
+TOOLS = {
+    'models': 'list the models: names, parameters, what they are',
+    'stats': 'parameters and MACs of any model at any size, beside the authors\' figures',
+    'train': 'train a classifier from a config file',
+    'test': 'evaluate a checkpoint on a config\'s test data',
+    'predict': 'classify image files with a checkpoint',
+    'demo': 'train a small PPMA on real images in minutes, and show what it sees',
+    'benchmark': 'time and memory of operators and models, beside the floor',
+}
+
+
+class UserError(Exception):
+    """Something the user can mend, in one sentence that says how."""
+
+
+def usage() -> str:
+    lines = [f'  {name:10s} {what}' for name, what in TOOLS.items()]
+    return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
+                      'subquad NAME --help   what a tool takes', 'subquad --version     the version'])
+
+
+def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[List[str]] = None) -> NoReturn:
+    """Run a tool's main and exit: 0 when done, 2 with one line on stderr for a UserError, 130 when interrupted."""
+    try:
+        sys.exit(main(argv) or 0)
+    except UserError as error:
+        print(f'error: {error}', file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:       # `subquad models | head`
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def nearest(word: str, known: List[str], count: int = 3) -> str:
+    """'; did you mean a, b?' or nothing."""
+    close = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
+    return f"; did you mean {', '.join(close)}?" if close else ''
+
+
+def main(argv: Optional[List[str]] = None) -> NoReturn:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ('-h', '--help', 'help'):
+        print(usage())
+        sys.exit(0)
+    name, *rest = argv
+    if name == '--version':
+        import subquad
+        print(subquad.__version__)
+        sys.exit(0)
+    if name not in TOOLS:
+        print(f"error: unknown tool {name!r}{nearest(name, list(TOOLS))} (subquad --help lists them)", file=sys.stderr)
+        sys.exit(2)
+    run(importlib.import_module(f'subquad.tools.{name}').main, rest)

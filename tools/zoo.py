@@ -1,0 +1,31 @@
+"""Making models by name for the tools, with errors a user can act on."""
+from typing import Any, List
+
+import timm
+from torch import nn
+
+from .cli import UserError, nearest
+
+FAMILIES = ('ppma',)
+
+
+def our_models() -> List[str]:
+    """Names of this package's models, small test models last."""
+    names = [name for family in FAMILIES for name in timm.list_models(module=family)]
+    return sorted(names, key=lambda name: name.startswith('test_'))
+
+
+def create(name: str, **kwargs: Any) -> nn.Module:
+    """timm.create_model without weights.
+
+    Raises:
+        UserError: unknown name (with the nearest ones), or an option or size that the model refuses.
+    """
+    if not timm.is_model(name):
+        known = timm.list_models()
+        raise UserError(f'unknown model {name!r}{nearest(name, our_models(), 2) or nearest(name, known)}'
+                        ' (subquad models lists ours, timm.list_models() all)')
+    try:
+        return timm.create_model(name, pretrained=False, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f'{name}: {error}') from error
