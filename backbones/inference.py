@@ -39,8 +39,8 @@ def in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
 
 @cache
 def _keep_freed_memory() -> None:
-    """Teach the C allocator to keep up to 62 MB of freed memory, which it would give back to the kernel after each block
-    and take again page by page.
+    """Teach the C allocator to keep up to 62 MB of freed memory, which it would give back to the kernel after each
+    block and take again page by page.
 
     glibc's thresholds follow the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD): free one of 31 MB, unused.
     """

@@ -6,7 +6,6 @@ paper's: the mask is added to the logits as its logarithm (`mask='logit'`) inste
 (`mask='product'`). See backbones/mixers/polyline.py for every option.
 """
 import re
-from functools import partial
 from typing import Any, Dict, Sequence, Set, Union
 
 import torch
@@ -85,7 +84,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
 
     A whole checkpoint is unwrapped: `model_ema` where present (the reported S and B figures are the averaged model's),
     else `model` or `state_dict`; the `backbone.` of a detector's file is taken off and the detector's heads with it.
-    Published weights for dense prediction without a head, and for classification without output norms, both load.
+    Output norms that the model does not have are dropped; everything else is kept, for the loader to judge.
     """
     for key in ('model_ema', 'model', 'state_dict'):
         if isinstance(state_dict.get(key), dict):
@@ -120,8 +119,10 @@ default_cfgs = generate_default_cfgs({
     'test_ppma.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
 })
 
-_build = partial(build_model_with_cfg, PPMA, pretrained_filter_fn=checkpoint_filter_fn,
-                 feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True))
+
+def _build(name: str, pretrained: bool, **kwargs: Any) -> PPMA:
+    return build_model_with_cfg(PPMA, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+                                feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True), **kwargs)
 
 
 @register_model

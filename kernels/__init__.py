@@ -9,7 +9,8 @@
 All take heads first, `(B, heads, H, W, D)`, and *step* logs `(B, heads, H, W)`, never cumulative sums.
 """
 if __name__ != 'subquad.kernels':
-    raise ImportError(f"import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its own")
+    raise ImportError(f'import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its '
+                      'own')
 
 from .decay_attention import crisscross_attention, decay_attention
 from .dispatch import use_backend, why_not

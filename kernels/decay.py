@@ -12,6 +12,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+# References compute in float64 whatever comes in: they are the oracle for every dtype.
+REFERENCE_DTYPE = torch.float64
+
+
 def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Inclusive cumulative sum of step logs along `dim`, in at least float32; same shape."""
     return steps.to(compute_dtype(dtype)).clamp(min=STEP_LOG_MIN).cumsum(dim)

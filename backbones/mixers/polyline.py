@@ -49,8 +49,8 @@ class PathDecay(nn.Module):
         """(B, H, W, C) -> a, b: (B, heads, H, W) each."""
         batch, height, width, _ = x.shape
         x = self.proj(x.reshape(batch, height * width, self.num_heads, -1))              # (B, N, heads, 1 or 2)
+        x = x.permute(3, 0, 2, 1).contiguous()                                           # (1 or 2, B, heads, N)
         steps = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
-        steps = steps.permute(3, 0, 2, 1).reshape(-1, batch * self.num_heads, height * width)
         a, b = (steps[n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
         return a, b
 
@@ -105,9 +105,8 @@ class PolylineMixer(nn.Module):
         export = self.exportable or exporting()
         q, k = self._queries_and_keys(x, export)
         a, b = self.decay_logs(x)
-        value = self._heads(v).unflatten(2, (height, width))
-        y = getattr(self, f'_{self.attention}')(q, k, value, a, b, 'export' if export else 'auto')
-        y = y.reshape(batch, self.num_heads, height * width, -1).transpose(1, 2)             # (B, N, heads, D)
+        y = getattr(self, f'_{self.attention}')(q, k, self._heads(v), a, b, 'export' if export else 'auto')
+        y = y.transpose(1, 2)                                                            # (B, N, heads, D)
         y = self.lepe(v).reshape(y.shape) + y
         return self.out(y.reshape(batch, height, width, dim))
 
@@ -126,8 +125,8 @@ class PolylineMixer(nn.Module):
         return x.reshape(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
 
     def _queries_and_keys(self, x: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
-        """Rotated where softmax attention uses them, k scaled by head_dim^-1/2: (B, heads, H, W, D) each."""
-        grid, scale = x.shape[1:3], self.head_dim ** -0.5
+        """Rotated where softmax attention uses them, k scaled by head_dim^-1/2: (B, heads, N, D) each."""
+        scale = self.head_dim ** -0.5
         q, k = self._heads(self.q(x)), self._heads(self.k(x))
         if self.attention in ('linear', 'decomposed'):
             k = k * scale
@@ -135,24 +134,28 @@ class PolylineMixer(nn.Module):
             q, k = (rotate_flat(t, self.frequency, self.quarter_turn) for t in (q, k * scale))
         else:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            q, k = rotate(q, k, rotary_angles(grid.numel(), self.head_dim, x.device, dtype), scale)
-        return q.unflatten(2, grid), k.unflatten(2, grid)
+            q, k = rotate(q, k, rotary_angles(q.shape[2], self.head_dim, x.device, dtype), scale)
+        return q, k
+
+    # The attentions: q, k, v (B, heads, N, D) and step logs (B, heads, H, W) -> (B, heads, N, D). Arithmetic stays at
+    # rank 4, for exporters; the operators take the grid apart.
 
     def _full(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         if self.paths == 'none':
-            q, k, v = (x.flatten(2, 3) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, scale=1.0)
         if self.paths == 'cross_scan':
             def raster(q, k, v, logs):
                 return decay_attention(q, k, v, logs, mask=self.mask, backend=backend)
             return self._both_rasters(raster, q, k, v, a, b) * (0.5 if self.mask == 'logit' else 1.0)
         paths = 'both' if self.paths == '2d' else 'v2h'      # rmt: both masks are equal
-        return polyline_attention(q, k, v, a, b, mask=self.mask, paths=paths, backend=backend)
+        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
+        return polyline_attention(q, k, v, a, b, mask=self.mask, paths=paths, backend=backend).flatten(2, 3)
 
     def _crisscross(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         order = 'both' if self.paths in ('2d', 'cross_scan') else 'column_first'
         mask = 'logit' if self.paths == 'none' else self.mask
-        return crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend)
+        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
+        return crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend).flatten(2, 3)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel counts the weights
@@ -160,12 +163,11 @@ class PolylineMixer(nn.Module):
         return y[..., :-1] / y[..., -1:]
 
     def _decomposed(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        grid = q.shape[2:4]
-        agents = F.adaptive_avg_pool2d(q.flatten(0, 1).permute(0, 3, 1, 2), 4)           # (B * heads, D, 4, 4)
-        agents = agents.flatten(2).unflatten(0, q.shape[:2])                             # (B, heads, D, 16)
-        to = ((q.flatten(2, 3) * self.head_dim ** -0.5) @ agents).softmax(-1)            # S1: (B, heads, N, 16)
-        back = (k.flatten(2, 3) @ agents).softmax(-2)                                    # S2', over the tokens
-        return self._scanned(to.unflatten(2, grid), back.unflatten(2, grid), v, a, b, backend)
+        grid = q.flatten(0, 1).transpose(1, 2).unflatten(2, a.shape[2:])                 # (B * heads, D, H, W)
+        agents = F.adaptive_avg_pool2d(grid, 4).flatten(2).unflatten(0, q.shape[:2])     # (B, heads, D, 16)
+        to = ((q * self.head_dim ** -0.5) @ agents).softmax(-1)                          # S1: (B, heads, N, 16)
+        back = (k @ agents).softmax(-2)                                                  # S2', over the tokens
+        return self._scanned(to, back, v, a, b, backend)
 
     def _scanned(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         if self.paths == 'cross_scan':
@@ -173,14 +175,22 @@ class PolylineMixer(nn.Module):
                 return polyline_linear_attention(q, k, v, logs, logs, order='v2h', backend=backend)
             return self._both_rasters(raster, q, k, v, a, b)
         order = 'both' if self.paths == '2d' else 'v2h'
-        return polyline_linear_attention(q, k, v, a, b, order=order, backend=backend)
+        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
+        return polyline_linear_attention(q, k, v, a, b, order=order, backend=backend).flatten(2, 3)
 
     @staticmethod
     def _both_rasters(attend: Callable, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The sum of `attend` along the grid read row by row (logs a) and read column by column (logs b)."""
-        def line(x):
-            return x.flatten(2, 3).unsqueeze(2)
-        rows = attend(line(q), line(k), line(v), line(a)).squeeze(2).unflatten(2, v.shape[2:4])
-        q, k, v, b = (x.transpose(2, 3) for x in (q, k, v, b))
-        columns = attend(line(q), line(k), line(v), line(b)).squeeze(2).unflatten(2, v.shape[2:4])
-        return rows + columns.transpose(2, 3)
+        height, width = a.shape[2:]
+
+        def along(tensors, logs):
+            return attend(*(x.unsqueeze(2) for x in tensors), logs.flatten(2).unsqueeze(2)).squeeze(2)
+
+        def turned(x, rows, columns):
+            """Tokens (B, heads, rows * columns, D) read the other way."""
+            batch, heads, tokens, dim = x.shape
+            x = x.reshape(batch * heads, rows, columns, dim).transpose(1, 2)
+            return x.reshape(batch, heads, tokens, dim)
+
+        by_columns = along([turned(x, height, width) for x in (q, k, v)], b.transpose(2, 3))
+        return along((q, k, v), a) + turned(by_columns, width, height)

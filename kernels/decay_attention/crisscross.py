@@ -158,4 +158,5 @@ def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: T
         return columns(rows(v))
     if order == 'column_first':
         return rows(columns(v))
-    return (columns(rows(v)) + rows(columns(v))) * 0.5
+    row_first, column_first = (x.flatten(0, 1) for x in (columns(rows(v)), rows(columns(v))))
+    return ((row_first + column_first) * 0.5).view(v.shape)

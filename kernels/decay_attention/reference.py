@@ -1,7 +1,7 @@
 """The definition, every matrix written out: the oracle of the tests."""
 from torch import Tensor
 
-from ..decay import compute_dtype, row_log_decay
+from ..decay import REFERENCE_DTYPE, row_log_decay
 
 
 def decay_weights(q: Tensor, k: Tensor, a: Tensor, mask: str) -> Tensor:
@@ -12,7 +12,7 @@ def decay_weights(q: Tensor, k: Tensor, a: Tensor, mask: str) -> Tensor:
 
 
 def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
-    dtype = compute_dtype(q.dtype)
+    dtype = REFERENCE_DTYPE
     q, k, values, a = (x.to(dtype) for x in (q, k, v, a))
     if axis == 'column':
         q, k, values, a = (x.transpose(2, 3) for x in (q, k, values, a))
@@ -21,7 +21,7 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask:
 
 
 def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    dtype = compute_dtype(q.dtype)
+    dtype = REFERENCE_DTYPE
     q, k, values, a, b = (x.to(dtype) for x in (q, k, v, a, b))
 
     def rows(x):

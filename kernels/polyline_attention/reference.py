@@ -3,7 +3,7 @@ from typing import Tuple
 
 from torch import Tensor
 
-from ..decay import column_log_decay, compute_dtype, row_log_decay
+from ..decay import REFERENCE_DTYPE, column_log_decay, row_log_decay
 
 
 def polyline_log_masks(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def polyline_log_masks(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
-    dtype = compute_dtype(q.dtype)
+    dtype = REFERENCE_DTYPE
     shape, result = v.shape, v.dtype
     q, k, v = (x.to(dtype).flatten(2, 3) for x in (q, k, v))           # (B, heads, N, D)
     masks = dict(zip(('v2h', 'h2v'), polyline_log_masks(a.to(dtype), b.to(dtype))))

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..blocks import ranges
 from ..decay import STEP_LOG_MIN, compute_dtype
 
 CHUNK = 32
 # Up to this length an axis is one chunk: the carries would cost more than the larger matrix.
 SINGLE_CHUNK = 64
+# Elements scanned at a time, where more than one group is there: temporaries stay in memory that is used again.
+GROUP_ELEMENTS = 1_000_000
+LINE_ELEMENTS = 250_000
 # State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: about 16 MB in float32.
 STATE_ELEMENTS = 4_000_000
 
@@ -42,7 +46,8 @@ def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
     # A state enters a chunk from the right through the step that leads to the next chunk's first token.
     after = _carry(y[:, :, 0].flip(1), _into_next(total - first, steps).flip(1)).flip(1)
     entering = F.pad(steps[:, 1:, :1], (0, 0, 0, 1))                         # (n, chunks, 1): next chunk's first step
-    y = y + sums.exp()[..., None] * before[:, :, None] + (total - sums + entering).exp()[..., None] * after[:, :, None]
+    y = y.addcmul_(sums.exp()[..., None], before[:, :, None])
+    y = y.addcmul_((total - sums + entering).exp()[..., None], after[:, :, None])
     y = y.view(lines, chunks * CHUNK, dim)
     return y[:, :length] if padding else y
 
@@ -65,8 +70,22 @@ def _carry(last: Tensor, decay: Tensor) -> Tensor:
 def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
     """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`; steps: (G, ...)."""
     x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)
-    y = scan(x.flatten(0, -3), steps.flatten(0, -2))
+    lines, logs = x.flatten(0, -3), steps.flatten(0, -2)
+    step = max(1, LINE_ELEMENTS // lines[0].numel())
+    if step >= len(lines) or scan is dense_axis_scan or torch.compiler.is_compiling():
+        y = scan(lines, logs)
+    else:
+        y = torch.cat([scan(lines[n], logs[n]) for n in ranges(len(lines), step)])
     return y.reshape(x.shape).transpose(dim, -2)
+
+
+def _scan_groups(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+    """`_scan` a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
+    step = max(1, GROUP_ELEMENTS * len(x) // x.numel())
+    if step >= len(x) or torch.compiler.is_compiling():
+        return _scan(x, logs, order, axis_scan)
+    parts = [_scan(x[g], [steps[g] for steps in logs], order, axis_scan) for g in ranges(len(x), step)]
+    return torch.cat(parts)
 
 
 def _scan(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
@@ -88,7 +107,7 @@ def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
         return torch.zeros_like(x)
     dtype = compute_dtype(x.dtype)
     logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in logs]
-    return _scan(_grouped(x.to(dtype)), logs, order, axis_scan).reshape(x.shape).to(x.dtype)
+    return _scan_groups(_grouped(x.to(dtype)), logs, order).reshape(x.shape).to(x.dtype)
 
 
 def polyline_scan_export(x: Tensor, logs: List[Tensor], order: str) -> Tensor:

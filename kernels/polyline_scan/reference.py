@@ -3,7 +3,7 @@ from typing import List
 
 from torch import Tensor
 
-from ..decay import compute_dtype, cumulative
+from ..decay import REFERENCE_DTYPE, cumulative
 from ..polyline_attention.reference import polyline_log_masks
 
 
@@ -29,12 +29,12 @@ def _mask(logs: List[Tensor], order: str, dtype) -> Tensor:
 
 
 def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
-    dtype = compute_dtype(x.dtype)
+    dtype = REFERENCE_DTYPE
     return (_mask(logs, order, dtype) @ x.to(dtype).flatten(2, -2)).reshape(x.shape).to(x.dtype)
 
 
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    dtype = compute_dtype(q.dtype)
+    dtype = REFERENCE_DTYPE
     q, k, values = (x.to(dtype).flatten(2, 3) for x in (q, k, v))
     weights = (q @ k.transpose(-1, -2)) * _mask([a, b], order, dtype)
     return (weights @ values).reshape(v.shape).to(v.dtype)

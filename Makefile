@@ -1,0 +1,34 @@
+# make demo    train a small model on real images, and show what it sees (minutes, no GPU)
+# make test    install what the tests need and run them
+# The first call makes $(VENV); the next ones start at once. PYTHON= and VENV= choose the interpreter and the folder.
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+
+.PHONY: help demo test test-slow test-timm lint clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(VENV)/.subquad-demo
+	$(PY) -m subquad.tools demo
+
+test: $(VENV)/.subquad-test lint
+	$(PY) -m pytest -m 'not slow'
+
+test-slow: $(VENV)/.subquad-test
+	$(PY) -m pytest
+
+# timm's own test-suite, from its source distribution, on our names.
+test-timm: $(VENV)/.subquad-test
+	.ci/timm-suite $(PY)
+
+lint: $(VENV)/.subquad-test
+	$(PY) -m ruff check .
+
+$(VENV)/.subquad-%: setup.py constraints.txt pyproject.toml .ci/setup
+	.ci/setup '$(PYTHON)' '$(VENV)' $*
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

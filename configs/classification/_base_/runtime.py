@@ -1,0 +1,8 @@
+# What every classification config shares: registrations, hooks, seed.
+custom_imports = dict(imports=['subquad.tools.classification'], allow_failed_imports=False)
+default_scope = 'mmengine'
+default_hooks = dict(logger=dict(type='LoggerHook', interval=50),
+                     checkpoint=dict(type='CheckpointHook', interval=1, max_keep_ckpts=1))
+randomness = dict(seed=0)
+val_evaluator = dict(type='AccuracyMetric')
+test_evaluator = dict(type='AccuracyMetric')

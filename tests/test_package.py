@@ -1,0 +1,80 @@
+"""The package as installed and as a bare checkout: imports, names, warnings, the torchvision trouble."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, '-c', code], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, **env})
+
+
+def test_bare_checkout(tmp_path):
+    """Without an installation: -S drops site-packages' finders, so the path has to come from the checkout alone."""
+    code = ('import sys; sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]; '
+            'import subquad, subquad.tools.cli, subquad.configs, timm; print(timm.is_model("ppma_tiny"))')
+    done = _python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout.strip() == 'True', done.stderr
+
+
+@pytest.mark.parametrize('name', ['kernels', 'backbones', 'tools'])
+def test_bare_names_are_refused(name):
+    done = _python(f'import {name}', PYTHONPATH=str(ROOT))
+    assert done.returncode and f'import subquad.{name}, not' in done.stderr
+
+
+def test_no_model_of_timm_changes():
+    # `subquad/__init__` registers: take its torchvision mending alone first, to see what timm has by itself.
+    code = ('import torch, sys, types; pkg = types.ModuleType("subquad"); pkg.__path__ = [sys.argv[1]]; '
+            'sys.modules["subquad"] = pkg; from subquad._torchvision import mend_torchvision; mend_torchvision(); '
+            'import timm; from timm.models import _registry as r; before = dict(r._model_entrypoints); '
+            'del sys.modules["subquad"]; import subquad; '
+            'assert all(r._model_entrypoints[k] is v for k, v in before.items()); '
+            'print(sorted(set(r._model_entrypoints) - set(before)))')
+    done = subprocess.run([sys.executable, '-c', code, str(ROOT / 'subquad')], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "['ppma_base', 'ppma_small', 'ppma_tiny', 'test_ppma']", done.stderr
+
+
+def _fake_torchvision(folder: Path, body: str) -> None:
+    (folder / 'torchvision').mkdir()
+    (folder / 'torchvision' / '__init__.py').write_text(body)
+
+
+_MEND = ('import importlib.util, sys, warnings\n'
+         'spec = importlib.util.spec_from_file_location("mend", sys.argv[1])\n'
+         'mend = importlib.util.module_from_spec(spec); spec.loader.exec_module(mend)\n'
+         'with warnings.catch_warnings(record=True) as seen:\n'
+         '    warnings.simplefilter("always"); mend.mend_torchvision(); mend.mend_torchvision()\n'
+         'print(len(seen), mend._library is not None)\n')
+
+
+@pytest.mark.parametrize('body, expected', [
+    ('', '0 False'),                                      # a matching pair: nothing happens, no warning
+    ('import torch\nif not hasattr(torch.ops.torchvision, "nms"):\n'
+     '    raise RuntimeError("operator torchvision::nms does not exist")\n', '1 True'),
+    ('raise ModuleNotFoundError("No module named torchvision")', '0 False')])
+def test_torchvision_of_another_build(tmp_path, body, expected):
+    _fake_torchvision(tmp_path, body)
+    done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_other_torchvision_errors_are_not_swallowed(tmp_path):
+    _fake_torchvision(tmp_path, 'raise RuntimeError("something else")')
+    done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert 'something else' in done.stderr
+
+
+def test_files_stay_readable():
+    """No file grows past what one reads in a sitting."""
+    folders = ('subquad', 'backbones', 'kernels', 'configs', 'tools', 'tests')
+    files = [path for folder in folders for path in (ROOT / folder).rglob('*.py')]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert not {name: length for name, length in lengths.items() if length > 420}

@@ -1,0 +1,203 @@
+"""PPMA against the published network: parameters, MACs, reference outputs and gradients, weight files, options."""
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+
+from subquad import kernels
+from subquad.backbones.ppma import PPMA, checkpoint_filter_fn
+from subquad.tools.stats import count
+
+DATA = Path(__file__).parent / 'data'
+SHARED = Path(__file__).resolve().parent.parent.parent / 'shared' / 'golden'
+GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
+PARAMETERS = {'ppma_tiny': 14_335_272, 'ppma_small': 26_969_472, 'ppma_base': 54_158_524}
+GMACS = {'ppma_tiny': 2.70, 'ppma_small': 4.90, 'ppma_base': 10.59}
+
+
+@pytest.mark.parametrize('name', PARAMETERS)
+def test_parameters_and_macs(name):
+    row = count(name, 224, 224)
+    assert row['parameters'] == PARAMETERS[name]
+    assert row['macs'] / 1e9 == pytest.approx(GMACS[name], rel=0.01)
+    assert row['macs_of_weights'] < row['macs']
+
+
+@pytest.mark.parametrize('options, parameters', [(dict(paths='none'), 14_334_216), (dict(paths='rmt'), 14_334_216),
+                                                 (dict(shared_decay=True), 14_334_856), (dict(paths='v2h'), 14_335_272),
+                                                 (dict(paths='cross_scan'), 14_335_272), (dict(), 14_335_272)])
+def test_parameters_of_the_ablation(options, parameters):
+    assert sum(p.numel() for p in timm.create_model('ppma_tiny', device='meta', **options).parameters()) == parameters
+
+
+def test_macs_of_the_ablation():
+    assert count('ppma_tiny', 224, 224, paths='none')['macs'] / 1e9 == pytest.approx(2.65, rel=0.01)
+
+
+def _golden(file):
+    with safe_open(file, 'pt') as f:
+        return {key: f.get_tensor(key) for key in f.keys()}, json.loads(f.metadata()['config'])
+
+
+def _network(config, state, **kwargs):
+    model = PPMA(attention=['crisscross' if c else 'full' for c in config['chunkwise_recurrents']],
+                 dims=config['embed_dims'], depths=config['depths'], num_heads=config['num_heads'],
+                 mlp_ratios=config['mlp_ratios'], layer_scale=config['layerscales'], output_norms=True,
+                 head_hidden_size=config['projection'], num_classes=config['num_classes'], **kwargs).eval()
+    model.load_state_dict(checkpoint_filter_fn(state, model))
+    return model
+
+
+@pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('name', GOLDEN)
+@pytest.mark.parametrize('folder', [DATA, SHARED], ids=['clone', 'shared'])
+def test_published_network(folder, name, dtype, backend):
+    if not (folder / name).is_file():
+        pytest.skip(f'{name} is not there; the copy in tests/data is tested')
+    golden, config = _golden(folder / name)
+    model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
+    model = model.to(dtype)
+    if backend == 'export':
+        for module in model.modules():
+            if hasattr(module, 'exportable'):
+                module.exportable = True          # the mixers' rotation too, not only the operators
+
+    def close(actual, expected, what):
+        error = (actual.double() - expected.double()).abs().max() / expected.abs().max()
+        assert error <= 2e-5, f'{what}: {error:.1e}'
+
+    image = golden['input'].to(dtype).requires_grad_()
+    with kernels.use_backend(backend):
+        _, stages = model.forward_intermediates(image)
+        _, normed = model.forward_intermediates(image, norm=True)
+        logits = model(image)
+        (logits * golden['cotangent'].to(dtype)).sum().backward()
+    for n in range(4):
+        close(stages[n], golden[f'stage{n + 1}'], f'stage{n + 1}')
+        close(normed[n], golden[f'outnorm{n}'], f'outnorm{n}')
+    close(logits, golden['logits'], 'logits')
+    gradients = {k.removeprefix('grad/'): v for k, v in golden.items() if k.startswith('grad/') and k != 'grad/input'}
+    parameters = dict(model.named_parameters())
+    assert len(gradients) > 10
+    for key, value in checkpoint_filter_fn({'patch_embed.': torch.zeros(0), **gradients}, model).items():
+        if key != 'patch_embed.':
+            close(parameters[key].grad, value, key)
+    close(image.grad, golden['grad/input'], 'input')
+
+
+def test_a_classifiers_file_in_a_dense_backbone_lacks_only_output_norms():
+    golden, config = _golden(DATA / GOLDEN[0])
+    state = {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/') and 'outnorm' not in k}
+    model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
+    missing, unexpected = model.load_state_dict(checkpoint_filter_fn(state, model), strict=False)
+    assert not unexpected and all(key.startswith('output_norms.') for key in missing)
+    detector = {f'backbone.{k}': v for k, v in state.items()} | {'neck.weight': torch.zeros(1)}
+    assert checkpoint_filter_fn({'state_dict': detector}, model).keys() == checkpoint_filter_fn(state, model).keys()
+
+
+def test_averaged_weights_come_first():
+    model = timm.create_model('test_ppma')
+    state = model.state_dict()
+    average = {k: v + 1 if v.is_floating_point() else v for k, v in state.items()}
+    assert torch.equal(checkpoint_filter_fn({'model': state, 'model_ema': average}, model)['head.fc.bias'],
+                       average['head.fc.bias'])
+
+
+OPTIONS = [dict(mask='product'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'), dict(paths='v2h'),
+           dict(paths='cross_scan', mask='product'), dict(shared_decay=True), dict(attention='linear'),
+           dict(attention='decomposed'), dict(attention='full'), dict(attention='crisscross', paths='none'),
+           dict(attention='linear', paths='cross_scan'), dict(attention='decomposed', paths='none'),
+           dict(attention=('linear', 'decomposed', 'crisscross', 'full'))]
+
+
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
+def test_options_agree_between_backends(options):
+    torch.manual_seed(0)
+    model = timm.create_model('test_ppma', num_classes=5, **options)
+    with torch.no_grad():                              # strong decays, so that masks matter
+        for name, parameter in model.named_parameters():
+            if name.endswith('dt_bias'):
+                parameter.add_(3)
+    model = model.double().eval()
+    x = torch.randn(2, 3, 40, 72, dtype=torch.float64)
+    with kernels.use_backend('reference'):
+        expected = model(x)
+    for backend in ('portable', 'export'):
+        with kernels.use_backend(backend):
+            torch.testing.assert_close(model(x), expected)
+    expected.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_options_change_the_output():
+    outputs = []
+    for options in (dict(), *OPTIONS):
+        torch.manual_seed(0)
+        model = timm.create_model('test_ppma', **options).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if 'decay' in name or name.endswith(('q.weight', 'k.weight')):
+                    parameter.mul_(3)
+            outputs.append(model(torch.ones(1, 3, 64, 64).cumsum(-1) / 32))
+    for n, first in enumerate(outputs):
+        assert all(not torch.allclose(first, other, rtol=1e-6, atol=1e-9) for other in outputs[n + 1:]), n
+
+
+@pytest.mark.parametrize('size', [(32, 32), (33, 47), (64, 32), (95, 131), (32, 200)])
+def test_any_size(size):
+    model = timm.create_model('test_ppma', features_only=True).eval()
+    with torch.no_grad():
+        maps = model(torch.randn(2, 3, *size))
+    assert [m.shape[-2:] for m in maps] == [torch.Size((-(-size[0] // s), -(-size[1] // s))) for s in (4, 8, 16, 32)]
+    assert all(m.isfinite().all() for m in maps)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    torch.manual_seed(0)
+    model = timm.create_model('test_ppma').eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(x)
+        actual = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        with torch.autocast('cpu', dtype):
+            mixed = model(x)
+    assert actual.dtype == dtype
+    for y in (actual, mixed):
+        assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max() + 1e-2
+
+
+def test_inference_in_parts_equals_the_whole(monkeypatch):
+    model = timm.create_model('test_ppma').eval()
+    x = torch.randn(5, 3, 64, 48)
+    whole = model(x)                                   # with gradients the batch stays whole
+    for elements in (1, 3000):
+        monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', elements)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(mask='additive'), "mask must be one of 'logit', 'product', got 'additive'"),
+    (dict(paths='diagonal'), "paths must be one of '2d'"), (dict(attention='sparse'), 'attention must be one of'),
+    (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
+    (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
+    (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be 'avg' or ''")])
+def test_wrong_options(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('test_ppma', **kwargs)
+
+
+def test_wrong_inputs():
+    model = timm.create_model('test_ppma').eval()
+    for x, error, message in ((torch.zeros(1, 3, 31, 64), ValueError, r'H and W >= 32, got \(1, 3, 31, 64\)'),
+                              (torch.zeros(3, 64, 64), ValueError, r'got \(3, 64, 64\)'),
+                              (torch.zeros(1, 1, 64, 64), ValueError, r'\(B, 3, H, W\)'),
+                              (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), TypeError, 'torch.uint8')):
+        with pytest.raises(error, match=message):
+            model(x)

@@ -1,0 +1,163 @@
+"""A model of ours behaves like one of timm's. timm's own test-suite runs beside this (`make test-timm`)."""
+import copy
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch._dynamo.testing import CompileCounter
+
+NAME = 'test_ppma'
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return timm.create_model(NAME, num_classes=7).eval()
+
+
+def test_registered_like_a_built_in():
+    assert timm.list_models('ppma*') == ['ppma_base', 'ppma_small', 'ppma_tiny']
+    assert timm.is_model(NAME) and timm.list_models(module='ppma')
+    with pytest.raises(RuntimeError, match='[Nn]o pretrained'):
+        timm.create_model(NAME, pretrained=True)
+
+
+def test_features(model):
+    pyramid = timm.create_model(NAME, features_only=True, out_indices=(1, 3))
+    assert pyramid.feature_info.reduction() == [8, 32] and pyramid.feature_info.channels() == [48, 96]
+    assert timm.create_model(NAME, features_only=True).feature_info.reduction() == [4, 8, 16, 32]
+    x = torch.randn(1, 3, 64, 96)
+    features = model.forward_features(x)
+    assert features.shape == (1, model.num_features, 2, 3)
+    assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
+    torch.testing.assert_close(model.forward_head(features), model(x))
+
+
+def test_classifier_and_pooling(model):
+    x = torch.randn(2, 3, 64, 64)
+    assert model(x).shape == (2, 7)
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3) and model.get_classifier().out_features == 3
+    model.reset_classifier(0)
+    assert model(x).shape == (2, model.head_hidden_size)
+    model.reset_classifier(4, '')
+    assert model(x).shape == (2, 4, 2, 2)
+    assert timm.create_model(NAME, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
+    assert timm.create_model(NAME, num_classes=0, global_pool='')(x).shape == (2, 128, 2, 2)
+    timm.create_model(NAME, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
+
+
+def test_drop_path_rises_over_the_blocks():
+    model = timm.create_model('ppma_tiny', drop_path_rate=0.13, device='meta')
+    rates = [getattr(b.drop_path1, 'drop_prob', 0.0) for stage in model.stages for b in stage.blocks]
+    assert rates == pytest.approx([0.13 * n / 13 for n in range(14)], abs=1e-6)
+
+
+def test_layer_decay(model):
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=1.0, weight_decay=0.05, layer_decay=0.5)
+    scale, decay = {}, {}
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            scale[names[id(parameter)]] = group['lr_scale']
+            decay[names[id(parameter)]] = group['weight_decay']
+    assert scale['stem.conv1.conv.weight'] < scale['stages.0.blocks.0.mixer.q.weight'] \
+        < scale['stages.2.blocks.1.mixer.q.weight'] < scale['head.fc.weight'] == 1
+    assert decay['stages.0.blocks.0.mixer.decay.A_log'] == decay['stages.0.blocks.0.mixer.decay.dt_bias'] == 0
+    assert decay['stages.0.blocks.0.mixer.q.weight'] == 0.05
+
+
+def test_gradient_checkpointing(model):
+    x = torch.randn(2, 3, 64, 64)
+    model.train()
+    results = []
+    for enable in (False, True):
+        copied = copy.deepcopy(model)
+        copied.set_grad_checkpointing(enable)
+        y = copied(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in copied.parameters())])
+    for plain, checkpointed in zip(*results):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+def test_compile_is_one_graph(model):
+    x = torch.randn(2, 3, 64, 64)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+    compiled = torch.compile(copy.deepcopy(model).train(), backend='aot_eager', fullgraph=True)
+    compiled(x).sum().backward()
+
+
+def test_custom_operators_pass_opcheck():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 5, 6, generator=g, requires_grad=True) for _ in range(3))
+    row, column = (-torch.rand(3, 4, n, n, generator=g) for n in (5, 4))
+    column = -torch.rand(3, 4, 4, 5, generator=g)
+    ops = torch.ops.subquad
+    torch.library.opcheck(ops.polyline_attention_portable_fwd, (q, k, v, row, column, 'logit', 'both'))
+    sa, sb = (-torch.rand(3, 4, 5, generator=g) for _ in range(2))
+    torch.library.opcheck(ops.crisscross_attention_portable_fwd, (q, k, v, sa, sb, 'logit', 'both'))
+    lines = [x.detach()[0].requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(ops.decay_attention_portable_fwd, (*lines, sa[0], 'logit'))
+
+
+def test_flop_counter_sees_the_definition():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from subquad import kernels
+    tensors = [torch.randn(2, 3, 4, 5, 6, requires_grad=True) for _ in range(3)]
+    logs = [-torch.rand(2, 3, 4, 5) for _ in range(2)]
+    with FlopCounterMode(display=False) as counter:
+        y = kernels.polyline_attention(*tensors, *logs)
+    assert counter.get_total_flops() == 2 * 2 * (2 * 3) * 20 ** 2 * 6
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 5 * 2 * (2 * 3) * 20 ** 2 * 6
+    with FlopCounterMode(display=False) as counter:
+        kernels.crisscross_attention(*tensors, *logs)
+    assert counter.get_total_flops() == 2 * (2 * 3) * (4 * 5 * (4 + 5)) * 6 * 3
+
+
+@pytest.mark.parametrize('options', [dict(), dict(attention='linear'), dict(attention='decomposed'),
+                                     dict(paths='cross_scan'), dict(mask='product')], ids=str)
+def test_export_is_plain_and_of_rank_4(options):
+    model = timm.create_model(NAME, exportable=True, num_classes=7, **options).eval()
+    x = torch.randn(1, 3, 64, 96)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    views = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
+             'expand', 'alias', 'select', 'slice', 'cat')
+    for node in program.run_decompositions({}).graph.nodes:
+        if node.op != 'call_function':
+            continue
+        assert 'subquad' not in str(node.target) and 'linalg' not in str(node.target)
+        rank = node.meta['val'].ndim if hasattr(node.meta.get('val'), 'ndim') else 0
+        # Reshapes from rank 5 to rank 4 and back are folded by exporters; arithmetic on rank 5 cannot be.
+        assert rank <= 4 or node.target.__name__.split('.')[0] in views, (node.target, node.meta['val'].shape)
+
+
+def test_export_with_another_batch_and_trace(model):
+    x = torch.randn(2, 3, 64, 64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
+    y = torch.randn(5, 3, 64, 64)
+    torch.testing.assert_close(program.module()(y), model(y), rtol=1e-4, atol=1e-5)
+    traced = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_through_timms_loader(model, tmp_path):
+    torch.save({'state_dict': model.state_dict()}, tmp_path / 'weights.pth')
+    overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=7)
+    loaded = timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(loaded(x), model(x))
+    timm.create_model(NAME, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
+
+
+def test_meta_device_and_factory_kwargs():
+    model = timm.create_model(NAME, device='meta', dtype=torch.bfloat16)
+    assert {(t.device.type, t.dtype) for t in model.parameters()} == {('meta', torch.bfloat16)}

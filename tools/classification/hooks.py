@@ -1,0 +1,111 @@
+"""Hooks: a progress bar with the time left, seeds for each epoch, and weights as safetensors."""
+import random
+import sys
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import numpy as np
+import torch
+from mmengine.dist import get_rank, is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ...backbones.weights import save_weights
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """On a terminal a bar with loss, learning rate and the time left; elsewhere a line for each tenth of the epochs."""
+
+    priority = 'VERY_LOW'
+
+    def __init__(self):
+        self.progress: Optional[Progress] = None
+        self.losses = []
+
+    def before_train(self, runner) -> None:
+        if is_main_process() and sys.stderr.isatty():
+            self.progress = Progress(TextColumn('epoch {task.fields[epoch]}'), BarColumn(), TextColumn(
+                '{task.completed}/{task.total}  loss {task.fields[loss]:.3f}  lr {task.fields[lr]:.1e}'),
+                TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn(), console=Console(stderr=True))
+            self.task = self.progress.add_task('', total=runner.max_iters, completed=runner.iter, epoch='', loss=0.,
+                                               lr=0.)
+            self.progress.start()
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.losses.append(float(outputs['loss']))
+        if self.progress:
+            self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
+                                 loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
+
+    def after_train_epoch(self, runner) -> None:
+        every = max(1, runner.max_epochs // 10)
+        if not self.progress and is_main_process() and ((runner.epoch + 1) % every == 0
+                                                        or runner.epoch + 1 == runner.max_epochs):
+            print(f'epoch {runner.epoch + 1}/{runner.max_epochs}  loss {np.mean(self.losses):.3f}  '
+                  f'lr {self._lr(runner):.1e}', file=sys.stderr, flush=True)
+        self.losses.clear()
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        if is_main_process() and metrics:
+            text = '  '.join(f'{name} {value:.2f}' for name, value in metrics.items())
+            (self.progress.console.print if self.progress else print)(f'validation  {text}')
+
+    def after_train(self, runner) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Also called when training ends by an exception: the terminal gets its cursor back."""
+        if self.progress:
+            self.progress.stop()
+            self.progress = None
+
+    @staticmethod
+    def _lr(runner) -> float:
+        return max(runner.optim_wrapper.get_lr()['lr'])
+
+
+@HOOKS.register_module()
+class SeedHook(Hook):
+    """Seeds torch, numpy and random from (seed, epoch, rank) at each epoch's start: epochs do not depend on what ran
+    before them, so a resumed run repeats an unbroken one. Workers follow torch's generator."""
+
+    priority = 'VERY_HIGH'
+
+    def before_train_epoch(self, runner) -> None:
+        seed = np.random.SeedSequence([runner.seed, runner.epoch, get_rank()]).generate_state(1)[0].item()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+
+@HOOKS.register_module()
+class WeightsHook(Hook):
+    """Writes `last.safetensors` at the end of training, and `best.safetensors` whenever the metric improves in
+    validation, with the metadata that `subquad predict` needs.
+
+    Args:
+        metadata: facts to keep in the file.
+        metric: name of the metric, the higher the better.
+    """
+
+    priority = 'LOW'
+
+    def __init__(self, metadata: Dict[str, Any], metric: str = 'accuracy/top1'):
+        self.metadata, self.metric, self.best = metadata, metric, -float('inf')
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        value = (metrics or {}).get(self.metric)
+        if value is not None and value > self.best:
+            self.best = value
+            self._save(runner, 'best.safetensors', {self.metric: value, 'epoch': runner.epoch})
+
+    def after_train(self, runner) -> None:
+        self._save(runner, 'last.safetensors', {'epoch': runner.epoch})
+
+    def _save(self, runner, name: str, facts: Dict[str, Any]) -> None:
+        if is_main_process():
+            model = getattr(runner.model, 'module', runner.model)
+            save_weights(model.net, Path(runner.work_dir) / name, {**self.metadata, **facts})

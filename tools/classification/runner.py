@@ -1,0 +1,96 @@
+"""From a config to a Runner: model and data are built, and found to fit, before anything is written."""
+from copy import deepcopy
+from typing import Any, Dict, Optional
+
+from mmengine.config import Config
+from mmengine.registry import DATASETS, MODELS
+from mmengine.runner import Runner, set_random_seed
+
+from ..cli import UserError
+from .model import TimmClassifier
+
+_NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+
+
+def build_runner(config: Config, work_dir: str, training: bool, log_level: str = 'ERROR') -> Runner:
+    """A Runner whose model and data sets exist already.
+
+    Args:
+        config: as `subquad.tools.config.load` returns it.
+        work_dir: where mmengine writes logs and checkpoints.
+        training: build the training and validation parts; otherwise the test part.
+        log_level: of mmengine's logger.
+
+    Raises:
+        UserError: a part that cannot be built, or classes that do not fit the model.
+    """
+    from ..config import writable_folder
+    parts = ('train', 'val') if training else ('test',)
+    config = deepcopy(config)
+    arguments: Dict[str, Any] = {}
+    for part in parts:
+        loader = config.get(f'{part}_dataloader')
+        if loader is None and part != 'val':
+            raise UserError(f'the config has no {part}_dataloader')
+        if loader is not None:
+            loader = loader.to_dict()
+            loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader['dataset'] = _build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
+            arguments[f'{part}_dataloader'] = loader
+            arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
+            if part != 'train':
+                arguments[f'{part}_evaluator'] = config.get(f'{part}_evaluator')
+    classes = arguments[f'{parts[0]}_dataloader']['dataset'].classes
+    for loader in arguments.values():
+        found = getattr(loader.get('dataset'), 'classes', classes) if isinstance(loader, dict) else classes
+        if found != classes:
+            raise UserError(f'the parts of the data set have different classes: {len(classes)} and {len(found)}')
+    if config.model.setdefault('num_classes', len(classes)) != len(classes):
+        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
+    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    randomness = config.get('randomness', dict(seed=0))
+    set_random_seed(randomness.get('seed'))
+    model = _build(MODELS, config.model.to_dict(), 'model')
+    hooks = [dict(type='SeedHook')]
+    if training:
+        arguments.update(optim_wrapper=config.get('optim_wrapper'), param_scheduler=config.get('param_scheduler'),
+                         default_hooks=config.get('default_hooks'))
+        hooks += [dict(type='ProgressHook'), dict(type='WeightsHook', metadata=_metadata(config, classes))]
+    writable_folder(work_dir)
+    try:
+        return Runner(model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks],
+                      randomness=randomness, launcher=config.get('launcher', 'none'),
+                      env_cfg=config.get('env_cfg', dict(dist_cfg=dict(backend='gloo'))), log_level=log_level,
+                      default_scope='mmengine', cfg=config, experiment_name=config.get('experiment_name'))
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f'config: {_plain(error)}') from error
+
+
+def _build(registry, config: Optional[Dict[str, Any]], name: str) -> Any:
+    try:
+        return registry.build(config)
+    except UserError:
+        raise
+    except Exception as error:
+        # mmengine wraps what a constructor raised in another exception of the same kind.
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, UserError):
+            raise UserError(f'{name}: {cause}') from error
+        raise UserError(f'{name}: {_plain(error)}') from error
+
+
+def _plain(error: Exception) -> str:
+    return ' '.join(str(error).strip('"\'').split())
+
+
+def _metadata(config: Config, classes) -> Dict[str, Any]:
+    """What `subquad predict` needs to use the weights: the model, its options, its classes, its transform."""
+    part = config.get('test_dataloader') or config.get('val_dataloader') or config.train_dataloader
+    options = {k: v for k, v in config.model.to_dict().items() if k not in _NOT_OF_THE_NETWORK}
+    transform = {k: v for k, v in part.dataset.to_dict().get('transform', {}).items() if k != 'is_training'}
+    return dict(model=config.model.name, options=options, classes=list(classes), transform=transform)
+
+
+def network(runner: Runner) -> TimmClassifier:
+    """The timm model inside the runner's model."""
+    return getattr(runner.model, 'module', runner.model).net

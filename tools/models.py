@@ -1,0 +1,48 @@
+"""List the models of this package: name, parameters, input size, what they are."""
+import argparse
+import fnmatch
+import json
+from typing import Any, Dict, List, Optional
+
+from .cli import UserError, nearest
+
+
+def facts(name: str) -> Dict[str, Any]:
+    """Name, parameters, default input size and one-line description of a registered model."""
+    import timm
+
+    from .zoo import create
+    model = create(name, device='meta')          # shapes only: no memory, no random numbers
+    description = (timm.models.model_entrypoint(name).__doc__ or '').strip().split('\n')[0]
+    return dict(name=name, parameters=sum(p.numel() for p in model.parameters()),
+                input_size=list(model.pretrained_cfg['input_size']), description=description)
+
+
+def main(argv: Optional[List[str]] = None) -> Optional[int]:
+    import subquad  # noqa: F401  (before timm)
+
+    from .zoo import our_models
+    parser = argparse.ArgumentParser('subquad models', description=__doc__)
+    parser.add_argument('filter', nargs='?', default='*', help='pattern such as "ppma*" or a part of a name')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    pattern = args.filter if any(c in args.filter for c in '*?[') else f'*{args.filter}*'
+    names = fnmatch.filter(our_models(), pattern)
+    if not names:
+        raise UserError(f'no model matches {args.filter!r}{nearest(args.filter, our_models())}')
+    rows = [facts(name) for name in names]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+    table = Table('model', 'parameters', 'input', 'what it is')
+    for row in rows:
+        table.add_row(row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'])), row['description'])
+    Console().print(table)
+    return 0
+
+
+if __name__ == '__main__':
+    from .cli import run
+    run(main)

@@ -1,0 +1,54 @@
+"""Evaluate a checkpoint on a config's test data: accuracy, as a table or JSON."""
+import argparse
+import json
+import tempfile
+from typing import Dict, List, Optional
+
+from .cli import UserError
+
+
+def main(argv: Optional[List[str]] = None) -> Optional[int]:
+    import subquad  # noqa: F401  (before timm and torchvision)
+
+    from .train import add_config_arguments, config_with_options
+    parser = argparse.ArgumentParser('subquad test', description=__doc__)
+    add_config_arguments(parser)
+    parser.add_argument('checkpoint', help='weights: .safetensors of subquad train, or a .pth')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    metrics = evaluate(config_with_options(args), args.checkpoint)
+    if args.json:
+        print(json.dumps(metrics))
+    else:
+        for name, value in metrics.items():
+            print(f'{name}  {value:.2f} %')
+    return 0
+
+
+def evaluate(config, checkpoint: str) -> Dict[str, float]:
+    """Metrics of a checkpoint on the config's test data, in percent.
+
+    Raises:
+        UserError: the config, the data or the checkpoint do not fit.
+    """
+    from ..backbones.weights import WeightsError, load_weights, read_checkpoint
+    from .classification.runner import build_runner, network
+    try:
+        read_checkpoint(checkpoint)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    with tempfile.TemporaryDirectory() as folder:       # mmengine insists on a folder for its log
+        runner = build_runner(config, folder, training=False)
+        try:
+            load_weights(network(runner), checkpoint)
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+        metrics = runner.test()
+        for handler in list(runner.logger.handlers):
+            handler.close()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+if __name__ == '__main__':
+    from .cli import run
+    run(main)
