@@ -64,8 +64,8 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as error:   # the unpickler raises whatever the bytes lead it to
         text = str(error)
-        if 'Unsupported global' in text or 'Unsupported operand' in text:
-            name = text.split('GLOBAL ')[-1].split(' ')[0] if 'GLOBAL ' in text else 'an unknown type'
+        if 'GLOBAL ' in text:          # how the restricted unpickler names what it does not allow
+            name = text.split('GLOBAL ')[1].split()[0].strip('.')
             beside = sorted(path.parent.glob('*.safetensors'))
             hint = f'use {beside[-1]} beside it' if beside else 'convert it to safetensors where you trust it'
             raise WeightsError(f'{path} is a pickle that could run code ({name}): refused; {hint}') from error

@@ -1,12 +1,15 @@
 """From a config to a Runner: model and data are built, and found to fit, before anything is written."""
+import time
 from copy import deepcopy
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
 from ..cli import UserError
+from ..config import writable_folder
 from .model import TimmClassifier
 
 _NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
@@ -24,7 +27,7 @@ def build_runner(config: Config, work_dir: str, training: bool, log_level: str =
     Raises:
         UserError: a part that cannot be built, or classes that do not fit the model.
     """
-    from ..config import writable_folder
+
     parts = ('train', 'val') if training else ('test',)
     config = deepcopy(config)
     arguments: Dict[str, Any] = {}
@@ -53,22 +56,31 @@ def build_runner(config: Config, work_dir: str, training: bool, log_level: str =
     model = _build(MODELS, config.model.to_dict(), 'model')
     hooks = [dict(type='SeedHook')]
     if training:
-        arguments.update(optim_wrapper=config.get('optim_wrapper'), param_scheduler=config.get('param_scheduler'),
+        optimizer = config.get('optim_wrapper')
+        if optimizer is None:
+            raise UserError('the config has no optim_wrapper')
+        arguments.update(optim_wrapper=_made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
+                         param_scheduler=config.get('param_scheduler'),
                          default_hooks=config.get('default_hooks'))
         hooks += [dict(type='ProgressHook'), dict(type='WeightsHook', metadata=_metadata(config, classes))]
     writable_folder(work_dir)
-    try:
-        return Runner(model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks],
-                      randomness=randomness, launcher=config.get('launcher', 'none'),
-                      env_cfg=config.get('env_cfg', dict(dist_cfg=dict(backend='gloo'))), log_level=log_level,
-                      default_scope='mmengine', cfg=config, experiment_name=config.get('experiment_name'))
-    except (TypeError, KeyError, ValueError) as error:
-        raise UserError(f'config: {_plain(error)}') from error
+    # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
+    name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
+    return _made(lambda: Runner(
+        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
+        launcher=config.get('launcher', 'none'), env_cfg=config.get('env_cfg', dict(dist_cfg=dict(backend='gloo'))),
+        log_level=log_level, default_scope='mmengine', cfg=config, experiment_name=name),
+        'config')
 
 
 def _build(registry, config: Optional[Dict[str, Any]], name: str) -> Any:
+    return _made(lambda: registry.build(config), name)
+
+
+def _made(make: Callable[[], Any], name: str) -> Any:
+    """make(), its errors as a UserError that names the part of the config."""
     try:
-        return registry.build(config)
+        return make()
     except UserError:
         raise
     except Exception as error:

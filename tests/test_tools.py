@@ -1,0 +1,184 @@
+"""The command line as a newcomer meets it: training, testing, predicting, and one clear error for each mistake."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from subquad.backbones.weights import save_weights
+from subquad.tools import cli, models, predict, stats, test, train
+from subquad.tools.cli import UserError
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """Two epochs on digits: (folder, weights)."""
+    folder = tmp_path_factory.mktemp('run')
+    assert train.main(['test-ppma_digits', '--epochs', '2', '--work-dir', str(folder)]) == 0
+    return folder, folder / 'last.safetensors'
+
+
+@pytest.fixture
+def images(tmp_path):
+    """FOLDER/{train,val}/{light,dark}/*.png, trivially separable."""
+    rng = np.random.default_rng(0)
+    for part in ('train', 'val'):
+        for name, level in (('dark', 40), ('light', 200)):
+            (tmp_path / 'data' / part / name).mkdir(parents=True)
+            for n in range(6):
+                pixels = rng.integers(level, level + 50, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / 'data' / part / name / f'{n}.png')
+    return tmp_path / 'data'
+
+
+def test_training_learns_and_is_repeatable(trained, tmp_path, capsys):
+    folder, weights = trained
+    assert test.main(['test-ppma_digits', str(weights), '--json']) == 0
+    accuracy = json.loads(capsys.readouterr().out.strip().splitlines()[-1])['accuracy/top1']
+    assert accuracy > 60
+    train.main(['test-ppma_digits', '--epochs', '2', '--work-dir', str(tmp_path)])
+    again = (tmp_path / 'last.safetensors').read_bytes()
+    assert again == weights.read_bytes()
+    train.main(['test-ppma_digits', '--epochs', '2', '--seed', '1', '--work-dir', str(tmp_path)])
+    assert (tmp_path / 'last.safetensors').read_bytes() != again
+
+
+def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
+    small = ['--cfg-options', 'train_dataloader.batch_size=4', 'train_dataloader.num_workers=0',
+             'val_dataloader.num_workers=0', 'train_dataloader.dataset.transform.input_size=(3,32,32)',
+             'val_dataloader.dataset.transform.input_size=(3,32,32)', 'optim_wrapper.optimizer.lr=2e-3']
+    work = tmp_path / 'work'
+    train.main(['ppma-tiny_folder', '--data', str(images), '--model', 'test_ppma', '--epochs', '4',
+                '--work-dir', str(work), *small])
+    capsys.readouterr()
+    best = str(work / 'best.safetensors')
+    predict.main([best, str(images / 'val' / 'dark'), str(images / 'val' / 'light' / '0.png'), '--json'])
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 7 and {c['name'] for c in rows[0]['classes']} == {'dark', 'light'}
+    assert sum(c['probability'] for c in rows[0]['classes']) == pytest.approx(1, abs=1e-5)
+    predict.main([best, str(images / 'val' / 'dark')])
+    assert 'next likeliest' in capsys.readouterr().out
+
+
+def test_models_and_stats(capsys):
+    assert models.main(['ppma', '--json']) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [r['name'] for r in rows] == ['ppma_base', 'ppma_small', 'ppma_tiny', 'test_ppma']
+    assert rows[2]['parameters'] == 14_335_272
+    models.main([])
+    assert 'ppma_tiny' in capsys.readouterr().out
+    stats.main(['ppma_tiny', 'resnet18', '--size', '224x224', '--json'])
+    ours, other = json.loads(capsys.readouterr().out)
+    assert ours['reported_by_authors']['top1'] == 82.6 and other['reported_by_authors'] == {}
+    assert other['macs'] / 1e9 == pytest.approx(1.82, rel=0.01) and other['macs'] == other['macs_of_weights']
+    stats.main(['ppma_tiny', '--set', 'paths=none', 'drop_path_rate=0.2'])
+    assert '14,334,216' in capsys.readouterr().out
+
+
+def _fails(main, arguments, *words):
+    with pytest.raises(UserError) as caught:
+        main([str(a) for a in arguments])
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert '\n' not in message
+
+
+def test_wrong_names():
+    _fails(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
+    _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
+    _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
+    _fails(stats.main, ['ppma_tiny', '--set', 'mask=logits'], "mask must be one of 'logit', 'product', got 'logits'")
+    _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
+    _fails(models.main, ['qqq'], 'no model matches')
+    _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
+    _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'does not read its images from a folder')
+    _fails(train.main, ['test-ppma_digits', '--epochs', '0'], 'at least 1')
+
+
+def test_wrong_configs_write_nothing(tmp_path):
+    work = tmp_path / 'work'
+    base = "_base_ = '{}'\n"
+    import subquad.configs
+    digits = f'{subquad.configs.__path__[0]}/classification/test-ppma_digits.py'
+    cases = [
+        ('train_dataloder = dict(batch_size=3)', "unknown key 'train_dataloder'; did you mean 'train_dataloader'?"),
+        ('model = dict(mask="logits")', "mask must be one of 'logit', 'product', got 'logits'"),
+        ('model = dict(msk="logit")', 'msk'),
+        ('model = dict(name="ppma_tine")', "unknown model 'ppma_tine'"),
+        ('model = dict(num_classes=11)', 'the model has 11 classes, the data set 10'),
+        ('model = dict(type="TimmClasifier")', 'TimmClasifier'),
+        ('train_dataloader = dict(dataset=dict(transform=dict(input_sise=3)))', 'input_sise'),
+        ('train_dataloader = dict(dataset=dict(split="training"))', "got 'training'"),
+        ('optim_wrapper = dict(optimizer=dict(opt="adamv"))', 'adamv'),
+        ('x = = 1', 'config.py'),
+    ]
+    for text, message in cases:
+        path = tmp_path / 'config.py'
+        path.write_text(base.format(digits) + text + '\n')
+        _fails(train.main, [path, '--work-dir', work, '--epochs', '1'], message)
+        assert not work.exists(), text
+    (tmp_path / 'empty.py').write_text('a = 1\n')
+    _fails(train.main, [tmp_path / 'empty.py'], "no 'model' in it")
+
+
+def test_wrong_folders(tmp_path, images):
+    (tmp_path / 'file').write_text('')
+    _fails(train.main, ['test-ppma_digits', '--work-dir', tmp_path / 'file' / 'x'], 'cannot write to the folder')
+    _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'none'], 'no image folder at')
+    (tmp_path / 'empty' / 'train' / 'a').mkdir(parents=True)
+    _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'empty'], 'no images in the class subfolders')
+    (images / 'val' / 'dark').rename(images / 'val' / 'grey')
+    _fails(train.main, ['ppma-tiny_folder', '--data', images, '--model', 'test_ppma', '--work-dir', tmp_path / 'w'],
+           'different classes')
+    assert not (tmp_path / 'w').exists()
+
+
+def test_wrong_predictions(trained, tmp_path, images):
+    weights = trained[1]
+    _fails(predict.main, [weights, tmp_path / 'none.png'], 'no file or folder')
+    (tmp_path / 'empty').mkdir()
+    _fails(predict.main, [weights, tmp_path / 'empty'], 'no images in the folder')
+    (tmp_path / 'text.png').write_text('no image')
+    _fails(predict.main, [weights, tmp_path / 'text.png'], 'text.png is not an image')
+    image = images / 'val' / 'dark' / '0.png'
+    _fails(predict.main, [tmp_path / 'none.pth', image], 'no weight file')
+    _fails(predict.main, [weights, image, '--topk', '0'], '--topk must be at least 1')
+    _fails(predict.main, [weights, image, '--model', 'ppma_tiny'], 'not a checkpoint of this ppma_tiny', 'shapes')
+    _fails(predict.main, [trained[0] / 'epoch_2.pth', image, '--model', 'test_ppma'], 'could run code',
+           'last.safetensors')
+    import timm
+    save_weights(timm.create_model('test_ppma'), tmp_path / 'plain.safetensors')
+    _fails(predict.main, [tmp_path / 'plain.safetensors', image], 'give --model NAME')
+    predict.main([str(tmp_path / 'plain.safetensors'), str(image), '--model', 'test_ppma'])
+    _fails(test.main, ['test-ppma_digits', tmp_path / 'plain.safetensors'], 'not a checkpoint of this test_ppma')
+
+
+def test_command_line(capsys):
+    for arguments, code, text in ((['--help'], 0, 'tools:'), ([], 0, 'tools:'), (['--version'], 0, '.'),
+                                  (['modles'], 2, 'did you mean models'), (['models', 'test_*'], 0, 'test_ppma'),
+                                  (['stats', 'nothing'], 2, 'error: unknown model')):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        output = capsys.readouterr()
+        assert caught.value.code == code and text in output.out + output.err
+    for name in cli.TOOLS:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([name, '--help'])
+        assert caught.value.code == 0 and 'usage' in capsys.readouterr().out
+
+
+def test_tools_run_as_modules():
+    done = subprocess.run([sys.executable, '-W', 'ignore', '-m', 'subquad.tools.stats', 'nothing'], capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and done.stderr.strip().count('\n') == 0
+
+
+@pytest.mark.slow
+def test_demo_reaches_97_percent(tmp_path, capsys):
+    from subquad.tools import demo
+    demo.main(['--out', str(tmp_path)])
+    output = capsys.readouterr().out
+    assert float(output.split('never seen: ')[1].split(' %')[0]) >= 97
+    assert 'a linear classifier: 96.7 %' in output and (tmp_path / 'digits.png').stat().st_size > 10_000
