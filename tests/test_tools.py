@@ -65,8 +65,8 @@ def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
 def test_models_and_stats(capsys):
     assert models.main(['ppma', '--json']) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [r['name'] for r in rows] == ['ppma_base', 'ppma_small', 'ppma_tiny', 'test_ppma']
-    assert rows[2]['parameters'] == 14_335_272
+    assert [r['name'] for r in rows] == ['ppma_tiny', 'ppma_small', 'ppma_base', 'test_ppma']
+    assert rows[0]['parameters'] == 14_335_272
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
     stats.main(['ppma_tiny', 'resnet18', '--size', '224x224', '--json'])

@@ -250,21 +250,27 @@ def disturbed(record: Dict[str, Any]) -> bool:
     return record['threads'] + (record['other_cpus'] or 0) > max(record['cpus'], record['threads']) + 0.1
 
 
+def figures(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:
+    """(figure, value, target, met) of a record: median times with their 20th and 80th percentiles, floor, figures."""
+    rows = [(f'time, {name}', '{} ms ({} to {})'.format(*(_number(t[p]) for p in ('p50', 'p20', 'p80'))), '', '')
+            for name, t in record['times_ms'].items()]
+    if record['floor']:
+        low = record['floor']
+        rows.append(('floor', f"{_number(low['ms'])} ms ({low['macs'] / 1e9:.3g} GMACs at "
+                              f"{_number(low['gemm_gflops'])} GFLOP/s)", '', ''))
+    for f in record['figures']:
+        target = '' if f['target'] is None else f"{f['bound']} {f['target']:g} {f['unit']}".rstrip()
+        met = '' if f['target'] is None else {True: 'yes', False: 'no', None: '?'}[f['met']]
+        rows.append((f['name'], f"{_number(f['value'])} {f['unit']}".rstrip(), target, met))
+    return rows
+
+
 def table(records: Sequence[Dict[str, Any]]) -> Table:
-    """Median times with their 20th and 80th percentiles, then each figure beside its target."""
+    """The figures of the records for a screen; what other programs disturbed is marked."""
     result = Table('preset', 'figure', 'value', 'target', 'met',
                    title='CPU, {threads} threads, torch {torch}, {cpu}'.format(**records[0]))
     for record in records:
-        rows = [(f'time, {name}', '{} ms ({} to {})'.format(*(_number(t[p]) for p in ('p50', 'p20', 'p80'))), '', '')
-                for name, t in record['times_ms'].items()]
-        if record['floor']:
-            low = record['floor']
-            rows.append(('floor', f"{_number(low['ms'])} ms ({low['macs'] / 1e9:.3g} GMACs at "
-                                  f"{_number(low['gemm_gflops'])} GFLOP/s)", '', ''))
-        for f in record['figures']:
-            target = '' if f['target'] is None else f"{f['bound']} {f['target']:g} {f['unit']}".rstrip()
-            met = '' if f['target'] is None else {True: 'yes', False: 'no', None: '?'}[f['met']]
-            rows.append((f['name'], f"{_number(f['value'])} {f['unit']}".rstrip(), target, met))
+        rows = figures(record)
         if disturbed(record):
             rows.append(('[bold]disturbed[/bold]', f"others used {record['other_cpus']:.2g} of {record['cpus']} CPUs: "
                                                    'measure again', '', ''))

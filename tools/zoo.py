@@ -1,5 +1,5 @@
 """Making models by name for the tools, with errors a user can act on."""
-from typing import Any, List
+from typing import Any, List, Tuple
 
 import timm
 from torch import nn
@@ -10,9 +10,14 @@ FAMILIES = ('ppma',)
 
 
 def our_models() -> List[str]:
-    """Names of this package's models, small test models last."""
+    """Names of this package's models: by family, tiny to base, test models last."""
+    sizes = ('tiny', 'small', 'base')
     names = [name for family in FAMILIES for name in timm.list_models(module=family)]
-    return sorted(names, key=lambda name: name.startswith('test_'))
+
+    def place(name: str) -> Tuple[bool, str, int]:
+        family, _, size = name.partition('_')
+        return family == 'test', family, sizes.index(size) if size in sizes else len(sizes)
+    return sorted(names, key=place)
 
 
 def create(name: str, **kwargs: Any) -> nn.Module:
