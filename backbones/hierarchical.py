@@ -31,7 +31,7 @@ class Stage(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1)                        # (B, H, W, C): a view, the memory is channels-last
-        if self.grad_checkpointing and self.training and not torch.jit.is_tracing():
+        if self.grad_checkpointing and not torch.jit.is_tracing():
             x = checkpoint_seq(self.blocks, x)
         else:
             x = self.blocks(x)
@@ -77,8 +77,14 @@ class HierarchicalBackbone(nn.Module):
         if output_stride != STRIDES[-1]:
             raise ValueError(f'output_stride must be {STRIDES[-1]}, got {output_stride}')
         sizes = [img_size] if isinstance(img_size, int) else list(img_size or ())
-        if any(size < MIN_SIZE for size in sizes):
-            raise ValueError(f'img_size must be at least {MIN_SIZE} in height and width, got {img_size}')
+        if not all(isinstance(size, int) and size >= MIN_SIZE for size in sizes):
+            raise ValueError(f'img_size must be integers of at least {MIN_SIZE}, height and width, got {img_size!r}')
+        for name, value, least in (('in_chans', in_chans, 1), ('num_classes', num_classes, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
+        for name, value in (('drop_rate', drop_rate), ('drop_path_rate', drop_path_rate)):
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f'{name} must be a number from 0 to below 1, got {value!r}')
         dd = {'device': device, 'dtype': dtype}
         self.num_classes, self.in_chans = num_classes, in_chans
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]

@@ -15,6 +15,7 @@ from torch import nn
 
 from .hierarchical import HierarchicalBackbone
 from .mixers import PolylineMixer
+from .weights import unwrap
 
 __all__ = ['PPMA']
 
@@ -82,14 +83,11 @@ _RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
 def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, torch.Tensor]:
     """Weights under our key names, from ours or from the published ones.
 
-    A whole checkpoint is unwrapped: `model_ema` where present (the reported S and B figures are the averaged model's),
-    else `model` or `state_dict`; the `backbone.` of a detector's file is taken off and the detector's heads with it.
+    A whole checkpoint is unwrapped as by `weights.unwrap` (averaged weights first: the reported S and B figures are the
+    averaged model's); the `backbone.` of a detector's file is taken off and the detector's heads with it.
     Output norms that the model does not have are dropped; everything else is kept, for the loader to judge.
     """
-    for key in ('model_ema', 'model', 'state_dict'):
-        if isinstance(state_dict.get(key), dict):
-            state_dict = state_dict[key]
-            break
+    state_dict, _ = unwrap(state_dict)
     if any(key.startswith('backbone.') for key in state_dict):
         state_dict = {key.removeprefix('backbone.'): value for key, value in state_dict.items()
                       if key.startswith('backbone.')}
@@ -121,8 +119,10 @@ default_cfgs = generate_default_cfgs({
 
 
 def _build(name: str, pretrained: bool, **kwargs: Any) -> PPMA:
+    # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
+    wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
     return build_model_with_cfg(PPMA, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-                                feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True), **kwargs)
+                                feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
 
 
 @register_model

@@ -36,6 +36,19 @@ def _harmless_types() -> List[Any]:
     return [*types, HistoryBuffer]
 
 
+def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
+    """The weights in a checkpoint, and under which of its keys they were: an averaged copy first, '' for none.
+
+    What wrapped the model in training is taken off the names: `module.` of several processes, `net.` of our Runner.
+    """
+    source = next((key for key in _WRAPPERS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), '')
+    weights = checkpoint[source] if source else checkpoint
+    for prefix in ('module.', 'net.'):
+        if weights and all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights, source
+
+
 def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
     """Weights, our metadata and where in the file the weights were found.
 
@@ -66,16 +79,13 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
         text = str(error)
         if 'GLOBAL ' in text:          # how the restricted unpickler names what it does not allow
             name = text.split('GLOBAL ')[1].split()[0].strip('.')
-            beside = sorted(path.parent.glob('*.safetensors'))
-            hint = f'use {beside[-1]} beside it' if beside else 'convert it to safetensors where you trust it'
+            beside = [path.parent / name for name in ('best.safetensors', 'last.safetensors')]
+            hint = next((f'use {file} beside it' for file in beside if file.exists()),
+                        'convert it to safetensors where you trust it')
             raise WeightsError(f'{path} is a pickle that could run code ({name}): refused; {hint}') from error
         raise WeightsError(f'{path} is damaged or no checkpoint ({type(error).__name__})') from error
-    source = ''
-    for key in _WRAPPERS:
-        if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
-            checkpoint, source = checkpoint[key], key
-            break
-    weights = {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)} if isinstance(checkpoint, dict) else {}
+    weights, source = unwrap(checkpoint) if isinstance(checkpoint, dict) else ({}, '')
+    weights = {k: v for k, v in weights.items() if isinstance(v, Tensor)}
     if not weights:
         raise WeightsError(f'{path} holds no weights')
     return weights, {}, source
@@ -128,28 +138,35 @@ def load_weights(model: nn.Module, path: PathLike) -> str:
 def load_state_dict(model: nn.Module, weights: Dict[str, Tensor], name: str) -> None:
     """`model.load_state_dict` after the family's filter, all or nothing; `name` is the file's, for messages.
 
+    Only these may differ: a classifier's file lacks a dense backbone's output norms (identities then), and has a
+    classifier to spare where the model has none.
+
     Raises:
         WeightsError: keys missing, keys to spare, or shapes that differ.
     """
     from .ppma import checkpoint_filter_fn
-    if weights and all(key.startswith('net.') for key in weights):      # a checkpoint of mmengine's Runner
-        weights = {key.removeprefix('net.'): value for key, value in weights.items()}
     weights = checkpoint_filter_fn(weights, model)
     own = model.state_dict()
+    if not any(key.startswith('output_norms.') for key in weights):
+        # A classifier's file for a dense backbone: its output norms start as they were made, as the identity.
+        weights = {**{k: v for k, v in own.items() if k.startswith('output_norms.')}, **weights}
+    if getattr(model, 'num_classes', None) == 0:       # what needs no classifier needs no weights for one
+        weights = {k: v for k, v in weights.items() if k in own or not k.startswith('head.')}
     problems: List[str] = []
     for what, keys in (('missing', [k for k in own if k not in weights]),
                        ('not in the model', [k for k in weights if k not in own])):
         if keys:
-            problems.append(f'{len(keys)} keys {what} ({_some(keys)})')
+            problems.append(f'{len(keys)} keys {what} ({some(keys)})')
     shapes = [f'{k} {tuple(weights[k].shape)} instead of {tuple(own[k].shape)}' for k in own
               if k in weights and weights[k].shape != own[k].shape]
     if shapes:
-        problems.append(f'{len(shapes)} shapes differ ({_some(shapes)})')
+        problems.append(f'{len(shapes)} shapes differ ({some(shapes)})')
     if problems:
         kind = getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
         raise WeightsError(f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}")
     model.load_state_dict(weights)
 
 
-def _some(items: List[str], count: int = 3) -> str:
+def some(items: List[str], count: int = 3) -> str:
+    """The first few of a list, for messages."""
     return ', '.join(items[:count]) + (', ...' if len(items) > count else '')

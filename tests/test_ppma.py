@@ -157,6 +157,31 @@ def test_any_size(size):
     assert all(m.isfinite().all() for m in maps)
 
 
+def test_hooks_see_the_whole_batch(monkeypatch):
+    monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', 1)
+    model, seen = timm.create_model('test_ppma').eval(), []
+    model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    with torch.no_grad():
+        model(torch.randn(3, 3, 32, 32))
+    assert seen == [3]
+
+
+def test_features_with_output_norms():
+    torch.manual_seed(0)
+    model = timm.create_model('test_ppma', output_norms=True, features_only=True).eval()
+    maps = model(torch.randn(1, 3, 64, 64))
+    assert len(maps) == 4 and all(m.mean(1).abs().max() < 1e-5 for m in maps)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_exported_rotation_keeps_its_precision(dtype):
+    from subquad.backbones.mixers.rotary import rotary_angles, rotate, rotate_flat
+    x = torch.randn(1, 2, 3000, 8)
+    exact = rotate(x, x, rotary_angles(3000, 8, x.device, x.dtype), 1.0)[0]
+    assert (rotate_flat(x.to(dtype)).float() - exact).abs().max() < (0.05 if dtype == torch.bfloat16 else 0.01)
+    torch.testing.assert_close(rotate_flat(x), exact, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     torch.manual_seed(0)
@@ -187,6 +212,8 @@ def test_inference_in_parts_equals_the_whole(monkeypatch):
     (dict(paths='diagonal'), "paths must be one of '2d'"), (dict(attention='sparse'), 'attention must be one of'),
     (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
     (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
+    (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),
+    (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'even integer'),
     (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be 'avg' or ''")])
 def test_wrong_options(kwargs, message):
     with pytest.raises(ValueError, match=message):

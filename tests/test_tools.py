@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from subquad.backbones import weights as weights_module
 from subquad.backbones.weights import save_weights
 from subquad.tools import cli, models, predict, stats, test, train
 from subquad.tools.cli import UserError
@@ -112,13 +113,28 @@ def test_wrong_configs_write_nothing(tmp_path):
         ('train_dataloader = dict(dataset=dict(transform=dict(input_sise=3)))', 'input_sise'),
         ('train_dataloader = dict(dataset=dict(split="training"))', "got 'training'"),
         ('optim_wrapper = dict(optimizer=dict(opt="adamv"))', 'adamv'),
-        ('x = = 1', 'config.py'),
+        ('x = = 1', 'config.py'), ('raise ValueError("a\\nb")', 'a b'), ('import sys; sys.exit(3)', 'config.py'),
+        ('train_cfg = dict(max_epoch=1)', 'max_epoch'), ('train_cfg = 3', 'train_cfg'),
+        ('train_dataloader = dict(batchsize=4)', 'batchsize'),
+        ('train_dataloader = dict(batch_size=2000)', 'config:'),
+        ('train_dataloader = dict(sampler=dict(shufle=True))', 'shufle'),
+        ('param_scheduler = [dict(type="LinearLR", ned=3)]', 'ned'),
+        ('train_dataloader = dict(dataset=dict(transform=dict(input_size=(3, 16, 16))))', 'H and W >= 32'),
+        ('randomness = dict(sed=3)', 'sed'),
     ]
     for text, message in cases:
         path = tmp_path / 'config.py'
         path.write_text(base.format(digits) + text + '\n')
         _fails(train.main, [path, '--work-dir', work, '--epochs', '1'], message)
         assert not work.exists(), text
+    work.mkdir()
+    (work / 'notes.txt').write_text('mine')
+    path.write_text(base.format(digits) + 'train_cfg = dict(max_epoch=1)\n')
+    _fails(train.main, [path, '--work-dir', work], 'max_epoch')
+    assert [p.name for p in work.iterdir()] == ['notes.txt']
+    _fails(train.main, ['test-ppma_digits', '--cfg-options', 'nonsense.deep=3'], "no 'nonsense'")
+    _fails(train.main, ['test-ppma_digits', '--seed', '-1'], '--seed must be')
+    _fails(train.main, ['~nobody_here/x.py'], 'nobody_here')
     (tmp_path / 'empty.py').write_text('a = 1\n')
     _fails(train.main, [tmp_path / 'empty.py'], "no 'model' in it")
 
@@ -129,10 +145,44 @@ def test_wrong_folders(tmp_path, images):
     _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'none'], 'no image folder at')
     (tmp_path / 'empty' / 'train' / 'a').mkdir(parents=True)
     _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'empty'], 'no images in the class subfolders')
+    arguments = ['ppma-tiny_folder', '--data', images, '--model', 'test_ppma', '--work-dir', tmp_path / 'w']
     (images / 'val' / 'dark').rename(images / 'val' / 'grey')
-    _fails(train.main, ['ppma-tiny_folder', '--data', images, '--model', 'test_ppma', '--work-dir', tmp_path / 'w'],
-           'different classes')
+    _fails(train.main, arguments, 'different classes: dark, grey not in both')
+    (images / 'val' / 'grey').rename(images / 'val' / 'dark')
+    (images / 'val' / 'dark' / '3.png').write_text('no image')
+    _fails(train.main, arguments, '3.png is not an image')
+    for part in ('train', 'val'):
+        (images / part / 'dark').rename(tmp_path / f'{part}_dark')
+    _fails(train.main, arguments, 'images of 1 class')
     assert not (tmp_path / 'w').exists()
+
+
+def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
+    """Options that change no shape come from the file; another model or other classes are refused."""
+    import timm
+    facts = dict(model='test_ppma', options=dict(num_classes=10, mask='product'), classes=[str(n) for n in range(10)])
+    path = tmp_path / 'w.safetensors'
+    model = timm.create_model('test_ppma', num_classes=10)
+    save_weights(model, path, facts)
+    seen = []
+    original = weights_module.load_weights
+
+    def spy(network, file):
+        seen.append(network.stages[0].blocks[0].mixer.mask)
+        return original(network, file)
+    monkeypatch.setattr(weights_module, 'load_weights', spy)
+    test.main(['test-ppma_digits', str(path), '--json'])
+    assert seen == ['product']
+    save_weights(model, path, {**facts, 'classes': list('abcdefghij')})
+    _fails(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
+    save_weights(model, path, {**facts, 'model': 'ppma_tiny'})
+    _fails(test.main, ['test-ppma_digits', path], 'is of ppma_tiny, the config of test_ppma')
+
+
+def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):
+    (tmp_path / 'best.safetensors').write_text('old')
+    train.main(['test-ppma_digits', '--epochs', '1', '--work-dir', str(tmp_path)])
+    assert 'last.safetensors' in capsys.readouterr().out
 
 
 def test_wrong_predictions(trained, tmp_path, images):

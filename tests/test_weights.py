@@ -44,6 +44,20 @@ def test_foreign_pickles(model, tmp_path, wrapper):
     assert _same(model, other)
 
 
+def test_what_training_wraps_around_the_names_comes_off(model, tmp_path):
+    state = {f'module.{k}': v for k, v in model.state_dict().items()}
+    torch.save({'state_dict_ema': state, 'model_ema': {}}, tmp_path / 'w.pth')
+    other = timm.create_model('test_ppma', num_classes=4)
+    assert load_weights(other, tmp_path / 'w.pth') == 'state_dict_ema' and _same(model, other)
+
+
+def test_only_output_norms_and_a_spare_classifier_may_differ(model, tmp_path):
+    save_weights(model, tmp_path / 'w.safetensors')
+    dense = timm.create_model('test_ppma', num_classes=0, output_norms=True)
+    load_weights(dense, tmp_path / 'w.safetensors')
+    assert torch.equal(dense.stages[0].blocks[0].mixer.q.weight, model.stages[0].blocks[0].mixer.q.weight)
+
+
 def test_averaged_weights_are_read_and_named(model, tmp_path):
     state = model.state_dict()
     torch.save({'model': state, 'model_ema': {k: v * 2 if v.is_floating_point() else v for k, v in state.items()}},

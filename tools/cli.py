@@ -21,6 +21,12 @@ class UserError(Exception):
     """Something the user can mend, in one sentence that says how."""
 
 
+def one_line(error: BaseException) -> str:
+    """An exception's message in one line."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return ' '.join(text.split()) or type(error).__name__
+
+
 def usage() -> str:
     lines = [f'  {name:10s} {what}' for name, what in TOOLS.items()]
     return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
@@ -32,7 +38,9 @@ def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[Lis
     try:
         sys.exit(main(argv) or 0)
     except UserError as error:
-        print(f'error: {error}', file=sys.stderr)
+        # Out of a data loader's worker an error comes as a traceback that ends with it.
+        print(f"error: {str(error).strip().splitlines()[-1].removeprefix(f'{UserError.__module__}.UserError: ')}",
+              file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)

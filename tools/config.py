@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest
+from .cli import UserError, nearest, one_line
 
 
 def configs_folder() -> Path:
@@ -25,7 +25,7 @@ def find(name: str) -> Path:
     Raises:
         UserError: neither; with the nearest names.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         return path
     for candidate in configs_folder().glob('*/*.py'):
@@ -45,12 +45,15 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
     path = find(name)
     try:
         config = Config.fromfile(str(path))
-        if overrides:
-            config.merge_from_dict(overrides)
+        for key in overrides or {}:
+            root = key.split('.')[0]
+            if root not in config and root not in _runner_keys():
+                raise UserError(f'--cfg-options {key}: no {root!r} in {path.name}{nearest(root, list(config))}')
+        config.merge_from_dict(overrides or {})
     except UserError:
         raise
-    except Exception as error:       # a config is a program: anything can come out of it
-        raise UserError(f'{path}: {error}') from error
+    except (Exception, SystemExit) as error:       # a config is a program: anything can come out of it
+        raise UserError(f'{path}: {one_line(error)}') from error
     check_keys(config, path)
     return config
 
@@ -60,18 +63,36 @@ def check_keys(config, path: Path) -> None:
 
     mmengine would go on without what the key was meant to set. Keys inside a dict(type=...) are checked by the class.
     """
-    from mmengine.runner import Runner
-    known = [*inspect.signature(Runner.__init__).parameters][1:]
-    known += ['custom_imports', 'tta_model', 'tta_pipeline']
+    known = _runner_keys()
     for key in config:
         if key in known:
             continue
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         if close:
             raise UserError(f'{path}: unknown key {key!r}; did you mean {close[0]!r}?')
-    for key in ('model',):
-        if key not in config:
-            raise UserError(f'{path}: no {key!r} in it; this is not a config to train or test with')
+    if 'model' not in config:
+        raise UserError(f"{path}: no 'model' in it; this is not a config to train or test with")
+    for key in config:
+        if key == 'model' or key.endswith(('_dataloader', '_cfg')) or key in ('optim_wrapper', 'randomness'):
+            if not isinstance(config[key], (dict, type(None))):
+                raise UserError(f'{path}: {key} must be a dict, got {config[key]!r}')
+
+
+def _runner_keys() -> List[str]:
+    from mmengine.runner import Runner
+    return [*inspect.signature(Runner.__init__).parameters][1:] + ['custom_imports', 'tta_model', 'tta_pipeline']
+
+
+def expanded(name: str) -> Path:
+    """The path with ~ replaced.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f'{name}: {error}') from error
 
 
 def writable_folder(folder: str) -> Path:
@@ -80,7 +101,7 @@ def writable_folder(folder: str) -> Path:
     Raises:
         UserError: it cannot be written to.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -1,5 +1,8 @@
 """Train a small PPMA on 1,437 real images of handwritten digits, test it on 360 others, and show what it sees."""
 import argparse
+import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import List, Optional, Tuple
@@ -77,6 +80,12 @@ def draw(path: Path, files: List[Tuple[Path, int]], predictions: List[str], hori
     plt.close(figure)
 
 
+def _activation() -> str:
+    """The line that puts `subquad` on the path, where this interpreter's environment is not active."""
+    activate = Path(sys.prefix) / 'bin' / 'activate'
+    return f'  source {os.path.relpath(activate)}\n' if not shutil.which('subquad') and activate.exists() else ''
+
+
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad demo', description=__doc__)
@@ -111,7 +120,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     draw(picture, files, [row['classes'][0]['name'] for row in results], horizontal, vertical,
          f'{config.model.name} on digits: {accuracy:.1f} % right. Where attention paths fade, in the first block')
     print(f'\npicture   {picture}\nweights   {weights}\nimages    {out / "images"}\n\n'
-          'Next:\n'
+          'Next:\n' + _activation() +
           f'  subquad predict {weights} {out / "images"} --topk 3\n'
           f'  subquad test {CONFIG} {weights}\n'
           '  subquad train ppma-tiny_folder --data YOUR_IMAGES   (YOUR_IMAGES/train/CLASS/*, YOUR_IMAGES/val/CLASS/*)\n'

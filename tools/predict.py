@@ -25,6 +25,8 @@ def load_classifier(checkpoint: str, name: Optional[str] = None) -> Tuple[Any, A
     from .zoo import create
     try:
         weights, facts, _ = read_checkpoint(checkpoint)
+        if not isinstance(facts, dict) or not isinstance(facts.get('model', ''), str):
+            raise UserError(f'{checkpoint} holds metadata of another program: give --model NAME')
         if not name and 'model' not in facts:
             raise UserError(f'{checkpoint} does not say which model it is of: give --model NAME (subquad models lists '
                             'them)')
@@ -38,8 +40,14 @@ def load_classifier(checkpoint: str, name: Optional[str] = None) -> Tuple[Any, A
     except WeightsError as error:
         raise UserError(str(error)) from error
     transform = facts.get('transform') if same else None
-    transform = timm.data.create_transform(**(transform or timm.data.resolve_model_data_config(model)))
-    return model, transform, facts.get('classes') or [str(n) for n in range(model.num_classes)]
+    classes = facts.get('classes') or [str(n) for n in range(model.num_classes)]
+    if len(classes) != model.num_classes:
+        raise UserError(f'{checkpoint} names {len(classes)} classes for a model of {model.num_classes}')
+    try:
+        transform = timm.data.create_transform(**(transform or timm.data.resolve_model_data_config(model)))
+    except TypeError as error:
+        raise UserError(f'{checkpoint}: transform: {error}') from error
+    return model, transform, classes
 
 
 def image_files(paths: Sequence[str]) -> List[Path]:

@@ -19,7 +19,7 @@ _WITH_WEIGHTS = ('convolution', '_convolution', 'mm', 'addmm')
 def size(text: str) -> Tuple[int, int]:
     """'224' -> (224, 224), '800x1280' -> (800, 1280) (height x width)."""
     parts = text.lower().split('x')
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f'a size is a number or HEIGHTxWIDTH, got {text!r}')
     return int(parts[0]), int(parts[-1])
 

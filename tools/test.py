@@ -31,14 +31,21 @@ def evaluate(config, checkpoint: str) -> Dict[str, float]:
     Raises:
         UserError: the config, the data or the checkpoint do not fit.
     """
-    from ..backbones.weights import WeightsError, load_weights, read_checkpoint
+    from ..backbones.weights import WeightsError, load_weights, read_checkpoint, some
     from .classification.runner import build_runner, network
     try:
-        read_checkpoint(checkpoint)
+        _, facts, _ = read_checkpoint(checkpoint)
     except WeightsError as error:
         raise UserError(str(error)) from error
+    if facts:        # options that change no weight's shape would go unnoticed: take them from the file
+        if facts['model'] != config.model.name:
+            raise UserError(f"{checkpoint} is of {facts['model']}, the config of {config.model.name} (--model NAME)")
+        config.model.update(facts['options'])
     with tempfile.TemporaryDirectory() as folder:       # mmengine insists on a folder for its log
         runner = build_runner(config, folder, training=False)
+        classes = list(runner.test_dataloader.dataset.classes)
+        if facts and facts['classes'] != classes:
+            raise UserError(f"{checkpoint} knows the classes {some(facts['classes'])}, the data has {some(classes)}")
         try:
             load_weights(network(runner), checkpoint)
         except WeightsError as error:

@@ -1,19 +1,28 @@
 """Train a classifier from a config file."""
 import argparse
+import shutil
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Set
 
-from .cli import UserError
+from .cli import UserError, one_line
 from .config import known_configs, load
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `train` and `test` share."""
     from mmengine.config import DictAction
+
+    class Options(DictAction):
+        def __call__(self, parser, namespace, values, option_string=None):
+            for value in values:
+                if '=' not in value:
+                    parser.error(f'{option_string} takes KEY=VALUE, got {value!r}')
+            super().__call__(parser, namespace, values, option_string)
+
     parser.add_argument('config', help='a config file, or the name of one that comes with the package')
     parser.add_argument('--data', metavar='FOLDER', help='image folder with train/CLASS/* and val/CLASS/*')
     parser.add_argument('--model', metavar='NAME', help='another timm model than the config\'s')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE',
+    parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
                         help='change config entries, such as optim_wrapper.optimizer.lr=1e-3')
 
 
@@ -49,17 +58,28 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
         raise UserError(f'--epochs must be at least 1, got {args.epochs}')
+    if args.seed is not None and not 0 <= args.seed < 2 ** 32:
+        raise UserError(f'--seed must be from 0 to 4294967295, got {args.seed}')
     config = config_with_options(args)
     if args.epochs:
-        config.train_cfg.max_epochs = args.epochs
-        for scheduler in config.get('param_scheduler', []):
-            scheduler['end'] = min(scheduler.get('end', args.epochs), args.epochs)
-            scheduler['begin'] = min(scheduler.get('begin', 0), scheduler['end'] - 1)
+        scale_schedule(config, args.epochs)
     if args.seed is not None:
         config.randomness = dict(seed=args.seed)
     run_training(config, args.work_dir or str(Path('runs') / Path(args.config).stem),
                  log_level='INFO' if args.verbose else 'ERROR')
     return 0
+
+
+def scale_schedule(config, epochs: int) -> None:
+    """Train for `epochs` with a schedule of the same shape; phases that would be shorter than an epoch are left out."""
+    factor = epochs / config.train_cfg.max_epochs
+    config.train_cfg.max_epochs = epochs
+    schedulers = config.get('param_scheduler') or []
+    for scheduler in schedulers:
+        for key in ('begin', 'end'):
+            if key in scheduler:
+                scheduler[key] = round(scheduler[key] * factor)
+    config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)]
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
@@ -68,19 +88,33 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
     Raises:
         UserError: the config, the data or the folder do not fit; nothing has been written then.
     """
-    from .classification.hooks import ProgressHook
+    from .classification.hooks import ProgressHook, WeightsHook
     from .classification.runner import build_runner
-    runner = build_runner(config, work_dir, training=True, log_level=log_level)
+    folder = Path(work_dir).expanduser()
+    before = set(folder.iterdir()) if folder.is_dir() else None
+    progress, weights = ProgressHook(), WeightsHook()
     try:
-        runner.train()
+        build_runner(config, str(folder), training=True, hooks=[progress, weights], log_level=log_level).train()
+    except Exception as error:
+        progress.stop()
+        if progress.started:
+            raise
+        # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
+        _undo(folder, before)
+        raise error if isinstance(error, UserError) else UserError(f'config: {one_line(error)}') from error
     finally:
-        for hook in runner.hooks:
-            if isinstance(hook, ProgressHook):
-                hook.stop()
-    best, last = Path(work_dir) / 'best.safetensors', Path(work_dir) / 'last.safetensors'
-    weights = best if best.exists() else last
-    print(f'weights: {weights}')
-    return weights
+        progress.stop()
+    print(f'weights: {weights.best_file or weights.last_file}')
+    return weights.best_file or weights.last_file
+
+
+def _undo(folder: Path, before: Optional[Set[Path]]) -> None:
+    """Remove what has come into the folder, and the folder where it was not there."""
+    if before is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in set(folder.iterdir()) - before:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
 from ...kernels.dispatch import exporting
 from ..blocks import DepthwiseConv
-from .rotary import export_tables, rotary_angles, rotate, rotate_flat
+from .rotary import rotary_angles, rotate, rotate_flat
 
 ATTENTIONS = ('full', 'crisscross', 'linear', 'decomposed')
 MASKS = ('logit', 'product')
@@ -85,7 +85,7 @@ class PolylineMixer(nn.Module):
                                      ('paths', paths, PATHS)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        if dim % num_heads or dim // num_heads % 2:
+        if num_heads < 1 or dim % num_heads or dim // num_heads % 2:
             raise ValueError(f'dim / num_heads must be an even integer, got dim={dim}, num_heads={num_heads}')
         dd = {'device': device, 'dtype': dtype}
         self.num_heads, self.head_dim = num_heads, dim // num_heads
@@ -95,9 +95,6 @@ class PolylineMixer(nn.Module):
         self.lepe = DepthwiseConv(dim, lepe_kernel, **dd)
         self.out = nn.Linear(dim, dim, **dd)
         self.exportable = is_exportable()
-        frequency, quarter_turn = export_tables(self.head_dim, **dd)
-        self.register_buffer('frequency', frequency, persistent=False)
-        self.register_buffer('quarter_turn', quarter_turn, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, height, width, dim = x.shape
@@ -131,7 +128,7 @@ class PolylineMixer(nn.Module):
         if self.attention in ('linear', 'decomposed'):
             k = k * scale
         elif export:
-            q, k = (rotate_flat(t, self.frequency, self.quarter_turn) for t in (q, k * scale))
+            q, k = rotate_flat(q), rotate_flat(k * scale)
         else:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             q, k = rotate(q, k, rotary_angles(q.shape[2], self.head_dim, x.device, dtype), scale)

@@ -36,15 +36,17 @@ def _turn(x: Tensor, turn: Tensor) -> Tensor:
     return torch.view_as_real(torch.mul(pairs, turn, out=out)).flatten(-2)
 
 
-def export_tables(dim: int, device=None, dtype=None) -> Tuple[Tensor, Tensor]:
-    """Constants of `rotate_flat`: the frequency of every channel (D,) and the quarter turn of every pair (D, D)."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, dim // 2, device=device, dtype=dtype).repeat_interleave(2)
-    turn = torch.tensor([[0., 1.], [-1., 0.]], device=device, dtype=dtype)
-    return frequency, torch.block_diag(*[turn] * (dim // 2))
+def rotate_flat(x: Tensor) -> Tensor:
+    """`rotate` without scale for exporters: rank 4 throughout, no complex numbers, no strided slices.
 
-
-def rotate_flat(x: Tensor, frequency: Tensor, quarter_turn: Tensor) -> Tensor:
-    """`rotate` for exporters: rank 4 throughout, no complex numbers, no strided slices. x: (B, heads, N, D)."""
-    position = torch.ones_like(x[:1, :1, :, :1]).cumsum(2) - 1                       # (1, 1, N, 1): 0, 1, 2, ...
-    angles = position * frequency.to(x.dtype)
-    return x * angles.cos() + (x @ quarter_turn.to(x.dtype)) * angles.sin()
+    The tables are literals, which become constants of the graph. x: (B, heads, N, D)."""
+    dim, dtype = x.shape[-1], torch.float64 if x.dtype == torch.float64 else torch.float32
+    exponents = [m // 2 / max(1, dim // 2 - 1) for m in range(dim)]
+    frequency = torch.tensor([10000.0 ** -e for e in exponents], dtype=dtype, device=x.device)
+    quarter_turn = [[0.0] * dim for _ in range(dim)]
+    for m in range(0, dim, 2):
+        quarter_turn[m][m + 1], quarter_turn[m + 1][m] = 1.0, -1.0
+    position = torch.ones_like(x[:1, :1, :, :1], dtype=dtype).cumsum(2) - 1          # (1, 1, N, 1): 0, 1, 2, ...
+    angles = position * frequency
+    turned = x @ torch.tensor(quarter_turn, dtype=x.dtype, device=x.device)
+    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)

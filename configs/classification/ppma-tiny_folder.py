@@ -22,7 +22,7 @@ optim_wrapper = dict(constructor='TimmOptimizerConstructor', clip_grad=dict(max_
                      optimizer=dict(opt='adamw', lr=5e-4, weight_decay=0.05))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', by_epoch=True, begin=5, eta_min=1e-5, convert_to_iter_based=True)]
+    dict(type='CosineAnnealingLR', by_epoch=True, begin=5, eta_min_ratio=0.02, convert_to_iter_based=True)]
 train_cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()

@@ -19,6 +19,6 @@ optim_wrapper = dict(constructor='TimmOptimizerConstructor', clip_grad=dict(max_
                      optimizer=dict(opt='adamw', lr=2e-3, weight_decay=0.05))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', by_epoch=True, begin=5, eta_min=1e-5, convert_to_iter_based=True)]
+    dict(type='CosineAnnealingLR', by_epoch=True, begin=5, eta_min_ratio=0.005, convert_to_iter_based=True)]
 train_cfg = dict(by_epoch=True, max_epochs=epochs)
 test_cfg = dict()

@@ -13,6 +13,9 @@ from torch.utils.data import Dataset
 
 from ..cli import UserError
 
+# So many images of a folder are looked at before anything starts; those after them when their turn comes.
+CHECKED = 20_000
+
 
 @FUNCTIONS.register_module()
 def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
@@ -116,11 +119,24 @@ class ImageFolder(_Classified):
             raise UserError(f'no images in the class subfolders of {folder}') from error
         class_to_index = self.images.reader.class_to_idx
         self.classes = sorted(class_to_index, key=class_to_index.get)
-        self.images.transform = build_transform(transform) if transform else None
+        if len(self.classes) < 2:
+            raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
+        self.transform = build_transform(transform) if transform else None
+        for index in range(min(len(self), CHECKED)):
+            self._open(index, whole=False)
 
     def __len__(self) -> int:
         return len(self.images)
 
+    def _open(self, index: int, whole: bool = True) -> Tuple[Image.Image, int]:
+        # timm's own __getitem__ would put another image in the place of one that cannot be read.
+        file, label = self.images.reader[index]
+        try:
+            image = Image.open(file)
+            return (image.convert('RGB') if whole else image), label
+        except (OSError, SyntaxError) as error:
+            raise UserError(f'{file.name} is not an image that can be read') from error
+
     def __getitem__(self, index: int) -> Dict[str, Any]:
-        image, label = self.images[index]
-        return dict(inputs=image, label=label)
+        image, label = self._open(index)
+        return dict(inputs=self.transform(image) if self.transform else image, label=label)

@@ -23,7 +23,7 @@ class ProgressHook(Hook):
 
     def __init__(self):
         self.progress: Optional[Progress] = None
-        self.losses = []
+        self.losses, self.started = [], False
 
     def before_train(self, runner) -> None:
         if is_main_process() and sys.stderr.isatty():
@@ -35,7 +35,8 @@ class ProgressHook(Hook):
             self.progress.start()
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.losses.append(float(outputs['loss']))
+        self.started = True
+        self.losses.append(outputs['loss'].item())
         if self.progress:
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
                                  loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
@@ -93,19 +94,23 @@ class WeightsHook(Hook):
 
     priority = 'LOW'
 
-    def __init__(self, metadata: Dict[str, Any], metric: str = 'accuracy/top1'):
-        self.metadata, self.metric, self.best = metadata, metric, -float('inf')
+    def __init__(self, metadata: Optional[Dict[str, Any]] = None, metric: str = 'accuracy/top1'):
+        self.metadata, self.metric, self.best = metadata or {}, metric, -float('inf')
+        self.best_file: Optional[Path] = None
+        self.last_file: Optional[Path] = None
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         value = (metrics or {}).get(self.metric)
         if value is not None and value > self.best:
             self.best = value
-            self._save(runner, 'best.safetensors', {self.metric: value, 'epoch': runner.epoch})
+            self.best_file = self._save(runner, 'best.safetensors', {self.metric: value, 'epoch': runner.epoch})
 
     def after_train(self, runner) -> None:
-        self._save(runner, 'last.safetensors', {'epoch': runner.epoch})
+        self.last_file = self._save(runner, 'last.safetensors', {'epoch': runner.epoch})
 
-    def _save(self, runner, name: str, facts: Dict[str, Any]) -> None:
+    def _save(self, runner, name: str, facts: Dict[str, Any]) -> Path:
+        path = Path(runner.work_dir) / name
         if is_main_process():
             model = getattr(runner.model, 'module', runner.model)
-            save_weights(model.net, Path(runner.work_dir) / name, {**self.metadata, **facts})
+            save_weights(model.net, path, {**self.metadata, **facts})
+        return path

@@ -1,27 +1,31 @@
 """From a config to a Runner: model and data are built, and found to fit, before anything is written."""
 import time
 from copy import deepcopy
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
-from ..cli import UserError
+from ..cli import UserError, one_line
 from ..config import writable_folder
+from .hooks import WeightsHook
 from .model import TimmClassifier
 
 _NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 
 
-def build_runner(config: Config, work_dir: str, training: bool, log_level: str = 'ERROR') -> Runner:
+def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
+                 log_level: str = 'ERROR') -> Runner:
     """A Runner whose model and data sets exist already.
 
     Args:
         config: as `subquad.tools.config.load` returns it.
         work_dir: where mmengine writes logs and checkpoints.
         training: build the training and validation parts; otherwise the test part.
+        hooks: further hooks; a WeightsHook is told the metadata.
         log_level: of mmengine's logger.
 
     Raises:
@@ -47,14 +51,15 @@ def build_runner(config: Config, work_dir: str, training: bool, log_level: str =
     for loader in arguments.values():
         found = getattr(loader.get('dataset'), 'classes', classes) if isinstance(loader, dict) else classes
         if found != classes:
-            raise UserError(f'the parts of the data set have different classes: {len(classes)} and {len(found)}')
+            odd = ', '.join(sorted({*classes} ^ {*found}))
+            raise UserError(f'the parts of the data set have different classes: {odd} not in both')
     if config.model.setdefault('num_classes', len(classes)) != len(classes):
         raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
     # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
     randomness = config.get('randomness', dict(seed=0))
     set_random_seed(randomness.get('seed'))
     model = _build(MODELS, config.model.to_dict(), 'model')
-    hooks = [dict(type='SeedHook')]
+    hooks = [dict(type='SeedHook'), *hooks]
     if training:
         optimizer = config.get('optim_wrapper')
         if optimizer is None:
@@ -62,7 +67,9 @@ def build_runner(config: Config, work_dir: str, training: bool, log_level: str =
         arguments.update(optim_wrapper=_made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
                          param_scheduler=config.get('param_scheduler'),
                          default_hooks=config.get('default_hooks'))
-        hooks += [dict(type='ProgressHook'), dict(type='WeightsHook', metadata=_metadata(config, classes))]
+        for hook in hooks:
+            if isinstance(hook, WeightsHook):
+                hook.metadata = _metadata(config, classes)
     writable_folder(work_dir)
     # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
@@ -88,11 +95,7 @@ def _made(make: Callable[[], Any], name: str) -> Any:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, UserError):
             raise UserError(f'{name}: {cause}') from error
-        raise UserError(f'{name}: {_plain(error)}') from error
-
-
-def _plain(error: Exception) -> str:
-    return ' '.join(str(error).strip('"\'').split())
+        raise UserError(f'{name}: {one_line(error)}') from error
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:
