@@ -10,8 +10,9 @@ SAFE_LOGIT = 60.0
 
 
 def ranges(total: int, step: int) -> List[slice]:
-    """[0, total) in pieces of `step` (at least 1)."""
+    """[0, total) in pieces of about the same size, of at most `step` (or 1)."""
     step = max(1, min(total, step))
+    step = -(-total // -(-total // step)) if total else 1
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
