@@ -1,10 +1,10 @@
 """Inference on a CPU: a batch a few images at a time, in memory that is taken once."""
-from functools import cache
 from typing import Callable
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.blocks import keep_freed_memory
 from ..kernels.dispatch import exporting
 
 # Elements of the token map worked on at a time (4 images of 224 x 224 at PPMA-T's stride 4): 3.2 MB in float32.
@@ -32,7 +32,7 @@ def in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
     """
     if not isinstance(x, Tensor) or module.training or not plain_inference(x) or _hooked(module):
         return forward(x)
-    _keep_freed_memory()
+    keep_freed_memory()
     images = max(1, PART_ELEMENTS // max(1, elements))
     return forward(x) if len(x) <= images else torch.cat([forward(part) for part in x.split(images)])
 
@@ -40,13 +40,3 @@ def in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
 def _hooked(module: nn.Module) -> bool:
     """Whether anybody listens to a part of the module, and would be told of a few images at a time."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Teach the C allocator to keep up to 62 MB of freed memory, which it would give back to the kernel after each
-    block and take again page by page.
-
-    glibc's thresholds follow the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD): free one of 31 MB, unused.
-    """
-    torch.empty(31 * 2 ** 20, dtype=torch.uint8)

@@ -1,4 +1,5 @@
 """Working through a large problem by blocks, with the same memory for every block."""
+from functools import cache
 from math import prod
 from typing import List, Sequence
 
@@ -28,6 +29,16 @@ class Workspace:
         if name not in self.parts or self.parts[name].numel() < count:
             self.parts[name] = self.like.new_empty(count)
         return self.parts[name][:count].view(shape)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Teach the C allocator to keep up to 62 MB of freed memory, which it would give back to the kernel after each
+    block and take again page by page.
+
+    glibc's thresholds follow the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD): free one of 31 MB, unused.
+    """
+    torch.empty(31 * 2 ** 20, dtype=torch.uint8)
 
 
 def exponentials_are_safe(q: Tensor, k: Tensor) -> List[bool]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import ranges
+from ..blocks import keep_freed_memory, ranges
 from ..decay import STEP_LOG_MIN, compute_dtype
 
 CHUNK = 32
@@ -17,7 +17,7 @@ CHUNK = 32
 SINGLE_CHUNK = 64
 # Elements scanned at a time, where more than one group is there: temporaries stay in memory that is used again.
 GROUP_ELEMENTS = 1_000_000
-LINE_ELEMENTS = 250_000
+LINE_ELEMENTS = 1_000_000
 # State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: about 16 MB in float32.
 STATE_ELEMENTS = 4_000_000
 
@@ -25,7 +25,7 @@ STATE_ELEMENTS = 4_000_000
 def dense_axis_scan(x: Tensor, steps: Tensor) -> Tensor:
     """The same by one L x L matrix a line, without loops: short axes and the export form."""
     sums = steps.cumsum(-1)
-    return torch.bmm((-(sums.unsqueeze(2) - sums.unsqueeze(1)).abs()).exp(), x)
+    return torch.bmm((sums.unsqueeze(2) - sums.unsqueeze(1)).abs().neg_().exp_(), x)
 
 
 def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
@@ -39,10 +39,10 @@ def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
     chunks = x.shape[1] // CHUNK
     x, steps = x.view(lines, chunks, CHUNK, dim), steps.view(lines, chunks, CHUNK)
     sums = steps.cumsum(-1)                                                  # local: from the chunk's start
-    inside = (-(sums[..., :, None] - sums[..., None, :]).abs()).exp()
+    inside = (sums[..., :, None] - sums[..., None, :]).abs().neg_().exp_()
     y = torch.matmul(inside, x)
     total, first = sums[..., -1:], sums[..., :1]
-    before = _carry(y[:, :, -1], total[..., 0])                              # seen by chunk n from the left
+    before = _carry(y[:, :, -1].clone(), total[..., 0])                              # seen by chunk n from the left
     # A state enters a chunk from the right through the step that leads to the next chunk's first token.
     after = _carry(y[:, :, 0].flip(1), _into_next(total - first, steps).flip(1)).flip(1)
     entering = F.pad(steps[:, 1:, :1], (0, 0, 0, 1))                         # (n, chunks, 1): next chunk's first step
@@ -59,6 +59,13 @@ def _into_next(span: Tensor, steps: Tensor) -> Tensor:
 
 def _carry(last: Tensor, decay: Tensor) -> Tensor:
     """States before each chunk: s[0] = 0, s[n+1] = exp(decay[n]) s[n] + last[n]. last: (n, chunks, D) like s."""
+    chunks = last.shape[1]
+    if chunks <= SINGLE_CHUNK:
+        # s[n] = sum over m < n of exp(decay[m+1] + ... + decay[n-1]) last[m], as one small matrix a line.
+        sums = decay.cumsum(1)
+        logs = (sums - decay)[:, :, None] - sums[:, None, :]
+        later = torch.ones(chunks, chunks, dtype=torch.bool, device=last.device).triu()
+        return torch.bmm(logs.masked_fill(later, -torch.inf).exp(), last)
     factor = decay.exp()[..., None]
     state, states = torch.zeros_like(last[:, 0]), []
     for n in range(last.shape[1]):
@@ -68,15 +75,17 @@ def _carry(last: Tensor, decay: Tensor) -> Tensor:
 
 
 def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
-    """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`; steps: (G, ...)."""
-    x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)
-    lines, logs = x.flatten(0, -3), steps.flatten(0, -2)
-    step = max(1, LINE_ELEMENTS // lines[0].numel())
-    if step >= len(lines) or scan is dense_axis_scan or torch.compiler.is_compiling():
-        y = scan(lines, logs)
-    else:
-        y = torch.cat([scan(lines[n], logs[n]) for n in ranges(len(lines), step)])
-    return y.reshape(x.shape).transpose(dim, -2)
+    """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`, a few at a time; steps: (G, ...)."""
+    x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)                # (G, ..., lines, L, D), (G, ..., lines, L)
+    step = max(1, LINE_ELEMENTS * x.shape[-3] // x.numel())
+    if scan is dense_axis_scan or torch.compiler.is_compiling():
+        step = x.shape[-3]
+    parts = []
+    for lines in ranges(x.shape[-3], step):
+        part = x[..., lines, :, :]
+        y = scan(part.flatten(0, -3), steps[..., lines, :].flatten(0, -2))
+        parts.append(y.reshape(part.shape))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, -3)).transpose(dim, -2)
 
 
 def _scan_groups(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
@@ -84,8 +93,13 @@ def _scan_groups(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     step = max(1, GROUP_ELEMENTS * len(x) // x.numel())
     if step >= len(x) or torch.compiler.is_compiling():
         return _scan(x, logs, order, axis_scan)
-    parts = [_scan(x[g], [steps[g] for steps in logs], order, axis_scan) for g in ranges(len(x), step)]
-    return torch.cat(parts)
+    if torch.is_grad_enabled():
+        return torch.cat([_scan(x[g], [steps[g] for steps in logs], order, axis_scan) for g in ranges(len(x), step)])
+    keep_freed_memory()
+    output = torch.empty_like(x)
+    for g in ranges(len(x), step):
+        output[g] = _scan(x[g], [steps[g] for steps in logs], order, axis_scan)
+    return output
 
 
 def _scan(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
