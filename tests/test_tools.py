@@ -63,6 +63,18 @@ def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
     assert 'next likeliest' in capsys.readouterr().out
 
 
+def test_configs_load_and_augmentation_never_fails(images):
+    from subquad.tools.classification.data import ImageFolder
+    from subquad.tools.config import known_configs, load
+    names = known_configs()
+    assert names == ['ppma-tiny_folder', 'test-ppma_digits', 'test-ppma_mnist5k']
+    assert load('test-ppma_mnist5k').train_dataloader.dataset.transform.scale == (0.7, 1.0)
+    transform = load('ppma-tiny_folder').train_dataloader.dataset.transform.to_dict()
+    data = ImageFolder(str(images / 'train'), {**transform, 'input_size': (3, 32, 32)})
+    for n in range(400):                       # rare magnitudes of RandAugment included
+        assert data[n % len(data)]['inputs'].shape == (3, 32, 32)
+
+
 def test_models_and_stats(capsys):
     assert models.main(['ppma', '--json']) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -104,8 +104,9 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
         raise error if isinstance(error, UserError) else UserError(f'config: {one_line(error)}') from error
     finally:
         progress.stop()
-    print(f'weights: {weights.best_file or weights.last_file}')
-    return weights.best_file or weights.last_file
+    path = folder / (weights.best_file or weights.last_file).name
+    print(f'weights: {path}')
+    return path
 
 
 def _undo(folder: Path, before: Optional[Set[Path]]) -> None:

