@@ -84,10 +84,6 @@ class DepthwiseConv(nn.Module):
     def reset_parameters(self) -> None:
         nn.Conv2d.reset_parameters(self)    # PyTorch's own default, as in the published network
 
-    # What nn.Conv2d.reset_parameters reads beside weight and bias.
-    in_channels = property(lambda self: self.weight.shape[0])
-    groups = in_channels
-
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if self.residual:

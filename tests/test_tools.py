@@ -61,6 +61,8 @@ def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
     assert sum(c['probability'] for c in rows[0]['classes']) == pytest.approx(1, abs=1e-5)
     predict.main([best, str(images / 'val' / 'dark')])
     assert 'next likeliest' in capsys.readouterr().out
+    predict.main([best, str(images / 'val'), '--json'])          # as the README has it: classes are subfolders
+    assert len(json.loads(capsys.readouterr().out)) == 12
 
 
 def test_configs_load_and_augmentation_never_fails(images):

@@ -51,7 +51,7 @@ def load_classifier(checkpoint: str, name: Optional[str] = None) -> Tuple[Any, A
 
 
 def image_files(paths: Sequence[str]) -> List[Path]:
-    """The files, and for a folder the images in it, sorted.
+    """The files, and for a folder the images in it and below it, sorted.
 
     Raises:
         UserError: a path that does not exist, or a folder without images.
@@ -59,7 +59,7 @@ def image_files(paths: Sequence[str]) -> List[Path]:
     files = []
     for path in map(Path, paths):
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.suffix.lower() in EXTENSIONS)
+            found = sorted(p for p in path.rglob('*') if p.suffix.lower() in EXTENSIONS and p.is_file())
             if not found:
                 raise UserError(f'no images in the folder {path} (endings: {" ".join(EXTENSIONS)})')
             files += found
