@@ -35,3 +35,13 @@ def column_log_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
     """log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|. b: (..., H, W) -> (..., H, H, W), indexed [i, k, l]."""
     total = cumulative(b, -2, dtype)
     return -(total[..., :, None, :] - total[..., None, :, :]).abs()
+
+
+def rounded_sums(steps: Tensor, dim: int) -> Tensor:
+    """`cumulative` for the fused kernels: added up in float64, then rounded once to dense float32."""
+    return steps.clamp(min=STEP_LOG_MIN).cumsum(dim, dtype=torch.float64).float().contiguous()
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

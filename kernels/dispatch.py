@@ -1,11 +1,22 @@
 """Which implementation of an operator runs: `auto`, or what a call, a context manager or SUBQUAD_BACKEND asks for."""
+import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Iterator, Mapping
+from typing import Callable, Iterator, Mapping, Optional
 
 import torch
+from torch import Tensor
 
-BACKENDS = ('auto', 'portable', 'reference', 'export')
+from .launch import interpreted
+
+BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
+OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
+             'polyline_scan')
+# What the kernels take.
+LARGEST_HEAD = 128
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Found, not imported: nothing here imports Triton before a kernel runs.
+_TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
 
 
 def _known(backend: str, source: str) -> str:
@@ -23,7 +34,7 @@ def use_backend(backend: str) -> Iterator[None]:
     """Within the block, calls that say `backend='auto'` (all of the models' calls) take this backend.
 
     Args:
-        backend: one of `auto`, `portable`, `reference`, `export`.
+        backend: one of `auto`, `triton`, `portable`, `reference`, `export`.
 
     Raises:
         ValueError: unknown name.
@@ -41,33 +52,67 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
-def choose(op: str, implementations: Mapping[str, Callable], backend: str) -> Callable:
+def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
     """The implementation of `op` that `backend` stands for.
 
     Args:
         op: name of the operator, for messages.
         implementations: backend name -> function.
         backend: what the caller asked for; `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export`
-            while a graph is being exported and `portable` otherwise.
+            while a graph is being exported, `triton` where `why_not` has no objection, and `portable` otherwise.
+        tensors: the operator's arguments.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: unknown backend, or Triton asked for where it can't run.
     """
     if _known(backend, op) == 'auto':
         backend = _active
     if backend == 'auto':
-        backend = 'export' if exporting() else 'portable'
+        backend = 'export' if exporting() else 'triton' if why_not(op, *tensors) is None else 'portable'
+    elif backend == 'triton':
+        objection = _objection(op, *tensors)
+        if objection:
+            raise ValueError(f"{op}: backend 'triton' can't run: {objection}")
     return implementations[backend]
 
 
-def why_not(op: str) -> str:
-    """Why `op` does not run on a Triton kernel, in a sentence.
+def why_not(op: str, *tensors: Tensor) -> Optional[str]:
+    """Why `auto` does not run `op` on a Triton kernel, in a sentence; None where it does.
+
+    Args:
+        op: name of the operator.
+        tensors: its arguments, in order; without any, only what holds for all arguments is considered.
 
     Raises:
         ValueError: unknown operator.
     """
-    from . import __all__ as public
-    operators = [name for name in public if name not in ('use_backend', 'why_not')]
-    if op not in operators:
-        raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(operators)}")
-    return f'{op} has no Triton kernel in this version: it runs on the portable PyTorch path on every device.'
+    if op not in OPERATORS:
+        raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(OPERATORS)}")
+    if not tensors and _TRITON_INSTALLED and not torch.cuda.is_available():
+        return f'{op} runs on the portable PyTorch path: torch finds no GPU here.'
+    if _TRITON_INSTALLED and tensors and tensors[0].device.type != 'cuda':
+        return (f'{op} runs on the portable PyTorch path: its arguments are on {tensors[0].device}, and the Triton '
+                'kernels run on a GPU.')
+    objection = _objection(op, *tensors)
+    return objection and f'{op} runs on the portable PyTorch path: {objection}'
+
+
+def _objection(op: str, *tensors: Tensor) -> Optional[str]:
+    """What makes a Triton kernel impossible, whoever asks for it, in a clause; None where it can run."""
+    if not _TRITON_INSTALLED:
+        return 'Triton is not installed (pip install triton, on Linux).'
+    if not tensors:
+        return None
+    first = tensors[0]
+    if first.device.type == 'cuda' and torch.version.hip is None:
+        if torch.cuda.get_device_capability(first.device) < (7, 0):
+            return f'Triton needs compute capability 7.0, and {torch.cuda.get_device_name(first.device)} has less.'
+    elif first.device.type != 'cuda' and not interpreted():
+        return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'
+    if first.dtype not in _DTYPES:
+        return f'the kernels take float32, float16 and bfloat16, and the arguments are {first.dtype}.'
+    if op.endswith('attention') and 'linear' not in op:
+        largest = max(x.shape[-1] for x in tensors[:3])
+        if largest > LARGEST_HEAD:
+            return f'the kernels take heads of at most {LARGEST_HEAD} channels, and these have {largest}.'
+    return None

@@ -3,15 +3,15 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import choose
-from . import crisscross, portable, reference
+from . import crisscross, operator, portable, reference
 
 MASKS = ('logit', 'product')
 AXES = ('row', 'column')
 ORDERS = ('both', 'row_first', 'column_first')
 _DECAY = {'reference': reference.decay_attention, 'portable': portable.decay_attention,
-          'export': portable.decay_attention_export}
+          'triton': operator.decay_attention, 'export': portable.decay_attention_export}
 _CRISSCROSS = {'reference': reference.crisscross_attention, 'portable': crisscross.crisscross_attention,
-               'export': crisscross.crisscross_attention_export}
+               'triton': operator.crisscross_attention, 'export': crisscross.crisscross_attention_export}
 
 
 def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *, axis: str = 'row', mask: str = 'logit',
@@ -28,7 +28,7 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *, axis: str = '
         a: (B, heads, H, W) step logs along the axis, <= 0; values below -80 count as -80.
         axis: 'row' (tokens of one grid row attend to each other) or 'column'.
         mask: 'logit' or 'product'.
-        backend: 'auto', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         (B, heads, H, W, Dv) in the dtype of v.
@@ -40,7 +40,7 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *, axis: str = '
     checks.attention('decay_attention', q, k, v, a=a)
     checks.one_of('decay_attention', 'axis', axis, AXES)
     checks.one_of('decay_attention', 'mask', mask, MASKS)
-    return choose('decay_attention', _DECAY, backend)(q, k, v, a, axis, mask)
+    return choose('decay_attention', _DECAY, backend, q, k, v, a)(q, k, v, a, axis, mask)
 
 
 def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, mask: str = 'logit',
@@ -58,7 +58,7 @@ def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
         a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0.
         mask: 'logit' (published weights) or 'product' (paper).
         order: 'both', 'row_first' or 'column_first'.
-        backend: 'auto', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         (B, heads, H, W, Dv) in the dtype of v.
@@ -70,4 +70,4 @@ def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     checks.attention('crisscross_attention', q, k, v, a=a, b=b)
     checks.one_of('crisscross_attention', 'mask', mask, MASKS)
     checks.one_of('crisscross_attention', 'order', order, ORDERS)
-    return choose('crisscross_attention', _CRISSCROSS, backend)(q, k, v, a, b, mask, order)
+    return choose('crisscross_attention', _CRISSCROSS, backend, q, k, v, a, b)(q, k, v, a, b, mask, order)

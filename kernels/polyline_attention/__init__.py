@@ -3,12 +3,12 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import choose
-from . import portable, reference
+from . import operator, portable, reference
 
 MASKS = ('logit', 'product')
 PATHS = ('both', 'v2h', 'h2v')
 _IMPLEMENTATIONS = {'reference': reference.polyline_attention, 'portable': portable.polyline_attention,
-                    'export': portable.polyline_attention_export}
+                    'triton': operator.polyline_attention, 'export': portable.polyline_attention_export}
 
 
 def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, mask: str = 'logit',
@@ -30,7 +30,7 @@ def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
         b: (B, heads, H, W) vertical step logs, <= 0; b[..., 0, :] is never used.
         mask: 'logit' or 'product'.
         paths: 'both', 'v2h' or 'h2v'.
-        backend: 'auto', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         (B, heads, H, W, Dv) in the dtype of v.
@@ -42,4 +42,4 @@ def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
     checks.attention('polyline_attention', q, k, v, a=a, b=b)
     checks.one_of('polyline_attention', 'mask', mask, MASKS)
     checks.one_of('polyline_attention', 'paths', paths, PATHS)
-    return choose('polyline_attention', _IMPLEMENTATIONS, backend)(q, k, v, a, b, mask, paths)
+    return choose('polyline_attention', _IMPLEMENTATIONS, backend, q, k, v, a, b)(q, k, v, a, b, mask, paths)

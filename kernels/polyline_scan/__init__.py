@@ -5,13 +5,13 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import choose
-from . import portable, reference
+from . import operator, portable, reference
 
 ORDERS = ('v2h', 'h2v', 'both')
 _SCAN = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
-         'export': portable.polyline_scan_export}
+         'triton': operator.polyline_scan, 'export': portable.polyline_scan_export}
 _LINEAR = {'reference': reference.polyline_linear_attention, 'portable': portable.polyline_linear_attention,
-           'export': portable.polyline_linear_attention_export}
+           'triton': operator.polyline_linear_attention, 'export': portable.polyline_linear_attention_export}
 
 
 def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *, order: str = 'v2h',
@@ -27,7 +27,7 @@ def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *
         a, b: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count as -80.
         c: step logs along Z, of the same shape, or None in two dimensions.
         order: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
-        backend: 'auto', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor like x.
@@ -42,7 +42,7 @@ def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *
     for name, log in logs.items():
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
     checks.one_of('polyline_scan', 'order', order, ORDERS)
-    return choose('polyline_scan', _SCAN, backend)(x, list(logs.values()), order)
+    return choose('polyline_scan', _SCAN, backend, x, *logs.values())(x, list(logs.values()), order)
 
 
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, order: str = 'both',
@@ -57,7 +57,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
         v: (B, heads, H, W, Dv), the dtype of q.
         a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0.
         order: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
-        backend: 'auto', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         (B, heads, H, W, Dv) in the dtype of v.
@@ -68,4 +68,4 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
     """
     checks.attention('polyline_linear_attention', q, k, v, a=a, b=b)
     checks.one_of('polyline_linear_attention', 'order', order, ORDERS)
-    return choose('polyline_linear_attention', _LINEAR, backend)(q, k, v, a, b, order)
+    return choose('polyline_linear_attention', _LINEAR, backend, q, k, v, a, b)(q, k, v, a, b, order)

@@ -1,0 +1,238 @@
+"""Attention along one grid axis under a distance decay, fused: softmax(q k' + D) v or (softmax(q k') * exp(D)) v with
+D[j, l] = -|S[j] - S[l]|, for all lines at once.
+
+A line (a row or a column of the grid) is found by its strides, so columns are read where they stand. Lines of at most 64
+tokens are one tile: their backward pass computes the weights once and saves nothing from the forward pass. Longer lines
+run tile by tile with a running softmax, and their backward pass takes each tile as queries and as keys.
+"""
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch
+from ..tiles import INF, LOG2E, load_tokens, product, row_products, running_softmax, store_tokens
+
+
+@triton.jit
+def _load_line(pointer, index, stride, limit, other):
+    return tl.load(pointer + index * stride, mask=index < limit, other=other)
+
+
+@triton.jit
+def _decay_attention_fwd_kernel(
+        q, k, v, sums, out, lse, heads, lines, length, token_line, token_j,
+        q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: the queries of one tile of one line, against all keys of the line."""
+    blocks = tl.cdiv(length, BLOCK)
+    line = (tl.program_id(0) // blocks % lines).to(tl.int64)
+    group = (tl.program_id(0) // blocks // lines).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, lines * length
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    sums += group * tokens + line * token_line
+    k += batch * k_b + head * k_h + line * k_line
+    v += batch * v_b + head * v_h + line * v_line
+    query = load_tokens(q + batch * q_b + head * q_h + line * q_line, j, q_j, length, DIM, BLOCK_D, UPCAST)
+    s_j = _load_line(sums, j, token_j, length, 0.0) * LOG2E
+    top = tl.full((BLOCK,), -INF, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    y = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    for start in range(0, length, BLOCK):
+        l = start + tl.arange(0, BLOCK)
+        key = load_tokens(k, l, k_j, length, DIM, BLOCK_D, UPCAST)
+        value = load_tokens(v, l, v_j, length, DIM_V, BLOCK_V, UPCAST)
+        # An infinite sum gives keys beyond the line a log decay of -inf.
+        decay = -tl.abs(s_j[:, None] - (_load_line(sums, l, token_j, length, INF) * LOG2E)[None, :])
+        logits = product(query, tl.trans(key), PRECISION) * LOG2E
+        if PRODUCT:
+            logits = tl.where((l < length)[None, :], logits, -INF)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            scale = tl.exp2(top - new_top)
+            p = tl.exp2(logits - new_top[:, None])
+            total = total * scale + tl.sum(p, 1)
+            y = y * scale[:, None] + product(p * tl.exp2(decay), value, PRECISION)
+            top = new_top
+        else:
+            top, total, y = running_softmax(logits + decay, value, top, total, y, PRECISION)
+    y = y / total[:, None]
+    store_tokens(out + ((batch * tokens + line * token_line) * heads + head) * DIM_V, j, token_j * heads * DIM_V, length,
+                 y, DIM_V, BLOCK_V)
+    if SAVE:
+        tl.store(lse + group * tokens + line * token_line + j * token_j, top + tl.log2(total), mask=j < length)
+
+
+@triton.jit
+def _sign(x, y):
+    """sign(x - y) of indices, float32."""
+    return (x > y).to(tl.float32) - (x < y).to(tl.float32)
+
+
+@triton.jit
+def _decay_attention_bwd_line_kernel(
+        q, k, v, sums, grad, dq, dk, dv, dsums, heads, lines, length, token_line, token_j,
+        q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: one whole line, all gradients from weights that are computed once."""
+    line = (tl.program_id(0) % lines).to(tl.int64)
+    group = (tl.program_id(0) // lines).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, lines * length
+    j = tl.arange(0, BLOCK)
+    sums += group * tokens + line * token_line
+    query = load_tokens(q + batch * q_b + head * q_h + line * q_line, j, q_j, length, DIM, BLOCK_D, UPCAST)
+    key = load_tokens(k + batch * k_b + head * k_h + line * k_line, j, k_j, length, DIM, BLOCK_D, UPCAST)
+    value = load_tokens(v + batch * v_b + head * v_h + line * v_line, j, v_j, length, DIM_V, BLOCK_V, UPCAST)
+    first = (batch * tokens + line * token_line) * heads + head
+    gradient = load_tokens(grad + first * DIM_V, j, token_j * heads * DIM_V, length, DIM_V, BLOCK_V, UPCAST)
+    s_j = _load_line(sums, j, token_j, length, 0.0) * LOG2E
+    decay = -tl.abs(s_j[:, None] - (_load_line(sums, j, token_j, length, INF) * LOG2E)[None, :])
+    logits = product(query, tl.trans(key), PRECISION) * LOG2E
+    if PRODUCT:
+        logits = tl.where((j < length)[None, :], logits, -INF)
+    else:
+        logits += decay
+    p = tl.exp2(logits - tl.max(logits, 1)[:, None])
+    p = tl.where((j < length)[:, None], p / tl.sum(p, 1)[:, None], 0.0)
+    weights = p * tl.exp2(decay) if PRODUCT else p
+    dv_tile = product(tl.trans(weights.to(gradient.dtype)), gradient, PRECISION)
+    dweights = weights * product(gradient, tl.trans(value), PRECISION)          # product mask: d log decay
+    dlogits = dweights - p * tl.sum(dweights, 1)[:, None]
+    ddecay = (dweights if PRODUCT else dlogits) * _sign(j[None, :], j[:, None])
+    dsum = tl.sum(ddecay, 0) - tl.sum(tl.trans(ddecay), 0)
+    tl.store(dsums + group * tokens + line * token_line + j * token_j, dsum, mask=j < length)
+    store_tokens(dv + first * DIM_V, j, token_j * heads * DIM_V, length, dv_tile, DIM_V, BLOCK_V)
+    dlogits = dlogits.to(key.dtype)
+    store_tokens(dq + first * DIM, j, token_j * heads * DIM, length, product(dlogits, key, PRECISION), DIM, BLOCK_D)
+    store_tokens(dk + first * DIM, j, token_j * heads * DIM, length, product(tl.trans(dlogits), query, PRECISION), DIM,
+                 BLOCK_D)
+
+
+@triton.jit
+def _tile_gradients(logits, dweights, decay, lse, delta, valid, PRODUCT: tl.constexpr):
+    """Weights of a tile again, gradients of its logits and of its log decay. `valid`: keys inside the line."""
+    if PRODUCT:
+        p = tl.where(valid, tl.exp2(logits - lse), 0.0)
+        weights = p * tl.exp2(decay)
+        ddecay = weights * dweights
+        return weights, ddecay - p * delta, ddecay
+    else:
+        weights = tl.exp2(logits + decay - lse)
+        dlogits = weights * (dweights - delta)
+        return weights, dlogits, dlogits
+
+
+@triton.jit
+def _decay_attention_bwd_kernel(
+        q, k, v, sums, grad, lse, delta, dq, dk, dv, dsums, heads, lines, length, token_line, token_j,
+        q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: one tile of a long line, first as queries against all keys, then as keys against all queries."""
+    blocks = tl.cdiv(length, BLOCK)
+    line = (tl.program_id(0) // blocks % lines).to(tl.int64)
+    group = (tl.program_id(0) // blocks // lines).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, lines * length
+    own = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    sums += group * tokens + line * token_line
+    lse += group * tokens + line * token_line
+    delta += group * tokens + line * token_line
+    q += batch * q_b + head * q_h + line * q_line
+    k += batch * k_b + head * k_h + line * k_line
+    v += batch * v_b + head * v_h + line * v_line
+    first = (batch * tokens + line * token_line) * heads + head
+    grad += first * DIM_V
+    grad_j = token_j * heads * DIM_V
+
+    query = load_tokens(q, own, q_j, length, DIM, BLOCK_D, UPCAST)
+    gradient = load_tokens(grad, own, grad_j, length, DIM_V, BLOCK_V, UPCAST)
+    s_own = _load_line(sums, own, token_j, length, 0.0) * LOG2E
+    # Queries beyond the line have an infinite normaliser: their weights are zero.
+    own_lse = _load_line(lse, own, token_j, length, INF)[:, None]
+    own_delta = _load_line(delta, own, token_j, length, 0.0)[:, None]
+    dquery = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dsum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, length, BLOCK):
+        l = start + tl.arange(0, BLOCK)
+        key = load_tokens(k, l, k_j, length, DIM, BLOCK_D, UPCAST)
+        value = load_tokens(v, l, v_j, length, DIM_V, BLOCK_V, UPCAST)
+        decay = -tl.abs(s_own[:, None] - (_load_line(sums, l, token_j, length, INF) * LOG2E)[None, :])
+        _, dlogits, ddecay = _tile_gradients(
+            product(query, tl.trans(key), PRECISION) * LOG2E, product(gradient, tl.trans(value), PRECISION), decay,
+            own_lse, own_delta, (l < length)[None, :], PRODUCT)
+        dquery += product(dlogits, key, PRECISION)
+        dsum -= tl.sum(ddecay * _sign(l[None, :], own[:, None]), 1)
+    store_tokens(dq + first * DIM, own, token_j * heads * DIM, length, dquery, DIM, BLOCK_D)
+
+    key = load_tokens(k, own, k_j, length, DIM, BLOCK_D, UPCAST)
+    value = load_tokens(v, own, v_j, length, DIM_V, BLOCK_V, UPCAST)
+    s_own = _load_line(sums, own, token_j, length, INF) * LOG2E
+    dkey = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dvalue = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    for start in range(0, length, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        query = load_tokens(q, j, q_j, length, DIM, BLOCK_D, UPCAST)
+        gradient = load_tokens(grad, j, grad_j, length, DIM_V, BLOCK_V, UPCAST)
+        decay = -tl.abs(s_own[:, None] - (_load_line(sums, j, token_j, length, 0.0) * LOG2E)[None, :])
+        weights, dlogits, ddecay = _tile_gradients(
+            product(key, tl.trans(query), PRECISION) * LOG2E, product(value, tl.trans(gradient), PRECISION), decay,
+            _load_line(lse, j, token_j, length, INF)[None, :], _load_line(delta, j, token_j, length, 0.0)[None, :],
+            (own < length)[:, None], PRODUCT)
+        dvalue += product(weights, gradient, PRECISION)
+        dkey += product(dlogits, query, PRECISION)
+        dsum += tl.sum(ddecay * _sign(own[:, None], j[None, :]), 1)
+    store_tokens(dk + first * DIM, own, token_j * heads * DIM, length, dkey, DIM, BLOCK_D)
+    store_tokens(dv + first * DIM_V, own, grad_j, length, dvalue, DIM_V, BLOCK_V)
+    tl.store(dsums + group * tokens + line * token_line + own * token_j, dsum, mask=own < length)
+
+
+class _Lines:
+    """How a problem is laid over programs: lines, tile, strides and constants."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, axis: str, mask: str):
+        batch, heads, height, width, dim = q.shape
+        down = axis == 'column'
+        lines, length = (width, height) if down else (height, width)
+        self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
+        self.side = launch.block(min(length, launch.LONGEST_LINE))
+        self.whole = length <= launch.LONGEST_LINE
+        self.programs = (batch * heads * lines * triton.cdiv(length, self.side),)
+        self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.q, down),
+                      *launch.strides(self.k, down), *launch.strides(self.v, down))
+        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
+                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
+                          **launch.numerics(q.dtype)}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
+    """The output and, for lines of more than a tile if `save`, the log2 of the normalisers (1, B, heads, N) (else
+    empty). sums: (B, heads, H, W), float32, dense."""
+    lines = _Lines(q, k, v, axis, mask)
+    save = save and not lines.whole
+    out = launch.token_major(v.shape, v)
+    lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else 0)
+    _decay_attention_fwd_kernel[lines.programs](
+        lines.q, lines.k, lines.v, sums, out, lse, *lines.sizes, SAVE=save, **lines.constants,
+        **launch.options('decay_attention_fwd', lines.side, q.device))
+    return out, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
+             mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and sums."""
+    lines = _Lines(q, k, v, axis, mask)
+    grad = launch.as_token_major(grad)
+    dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
+    dsums = torch.empty_like(sums)
+    options = {**lines.constants, **launch.options('decay_attention_bwd', lines.side, q.device)}
+    if lines.whole:
+        _decay_attention_bwd_line_kernel[lines.programs](
+            lines.q, lines.k, lines.v, sums, grad, dq, dk, dv, dsums, *lines.sizes, **options)
+    else:
+        _decay_attention_bwd_kernel[lines.programs](
+            lines.q, lines.k, lines.v, sums, grad, lse, row_products(grad, out), dq, dk, dv, dsums, *lines.sizes,
+            **options)
+    return dq, dk, dv, dsums

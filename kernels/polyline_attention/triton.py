@@ -1,0 +1,351 @@
+"""Polyline attention, fused: both masks from one pass over q k', no N x N matrix in memory, forward or backward.
+
+A tile stays inside one grid row of queries and one of keys. For query row i and key row k, with Sa and Sb the sums of
+step logs along rows and columns, the two log masks of the tile of queries j and keys l are
+
+    log L  = -|Sa[i,j] - Sa[i,l]| - |Sb[i,l] - Sb[k,l]|      the first term does not depend on k, the second not on j
+    log L~ = -|Sa[k,j] - Sa[k,l]| - |Sb[i,j] - Sb[k,j]|      the first term does not depend on i, the second not on l
+
+so that each is made from four vectors. Tensors are read through their strides: a grid is read by its columns, where
+those fill the tiles better, by exchanging the strides, Sa with Sb and L with L~.
+"""
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch
+from ..tiles import INF, LOG2E, load_tokens, product, row_products, running_softmax, store_tokens
+
+BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
+
+
+@triton.jit
+def _load_sums(pointer, token, valid, other):
+    return tl.load(pointer + token, mask=valid, other=other) * LOG2E
+
+
+@triton.jit
+def _polyline_attention_fwd_kernel(
+        q, k, v, sa, sb, out, first, lse, heads, height, width, token_i, token_j,
+        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: the queries (i, j) of one tile of one grid row, against all keys."""
+    blocks = tl.cdiv(width, BLOCK)
+    i = tl.program_id(0) // blocks % height
+    group = (tl.program_id(0) // blocks // height).to(tl.int64)
+    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, height * width
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    in_j = j < width
+    sa += group * tokens
+    sb += group * tokens
+    q += batch * q_b + head * q_h + i.to(tl.int64) * q_i
+    query = load_tokens(q, j, q_j, width, DIM, BLOCK_D, UPCAST)
+    sa_ij = _load_sums(sa, i * token_i + j * token_j, in_j, 0.0)
+    sb_ij = _load_sums(sb, i * token_i + j * token_j, in_j, 0.0)
+
+    top1 = tl.full((BLOCK,), -INF, tl.float32)
+    top2 = tl.full((BLOCK,), -INF, tl.float32)
+    total1 = tl.zeros((BLOCK,), tl.float32)
+    total2 = tl.zeros((BLOCK,), tl.float32)
+    y1 = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    y2 = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    for start in range(0, width, BLOCK):
+        l = start + tl.arange(0, BLOCK)
+        in_l = l < width
+        # An infinite sum gives keys beyond the row a log mask of -inf.
+        sa_il = _load_sums(sa, i * token_i + l * token_j, in_l, INF)
+        sb_il = _load_sums(sb, i * token_i + l * token_j, in_l, 0.0)
+        along_query_row = -tl.abs(sa_ij[:, None] - sa_il[None, :])
+        key_row = k + batch * k_b + head * k_h
+        value_row = v + batch * v_b + head * v_h
+        for row in range(0, height):
+            key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
+            value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
+            logits = product(query, tl.trans(key), PRECISION) * LOG2E
+            mask1 = tl.zeros((BLOCK, BLOCK), tl.float32)
+            mask2 = tl.zeros((BLOCK, BLOCK), tl.float32)
+            if PATHS != H2V:
+                sb_kl = _load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
+                mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
+            if PATHS != V2H:
+                sa_kj = _load_sums(sa, row * token_i + j * token_j, in_j, 0.0)
+                sb_kj = _load_sums(sb, row * token_i + j * token_j, in_j, 0.0)
+                sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
+                mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
+            if PRODUCT:
+                logits = tl.where(in_l[None, :], logits, -INF)
+                new_top = tl.maximum(top1, tl.max(logits, 1))
+                scale = tl.exp2(top1 - new_top)
+                p = tl.exp2(logits - new_top[:, None])
+                total1 = total1 * scale + tl.sum(p, 1)
+                if PATHS == BOTH:
+                    p *= tl.exp2(mask1) + tl.exp2(mask2)
+                else:
+                    p *= tl.exp2(mask1 if PATHS == V2H else mask2)
+                y1 = y1 * scale[:, None] + product(p, value, PRECISION)
+                top1 = new_top
+            else:
+                if PATHS != H2V:
+                    top1, total1, y1 = running_softmax(logits + mask1, value, top1, total1, y1, PRECISION)
+                if PATHS != V2H:
+                    top2, total2, y2 = running_softmax(logits + mask2, value, top2, total2, y2, PRECISION)
+            key_row += k_i
+            value_row += v_i
+
+    if PATHS == H2V and not PRODUCT:
+        top1, total1, y1 = top2, total2, y2
+    y = y1 / total1[:, None]
+    line = ((batch * tokens + i * token_i) * heads + head) * DIM_V
+    if SAVE:
+        tl.store(lse + group * tokens + i * token_i + j * token_j, top1 + tl.log2(total1), mask=in_j)
+    if PATHS == BOTH and not PRODUCT:
+        if SAVE:
+            store_tokens(first + line, j, token_j * heads * DIM_V, width, y, DIM_V, BLOCK_V)
+            tl.store(lse + (groups + group) * tokens + i * token_i + j * token_j, top2 + tl.log2(total2), mask=in_j)
+        y = 0.5 * (y + y2 / total2[:, None])
+    store_tokens(out + line, j, token_j * heads * DIM_V, width, y, DIM_V, BLOCK_V)
+
+
+@triton.jit
+def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, valid, PRODUCT: tl.constexpr,
+                    PATHS: tl.constexpr):
+    """Weights of a tile again, and the gradients of its logits and of both log masks.
+
+    Of any orientation: lse and delta come broadcast along the keys, `valid` (keys inside the row) along the queries."""
+    if PRODUCT:
+        plain = tl.where(valid, tl.exp2(logits - lse1), 0.0)
+        decay = tl.zeros_like(logits)
+        grad1 = tl.zeros_like(logits)
+        grad2 = tl.zeros_like(logits)
+        if PATHS != H2V:
+            decay += tl.exp2(mask1)
+            grad1 = plain * tl.exp2(mask1) * dweights
+        if PATHS != V2H:
+            decay += tl.exp2(mask2)
+            grad2 = plain * tl.exp2(mask2) * dweights
+        return plain * decay, grad1 + grad2 - plain * delta1, grad1, grad2
+    else:
+        weights = tl.zeros_like(logits)
+        grad1 = tl.zeros_like(logits)
+        grad2 = tl.zeros_like(logits)
+        if PATHS != H2V:
+            p1 = tl.exp2(logits + mask1 - lse1)
+            grad1 = p1 * (dweights - delta1)
+            weights += p1
+        if PATHS != V2H:
+            p2 = tl.exp2(logits + mask2 - lse2)
+            grad2 = p2 * (dweights - delta2)
+            weights += p2
+        return weights, grad1 + grad2, grad1, grad2
+
+
+@triton.jit
+def _polyline_attention_bwd_kernel(
+        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, heads, height, width, token_i, token_j,
+        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: one tile of tokens of one grid row r, first as queries against all keys (dq), then as keys against
+    all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb at its row, but other
+    columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
+    blocks = tl.cdiv(width, BLOCK)
+    r = tl.program_id(0) // blocks % height
+    group = (tl.program_id(0) // blocks // height).to(tl.int64)
+    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, height * width
+    part = tl.program_id(0) % blocks
+    own = part * BLOCK + tl.arange(0, BLOCK)
+    in_own = own < width
+    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not PRODUCT else 1.0
+    SECOND: tl.constexpr = PATHS == BOTH and not PRODUCT
+    sa += group * tokens
+    sb += group * tokens
+    lse1 = lse + group * tokens
+    delta1 = delta + group * tokens
+    lse2 = lse1 + (groups * tokens if SECOND else 0)
+    delta2 = delta1 + (groups * tokens if SECOND else 0)
+    q += batch * q_b + head * q_h
+    k += batch * k_b + head * k_h
+    v += batch * v_b + head * v_h
+    grad += (batch * tokens * heads + head) * DIM_V
+    grad_i = token_i * heads * DIM_V
+    grad_j = token_j * heads * DIM_V
+    own_tokens = r * token_i + own * token_j
+    r64 = r.to(tl.int64)
+    # cross[s, role, part, group]: s = 0 for Sa, 1 for Sb.
+    slot = (part * groups + group) * tokens + r * token_i
+    roles = blocks * groups * tokens
+
+    # The tile as queries (r, j), j = own, against keys (row, l).
+    query = load_tokens(q + r64 * q_i, own, q_j, width, DIM, BLOCK_D, UPCAST)
+    gradient = load_tokens(grad + r64 * grad_i, own, grad_j, width, DIM_V, BLOCK_V, UPCAST)
+    sa_ij = _load_sums(sa, own_tokens, in_own, 0.0)
+    sb_ij = _load_sums(sb, own_tokens, in_own, 0.0)
+    # Queries beyond the row have an infinite normaliser: their weights are zero.
+    own_lse1 = tl.load(lse1 + own_tokens, mask=in_own, other=INF)[:, None]
+    own_lse2 = tl.load(lse2 + own_tokens, mask=in_own, other=INF)[:, None]
+    own_delta1 = tl.load(delta1 + own_tokens, mask=in_own, other=0.0)[:, None]
+    own_delta2 = tl.load(delta2 + own_tokens, mask=in_own, other=0.0)[:, None]
+    dquery = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dsa = tl.zeros((BLOCK,), tl.float32)
+    dsb = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        l = start + tl.arange(0, BLOCK)
+        in_l = l < width
+        sa_il = _load_sums(sa, r * token_i + l * token_j, in_l, INF)
+        sb_il = _load_sums(sb, r * token_i + l * token_j, in_l, 0.0)
+        along_query_row = -tl.abs(sa_ij[:, None] - sa_il[None, :])
+        sum1 = tl.zeros((BLOCK, BLOCK), tl.float32)         # over key rows, of the gradient of log L
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same times sign(row - r)
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # of the gradient of log L~
+        key_row, value_row = k, v
+        for row in range(0, height):
+            key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
+            value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
+            sb_kl = _load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
+            sa_kj = _load_sums(sa, row * token_i + own * token_j, in_own, 0.0)
+            sb_kj = _load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
+            sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
+            mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
+            mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
+            logits = product(query, tl.trans(key), PRECISION) * LOG2E
+            dweights = product(gradient, tl.trans(value), PRECISION) * FACTOR
+            _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, own_lse1, own_lse2, own_delta1,
+                                                       own_delta2, in_l[None, :], PRODUCT, PATHS)
+            dquery += product(dlogits, key, PRECISION)
+            sign = tl.where(row > r, 1.0, 0.0) - tl.where(row < r, 1.0, 0.0)
+            if PATHS != H2V:
+                sum1 += grad1
+                signed1 += sign * grad1
+            if PATHS != V2H:
+                signed2 += sign * grad2
+            key_row += k_i
+            value_row += v_i
+        if PATHS != H2V:
+            sum1 *= (l[None, :] > own[:, None]).to(tl.float32) - (l[None, :] < own[:, None]).to(tl.float32)
+            dsa -= tl.sum(sum1, 1)
+            tl.store(cross + slot + l * token_j, tl.sum(sum1, 0), mask=in_l)
+            tl.store(cross + 2 * roles + slot + l * token_j, -tl.sum(signed1, 0), mask=in_l)
+        if PATHS != V2H:
+            dsb -= tl.sum(signed2, 1)
+    line = ((batch * tokens + r * token_i) * heads + head) * DIM
+    store_tokens(dq + line, own, token_j * heads * DIM, width, dquery, DIM, BLOCK_D)
+
+    # The tile as keys (r, l), l = own, against queries (row, j). Tiles are (keys, queries).
+    key = load_tokens(k + r64 * k_i, own, k_j, width, DIM, BLOCK_D, UPCAST)
+    value = load_tokens(v + r64 * v_i, own, v_j, width, DIM_V, BLOCK_V, UPCAST)
+    sa_kl = _load_sums(sa, own_tokens, in_own, INF)
+    sb_kl = _load_sums(sb, own_tokens, in_own, 0.0)
+    dkey = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dvalue = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    for start in range(0, width, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        in_j = j < width
+        sa_kj = _load_sums(sa, r * token_i + j * token_j, in_j, 0.0)
+        sb_kj = _load_sums(sb, r * token_i + j * token_j, in_j, 0.0)
+        along_key_row = -tl.abs(sa_kl[:, None] - sa_kj[None, :])
+        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)
+        query_row, grad_row = q, grad
+        for row in range(0, height):
+            row_tokens = row * token_i + j * token_j
+            query = load_tokens(query_row, j, q_j, width, DIM, BLOCK_D, UPCAST)
+            gradient = load_tokens(grad_row, j, grad_j, width, DIM_V, BLOCK_V, UPCAST)
+            sa_ij = _load_sums(sa, row_tokens, in_j, 0.0)
+            sb_ij = _load_sums(sb, row_tokens, in_j, 0.0)
+            sa_il = _load_sums(sa, row * token_i + own * token_j, in_own, INF)
+            sb_il = _load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
+            mask1 = -tl.abs(sa_il[:, None] - sa_ij[None, :]) - tl.abs(sb_il - sb_kl)[:, None]
+            mask2 = along_key_row - tl.abs(sb_ij - sb_kj)[None, :]
+            logits = product(key, tl.trans(query), PRECISION) * LOG2E
+            dweights = product(value, tl.trans(gradient), PRECISION) * FACTOR
+            weights, dlogits, grad1, grad2 = _tile_gradients(
+                logits, dweights, mask1, mask2,
+                tl.load(lse1 + row_tokens, mask=in_j, other=INF)[None, :],
+                tl.load(lse2 + row_tokens, mask=in_j, other=INF)[None, :],
+                tl.load(delta1 + row_tokens, mask=in_j, other=0.0)[None, :],
+                tl.load(delta2 + row_tokens, mask=in_j, other=0.0)[None, :], in_own[:, None], PRODUCT, PATHS)
+            dvalue += product(weights, gradient, PRECISION)
+            dkey += product(dlogits, query, PRECISION)
+            sign = tl.where(r > row, 1.0, 0.0) - tl.where(r < row, 1.0, 0.0)
+            if PATHS != H2V:
+                signed1 += sign * grad1
+            if PATHS != V2H:
+                sum2 += grad2
+                signed2 += sign * grad2
+            query_row += q_i
+            grad_row += grad_i
+        if PATHS != H2V:
+            dsb += tl.sum(signed1, 1)
+        if PATHS != V2H:
+            sum2 *= (own[:, None] > j[None, :]).to(tl.float32) - (own[:, None] < j[None, :]).to(tl.float32)
+            dsa += tl.sum(sum2, 1)
+            tl.store(cross + roles + slot + j * token_j, -tl.sum(sum2, 0), mask=in_j)
+            tl.store(cross + 3 * roles + slot + j * token_j, tl.sum(signed2, 0), mask=in_j)
+    store_tokens(dk + line, own, token_j * heads * DIM, width, dkey, DIM, BLOCK_D)
+    line_v = ((batch * tokens + r * token_i) * heads + head) * DIM_V
+    store_tokens(dv + line_v, own, token_j * heads * DIM_V, width, dvalue * FACTOR, DIM_V, BLOCK_V)
+    tl.store(dsums + group * tokens + own_tokens, dsa, mask=in_own)
+    tl.store(dsums + (groups + group) * tokens + own_tokens, dsb, mask=in_own)
+
+
+class _Grid:
+    """How a problem is laid over programs: which way the grid is read, tile, strides and constants."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
+        batch, heads, height, width, dim = q.shape
+        swapped = launch.padding(height) < launch.padding(width)
+        if swapped:
+            height, width, sa, sb = width, height, sb, sa
+            paths = {'v2h': 'h2v', 'h2v': 'v2h'}.get(paths, paths)
+        self.swapped, self.shape = swapped, (heads, height, width)
+        self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
+        self.sa, self.sb = sa, sb
+        self.side = launch.tile(width)
+        self.blocks = triton.cdiv(width, self.side)
+        self.programs = (batch * heads * height * self.blocks,)
+        token_strides = (1, height) if swapped else (width, 1)
+        self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
+                      *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
+        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
+                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
+                          'PATHS': _PATHS[paths], **launch.numerics(q.dtype)}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str,
+            save: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """The output and, if `save`, what the backward pass needs: the output under L alone (where it is a mean over both
+    masks; else empty) and the log2 of the softmaxes' normalisers (1 or 2, B, heads, N). sa, sb: float32, dense."""
+    grid, two = _Grid(q, k, v, sa, sb, mask, paths), mask == 'logit' and paths == 'both'
+    out = launch.token_major(v.shape, v)
+    first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
+    tokens = q.shape[2] * q.shape[3]
+    lse = sa.new_empty((1 + two, *q.shape[:2], tokens) if save else 0)
+    _polyline_attention_fwd_kernel[grid.programs](
+        grid.q, grid.k, grid.v, grid.sa, grid.sb, out, first, lse, *grid.sizes, SAVE=save, **grid.constants,
+        **launch.options('polyline_attention_fwd', grid.side, q.device))
+    return out, first, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
+             lse: Tensor, mask: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, sa and sb."""
+    grid, two = _Grid(q, k, v, sa, sb, mask, paths), mask == 'logit' and paths == 'both'
+    grad = launch.as_token_major(grad)
+    delta = row_products(grad, first, out, 0.5) if two else row_products(grad, out)
+    dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
+    groups, tokens = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
+    dsums = sa.new_empty(2, groups, tokens)
+    cross = sa.new_zeros(2, 2 * grid.blocks, groups, tokens)
+    _polyline_attention_bwd_kernel[grid.programs](
+        grid.q, grid.k, grid.v, grid.sa, grid.sb, grad, lse, delta, dq, dk, dv, dsums, cross, *grid.sizes,
+        **grid.constants, **launch.options('polyline_attention_bwd', grid.side, q.device))
+    dsa, dsb = ((dsums[n] + cross[n].sum(0)).view_as(sa) for n in (0, 1))
+    return (dq, dk, dv, dsb, dsa) if grid.swapped else (dq, dk, dv, dsa, dsb)

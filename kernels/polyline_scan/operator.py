@@ -1,0 +1,84 @@
+"""The fused scan of one axis as an operator of PyTorch: schema, shapes, gradient, operation count; and the polyline
+scans as chains of it. Triton is imported at the first call, not before."""
+from typing import List, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..decay import STEP_LOG_MIN
+
+# State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: 512 MB in float32.
+GPU_STATE_ELEMENTS = 1 << 27
+
+
+@torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
+def _forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
+    """Scan of x (..., D) along its dimension `dim` >= 0, with step logs in float32, dense, of its shape without D."""
+    from . import triton
+    return triton.forward(x, steps, dim)
+
+
+@torch.library.custom_op('subquad::polyline_scan_bwd', mutates_args=())
+def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
+    from . import triton
+    return triton.backward(grad, x, steps, dim)
+
+
+@_forward.register_fake
+def _(x, steps, dim):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(grad, x, steps, dim):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(steps)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.dim = inputs
+    ctx.save_for_backward(*tensors)
+
+
+_forward.register_autograd(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.dim), None), setup_context=_save)
+
+
+@register_flop_formula(torch.ops.subquad.polyline_scan_fwd)
+def _(x, *args, out_shape=None, **kwargs) -> int:
+    return 6 * _count(x)                  # two recurrences of a multiplication and an addition, and their sum
+
+
+@register_flop_formula(torch.ops.subquad.polyline_scan_bwd)
+def _(grad, x, *args, out_shape=None, **kwargs) -> int:
+    return 16 * _count(x)                 # four recurrences, their sum, and two products summed over channels
+
+
+def _count(shape) -> int:
+    return torch.Size(shape).numel()
+
+
+def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    steps = [log.float().clamp(min=STEP_LOG_MIN).contiguous() for log in logs]
+    passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
+    results = []
+    for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
+        if order in (name, 'both'):
+            y = x
+            for s, dim in sequence:
+                y = _forward(y, s, dim)
+            results.append(y)
+    return results[0] + results[1] if len(results) == 2 else results[0]
+
+
+def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
+    if v.numel() == 0:
+        return torch.zeros_like(v)
+    step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
+    parts = []
+    for query, key in zip(q.split(step, -1), k.split(step, -1)):
+        state = (key.unsqueeze(-1) * v.unsqueeze(-2)).flatten(-2)                     # (B, heads, H, W, R * Dv)
+        state = polyline_scan(state, [a, b], order).unflatten(-1, (key.shape[-1], v.shape[-1]))
+        parts.append((query.unsqueeze(-2) @ state).squeeze(-2))
+    return sum(parts[1:], parts[0])

@@ -1,0 +1,186 @@
+"""One axis of the polyline scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l], as two first-order recurrences.
+
+With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis and g[t] = x[t] + alpha[t+1] g[t+1] against
+it; y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is symmetric, so the
+gradient of x is the same scan of the gradient of y, and with f', g' that gradient's recurrences
+
+    d step[t] = sum_d (f[t] - x[t]) g'[t] + (f'[t] - dy[t]) g[t].
+
+Lines of up to LONGEST tokens are one tile: one read, one write. Longer ones go by tiles, and are read once more: a sweep
+against the axis leaves the states g at the tiles' ends, a sweep along it does the rest.
+"""
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch
+
+LONGEST = 512
+TILE_ELEMENTS = 4096
+
+
+@triton.jit
+def _compose(decay1, x1, decay2, x2):
+    """Two stretches of s -> decay * s + x, one after the other."""
+    return decay1 * decay2, x1 * decay2 + x2
+
+
+@triton.jit
+def _recurrence(x, decay, state, REVERSE: tl.constexpr):
+    """s[t] = x[t] + decay[t] s[t-1] (or s[t+1]) through a tile (BLOCK, BLOCK_D) that `state` (BLOCK_D,) enters."""
+    decays, states = tl.associative_scan((decay, x), 0, _compose, reverse=REVERSE)
+    return states + decays * state[None, :]
+
+
+@triton.jit
+def _load(pointer, t, stride, length, d, DIM: tl.constexpr):
+    """Tokens t of a line, (len(t), len(d)) in float32; zeros behind its end."""
+    x = tl.load(pointer + t[:, None] * stride + d[None, :], mask=(t < length)[:, None] & (d < DIM)[None, :], other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_decay(steps, t, stride, length, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """alpha[t] for 0 < t < length, 0 elsewhere (nothing leads into a line), for every channel: (BLOCK, BLOCK_D)."""
+    alpha = tl.exp(tl.load(steps + t * stride, mask=(t > 0) & (t < length), other=-float('inf')))
+    return tl.broadcast_to(alpha[:, None], (BLOCK, BLOCK_D))
+
+
+@triton.jit
+def _row(x, index, BLOCK: tl.constexpr):
+    """Row `index` of a tile: (BLOCK_D,)."""
+    return tl.sum(tl.where((tl.arange(0, BLOCK) == index)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def _sweep_against(x, steps, states, x_t, step_t, length, tiles, d, DIM: tl.constexpr, BLOCK: tl.constexpr,
+                   BLOCK_D: tl.constexpr):
+    """g of the first token of tile n to states[n] (BLOCK_D,), for n = tiles - 1 down to 1."""
+    state = tl.zeros((BLOCK_D,), tl.float32)
+    for step in range(1, tiles):
+        n = tiles - step
+        t = n * BLOCK + tl.arange(0, BLOCK)
+        g = _recurrence(_load(x, t, x_t, length, d, DIM),
+                        _load_decay(steps, t + 1, step_t, length, BLOCK, BLOCK_D), state, True)
+        state = _row(g, 0, BLOCK)
+        tl.store(states + n * BLOCK_D + tl.arange(0, BLOCK_D), state)
+
+
+@triton.jit
+def _behind(states, n, tiles, BLOCK_D: tl.constexpr):
+    """What enters tile n from behind: g of the first token of tile n + 1; zero for the last."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(states + (n + 1) * BLOCK_D + d, mask=(d >= 0) & (n + 1 < tiles), other=0.0)
+
+
+@triton.jit
+def _polyline_scan_fwd_kernel(x, steps, y, states, length, inner, DIM: tl.constexpr, BLOCK: tl.constexpr,
+                              BLOCK_D: tl.constexpr):
+    """One program: BLOCK_D channels of one line. x, y: (outer, L, inner, DIM); steps: (outer, L, inner)."""
+    parts: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    line = (tl.program_id(0) // parts).to(tl.int64)
+    d = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = line // inner * length * inner + line % inner
+    x += first * DIM
+    y += first * DIM
+    steps += first
+    tiles = tl.cdiv(length, BLOCK)
+    states += tl.program_id(0).to(tl.int64) * tiles * BLOCK_D
+    if tiles > 1:
+        _sweep_against(x, steps, states, inner * DIM, inner, length, tiles, d, DIM, BLOCK, BLOCK_D)
+        tl.debug_barrier()                       # the states are read by other threads than wrote them
+    before = tl.zeros((BLOCK_D,), tl.float32)
+    for n in range(0, tiles):
+        t = n * BLOCK + tl.arange(0, BLOCK)
+        tile = _load(x, t, inner * DIM, length, d, DIM)
+        f = _recurrence(tile, _load_decay(steps, t, inner, length, BLOCK, BLOCK_D), before, False)
+        g = _recurrence(tile, _load_decay(steps, t + 1, inner, length, BLOCK, BLOCK_D),
+                        _behind(states, n, tiles, BLOCK_D), True)
+        before = _row(f, BLOCK - 1, BLOCK)
+        tl.store(y + t[:, None] * (inner * DIM) + d[None, :], (f + g - tile).to(y.dtype.element_ty),
+                 mask=(t < length)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def _polyline_scan_bwd_kernel(x, steps, dy, dx, dsteps, states, states_dy, lines, length, inner, DIM: tl.constexpr,
+                              BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As the forward kernel, for x and dy together. dsteps: (channel parts, outer, L, inner), each part its own."""
+    parts: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    line = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    d = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = line // inner * length * inner + line % inner
+    x += first * DIM
+    dy += first * DIM
+    dx += first * DIM
+    steps += first
+    dsteps += part.to(tl.int64) * lines * length + first
+    tiles = tl.cdiv(length, BLOCK)
+    states += tl.program_id(0).to(tl.int64) * tiles * BLOCK_D
+    states_dy += tl.program_id(0).to(tl.int64) * tiles * BLOCK_D
+    if tiles > 1:
+        _sweep_against(x, steps, states, inner * DIM, inner, length, tiles, d, DIM, BLOCK, BLOCK_D)
+        _sweep_against(dy, steps, states_dy, inner * DIM, inner, length, tiles, d, DIM, BLOCK, BLOCK_D)
+        tl.debug_barrier()
+    before = tl.zeros((BLOCK_D,), tl.float32)
+    before_dy = tl.zeros((BLOCK_D,), tl.float32)
+    for n in range(0, tiles):
+        t = n * BLOCK + tl.arange(0, BLOCK)
+        into = _load_decay(steps, t, inner, length, BLOCK, BLOCK_D)
+        onward = _load_decay(steps, t + 1, inner, length, BLOCK, BLOCK_D)
+        tile = _load(x, t, inner * DIM, length, d, DIM)
+        tile_dy = _load(dy, t, inner * DIM, length, d, DIM)
+        f = _recurrence(tile, into, before, False)
+        g_dy = _recurrence(tile_dy, onward, _behind(states_dy, n, tiles, BLOCK_D), True)
+        dstep = tl.sum((f - tile) * g_dy, 1)
+        before = _row(f, BLOCK - 1, BLOCK)
+        f_dy = _recurrence(tile_dy, into, before_dy, False)
+        g = _recurrence(tile, onward, _behind(states, n, tiles, BLOCK_D), True)
+        dstep += tl.sum((f_dy - tile_dy) * g, 1)
+        before_dy = _row(f_dy, BLOCK - 1, BLOCK)
+        tl.store(dx + t[:, None] * (inner * DIM) + d[None, :], (f_dy + g_dy - tile_dy).to(dx.dtype.element_ty),
+                 mask=(t < length)[:, None] & (d < DIM)[None, :])
+        tl.store(dsteps + t * inner, dstep, mask=t < length)
+
+
+class _Lines:
+    """How a pass along dimension `dim` of x (..., D) is laid over programs. x and steps are dense."""
+
+    def __init__(self, x: Tensor, dim: int, elements: int):
+        self.length, channels = x.shape[dim], x.shape[-1]
+        self.inner = x.shape[dim + 1:-1].numel()
+        self.lines = x.shape[:dim].numel() * self.inner
+        self.block = min(LONGEST, max(16, triton.next_power_of_2(self.length)))
+        block_d = min(triton.next_power_of_2(channels), max(8, elements // self.block))
+        self.parts = triton.cdiv(channels, block_d)
+        self.programs = (self.lines * self.parts,)
+        self.tiles = triton.cdiv(self.length, self.block)
+        self.constants = {'DIM': channels, 'BLOCK': self.block, 'BLOCK_D': block_d}
+
+    def states(self, x: Tensor) -> Tensor:
+        """Room for the states between tiles, where there are several."""
+        count = self.programs[0] * self.tiles * self.constants['BLOCK_D'] if self.tiles > 1 else 0
+        return x.new_empty(count, dtype=torch.float32)
+
+
+def forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
+    """The scan of x (..., D) along its dimension `dim`; steps: float32, the shape of x without D."""
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    axis = _Lines(x, dim, TILE_ELEMENTS)
+    _polyline_scan_fwd_kernel[axis.programs](x, steps, y, axis.states(x), axis.length, axis.inner, **axis.constants,
+                                             **launch.options('polyline_scan_fwd', axis.block, x.device))
+    return y
+
+
+def backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
+    """Gradients of x and steps."""
+    x, grad = x.contiguous(), grad.contiguous()
+    axis, dx = _Lines(x, dim, TILE_ELEMENTS // 2), torch.empty_like(x)
+    dsteps = steps.new_empty(axis.parts, *steps.shape)
+    _polyline_scan_bwd_kernel[axis.programs](
+        x, steps, grad, dx, dsteps, axis.states(x), axis.states(x), axis.lines, axis.length, axis.inner,
+        **axis.constants, **launch.options('polyline_scan_bwd', axis.block, x.device))
+    return dx, dsteps.sum(0)

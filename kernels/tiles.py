@@ -1,0 +1,81 @@
+"""What the Triton kernels share: loading tiles of tokens, products, running softmaxes. Imports Triton: import it late.
+
+Logits and log masks are in units of log2 inside the kernels, because the hardware's exponential is 2^x.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from . import launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INF = tl.constexpr(float('inf'))
+
+
+@triton.jit
+def load_tokens(pointer, index, stride, limit, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
+    """Tokens `index` (those < limit; zeros elsewhere) from a line that starts at `pointer`: (len(index), BLOCK_D).
+
+    UPCAST to float32 is for the interpreter, whose products of bfloat16 are wrong."""
+    d = tl.arange(0, BLOCK_D)
+    x = tl.load(pointer + index[:, None] * stride + d[None, :], mask=(index < limit)[:, None] & (d < DIM)[None, :],
+                other=0.0)
+    return x.to(tl.float32) if UPCAST else x
+
+
+@triton.jit
+def store_tokens(pointer, index, stride, limit, x, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The inverse of `load_tokens`, in the dtype of the pointer."""
+    d = tl.arange(0, BLOCK_D)
+    tl.store(pointer + index[:, None] * stride + d[None, :], x.to(pointer.dtype.element_ty),
+             mask=(index < limit)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def product(x, y, PRECISION: tl.constexpr):
+    """x y, accumulated in float32; x takes the dtype of y."""
+    return tl.dot(x.to(y.dtype), y, input_precision=PRECISION)
+
+
+@triton.jit
+def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
+    """Take a tile of logits (M, N), in log2, and its values (N, D) into a softmax whose maximum, sum of exponentials
+    and weighted sum of values so far are `top` (M,), `total` (M,) and `y` (M, D). Returns the three anew."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    scale = tl.exp2(top - new_top)
+    p = tl.exp2(logits - new_top[:, None])
+    return new_top, total * scale + tl.sum(p, 1), y * scale[:, None] + product(p, values, PRECISION)
+
+
+@triton.jit
+def _row_products_kernel(x, y, z, out, tokens, heads, factor, SECOND: tl.constexpr, DIM: tl.constexpr,
+                         BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    """out[0] = factor * sum_d x y and, if SECOND, out[1] = sum_d x z - out[0], for each token.
+
+    x, y, z: (B, N, heads, DIM) in memory; out: (1 or 2, B, heads, N)."""
+    blocks = tl.cdiv(tokens, BLOCK)
+    group = (tl.program_id(0) // blocks).to(tl.int64)
+    token = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    line = (group // heads * tokens * heads + group % heads) * DIM
+    gradient = load_tokens(x + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
+    first = load_tokens(y + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
+    result = tl.sum(gradient * first, 1) * factor
+    out += group * tokens
+    tl.store(out + token, result, mask=token < tokens)
+    if SECOND:
+        both = load_tokens(z + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
+        groups = tl.num_programs(0) // blocks
+        tl.store(out + groups.to(tl.int64) * tokens + token, tl.sum(gradient * both, 1) - result, mask=token < tokens)
+
+
+def row_products(grad, first, out=None, factor: float = 1.0):
+    """sum_d grad * first * factor and, with `out`, sum_d grad * out less that: (1 or 2, B, heads, N), float32.
+
+    All (B, heads, H, W, D), in the memory order of `launch.token_major`."""
+    batch, heads, height, width, dim = grad.shape
+    tokens, side = height * width, 32
+    result = torch.empty(2 - (out is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)
+    _row_products_kernel[(batch * heads * triton.cdiv(tokens, side),)](
+        grad, first, grad if out is None else out, result, tokens, heads, factor, SECOND=out is not None, DIM=dim,
+        BLOCK_D=launch.block(dim), BLOCK=side, num_warps=2)
+    return result
