@@ -1,26 +1,43 @@
 """How the Triton kernels are launched: tiles, warps, pipeline stages and layouts. Does not import Triton."""
 import os
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-# (warps, pipeline stages) by kernel, compute capability and side of the tile. An architecture's row is written from a
-# measurement there; none has been made yet, so all take the default: as many warps as keep the largest tile (128
-# channels, float32) in registers, by the compiler's report (`subquad kernels --compile cuda:90`).
-CONFIGS: Dict[str, Dict[str, Dict[int, Tuple[int, int]]]] = {
-    'polyline_attention_fwd': {'default': {16: (1, 2), 32: (4, 2), 64: (8, 2)}},
-    'polyline_attention_bwd': {'default': {16: (4, 1), 32: (8, 1), 64: (8, 1)}},
-    'decay_attention_fwd': {'default': {16: (1, 2), 32: (4, 2), 64: (8, 2)}},
-    'decay_attention_bwd': {'default': {16: (4, 1), 32: (8, 1), 64: (8, 1)}},
-    'polyline_scan_fwd': {'default': {16: (2, 1), 32: (4, 1), 64: (4, 1), 128: (4, 1), 256: (4, 1), 512: (4, 1)}},
-    'polyline_scan_bwd': {'default': {16: (2, 1), 32: (4, 1), 64: (4, 1), 128: (4, 1), 256: (4, 1), 512: (4, 1)}},
+# Warps, pipeline stages and, where the compiler's own choice would spill, the registers a thread may take, by kernel,
+# target and (bytes of an element, side of the tile). A target's own row ('cuda:90') is to be written from a measurement
+# there; none has been made yet, so all take the default: no register spills, by the compiler's report
+# (`subquad kernels --compile cuda:90`).
+Launch = Tuple[int, int, Optional[int]]
+CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
+    'polyline_attention_fwd': {'default': {(2, 16): (2, 2, 255), (2, 32): (4, 2, None), (2, 64): (8, 2, None),
+                                           (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
+    'polyline_attention_bwd': {'default': {(2, 16): (4, 1, 255), (2, 32): (4, 1, 255),
+                                           (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
+    'decay_attention_fwd': {'default': {(2, 16): (1, 2, None), (2, 32): (4, 2, None), (2, 64): (4, 2, None),
+                                        (4, 16): (4, 1, 255), (4, 32): (8, 1, 255), (4, 64): (8, 1, 255)}},
+    'decay_attention_bwd': {'default': {(2, 16): (4, 1, 255), (2, 32): (4, 1, 255), (2, 64): (8, 1, 255),
+                                        (4, 16): (4, 1, 255), (4, 32): (8, 1, 255), (4, 64): (8, 1, 255)}},
+    'polyline_scan_fwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
+                                      for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
+    'polyline_scan_bwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
+                                      for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
 }
 TILES = (16, 32, 64)
-# decay_attention: a longer line is worked on tile by tile.
-LONGEST_LINE = TILES[-1]
+# The largest tiles that stay in registers: by kernel, side for heads of at most (32, 64, 128) channels.
+LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
+    'polyline_attention_fwd': {2: (64, 32, 32), 4: (32, 32, 16)},
+    'polyline_attention_bwd': {2: (32, 32, 32), 4: (32, 32, 16)},
+    'decay_attention': {2: (64, 64, 32), 4: (64, 32, 16)},
+}
 # What a tile costs beside its elements, in units of its side: why 64 beats 4 x 16 where both fill a line.
 _TILE_OVERHEAD = 8
+
+
+def largest_tile(kernel: str, dtype: torch.dtype, *dims: int) -> int:
+    """Side of the largest tile for heads of `dims` channels."""
+    return LARGEST_TILE[kernel][dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]
 
 
 def tile(length: int, largest: int = TILES[-1]) -> int:
@@ -28,19 +45,40 @@ def tile(length: int, largest: int = TILES[-1]) -> int:
     return min((t for t in TILES if t <= largest), key=lambda t: (-(-length // t) * (t + _TILE_OVERHEAD), t))
 
 
-def padding(length: int) -> float:
+def padding(length: int, largest: int) -> float:
     """Tokens that tiles cover for each token of a line."""
-    side = tile(length)
-    return -(-length // side) * side / max(1, length)
+    side = tile(length, largest)
+    return -(-length // side) * side / length
 
 
-def options(kernel: str, side: int, device: torch.device) -> Dict[str, int]:
-    """Launch options of a kernel on a device for tiles of this side."""
+def target() -> Tuple[str, str]:
+    """Backend and architecture that Triton compiles for now, such as ('cuda', '90')."""
+    if interpreted():
+        return 'interpreter', ''
+    import triton
+    found = triton.runtime.driver.active.get_current_target()
+    return found.backend, str(found.arch)
+
+
+def options(kernel: str, dtype: torch.dtype, side: int) -> Dict[str, Any]:
+    """Launch options of a kernel for tiles of this side."""
+    backend, arch = target()
     table = CONFIGS[kernel]
-    arch = ('sm_{}{}'.format(*torch.cuda.get_device_capability(device))
-            if device.type == 'cuda' and torch.version.hip is None else 'default')
-    warps, stages = table.get(arch, table['default'])[side]
-    return {'num_warps': warps, 'num_stages': stages}
+    warps, stages, registers = table.get(f'{backend}:{arch}', table['default'])[dtype.itemsize, side]
+    limit = {'maxnreg': registers} if registers and backend == 'cuda' else {}
+    return {'num_warps': warps, 'num_stages': stages, **limit}
+
+
+def programs(count: int) -> Tuple[int]:
+    """A launch grid of `count` programs: all along its first axis, whose limit is 2^31 - 1 and not 65,535.
+
+    Raises:
+        ValueError: too many.
+    """
+    if count >= 2 ** 31:
+        raise ValueError(f'the problem takes {count:,} programs, and a launch holds at most {2 ** 31 - 1:,}: split it '
+                         'along the batch')
+    return (count,)
 
 
 def block(dim: int) -> int:

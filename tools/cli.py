@@ -13,6 +13,7 @@ TOOLS = {
     'predict': 'classify image files with a checkpoint',
     'demo': 'train a small PPMA on real images in minutes, and show what it sees',
     'benchmark': 'time and memory of operators and models, beside the floor',
+    'kernels': 'which operators run on Triton kernels here, and what the kernels take',
     'tables': 'write the tables of README and model cards (for developers)',
 }
 

@@ -18,8 +18,9 @@ from .. import __version__
 
 Call = Callable[[], Any]
 
-GEMM_SIZE = 1024
-GEMM_FLOPS = 2 * GEMM_SIZE ** 3
+# Sides of the square product, and bytes of the copy, that the rates of the floor are measured with.
+GEMM_SIZE = {'cpu': 1024, 'cuda': 8192}
+COPY_BYTES = {'cpu': 1 << 26, 'cuda': 1 << 30}
 # A peak mark this far above the resident set right after its reset was not reset: some sandboxes accept the write and
 # ignore it. Both are kept by page counters that lag a little, so the two are never quite equal.
 _RESET_SLACK = 16 * 2 ** 20
@@ -32,14 +33,15 @@ def percentiles(samples: Sequence[float]) -> Dict[str, float]:
     return dict(zip(('p20', 'p50', 'p80'), values.tolist(), strict=True))
 
 
-def time_interleaved(calls: Mapping[str, Call], repeats: int,
-                     per_round: Optional[Mapping[str, int]] = None) -> Dict[str, Dict[str, float]]:
+def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None,
+                     device: str = 'cpu') -> Dict[str, Dict[str, float]]:
     """Time of each call, taken in turn (A B A B ...) so that a slow spell of the machine falls on all of them alike.
 
     Args:
         calls: what to time, by name; each is called once beforehand, untimed.
         repeats: rounds.
         per_round: how many times a call is timed in each round, where not once.
+        device: 'cpu', or 'cuda' to time by events on the device.
 
     Returns:
         For each name {'p20', 'p50', 'p80'}, in milliseconds.
@@ -50,11 +52,28 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int,
     for _ in range(repeats):
         for name, call in calls.items():
             for _ in range((per_round or {}).get(name, 1)):
-                start = time.perf_counter()
-                result = call()
-                samples[name].append((time.perf_counter() - start) * 1e3)
-                del result                       # freeing it is not the call's work, nor the next one's
+                samples[name].append(_time_cuda(call) if device == 'cuda' else _time_cpu(call))
     return {name: percentiles(taken) for name, taken in samples.items()}
+
+
+def _time_cpu(call: Call) -> float:
+    """Milliseconds of a call."""
+    start = time.perf_counter()
+    result = call()
+    elapsed = (time.perf_counter() - start) * 1e3
+    del result                                   # freeing it is not the call's work, nor the next one's
+    return elapsed
+
+
+def _time_cuda(call: Call) -> float:
+    """Milliseconds of a call on the device, with its queue empty before: launches that the CPU is late with count."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _status(field: str) -> Optional[int]:
@@ -113,8 +132,8 @@ class _Sampler(threading.Thread):
         return max(self.peak, _resident() or 0)
 
 
-def peak_memory(call: Call, beyond_output: bool = False) -> Optional[float]:
-    """How far the process' memory rises during one call above what it held before, in MB (10^6 bytes).
+def peak_memory(call: Call, beyond_output: bool = False, device: str = 'cpu') -> Optional[float]:
+    """How far the memory of the process (or of a CUDA device) rises during one call, in MB (10^6 bytes).
 
     Call it before anything large has run: warm up with a tiny problem, so that lazy initialisation is not counted and
     little freed memory is left to be used again.
@@ -122,10 +141,17 @@ def peak_memory(call: Call, beyond_output: bool = False) -> Optional[float]:
     Args:
         call: what to run, once.
         beyond_output: do not count the tensor that the call returns.
+        device: 'cpu' or 'cuda'.
 
     Returns:
         MB, or None on systems that do not tell (no /proc).
     """
+    if device == 'cuda':
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, result = torch.cuda.memory_allocated(), call()
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.max_memory_allocated() - before - _size(result, beyond_output)) / 1e6
     _release_free_memory()
     exact = _reset_peak()
     before = _status('VmRSS') if exact else _resident()
@@ -141,14 +167,30 @@ def peak_memory(call: Call, beyond_output: bool = False) -> Optional[float]:
             result = call()
         finally:
             peak = sampler.stop()
-    output = result.numel() * result.element_size() if beyond_output else 0
-    return max(0, peak - before - output) / 1e6
+    return max(0, peak - before - _size(result, beyond_output)) / 1e6
 
 
-def gemm() -> Call:
-    """A square float32 matrix product of GEMM_FLOPS operations: what the floor's rate is measured with."""
-    x, y = torch.randn(GEMM_SIZE, GEMM_SIZE), torch.randn(GEMM_SIZE, GEMM_SIZE)
+def _size(result: Any, counted: bool) -> int:
+    """Bytes of the tensors that a call returned, if they are to be counted."""
+    tensors = [result] if isinstance(result, torch.Tensor) else result if isinstance(result, (tuple, list)) else []
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor)) if counted else 0
+
+
+def gemm(device: str = 'cpu', dtype: torch.dtype = torch.float32) -> Call:
+    """A square matrix product of `gemm_flops` operations: what the floor's rate of arithmetic is measured with."""
+    x, y = (torch.randn(GEMM_SIZE[device], GEMM_SIZE[device], device=device).to(dtype) for _ in range(2))
     return lambda: x @ y
+
+
+def gemm_flops(device: str = 'cpu') -> int:
+    return 2 * GEMM_SIZE[device] ** 3
+
+
+def copy(device: str = 'cpu') -> Call:
+    """A copy that reads and writes COPY_BYTES each: what the floor's rate of moving memory is measured with."""
+    source = torch.randint(0, 255, (COPY_BYTES[device],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 def count_macs(call: Call) -> int:
@@ -158,18 +200,29 @@ def count_macs(call: Call) -> int:
     return counter.get_total_flops() // 2
 
 
-def floor(macs: int, gemm_ms: float) -> Dict[str, float]:
-    """The time that the arithmetic alone would take at the speed of a matrix product.
+def floor(macs: int, gemm_ms: float, device: str = 'cpu', moved: Optional[int] = None,
+          copy_ms: Optional[float] = None) -> Dict[str, Any]:
+    """The least time for the arithmetic and, where the bytes are known, for moving them; the longer one binds.
 
     Args:
         macs: multiply-accumulate operations.
         gemm_ms: median time of `gemm()`, in milliseconds.
+        device: where both were measured.
+        moved: bytes that must be read or written.
+        copy_ms: median time of `copy()`, in milliseconds.
 
     Returns:
-        {'ms', 'macs', 'gemm_gflops'}: the floor in milliseconds and what it was computed from (10^9 operations/s).
+        {'ms', 'macs', 'gemm_gflops'} and, with `moved`, {'bytes', 'copy_gbs', 'binds'}: the floor in milliseconds and
+        what it was computed from (10^9 operations/s, 10^9 bytes/s), and 'arithmetic' or 'memory'.
     """
-    rate = GEMM_FLOPS / gemm_ms                                           # operations per millisecond
-    return {'ms': 2 * macs / rate, 'macs': macs, 'gemm_gflops': rate / 1e6}
+    rate = gemm_flops(device) / gemm_ms                                   # operations per millisecond
+    result: Dict[str, Any] = {'ms': 2 * macs / rate, 'macs': macs, 'gemm_gflops': rate / 1e6}
+    if moved is not None and copy_ms is not None:
+        bandwidth = 2 * COPY_BYTES[device] / copy_ms                      # bytes per millisecond
+        result.update(bytes=moved, copy_gbs=bandwidth / 1e6,
+                      binds='memory' if moved / bandwidth > result['ms'] else 'arithmetic')
+        result['ms'] = max(result['ms'], moved / bandwidth)
+    return result
 
 
 class OtherLoad:
@@ -227,9 +280,23 @@ def commit() -> Dict[str, Any]:
     return {'commit': lines[1], 'modified': {0: False, 1: True}.get(changes.returncode if changes else -1)}
 
 
-def environment() -> Dict[str, Any]:
+def _gpu(device: str) -> Dict[str, Any]:
+    """Name of the GPU, its clocks as found and its driver's versions; nothing for a CPU."""
+    if device != 'cuda':
+        return {}
+    query = ['nvidia-smi', '--query-gpu=clocks.sm,clocks.mem,driver_version', '--format=csv,noheader', '-i', '0']
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = ''
+    import triton
+    return {'gpu': torch.cuda.get_device_name(), 'clocks': found or None, 'cuda': torch.version.cuda or torch.version.hip,
+            'triton': triton.__version__}
+
+
+def environment(device: str = 'cpu') -> Dict[str, Any]:
     """What a figure must be read with: processor, threads, versions, commit and date (UTC, ISO 8601)."""
-    return {'cpu': _cpu_model(), 'cpus': os.cpu_count(), 'threads': torch.get_num_threads(),
+    return {'device': device, **_gpu(device), 'cpu': _cpu_model(), 'cpus': os.cpu_count(), 'threads': torch.get_num_threads(),
             'torch': torch.__version__, 'timm': timm.__version__, 'subquad': __version__,
             'python': platform.python_version(), **commit(),
             'date': datetime.now(timezone.utc).isoformat(timespec='seconds')}

@@ -30,15 +30,11 @@ def count(name: str, height: int, width: int, **options: Any) -> Dict[str, Any]:
     Raises:
         UserError: unknown model, or an option or size that it refuses.
     """
-    import timm
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from .zoo import create
-    fixed = {}
-    if timm.is_model(name) and timm.get_pretrained_cfg_value(name, 'fixed_input_size'):
-        fixed = dict(img_size=(height, width))        # a model that is built for one size
-    model = create(name, device='meta', **{**fixed, **options}).eval()
+    from .zoo import create, size_options
+    model = create(name, device='meta', **{**size_options(name, (height, width)), **options}).eval()
     image = torch.empty(1, model.pretrained_cfg['input_size'][0], height, width, device='meta')
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         try:

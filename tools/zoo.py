@@ -1,5 +1,5 @@
 """Making models by name for the tools, with errors a user can act on."""
-from typing import Any, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import timm
 from torch import nn
@@ -34,3 +34,10 @@ def create(name: str, **kwargs: Any) -> nn.Module:
         return timm.create_model(name, pretrained=False, **kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f'{name}: {error}') from error
+
+
+def size_options(name: str, size: Sequence[int]) -> Dict[str, Any]:
+    """What `create` must be told for images of `size` (height, width): nothing, but for models built for one size."""
+    if timm.is_model(name) and timm.get_pretrained_cfg_value(name, 'fixed_input_size'):
+        return {'img_size': tuple(size)}
+    return {}

@@ -1,9 +1,10 @@
 """Attention along one grid axis under a distance decay, fused: softmax(q k' + D) v or (softmax(q k') * exp(D)) v with
 D[j, l] = -|S[j] - S[l]|, for all lines at once.
 
-A line (a row or a column of the grid) is found by its strides, so columns are read where they stand. Lines of at most 64
-tokens are one tile: their backward pass computes the weights once and saves nothing from the forward pass. Longer lines
-run tile by tile with a running softmax, and their backward pass takes each tile as queries and as keys.
+A line (a row or a column of the grid) is found by its strides, so columns are read where they stand. Lines of at most a
+tile (64 tokens; fewer for wide heads) are worked on whole: their backward pass computes the weights once and needs
+nothing saved by the forward pass. Longer lines run tile by tile with a running softmax, and their backward pass takes
+each tile as queries and as keys.
 """
 from typing import Tuple
 
@@ -192,47 +193,46 @@ def _decay_attention_bwd_kernel(
 class _Lines:
     """How a problem is laid over programs: lines, tile, strides and constants."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, axis: str, mask: str):
+    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, axis: str, mask: str):
         batch, heads, height, width, dim = q.shape
         down = axis == 'column'
         lines, length = (width, height) if down else (height, width)
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
-        self.side = launch.block(min(length, launch.LONGEST_LINE))
-        self.whole = length <= launch.LONGEST_LINE
-        self.programs = (batch * heads * lines * triton.cdiv(length, self.side),)
+        largest = launch.largest_tile('decay_attention', q.dtype, dim, v.shape[-1])
+        self.side = launch.block(min(length, largest))
+        self.whole = length <= largest
+        self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))
         self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.q, down),
                       *launch.strides(self.k, down), *launch.strides(self.v, down))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
                           'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
-                          **launch.numerics(q.dtype)}
+                          **launch.numerics(q.dtype), **launch.options(kernel, q.dtype, self.side)}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
     """The output and, for lines of more than a tile if `save`, the log2 of the normalisers (1, B, heads, N) (else
     empty). sums: (B, heads, H, W), float32, dense."""
-    lines = _Lines(q, k, v, axis, mask)
+    lines = _Lines('decay_attention_fwd', q, k, v, axis, mask)
     save = save and not lines.whole
     out = launch.token_major(v.shape, v)
     lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else 0)
     _decay_attention_fwd_kernel[lines.programs](
-        lines.q, lines.k, lines.v, sums, out, lse, *lines.sizes, SAVE=save, **lines.constants,
-        **launch.options('decay_attention_fwd', lines.side, q.device))
+        lines.q, lines.k, lines.v, sums, out, lse, *lines.sizes, SAVE=save, **lines.constants)
     return out, lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
              mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sums."""
-    lines = _Lines(q, k, v, axis, mask)
+    lines = _Lines('decay_attention_bwd', q, k, v, axis, mask)
     grad = launch.as_token_major(grad)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
     dsums = torch.empty_like(sums)
-    options = {**lines.constants, **launch.options('decay_attention_bwd', lines.side, q.device)}
     if lines.whole:
         _decay_attention_bwd_line_kernel[lines.programs](
-            lines.q, lines.k, lines.v, sums, grad, dq, dk, dv, dsums, *lines.sizes, **options)
+            lines.q, lines.k, lines.v, sums, grad, dq, dk, dv, dsums, *lines.sizes, **lines.constants)
     else:
         _decay_attention_bwd_kernel[lines.programs](
             lines.q, lines.k, lines.v, sums, grad, lse, row_products(grad, out), dq, dk, dv, dsums, *lines.sizes,
-            **options)
+            **lines.constants)
     return dq, dk, dv, dsums

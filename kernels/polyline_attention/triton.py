@@ -299,45 +299,48 @@ def _polyline_attention_bwd_kernel(
 class _Grid:
     """How a problem is laid over programs: which way the grid is read, tile, strides and constants."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
+    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
         batch, heads, height, width, dim = q.shape
-        swapped = launch.padding(height) < launch.padding(width)
+        largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
+        swapped = launch.padding(height, largest) < launch.padding(width, largest)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
             paths = {'v2h': 'h2v', 'h2v': 'v2h'}.get(paths, paths)
         self.swapped, self.shape = swapped, (heads, height, width)
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
         self.sa, self.sb = sa, sb
-        self.side = launch.tile(width)
+        self.side = launch.tile(width, largest)
         self.blocks = triton.cdiv(width, self.side)
-        self.programs = (batch * heads * height * self.blocks,)
+        self.programs = launch.programs(batch * heads * height * self.blocks)
         token_strides = (1, height) if swapped else (width, 1)
         self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
                       *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
                           'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
-                          'PATHS': _PATHS[paths], **launch.numerics(q.dtype)}
+                          'PATHS': _PATHS[paths], **launch.numerics(q.dtype),
+                          **launch.options(kernel, q.dtype, self.side)}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str,
             save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, if `save`, what the backward pass needs: the output under L alone (where it is a mean over both
     masks; else empty) and the log2 of the softmaxes' normalisers (1 or 2, B, heads, N). sa, sb: float32, dense."""
-    grid, two = _Grid(q, k, v, sa, sb, mask, paths), mask == 'logit' and paths == 'both'
+    grid = _Grid('polyline_attention_fwd', q, k, v, sa, sb, mask, paths)
+    two = mask == 'logit' and paths == 'both'
     out = launch.token_major(v.shape, v)
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
     tokens = q.shape[2] * q.shape[3]
     lse = sa.new_empty((1 + two, *q.shape[:2], tokens) if save else 0)
     _polyline_attention_fwd_kernel[grid.programs](
-        grid.q, grid.k, grid.v, grid.sa, grid.sb, out, first, lse, *grid.sizes, SAVE=save, **grid.constants,
-        **launch.options('polyline_attention_fwd', grid.side, q.device))
+        grid.q, grid.k, grid.v, grid.sa, grid.sb, out, first, lse, *grid.sizes, SAVE=save, **grid.constants)
     return out, first, lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
              lse: Tensor, mask: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, sa and sb."""
-    grid, two = _Grid(q, k, v, sa, sb, mask, paths), mask == 'logit' and paths == 'both'
+    grid = _Grid('polyline_attention_bwd', q, k, v, sa, sb, mask, paths)
+    two = mask == 'logit' and paths == 'both'
     grad = launch.as_token_major(grad)
     delta = row_products(grad, first, out, 0.5) if two else row_products(grad, out)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
@@ -346,6 +349,6 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
     cross = sa.new_zeros(2, 2 * grid.blocks, groups, tokens)
     _polyline_attention_bwd_kernel[grid.programs](
         grid.q, grid.k, grid.v, grid.sa, grid.sb, grad, lse, delta, dq, dk, dv, dsums, cross, *grid.sizes,
-        **grid.constants, **launch.options('polyline_attention_bwd', grid.side, q.device))
+        **grid.constants)
     dsa, dsb = ((dsums[n] + cross[n].sum(0)).view_as(sa) for n in (0, 1))
     return (dq, dk, dv, dsb, dsa) if grid.swapped else (dq, dk, dv, dsa, dsb)

@@ -67,9 +67,11 @@ def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
         if order in (name, 'both'):
             y = x
             for s, dim in sequence:
-                y = _forward(y, s, dim)
+                if x.shape[dim] > 1:                     # one token: the scan of its line is itself
+                    y = _forward(y, s, dim)
             results.append(y)
-    return results[0] + results[1] if len(results) == 2 else results[0]
+    y = results[0] + results[1] if len(results) == 2 else results[0]
+    return y.clone() if y is x else y
 
 
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import launch
 
 LONGEST = 512
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS = 2048
 
 
 @triton.jit
@@ -156,7 +156,7 @@ class _Lines:
         self.block = min(LONGEST, max(16, triton.next_power_of_2(self.length)))
         block_d = min(triton.next_power_of_2(channels), max(8, elements // self.block))
         self.parts = triton.cdiv(channels, block_d)
-        self.programs = (self.lines * self.parts,)
+        self.programs = launch.programs(self.lines * self.parts)
         self.tiles = triton.cdiv(self.length, self.block)
         self.constants = {'DIM': channels, 'BLOCK': self.block, 'BLOCK_D': block_d}
 
@@ -171,7 +171,7 @@ def forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     axis = _Lines(x, dim, TILE_ELEMENTS)
     _polyline_scan_fwd_kernel[axis.programs](x, steps, y, axis.states(x), axis.length, axis.inner, **axis.constants,
-                                             **launch.options('polyline_scan_fwd', axis.block, x.device))
+                                             **launch.options('polyline_scan_fwd', x.dtype, axis.block))
     return y
 
 
@@ -182,5 +182,5 @@ def backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, 
     dsteps = steps.new_empty(axis.parts, *steps.shape)
     _polyline_scan_bwd_kernel[axis.programs](
         x, steps, grad, dx, dsteps, axis.states(x), axis.states(x), axis.lines, axis.length, axis.inner,
-        **axis.constants, **launch.options('polyline_scan_bwd', axis.block, x.device))
+        **axis.constants, **launch.options('polyline_scan_bwd', x.dtype, axis.block))
     return dx, dsteps.sum(0)

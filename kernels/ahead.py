@@ -1,0 +1,152 @@
+"""Compile the Triton kernels ahead of time, for a GPU that need not be there, and read what they take of it."""
+import re
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Mapping, Optional
+
+import torch
+from torch import Tensor
+
+from .launch import interpreted
+
+# Warps of 64 threads on AMD's data-centre GPUs, of 32 elsewhere.
+_WARP = {'cuda': 32, 'hip': 64}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one launch of a kernel takes. Registers a thread, stack (bytes of spilled registers a thread), shared memory
+    (bytes a program); None where the target's tools don't tell."""
+    kernel: str
+    constants: str
+    warps: int
+    registers: Optional[int]
+    stack: Optional[int]
+    shared: int
+
+
+@contextmanager
+def recorded(target: str) -> Iterator[List]:
+    """Within the block Triton compiles for `target` ('cuda:90', 'hip:gfx942') and launches nothing; the compiled
+    kernels gather in the list that is yielded. Launch with tensors on the meta device.
+
+    Raises:
+        RuntimeError: Triton runs in its interpreter, which compiles nothing.
+        ValueError: a target that isn't one.
+    """
+    if interpreted():
+        raise RuntimeError('TRITON_INTERPRET is set: the interpreter compiles nothing; unset it')
+    import triton
+    from triton.backends.compiler import GPUTarget
+    backend, _, arch = target.partition(':')
+    if backend not in _WARP or not arch or backend == 'cuda' and not arch.isdigit():
+        raise ValueError(f"target must be like cuda:90 or hip:gfx942, got {target!r}")
+    gpu = GPUTarget(backend, int(arch) if backend == 'cuda' else arch, _WARP[backend])
+    compiled: List = []
+
+    class NoDriver:
+        """As much of a driver as compilation asks for."""
+        def get_current_target(self):
+            return gpu
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    launch = triton.runtime.jit.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled.append(launch(self, *args, grid=grid, warmup=True, **options))
+        for key in list(self.device_caches):       # a later block may compile for another target
+            del self.device_caches[key]
+
+    triton.runtime.jit.JITFunction.run = compile_only
+    triton.runtime.driver.set_active(NoDriver())
+    try:
+        yield compiled
+    finally:
+        triton.runtime.jit.JITFunction.run = launch
+        triton.runtime.driver.set_active(None)          # found anew at the next launch
+
+
+def _usage(kernel) -> Dict[str, int]:
+    """REG and STACK of a compiled kernel by cuobjdump, which comes with Triton."""
+    import triton
+    tool = Path(triton.__file__).parent / 'backends' / 'nvidia' / 'bin' / 'cuobjdump'
+    tool = str(tool) if tool.exists() else shutil.which('cuobjdump')
+    if 'cubin' not in kernel.asm or tool is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        file.write(kernel.asm['cubin'])
+        file.flush()
+        text = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r'(REG|STACK):(\d+)', text)}
+
+
+def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[str, List[Resources]]:
+    """What every kernel takes that the calls launch (on meta tensors).
+
+    Raises:
+        Exception: Triton's, for a kernel that does not compile.
+    """
+    result: Dict[str, List[Resources]] = {}
+    for name, call in calls.items():
+        with recorded(target) as kernels:
+            call()
+        result[name] = []
+        for kernel in kernels:
+            usage, constants = _usage(kernel), {}
+            if hasattr(kernel.src, 'constants'):
+                constants = {kernel.src.fn.arg_names[key[0]]: value for key, value in kernel.src.constants.items()}
+            shown = ', '.join(f'{key} {value}' for key, value in constants.items()
+                              if key in ('BLOCK', 'BLOCK_D', 'BLOCK_V'))
+            result[name].append(Resources(kernel.metadata.name.strip('_'), shown, kernel.metadata.num_warps,
+                                          usage.get('REG'), usage.get('STACK'), kernel.metadata.shared))
+    return result
+
+
+def cases(dtypes=(torch.float32, torch.bfloat16), dims=(32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
+    """Calls that launch every kernel in every shipped configuration, on meta tensors."""
+    from .decay_attention import triton as decay
+    from .polyline_attention import triton as polyline
+    from .polyline_scan import triton as scan
+    calls: Dict[str, Callable] = {}
+
+    def attention(dtype, dim, length):
+        tensors = [torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta') for _ in range(4)]
+        return tensors, [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
+
+    def polyline_call(dtype, dim, length, mask, paths):
+        (q, k, v, grad), (sa, sb) = attention(dtype, dim, length)
+        polyline.backward(grad, q, k, v, sa, sb, *polyline.forward(q, k, v, sa, sb, mask, paths, True), mask, paths)
+
+    def decay_call(dtype, dim, length, mask):
+        (q, k, v, grad), (sums, _) = attention(dtype, dim, length)
+        decay.backward(grad, q, k, v, sums, *decay.forward(q, k, v, sums, 'row', mask, True), 'row', mask)
+
+    def scan_call(dtype, dim, length):
+        x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
+        steps = torch.empty(2, 4, length, 3, device='meta')
+        scan.backward(scan.forward(x, steps, 2), x, steps, 2)
+
+    def add(name, call, *args):
+        calls[name] = lambda: call(*args)
+
+    for dtype in dtypes:
+        for dim in dims:
+            kind = f'{str(dtype).removeprefix("torch.")}, {dim} channels'
+            for length in lengths:
+                for mask in ('logit', 'product'):
+                    add(f'polyline_attention, {mask}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
+                        mask, 'both')
+                    add(f'decay_attention, {mask}, lines of {length}, {kind}', decay_call, dtype, dim, length, mask)
+            add(f'decay_attention, logit, lines of 100, {kind}', decay_call, dtype, dim, 100, 'logit')
+            for length in (*lengths, 100, 256, 600):
+                add(f'polyline_scan, lines of {length}, {kind}', scan_call, dtype, dim, length)
+    return calls

@@ -1,0 +1,370 @@
+"""The Triton kernels: on a GPU where there is one, in Triton's interpreter elsewhere. Values and every gradient against
+the float64 reference, extremes, and what PyTorch sees of them."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad import kernels
+from subquad.kernels import dispatch, launch
+
+pytest.importorskip('triton')
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+if DEVICE == 'cpu' and not launch.interpreted():
+    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+
+# In the dtype of the output; a GPU multiplies half types in half precision.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+CALLS = {f'polyline-{mask}-{paths}': lambda q, k, v, a, b, backend, mask=mask, paths=paths:
+         kernels.polyline_attention(q, k, v, a, b, mask=mask, paths=paths, backend=backend)
+         for mask in ('logit', 'product') for paths in ('both', 'v2h', 'h2v')}
+CALLS.update({f'decay-{mask}-{axis}': lambda q, k, v, a, b, backend, mask=mask, axis=axis:
+              kernels.decay_attention(q, k, v, a, axis=axis, mask=mask, backend=backend)
+              for mask in ('logit', 'product') for axis in ('row', 'column')})
+CALLS.update({f'crisscross-{order}': lambda q, k, v, a, b, backend, order=order:
+              kernels.crisscross_attention(q, k, v, a, b, order=order, backend=backend)
+              for order in ('both', 'row_first', 'column_first')})
+CALLS.update({f'scan-{order}': lambda q, k, v, a, b, backend, order=order:
+              kernels.polyline_scan(v, a, b, order=order, backend=backend) for order in ('v2h', 'h2v', 'both')})
+CALLS['linear'] = lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend)
+EVERY_OPERATOR = ['polyline-logit-both', 'polyline-product-both', 'decay-logit-column', 'decay-product-row',
+                  'crisscross-both', 'scan-both']
+
+
+def _inputs(height, width, dtype=torch.float32, batch=1, heads=2, dim=8, dim_v=8):
+    g = torch.Generator().manual_seed(height * 100 + width)
+    q, k = (torch.randn(batch, heads, height, width, dim, generator=g) for _ in range(2))
+    v = torch.randn(batch, heads, height, width, dim_v, generator=g)
+    a, b = (-torch.rand(batch, heads, height, width, generator=g) for _ in range(2))
+    return [x.to(DEVICE, dtype) for x in (q, k * dim ** -0.5, v, a, b)]
+
+
+def _run(call, inputs, backend, layout=lambda x: x):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = call(*map(layout, inputs), backend)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
+    (y.double() * weights).sum().backward()
+    return [y.detach()] + [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+
+def _check(call, inputs, tolerance=None, **options):
+    """Output and gradients of the kernel against those of the reference on the same numbers in float64."""
+    tolerance = tolerance or TOLERANCE[inputs[0].dtype]
+    expected = _run(call, [x.double() for x in inputs], 'reference')
+    actual = _run(call, inputs, 'triton', **options)
+    assert actual[0].dtype == inputs[2].dtype
+    for n, (x, y) in enumerate(zip(actual, expected)):
+        assert x.isfinite().all(), n
+        error = (x.double() - y).abs().max() / y.abs().max().clamp(min=1 if n else 1e-30)
+        assert error <= tolerance * (2 if n else 1), (n, error)
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_values_and_gradients(name):
+    _check(CALLS[name], _inputs(*((2, 3) if name == 'linear' else (3, 5))))
+
+
+@pytest.mark.parametrize('grid', [(7, 3), (1, 9), (5, 1), (1, 1), (2, 18)])
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_grids(name, grid):
+    """Tall, one row, one column, one token, two tiles a row."""
+    _check(CALLS[name], _inputs(*grid, heads=1))
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_half_types(name, dtype):
+    _check(CALLS[name], _inputs(3, 4, dtype, heads=1))
+
+
+@pytest.mark.parametrize('dims', [(16, 8), (24, 40), (128, 96)])
+@pytest.mark.parametrize('name', ['polyline-logit-both', 'decay-logit-row', 'scan-v2h'])
+def test_head_dimensions(name, dims):
+    _check(CALLS[name], _inputs(2, 3, heads=1, dim=dims[0], dim_v=dims[1]))
+
+
+@pytest.mark.parametrize('name', ['decay-logit-row', 'decay-product-column', 'polyline-logit-both',
+                                  'polyline-product-both', 'polyline-logit-v2h', 'polyline-logit-h2v'])
+def test_lines_of_several_tiles(name, monkeypatch):
+    """Running softmaxes, and the backward pass tile by tile, with tiles of 16."""
+    monkeypatch.setattr(launch, 'LARGEST_TILE', {kernel: {4: (16,) * 3} for kernel in launch.LARGEST_TILE})
+    _check(CALLS[name], _inputs(*((37, 2) if 'column' in name else (2, 37)), heads=1))
+
+
+@pytest.mark.parametrize('shape', [(40, 3), (3, 49)])
+def test_scan_of_several_tiles(shape, monkeypatch):
+    from subquad.kernels.polyline_scan import triton
+    monkeypatch.setattr(triton, 'LONGEST', 16)
+    _check(CALLS['scan-both'], _inputs(*shape, heads=1, dim_v=3))
+
+
+def test_scan_in_three_dimensions():
+    x = torch.randn(1, 1, 3, 4, 5, 6, device=DEVICE)
+    logs = [-torch.rand(1, 1, 3, 4, 5, device=DEVICE) for _ in range(3)]
+
+    def call(x, a, b, c, backend):
+        return kernels.polyline_scan(x, a, b, c, order='both', backend=backend)
+    expected = _run(call, [t.double() for t in (x, *logs)], 'reference')
+    for actual, wanted in zip(_run(call, (x, *logs), 'triton'), expected):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_scan():
+    """65,536 tokens on one line: decays are multiplied along it, so no sum of them loses digits."""
+    x, a = torch.randn(1, 1, 1, 65536, 1, device=DEVICE), -torch.rand(1, 1, 1, 65536, device=DEVICE)
+    a[..., 30000:30100] = -1e-6
+    y = kernels.polyline_scan(x, a, a, backend='triton')
+    expected = kernels.polyline_scan(x.double(), a.double(), a.double(), backend='portable')
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_extreme_steps(name):
+    """Step logs 0, tiny, -80 and -inf together, values and gradients. The gradient at a step of exactly 0 is one-sided
+    here and 0 in the reference, and a step that is clamped has none: those of the steps are only finite."""
+    inputs = _inputs(3, 5)
+    g = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, -1e-6, -80.0, -float('inf'), -0.5])
+    for n in (3, 4):
+        inputs[n] = values[torch.randint(0, 5, inputs[n].shape, generator=g)].to(DEVICE)
+    expected = _run(CALLS[name], [x.double() for x in inputs], 'reference')
+    actual = _run(CALLS[name], inputs, 'triton')
+    for n, (x, y) in enumerate(zip(actual, expected)):
+        assert x.isfinite().all(), n
+        if n < 4:
+            assert (x.double() - y).abs().max() <= 2e-5 * y.abs().max().clamp(min=1), n
+
+
+def test_sums_of_large_steps_are_rounded_once():
+    """Small steps behind many of -80: the error of a difference is that of one rounding, not of a sum of them."""
+    inputs = _inputs(1, 40, heads=1)
+    inputs[3][..., 1:21] = -80.0
+    y = kernels.decay_attention(*inputs[:4], backend='triton')
+    expected = kernels.decay_attention(*(x.double() for x in inputs[:4]), backend='reference')
+    assert (y.double() - expected).abs().max() <= 2e-4
+
+
+def test_peaked_logits_far_from_a_decayed_maximum():
+    q, k, v, a, b = _inputs(3, 4)
+    k[..., -1, -1, :] = 300 * q[..., 0, 0, :]
+    inputs = q, k, v, torch.full_like(a, -60.0), torch.full_like(b, -60.0)
+    y = kernels.polyline_attention(*inputs, backend='triton')
+    expected = kernels.polyline_attention(*(x.double() for x in inputs), backend='reference')
+    assert (y.double() - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_strided_and_empty_inputs(name):
+    def layout(x):
+        """Rows and columns exchanged in memory; the last dimension, too, where there is one."""
+        return x.permute(0, 3, 1, 2, *range(4, x.ndim)).contiguous().permute(0, 2, 3, 1, *range(4, x.ndim))
+    _check(CALLS[name], _inputs(3, 4, heads=1), layout=layout)
+    q, k, v, a, b = _inputs(3, 4)
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    torch.testing.assert_close(CALLS[name](*turned, a, b, 'triton'), CALLS[name](q, k, v, a, b, 'triton'))
+    for cut in (lambda x: x[:0], lambda x: x[:, :, :0], lambda x: x[:, :, :, :0]):
+        empty = [cut(x) for x in (q, k, v, a, b)]
+        assert CALLS[name](*empty, 'triton').shape == empty[2].shape
+
+
+def test_results_are_the_same_every_time():
+    inputs = _inputs(3, 5)
+    for name in ('polyline-logit-both', 'scan-both'):
+        first, second = (_run(CALLS[name], inputs, 'triton') for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second))
+
+
+def test_launches_are_along_the_grid_s_long_axis():
+    assert launch.programs(100_000) == (100_000,)           # the other axes end at 65,535
+    with pytest.raises(ValueError, match='2,147,483,648 programs.*at most 2,147,483,647'):
+        launch.programs(2 ** 31)
+
+
+# --- what PyTorch sees
+
+def _op_arguments():
+    q, k, v, a, b = _inputs(2, 3, heads=1)
+    sa, sb = a.cumsum(-1), b.cumsum(-2)
+
+    def leaf(*tensors):
+        return [x.detach().clone().requires_grad_() for x in tensors]
+    ops = torch.ops.subquad
+    yield ops.polyline_attention_fwd, (*leaf(q, k, v, sa, sb), 'logit', 'both', True)
+    yield ops.polyline_attention_fwd, (q, k, v, sa, sb, 'product', 'v2h', False)
+    yield ops.decay_attention_fwd, (*leaf(q, k, v, sa), 'row', 'logit', True)
+    yield ops.polyline_scan_fwd, (*leaf(v, a), 3)
+    out, first, lse = ops.polyline_attention_fwd(q, k, v, sa, sb, 'logit', 'both', True)
+    yield ops.polyline_attention_bwd, (v, q, k, v, sa, sb, out, first, lse, 'logit', 'both')
+    out, lse = ops.decay_attention_fwd(q, k, v, sa, 'row', 'logit', True)
+    yield ops.decay_attention_bwd, (v, q, k, v, sa, out, lse, 'row', 'logit')
+    yield ops.polyline_scan_bwd, (v, v, a, 3)
+
+
+@pytest.mark.parametrize('n', range(7))
+def test_opcheck(n):
+    op, arguments = list(_op_arguments())[n]
+    torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize('name, op, count', [
+    ('polyline-logit-both', 'polyline_attention_fwd', 1), ('decay-logit-row', 'decay_attention_fwd', 1),
+    ('crisscross-both', 'decay_attention_fwd', 4), ('scan-v2h', 'polyline_scan_fwd', 2)])
+def test_compile_sees_one_operator(name, op, count):
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if 'subquad' in str(node.target))
+        return graph.forward
+    inputs = _inputs(2, 3, heads=1)
+    compiled = torch.compile(lambda *x: CALLS[name](*x, 'triton'), fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(*inputs), CALLS[name](*inputs, 'triton'))
+    assert len(seen) == count and all(op in target for target in seen)
+
+
+def test_compiled_gradients():
+    inputs = _inputs(2, 3, heads=1)
+    compiled = torch.compile(CALLS['polyline-logit-both'], fullgraph=True, backend='aot_eager')
+    for x, y in zip(_run(compiled, inputs, 'triton'), _run(CALLS['polyline-logit-both'], inputs, 'triton')):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize('name, forward, backward', [
+    ('polyline-logit-both', 2 * 2 * 15 ** 2 * (8 + 4), 2 * 2 * 15 ** 2 * (3 * 8 + 2 * 4)),
+    ('decay-logit-column', 2 * 2 * 15 * 3 * (8 + 4), 2 * 2 * 15 * 3 * (3 * 8 + 2 * 4)),
+    ('scan-v2h', 2 * 6 * 2 * 15 * 4, 2 * 16 * 2 * 15 * 4)])
+def test_flop_counters_count(name, forward, backward):
+    inputs = [x.requires_grad_() for x in _inputs(3, 5, dim_v=4)]
+    with FlopCounterMode(display=False) as counter:
+        y = CALLS[name](*inputs, 'triton')
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == backward
+
+
+def test_no_gradient_without_what_it_needs():
+    q, k, v, a, b = _inputs(2, 3)
+    y, first, lse = torch.ops.subquad.polyline_attention_fwd(q.requires_grad_(), k, v, a.cumsum(-1), b.cumsum(-2),
+                                                             'logit', 'both', False)
+    assert first.numel() == lse.numel() == 0
+    with pytest.raises(RuntimeError, match='save=False'):
+        y.sum().backward()
+
+
+# --- which backend runs
+
+def test_why_not():
+    inputs = _inputs(2, 3)
+    if DEVICE == 'cuda':
+        assert kernels.why_not('polyline_attention', *inputs) is None
+    else:
+        assert 'arguments are on cpu' in kernels.why_not('polyline_attention', *inputs)
+        assert 'no GPU' in kernels.why_not('polyline_attention')
+    with pytest.raises(ValueError, match=r"backend 'triton' can't run: the kernels take float32, float16 and bfloat16, "
+                                         r'and the arguments are torch.float64'):
+        CALLS['polyline-logit-both'](*(x.double() for x in inputs), 'triton')
+    with pytest.raises(ValueError, match='heads of at most 128 channels, and these have 130'):
+        CALLS['decay-logit-row'](*_inputs(2, 2, dim=130), 'triton')
+    with pytest.raises(ValueError, match='unknown operator'):
+        kernels.why_not('attention')
+
+
+def test_the_context_manager_takes_triton(monkeypatch):
+    from subquad.kernels.polyline_scan import _SCAN
+    calls = []
+    monkeypatch.setitem(_SCAN, 'triton', lambda *args: calls.append(args))
+    v, a, b = _inputs(2, 2)[2:]
+    with kernels.use_backend('triton'):
+        kernels.polyline_scan(v, a, b)
+    assert len(calls) == 1
+
+
+def _python(script, **environment):
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, 'PYTHONPATH': path, **environment}
+    return subprocess.run([sys.executable, '-W', 'ignore', '-c', script], env=environment, capture_output=True,
+                          text=True)
+
+
+@pytest.mark.parametrize('backend, expected', [('triton', 'triton'), ('reference', 'reference')])
+def test_environment_variable(backend, expected):
+    done = _python('from subquad.kernels import dispatch; print(dispatch._active)', SUBQUAD_BACKEND=backend)
+    assert done.stdout.strip() == expected
+
+
+def test_without_triton():
+    """Everything else works, and says what is missing."""
+    done = _python('import sys; sys.modules["triton"] = None\n'
+                   'import torch; from subquad import kernels\n'
+                   'print(kernels.why_not("polyline_scan"))\n'
+                   'x, a = torch.randn(1, 1, 2, 2, 3), -torch.rand(1, 1, 2, 2)\n'
+                   'print(kernels.polyline_scan(x, a, a).shape)\n'
+                   'try: kernels.polyline_scan(x, a, a, backend="triton")\n'
+                   'except ValueError as error: print(error)')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('Triton is not installed') == 2 and 'Size([1, 1, 2, 2, 3])' in done.stdout
+
+
+def test_importing_the_package_does_not_import_the_kernels():
+    """(PyTorch itself may import Triton.)"""
+    done = _python('import sys; from subquad import kernels\n'
+                   'assert not [m for m in sys.modules if m.startswith("subquad") and m.endswith((".triton", "tiles"))]')
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_are_listed_once():
+    assert set(dispatch.OPERATORS) == set(kernels.__all__) - {'use_backend', 'why_not'}
+
+
+# --- ahead of time, for GPUs that are not there
+
+def _compiled(target, *only):
+    script = ('import sys; from subquad.tools import kernels\n'
+              f'sys.exit(kernels.main(["--compile", "{target}", "--json", "--only", *{only!r}]))')
+    done = _python(script, TRITON_INTERPRET='0')
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def _assert_compiled(resources, kernels_, spills_known=True):
+    found = [k for case in resources.values() for k in case]
+    assert {k['kernel'].removesuffix('_kernel') for k in found} >= kernels_
+    if spills_known:
+        assert all(k['registers'] > 0 for k in found)
+        assert [k for k in found if k['stack']] == []
+
+
+ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
+               'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products'}
+
+
+def test_compiles_for_sm_90_without_spills():
+    """bfloat16 and float32 at the head size of PPMA; all shipped configurations are in the slow test."""
+    resources = _compiled('cuda:90', ', 32 channels')
+    _assert_compiled(resources, ALL_KERNELS)
+
+
+@pytest.mark.parametrize('target, spills_known', [('cuda:80', True), ('hip:gfx942', False)])
+def test_compiles_for_other_targets(target, spills_known):
+    resources = _compiled(target, 'logit, 14 x 14, bfloat16, 32', 'logit, lines of 56, bfloat16, 32',
+                          'logit, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32')
+    _assert_compiled(resources, ALL_KERNELS, spills_known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('target', ['cuda:80', 'cuda:90'])
+def test_no_shipped_configuration_spills(target):
+    _assert_compiled(_compiled(target, ''), ALL_KERNELS)
+
+
+def test_wrong_targets():
+    script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
+    for target, only, message in (('sm90', 'logit', 'target must be like cuda:90'),
+                                  ('cuda:90', 'nonsense', "no case contains 'nonsense'")):
+        done = _python(script.format(target, only), TRITON_INTERPRET='0')
+        assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -1,0 +1,262 @@
+"""What `subquad benchmark` can set against each other: our operators on every backend and what users would write
+instead; our models on every backend and any timm model."""
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import kernels
+from ..kernels.decay import column_log_decay, cumulative, row_log_decay
+from ..kernels.dispatch import BACKENDS, why_not
+from ..kernels.polyline_attention.reference import polyline_log_masks
+from . import zoo
+from .cli import UserError, nearest
+
+Grid = Tuple[int, int]
+# Named sizes: images in pixels. Operators take the grid of a network's third stage, at stride 16.
+SIZES: Dict[str, Grid] = {'224': (224, 224), '800x1280': (800, 1280), '512x2048': (512, 2048), 'long': (4096, 4096)}
+STRIDE = 16
+
+
+def attention_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
+    """q, k (scaled), v: (B, heads, H, W, D) and step logs a, b: (B, heads, H, W) between -1 and 0."""
+    q, k, v = (torch.randn(batch, heads, *grid, dim, device=device) for _ in range(3))
+    a, b = (-torch.rand(batch, heads, *grid, device=device) for _ in range(2))
+    return [x.to(dtype) for x in (q, k * dim ** -0.5, v)] + [a, b]
+
+
+# --- polyline attention as one would write it
+
+def dense_polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The formula with its N x N matrices: 1/2 (softmax(q k' + log L) + softmax(q k' + log L~)) v. Arguments and result
+    as for kernels.polyline_attention."""
+    log_mask, _ = polyline_log_masks(a, b)
+    logits = q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2)
+    weights = (logits + log_mask).softmax(-1) + (logits + log_mask.transpose(-1, -2)).softmax(-1)
+    # The mean's 1/2 on the small output rather than on the weights: a pass over memory that the formula can do without.
+    return ((weights.to(v.dtype) @ v.flatten(2, 3)) * 0.5).view(v.shape)
+
+
+def sdpa_polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's fused attention twice, each mask made beforehand and held whole."""
+    tokens = [x.flatten(2, 3) for x in (q, k, v)]
+    parts = [F.scaled_dot_product_attention(*tokens, attn_mask=mask.to(q.dtype), scale=1.0)
+             for mask in polyline_log_masks(a, b)]
+    return ((parts[0] + parts[1]) * 0.5).view(v.shape)
+
+
+def flex_polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's FlexAttention twice, each log mask computed where it is used by a score_mod."""
+    sa, sb, width = cumulative(a, -1, a.dtype), cumulative(b, -2, b.dtype), q.shape[3]
+
+    def decayed(score, n, h, start, end):
+        """The path from token `start` along its row, then along a column to token `end`."""
+        i, j, row, column = start // width, start % width, end // width, end % width
+        return (score - (sa[n, h, i, j] - sa[n, h, i, column]).abs()
+                - (sb[n, h, i, column] - sb[n, h, row, column]).abs())
+
+    def v2h(score, n, h, query, key):
+        return decayed(score, n, h, query, key)
+
+    def h2v(score, n, h, query, key):
+        return decayed(score, n, h, key, query)
+
+    tokens, flex = [x.flatten(2, 3) for x in (q, k, v)], _flex_attention()
+    return ((flex(*tokens, score_mod=v2h, scale=1.0) + flex(*tokens, score_mod=h2v, scale=1.0)) * 0.5).view(v.shape)
+
+
+def _flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=False)
+
+
+# --- attention within rows as one would write it
+
+def dense_decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """softmax(q k' + log alpha) v within rows, the matrices of all rows at once."""
+    return ((q @ k.transpose(-1, -2) + row_log_decay(a, a.dtype)).softmax(-1)).to(v.dtype) @ v
+
+
+def sdpa_decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's fused attention on rows, with the mask held whole."""
+    rows = [x.flatten(1, 2) for x in (q, k, v)]
+    mask = row_log_decay(a, a.dtype).flatten(1, 2).to(q.dtype)
+    return F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=1.0).view(v.shape)
+
+
+def flex_decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's FlexAttention on rows."""
+    sums = cumulative(a, -1, a.dtype).flatten(1, 2)
+
+    def decayed(score, n, line, query, key):
+        return score - (sums[n, line, query] - sums[n, line, key]).abs()
+    return _flex_attention()(*(x.flatten(1, 2) for x in (q, k, v)), score_mod=decayed, scale=1.0).view(v.shape)
+
+
+def dense_crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The formula with the weights of all rows and all columns at once."""
+    rows = (q @ k.transpose(-1, -2) + row_log_decay(a, a.dtype)).softmax(-1).to(v.dtype)
+    queries, keys = (x.transpose(2, 3) for x in (q, k))
+    decay = column_log_decay(b, b.dtype).permute(0, 1, 4, 2, 3)
+    columns = (queries @ keys.transpose(-1, -2) + decay).softmax(-1).to(v.dtype)
+    down = (columns @ v.transpose(2, 3)).transpose(2, 3)
+    along = columns @ (rows @ v).transpose(2, 3)
+    return (rows @ down + along.transpose(2, 3)) * 0.5
+
+
+# --- the scan as one would write it
+
+def dense_polyline_scan(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """L x with the N x N mask ("naive" in the paper's Figure 10)."""
+    return (polyline_log_masks(a, b)[0].exp().to(v.dtype) @ v.flatten(2, 3)).view(v.shape)
+
+
+def dense_polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """(q k' * (L + L~)) v with its N x N matrices."""
+    log_masks = polyline_log_masks(a, b)
+    weights = (q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2)) * (log_masks[0].exp() + log_masks[1].exp())
+    return (weights.to(v.dtype) @ v.flatten(2, 3)).view(v.shape)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of ours: how it is called (q, k, v, a, b, backend), and what users would write instead.
+
+    passes: how often the data, (tokens, channels), must be read and written at least, where every axis takes a pass."""
+    call: Callable[..., Tensor]
+    others: Mapping[str, Callable[..., Tensor]]
+    passes: int = 1
+
+
+OPERATORS = {
+    'polyline_attention': Operator(
+        lambda q, k, v, a, b, backend: kernels.polyline_attention(q, k, v, a, b, backend=backend),
+        {'dense': dense_polyline_attention, 'sdpa': sdpa_polyline_attention, 'flex': flex_polyline_attention}),
+    'decay_attention': Operator(
+        lambda q, k, v, a, b, backend: kernels.decay_attention(q, k, v, a, backend=backend),
+        {'dense': dense_decay_attention, 'sdpa': sdpa_decay_attention, 'flex': flex_decay_attention}),
+    'crisscross_attention': Operator(
+        lambda q, k, v, a, b, backend: kernels.crisscross_attention(q, k, v, a, b, backend=backend),
+        {'dense': dense_crisscross_attention}),
+    'polyline_scan': Operator(
+        lambda q, k, v, a, b, backend: kernels.polyline_scan(v, a, b, backend=backend),
+        {'dense': dense_polyline_scan}, passes=2),
+    'polyline_linear_attention': Operator(
+        lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend),
+        {'dense': dense_polyline_linear_attention}),
+}
+OURS = tuple(backend for backend in BACKENDS if backend not in ('auto', 'export'))
+
+
+def contestants(op: str) -> List[str]:
+    """Names that `operator_call` takes for an operator: backends, `compiled` (portable, torch.compile) and others."""
+    return [*OURS, 'compiled', *OPERATORS[op].others]
+
+
+def operator_call(op: str, contestant: str) -> Callable[..., Tensor]:
+    """A function of (q, k, v, a, b).
+
+    Raises:
+        UserError: unknown operator or contestant.
+    """
+    if op not in OPERATORS:
+        raise UserError(f"unknown operator {op!r}{nearest(op, list(OPERATORS))}; there are {', '.join(OPERATORS)}")
+    operator = OPERATORS[op]
+    if contestant in OURS:
+        return partial(operator.call, backend=contestant)
+    if contestant == 'compiled':
+        return torch.compile(partial(operator.call, backend='portable'), dynamic=False)
+    if contestant in operator.others:
+        return operator.others[contestant]
+    raise UserError(f"{op}: unknown contestant {contestant!r}{nearest(contestant, contestants(op))}; "
+                    f"there are {', '.join(contestants(op))}")
+
+
+def bytes_moved(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
+    """Bytes that any implementation must move: each input read, each output written, once a pass.
+
+    Backward: inputs, output and its gradient read, the gradients of the inputs written."""
+    used = inputs[2:] if op == 'polyline_scan' else inputs
+    sizes = [x.numel() * x.element_size() for x in used]
+    output = inputs[2].numel() * inputs[2].element_size()
+    forward = sum(sizes) + output
+    if OPERATORS[op].passes > 1:
+        forward += (OPERATORS[op].passes - 1) * 2 * output
+    return forward + (2 * forward if backward else 0)
+
+
+def step(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """A call and its gradients, of the sum of the output times fixed random numbers."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    weights: List[Tensor] = []
+
+    def run():
+        y = call(*inputs)
+        if not weights:
+            weights.append(torch.randn_like(y))
+        return torch.autograd.grad(y, inputs, weights[0], allow_unused=True)
+    return run
+
+
+def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
+    """Contestants that make sense here: Triton only where it can run, the reference only where it is small."""
+    tokens = inputs[0].shape[2] * inputs[0].shape[3]
+    fits = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6 < 8e9
+    refused = {'triton'} if why_not(op, *inputs) else set()
+    refused |= {'flex'} if inputs[0].device.type == 'cpu' else set()
+    refused |= set() if fits else {'reference', 'dense', 'sdpa'}
+    return [name for name in contestants(op) if name not in refused]
+
+
+# --- models
+
+def parse_model(text: str) -> Tuple[str, Optional[str], bool]:
+    """'NAME', 'NAME@BACKEND', 'NAME+compile' or both -> name, backend, whether compiled.
+
+    Raises:
+        UserError: unknown backend.
+    """
+    text, plus, option = text.partition('+')
+    name, at, backend = text.partition('@')
+    if plus and option != 'compile' or at and backend not in OURS:
+        raise UserError(f"a model is NAME, NAME@BACKEND or either with +compile, with a backend of {', '.join(OURS)}; "
+                        f'got {text + plus + option!r}')
+    return name, backend or None, bool(plus)
+
+
+def check_model(text: str) -> None:
+    """Raises UserError for a model that there is not, before anything runs."""
+    zoo.create(parse_model(text)[0], device='meta')
+
+
+def model_call(text: str, images: Tensor, train: bool) -> Callable[[], Any]:
+    """A forward pass, or a training step (cross entropy, gradients, SGD) under autocast where images are of half type.
+
+    Raises:
+        UserError: unknown model or backend, or a size that the model refuses.
+    """
+    name, backend, compiled = parse_model(text)
+    fixed = zoo.size_options(name, images.shape[2:])
+    network: nn.Module = zoo.create(name, **fixed).to(images.device).train(train)
+    half = images.dtype != torch.float32
+    if half and not train:
+        network = network.to(images.dtype)
+    run = torch.compile(network, dynamic=False) if compiled else network
+    labels = torch.randint(0, network.num_classes, (len(images),), device=images.device)
+    optimizer = torch.optim.SGD(network.parameters(), 1e-3)
+
+    def forward():
+        with torch.no_grad(), kernels.use_backend(backend or 'auto'):
+            return run(images)
+
+    def training_step():
+        with kernels.use_backend(backend or 'auto'):
+            with torch.autocast(images.device.type, images.dtype, enabled=half):
+                loss = F.cross_entropy(run(images.float()).float(), labels)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training_step if train else forward

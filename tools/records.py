@@ -1,0 +1,129 @@
+"""Benchmark records: a JSON line each, added to a file, and shown as a table or a plot."""
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from rich.table import Table
+
+from .cli import UserError
+
+FILES = {'cpu': 'cpu.jsonl', 'cuda': 'gpu.jsonl'}
+
+
+def prepare(out: Path, device: str) -> Path:
+    """Make the folder and the results file of a device, so that what cannot be written is known before minutes of measuring.
+
+    Raises:
+        UserError: the folder cannot be made or the file not written.
+    """
+    path = out / FILES[device]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path.open('ab').close()
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}; choose another folder with --out, or --no-save') \
+            from error
+    return path
+
+
+def append(path: Path, record: Dict[str, Any]) -> None:
+    """Add a record as one line, in one write: whoever else appends or reads sees whole lines.
+
+    Raises:
+        UserError: the disk did not take it.
+    """
+    line = json.dumps(record, allow_nan=False).encode() + b'\n'
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        with os.fdopen(os.dup(descriptor), 'rb') as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
+                line = b'\n' + line                              # a write that was cut short: leave it on its own line
+        if os.write(descriptor, line) != len(line):
+            raise UserError(f'{path}: the disk is full; the last line is incomplete')
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}') from error
+    finally:
+        os.close(descriptor)
+
+
+def _number(value: Optional[float]) -> str:
+    return 'not measured' if value is None else f'{value:.3g}' if value < 1000 else f'{value:.0f}'
+
+
+def disturbed(record: Dict[str, Any]) -> bool:
+    """Whether other programs left too few CPUs for the threads, so that the times mean little."""
+    return record['threads'] + (record['other_cpus'] or 0) > max(record['cpus'], record['threads']) + 0.1
+
+
+def figures(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:
+    """(figure, value, target, met) of a record: median times with their 20th and 80th percentiles, floor, figures."""
+    rows = [(f'time, {name}', '{} ms ({} to {})'.format(*(_number(t[p]) for p in ('p50', 'p20', 'p80'))), '', '')
+            for name, t in record['times_ms'].items()]
+    if record['floor']:
+        low = record['floor']
+        what = f"{low['macs'] / 1e9:.3g} GMACs at {_number(low['gemm_gflops'])} GFLOP/s"
+        if 'bytes' in low:
+            what += f", {low['bytes'] / 1e6:.3g} MB at {_number(low['copy_gbs'])} GB/s: {low['binds']} binds"
+        rows.append(('floor', f"{_number(low['ms'])} ms ({what})", '', ''))
+    for f in record['figures']:
+        target = '' if f['target'] is None else f"{f['bound']} {f['target']:g} {f['unit']}".rstrip()
+        met = '' if f['target'] is None else {True: 'yes', False: 'no', None: '?'}[f['met']]
+        rows.append((f['name'], f"{_number(f['value'])} {f['unit']}".rstrip(), target, met))
+    return rows
+
+
+def conditions(record: Dict[str, Any]) -> str:
+    """Device and versions, in a line."""
+    if record.get('device', 'cpu') == 'cuda':
+        return ('{gpu} ({clocks}), torch {torch}, CUDA {cuda}, Triton {triton}').format(**record)
+    return '{cpu}, {threads} threads, torch {torch}'.format(**record)
+
+
+def table(records: Sequence[Dict[str, Any]]) -> Table:
+    """The figures of the records for a screen; what other programs disturbed is marked."""
+    result = Table('preset', 'figure', 'value', 'target', 'met', title=conditions(records[0]))
+    for record in records:
+        rows = figures(record)
+        if disturbed(record):
+            rows.append(('[bold]disturbed[/bold]', f"others used {record['other_cpus']:.2g} of {record['cpus']} CPUs: "
+                                                   'measure again', '', ''))
+        for n, row in enumerate(rows):
+            result.add_row(record['preset'] if n == 0 else '', *row, end_section=n == len(rows) - 1)
+    return result
+
+
+def plot(record: Dict[str, Any], path: Path) -> None:
+    """Time and memory over the number of tokens, a line a contestant, from times named 'CONTESTANT HxW'.
+
+    Raises:
+        UserError: the picture cannot be written, or matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError('the plot needs matplotlib: pip install "subquad[demo]"') from error
+    page = Figure(figsize=(9, 3.6), layout='constrained')
+    FigureCanvasAgg(page)
+    time_axes, memory_axes = page.subplots(1, 2)
+    points: Dict[str, List[Tuple[int, float, Optional[float]]]] = {}
+    for name, taken in record['times_ms'].items():
+        contestant, size = name.split()
+        height, width = map(int, size.split('x'))
+        points.setdefault(contestant, []).append((height * width, taken['p50'], record['peak_mb'].get(name)))
+    for contestant, line in points.items():
+        tokens, times, peaks = zip(*sorted(line))
+        label = {'dense': 'N x N mask'}.get(contestant, f'{contestant} scan')
+        time_axes.plot(tokens, times, marker='o', label=label)
+        memory_axes.plot(tokens, [float('nan') if peak is None else max(peak, 0.01) for peak in peaks], marker='o',
+                         label=label)
+    for axes, title in ((time_axes, 'time, ms'), (memory_axes, 'memory beyond input and output, MB')):
+        axes.set(xscale='log', yscale='log', xlabel='tokens', title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    page.suptitle(f"L x: {conditions(record)}", fontsize=9)
+    try:
+        page.savefig(path, dpi=120)
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}') from error
