@@ -11,7 +11,7 @@ from torch import Tensor
 # (`subquad kernels --compile cuda:90`).
 Launch = Tuple[int, int, Optional[int]]
 CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
-    'polyline_attention_fwd': {'default': {(2, 16): (2, 2, 255), (2, 32): (4, 2, None), (2, 64): (8, 2, None),
+    'polyline_attention_fwd': {'default': {(2, 16): (2, 2, 255), (2, 32): (4, 2, 255),
                                            (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
     'polyline_attention_bwd': {'default': {(2, 16): (4, 1, 255), (2, 32): (4, 1, 255),
                                            (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
@@ -25,19 +25,22 @@ CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
                                       for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
 }
 TILES = (16, 32, 64)
-# The largest tiles that stay in registers: by kernel, side for heads of at most (32, 64, 128) channels.
+# The largest tiles that stay in registers: by kernel (and mask, where that matters), side for heads of at most
+# (32, 64, 128) channels by bytes of an element.
 LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
-    'polyline_attention_fwd': {2: (64, 32, 32), 4: (32, 32, 16)},
-    'polyline_attention_bwd': {2: (32, 32, 32), 4: (32, 32, 16)},
-    'decay_attention': {2: (64, 64, 32), 4: (64, 32, 16)},
+    'polyline_attention_fwd': {2: (32, 32, 32), 4: (32, 32, 16)},
+    'polyline_attention_bwd': {2: (32, 32, 16), 4: (32, 32, 16)},
+    'polyline_attention_bwd, product': {2: (16, 32, 16), 4: (32, 32, 16)},
+    'decay_attention': {2: (64, 32, 32), 4: (64, 32, 16)},
 }
 # What a tile costs beside its elements, in units of its side: why 64 beats 4 x 16 where both fill a line.
 _TILE_OVERHEAD = 8
 
 
-def largest_tile(kernel: str, dtype: torch.dtype, *dims: int) -> int:
+def largest_tile(kernel: str, mask: str, dtype: torch.dtype, *dims: int) -> int:
     """Side of the largest tile for heads of `dims` channels."""
-    return LARGEST_TILE[kernel][dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]
+    table = LARGEST_TILE.get(f'{kernel}, {mask}') or LARGEST_TILE[kernel]
+    return table[dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]
 
 
 def tile(length: int, largest: int = TILES[-1]) -> int:

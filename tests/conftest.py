@@ -7,4 +7,4 @@ import torch
 if not torch.cuda.is_available() and 'triton' not in sys.modules:
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
-import subquad  # noqa: E402, F401  (before timm: it mends a torchvision of another build)
+import subquad  # noqa: F401  (before timm: it mends a torchvision of another build)

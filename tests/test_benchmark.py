@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from subquad import kernels
-from subquad.tools import benchmark, cli, measure
+from subquad.tools import benchmark, cli, contestants, measure, presets, records
 
-PRESETS = ['polyline_attention-50x80', 'polyline_attention-14x14', 'polyline_scan-growth', 'ppma_tiny-800x1280',
-           'ppma_tiny-224']
+PRESETS = presets.DEFAULTS
 NAME = 'polyline_attention-14x14'
 MB = 1_000_000
 
@@ -19,9 +18,9 @@ MB = 1_000_000
 def _record(preset, threads=2, repeats=None):
     """A record as the tool makes it, without measuring."""
     return {'preset': preset, 'what': 'w', 'repeats': repeats or 1, 'times_ms': {'x': {'p20': 1, 'p50': 2, 'p80': 3}},
-            'ratios': {}, 'peak_mb': {'x': None}, 'floor': {'ms': 1.0, 'macs': 10 ** 9, 'gemm_gflops': 5.0},
-            'figures': [benchmark.figure('slow', 3.0, 'x', at_most=2), benchmark.figure('quick', 3.0, 'x', at_least=2),
-                        benchmark.figure('blind', None, 'MB', at_most=2)],
+            'peak_mb': {'x': None}, 'floor': {'ms': 1.0, 'macs': 10 ** 9, 'gemm_gflops': 5.0},
+            'figures': [presets.figure('slow', 3.0, 'x', at_most=2), presets.figure('quick', 3.0, 'x', at_least=2),
+                        presets.figure('blind', None, 'MB', at_most=2)],
             'other_cpus': 1.5, **measure.environment(), 'threads': threads, 'cpus': 2}
 
 
@@ -30,9 +29,9 @@ def without_measuring(monkeypatch):
     """Replaces the measuring process; returns the list of what it was asked for."""
     asked = []
 
-    def fake(preset, threads, repeats):
-        asked.append((preset, threads, repeats))
-        return _record(preset, threads, repeats)
+    def fake(preset, argv, threads):
+        asked.append((preset, threads))
+        return _record(preset, threads)
 
     monkeypatch.setattr(benchmark, 'measure_in_fresh_process', fake)
     return asked
@@ -106,69 +105,136 @@ def test_load_by_others(monkeypatch):
     (2, 2, 0.05, False), (2, 2, 0.5, True), (2, 8, 3.0, False), (2, 8, 6.5, True), (2, 2, None, False),
     (4, 2, 0.0, False)])                                        # more threads than CPUs is the user's own choice
 def test_disturbed(threads, cpus, others, expected):
-    assert benchmark.disturbed({'threads': threads, 'cpus': cpus, 'other_cpus': others}) is expected
+    assert records.disturbed({'threads': threads, 'cpus': cpus, 'other_cpus': others}) is expected
 
 
 # --- what is measured
 
 def test_dense_formula_is_polyline_attention():
-    inputs = [x.double() for x in benchmark.attention_inputs(2, 3, (4, 5), 8)]
+    inputs = [x.double() for x in contestants.attention_inputs(2, 3, (4, 5), 8)]
     expected = kernels.polyline_attention(*inputs, backend='reference')
-    torch.testing.assert_close(benchmark.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(contestants.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize('op', contestants.OPERATORS)
+def test_contestants_compute_the_same(op):
+    """Of each operator, every contestant that needs no C++ compiler and no GPU, and their gradients."""
+    inputs = [x.double() for x in contestants.attention_inputs(2, 2, (4, 5), 6)]
+    expected = contestants.operator_call(op, 'reference')(*inputs)
+    gradients = contestants.step(contestants.operator_call(op, 'reference'), inputs)
+    for name in contestants.contestants(op):
+        if name in ('portable', *contestants.OPERATORS[op].others) and name != 'flex':
+            call = contestants.operator_call(op, name)
+            torch.testing.assert_close(call(*inputs), expected, rtol=1e-10, atol=1e-12)
+            assert [x is None for x in contestants.step(call, inputs)()] == [x is None for x in gradients()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('op', ['polyline_attention', 'decay_attention'])
+def test_flex_attention_computes_the_same(op):
+    inputs = contestants.attention_inputs(1, 2, (8, 16), 16)
+    with torch.no_grad():
+        expected = contestants.operator_call(op, 'portable')(*inputs)
+        torch.testing.assert_close(contestants.operator_call(op, 'flex')(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_that_must_move():
+    inputs = contestants.attention_inputs(1, 2, (3, 4), 8, torch.bfloat16)
+    tokens = 2 * 12
+    logs, data = 2 * 4 * tokens, 2 * 8 * tokens
+    assert contestants.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
+    assert contestants.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
+    assert contestants.bytes_moved('polyline_scan', inputs, True) == 3 * (logs + 4 * data)
+
+
+def test_floor_says_what_binds(monkeypatch):
+    macs = measure.gemm_flops() // 2
+    assert measure.floor(macs, 2.0, 'cpu', moved=measure.COPY_BYTES['cpu'], copy_ms=1.0)['binds'] == 'arithmetic'
+    bound = measure.floor(macs, 2.0, 'cpu', moved=20 * measure.COPY_BYTES['cpu'], copy_ms=1.0)
+    assert bound['binds'] == 'memory' and bound['ms'] == pytest.approx(10.0)
 
 
 MEASUREMENTS = {
-    'attention': (lambda: benchmark.attention(2, grid=(3, 4), batch=1, heads=2, dim=4, speed_up=1e9, memory=1e9),
-                  {'portable', 'dense', 'gemm'}, ['at least', None, 'at most', None]),
-    'scan': (lambda: benchmark.scan_growth(2, sides=(2, 3, 4), heads=1, dim=2, exponent=1.1),
+    'operator': (lambda: presets.operator(2, op='polyline_attention', grid=(3, 4), heads=2, dim=4,
+                                          names=('portable', 'dense'), faster={'dense': 1e9}, memory=1e9),
+                 {'portable', 'dense', 'gemm', 'copy'}, ['at least', None, None, None, None, 'at most', None]),
+    'backward': (lambda: presets.operator(1, op='polyline_scan', grid=(3, 4), heads=1, dim=2, backward=True,
+                                          names=('portable', 'reference')),
+                 {'portable', 'reference', 'gemm', 'copy'}, [None] * 7),
+    'scan': (lambda: presets.scan_growth(2, sides=(2, 3, 4), heads=1, dim=2, exponent=1.1),
              {'2x2', '3x3', '4x4'}, ['at most', None]),
-    'model': (lambda: benchmark.model(1, name='test_ppma', size=(64, 96), batch=2, over_floor=5),
-              {'test_ppma', 'gemm'}, ['at most', None]),
+    'figure10': (lambda: presets.figure10(1, sides=(2, 3, 4), dim=2, dense_until=3),
+                 {'portable 2x2', 'dense 2x2', 'portable 3x3', 'dense 3x3', 'portable 4x4'}, [None] * 6),
+    'model': (lambda: presets.model(1, names=('test_ppma', 'test_ppma@reference'), size=(64, 96), batch=2,
+                                    over_floor=5),
+              {'test_ppma', 'test_ppma@reference', 'gemm'}, [None, 'at most', None, None, None, None]),
+    'train': (lambda: presets.model(1, names=('test_ppma@portable',), size=(64, 64), batch=2, train=True),
+              {'test_ppma@portable', 'gemm'}, [None, None, None]),
 }
 
 
 @pytest.mark.parametrize('kind', MEASUREMENTS)
-def test_measurement(kind):
+def test_measurement(kind, tmp_path):
     make, names, bounds = MEASUREMENTS[kind]
-    with torch.no_grad():
-        record = json.loads(json.dumps(make(), allow_nan=False))
-    assert set(record) == {'times_ms', 'ratios', 'peak_mb', 'floor', 'figures'}
+    record = json.loads(json.dumps(make(), allow_nan=False))
+    assert set(record) == {'times_ms', 'peak_mb', 'floor', 'figures'}
     assert set(record['times_ms']) == names
     assert all(0 < t['p20'] <= t['p50'] <= t['p80'] for t in record['times_ms'].values())
-    assert all(math.isfinite(ratio) for ratio in record['ratios'].values())
+    assert all(f['value'] is None or math.isfinite(f['value']) for f in record['figures'])
     assert [f['bound'] for f in record['figures']] == bounds
     assert all((f['met'] is None) == (f['target'] is None or f['value'] is None) for f in record['figures'])
-    if kind == 'scan':
-        assert record['floor'] is None
-    else:
-        floor = record['floor']
+    floor = record['floor']
+    if kind in ('scan', 'figure10'):
+        assert floor is None
+    elif floor.get('binds') != 'memory':
         assert floor['ms'] == pytest.approx(2e-6 * floor['macs'] / floor['gemm_gflops'])
-    if kind == 'attention':
-        assert record['floor']['macs'] == 2 * 12 ** 2 * (4 + 4)        # q k' and the product with v
+    if kind == 'operator':
+        assert floor['macs'] == 2 * 12 ** 2 * (4 + 4)                  # q k' and the product with v
         assert record['figures'][0]['met'] is False
+    if kind == 'figure10':
+        records.plot({**_record('figure10'), **record}, tmp_path / 'figure10.png')
+        assert (tmp_path / 'figure10.png').read_bytes()[1:4] == b'PNG'
+
+
+def test_what_fails_is_left_out_unless_it_comes_first(capsys):
+    def fails():
+        raise RuntimeError('no\nsuch thing')
+    assert list(presets._working({'a': list, 'b': fails, 'c': list}, 'a')) == ['a', 'c']
+    assert 'left out: b: RuntimeError: no such thing' in capsys.readouterr().out
+    with pytest.raises(cli.UserError, match='b: RuntimeError: no such thing'):
+        presets._working({'a': list, 'b': fails}, 'b')
+
+
+def test_gpu_records_carry_the_device():
+    record = {**_record('gpu-x'), 'device': 'cuda', 'gpu': 'G', 'clocks': '1 MHz', 'cuda': '13.0', 'triton': '3.7'}
+    record['floor'].update(bytes=10 ** 6, copy_gbs=4000.0, binds='memory')
+    assert records.conditions(record).startswith('G (1 MHz), torch ')
+    assert any('1 MB at 4000 GB/s: memory binds' in row[1] for row in records.figures(record))
 
 
 @pytest.mark.parametrize('value, bounds, met', [
     (2, dict(at_least=2), True), (1.9, dict(at_least=2), False), (2, dict(at_most=2), True),
     (2.1, dict(at_most=2), False), (None, dict(at_most=2), None), (2, dict(), None)])
 def test_targets(value, bounds, met):
-    assert benchmark.figure('f', value, 'x', **bounds)['met'] is met
+    assert presets.figure('f', value, 'x', **bounds)['met'] is met
 
 
 # --- command line
 
 def test_presets_and_list(capsys):
-    assert list(benchmark.PRESETS) == PRESETS
     assert benchmark.main(['--list']) is None
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == PRESETS
+    first = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert first == [*presets.PRESETS, '--operator', *contestants.OPERATORS]
+    assert set(PRESETS + presets.GPU_DEFAULTS) <= set(presets.PRESETS)
+    assert all((presets.PRESETS[name].device == 'cuda') == name.startswith('gpu-') for name in presets.PRESETS)
 
 
 def test_all_presets_by_default_and_lines_are_added(without_measuring, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not benchmark.main([])
-    assert without_measuring == [(name, 2, None) for name in PRESETS]
+    assert without_measuring == [(name, 2) for name in PRESETS]
     assert not benchmark.main([NAME, NAME, '--threads', '1', '--repeats', '3'])
-    assert without_measuring[len(PRESETS):] == [(NAME, 1, 3)]
+    assert without_measuring[len(PRESETS):] == [(NAME, 1)]
     lines = (tmp_path / 'benchmarks' / 'cpu.jsonl').read_text().splitlines()
     assert [json.loads(line)['preset'] for line in lines] == [*PRESETS, NAME]
     out = capsys.readouterr().out
@@ -185,8 +251,8 @@ def test_no_save(without_measuring, tmp_path, capsys, monkeypatch):
 def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
     path = tmp_path / 'cpu.jsonl'
     path.write_text('{"preset": "a"}\n{"pres')
-    benchmark.append(path, {'preset': 'b'})
-    benchmark.append(path, {'preset': 'c'})
+    records.append(path, {'preset': 'b'})
+    records.append(path, {'preset': 'c'})
     assert path.read_text() == '{"preset": "a"}\n{"pres\n{"preset": "b"}\n{"preset": "c"}\n'
 
 
@@ -195,7 +261,16 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
     (['zzz'], '--list'),
     (['--threads', '0'], '--threads must be at least 1'),
     (['--repeats', '-1'], '--repeats must be at least 1'),
-    (['--one'], 'exactly one'),
+    (['--size', '14', '--operator', 'polyline_scan'], "--size takes 224, 800x1280, .* got '14'"),
+    (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
+    (['--operator', 'polyline_scan', '--contestants', 'portabel'], 'did you mean portable'),
+    (['--model', 'ppma_tinny'], 'did you mean ppma_tiny'),
+    (['--model', 'ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
+    (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'one of the three'),
+    ([NAME, '--operator', 'polyline_scan'], 'one of the three'),
+    (['--batch', '0'], '--batch must be at least 1'),
+    pytest.param(['gpu-figure10'], 'torch finds no GPU here',
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')),
 ])
 def test_wrong_arguments(argv, message, without_measuring, tmp_path):
     with pytest.raises(cli.UserError, match=message):
@@ -213,7 +288,7 @@ def test_a_folder_that_cannot_be_written_stops_before_measuring(without_measurin
 
 
 def test_one_failure_leaves_the_others(tmp_path, capsys, monkeypatch):
-    def fake(preset, threads, repeats):
+    def fake(preset, argv, threads):
         if preset == NAME:
             raise cli.UserError('no memory')
         return _record(preset)
@@ -230,7 +305,7 @@ def test_a_process_that_fails_is_a_user_error(monkeypatch, capfd):
     run = subprocess.run
     monkeypatch.setattr(benchmark.subprocess, 'run', lambda command, **kw: run([sys.executable, '-c', script], **kw))
     with pytest.raises(cli.UserError, match=NAME):
-        benchmark.measure_in_fresh_process(NAME, 1, None)
+        benchmark.measure_in_fresh_process(NAME, [NAME], 1)
     assert 'out of paper' in capfd.readouterr().err
 
 
@@ -246,7 +321,15 @@ def test_fresh_process(tmp_path, monkeypatch):
     record = json.loads((tmp_path / 'out' / 'cpu.jsonl').read_text())
     assert record['preset'] == NAME and record['threads'] == 1 and record['repeats'] == 1
     assert record['torch'] == torch.__version__ and record['cpu'] and record['date'].endswith('+00:00')
-    assert set(record) == {'preset', 'what', 'repeats', 'times_ms', 'ratios', 'peak_mb', 'floor', 'figures',
-                           'other_cpus', 'cpu', 'cpus', 'threads', 'torch', 'timm', 'subquad', 'python',
-                           'commit', 'modified', 'date'}
-    assert [f['target'] for f in record['figures']] == [1.0, None, None, None]
+    assert set(record) == {'preset', 'what', 'repeats', 'times_ms', 'peak_mb', 'floor', 'figures', 'other_cpus',
+                           'device', 'cpu', 'cpus', 'threads', 'torch', 'timm', 'subquad', 'python', 'commit',
+                           'modified', 'date'}
+    assert [f['target'] for f in record['figures']] == [1.0] + [None] * 6
+
+
+def test_what_one_names_oneself(without_measuring, tmp_path):
+    out = ['--out', str(tmp_path)]
+    assert not benchmark.main(['--operator', 'polyline_scan', '--size', '800x1280', '--backward', *out])
+    assert not benchmark.main(['--model', 'test_ppma@portable', 'mobilevitv2_050', '--size', '64x96', '--train', *out])
+    assert [name for name, _ in without_measuring] == ['polyline_scan-50x80-float32-backward',
+                                                       'test_ppma@portable-64x96-float32-train']

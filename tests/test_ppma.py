@@ -1,5 +1,6 @@
 """PPMA against the published network: parameters, MACs, reference outputs and gradients, weight files, options."""
 import copy
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors import safe_open
 
 from subquad import kernels
 from subquad.backbones.ppma import PPMA, checkpoint_filter_fn
+from subquad.kernels import launch
 from subquad.tools.stats import count
 
 DATA = Path(__file__).parent / 'data'
@@ -52,31 +54,43 @@ def _network(config, state, **kwargs):
     return model
 
 
-@pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
+def _device(backend):
+    """Where a backend's models run: the kernels on a GPU, or in Triton's interpreter where there is none."""
+    if backend != 'triton' or not torch.cuda.is_available():
+        if backend == 'triton' and not (launch.interpreted() and importlib.util.find_spec('triton')):
+            pytest.skip('neither a GPU nor the interpreter of Triton')
+        return 'cpu'
+    return 'cuda'
+
+
+@pytest.mark.parametrize('backend', ['reference', 'portable', 'export', 'triton'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('name', GOLDEN)
 @pytest.mark.parametrize('folder', [DATA, SHARED], ids=['clone', 'shared'])
 def test_published_network(folder, name, dtype, backend):
     if not (folder / name).is_file():
         pytest.skip(f'{name} is not there; the copy in tests/data is tested')
+    device = _device(backend)
+    if backend == 'triton' and (dtype == torch.float64 or folder == SHARED):
+        pytest.skip('the kernels take no float64; and the copies are the same')
     golden, config = _golden(folder / name)
     model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
-    model = model.to(dtype)
+    model = model.to(device, dtype)
     if backend == 'export':
         for module in model.modules():
             if hasattr(module, 'exportable'):
                 module.exportable = True          # the mixers' rotation too, not only the operators
 
     def close(actual, expected, what):
-        error = (actual.double() - expected.double()).abs().max() / expected.abs().max()
+        error = (actual.cpu().double() - expected.double()).abs().max() / expected.abs().max()
         assert error <= 2e-5, f'{what}: {error:.1e}'
 
-    image = golden['input'].to(dtype).requires_grad_()
+    image = golden['input'].to(device, dtype).requires_grad_()
     with kernels.use_backend(backend):
         _, stages = model.forward_intermediates(image)
         _, normed = model.forward_intermediates(image, norm=True)
         logits = model(image)
-        (logits * golden['cotangent'].to(dtype)).sum().backward()
+        (logits * golden['cotangent'].to(logits)).sum().backward()
     for n in range(4):
         close(stages[n], golden[f'stage{n + 1}'], f'stage{n + 1}')
         close(normed[n], golden[f'outnorm{n}'], f'outnorm{n}')
@@ -132,6 +146,23 @@ def test_options_agree_between_backends(options):
             torch.testing.assert_close(model(x), expected)
     expected.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('options', [dict(mask='product'), dict(paths='v2h'), dict(paths='cross_scan')], ids=str)
+def test_options_agree_on_triton(options):
+    """Forward and backward of whole networks on the kernels."""
+    device = _device('triton')
+    torch.manual_seed(0)
+    model = timm.create_model('test_ppma', num_classes=3, **options).to(device).eval()
+    x, results = torch.randn(1, 3, 32, 40, device=device), {}
+    for backend in ('reference', 'triton'):
+        model.zero_grad()
+        with kernels.use_backend(backend):
+            y = model(x)
+            y.sum().backward()
+        results[backend] = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    for actual, expected in zip(results['triton'], results['reference']):
+        assert (actual - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1e-2)
 
 
 def test_options_change_the_output():

@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile]',
                      help='timm names, the first one against the others')
     own.add_argument('--size', default='224',
-                     help=f"{', '.join(contestants.SIZES)} or HEIGHTxWIDTH; for an operator the names stand for the grid "
-                          'at stride 16, and HEIGHTxWIDTH for tokens (default: %(default)s)')
+                     help=f"{', '.join(contestants.SIZES)} or HEIGHTxWIDTH; for an operator the names stand for the "
+                          'grid at stride 16, and HEIGHTxWIDTH for tokens (default: %(default)s)')
     own.add_argument('--batch', type=int, default=1, help='images (default: %(default)s)')
     own.add_argument('--heads', type=int, default=8, help='heads of an operator (default: %(default)s)')
     own.add_argument('--dim', type=int, default=32, help='channels of a head (default: %(default)s)')

@@ -27,7 +27,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     console = Console(soft_wrap=True)
     if not args.compile:
         for op in OPERATORS:
-            console.print(f'{op:26s}', why_not(op) or 'runs on its Triton kernel for CUDA tensors', sep='', markup=False)
+            console.print(f'{op:26s}' + (why_not(op) or f'{op} runs on Triton for CUDA tensors.'), markup=False)
         return 0
     from ..kernels import ahead
     calls = {name: call for name, call in ahead.cases().items() if any(text in name for text in args.only)}
@@ -39,7 +39,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     if args.json:
-        print(json.dumps({name: [asdict(x) for x in kernels] for name, kernels in resources.items()}, indent=1))
+        lines = (f'{json.dumps(name)}: {json.dumps([asdict(x) for x in kernels])}'
+                 for name, kernels in resources.items())
+        print('{\n' + ',\n'.join(lines) + '\n}')               # a line a case
     else:
         table = Table('case', 'kernel', 'tile', 'warps', 'registers', 'stack, bytes', 'shared, bytes',
                       title=f'{args.compile}, Triton {_version()}, torch {torch.__version__}')

@@ -12,7 +12,7 @@ FILES = {'cpu': 'cpu.jsonl', 'cuda': 'gpu.jsonl'}
 
 
 def prepare(out: Path, device: str) -> Path:
-    """Make the folder and the results file of a device, so that what cannot be written is known before minutes of measuring.
+    """Make the folder and the results file of a device, so that what cannot be written is known before measuring.
 
     Raises:
         UserError: the folder cannot be made or the file not written.

@@ -1,7 +1,7 @@
 """Write the tables of README.md and the model cards.
 
 Between `<!-- table: NAME -->` and `<!-- end of table -->` stands what this tool computes (`models`) or reads from
-committed benchmark records (`cpu`), never a figure written by hand.
+committed benchmark records (`cpu`, `gpu`, `resources`), never a figure written by hand.
 """
 import argparse
 import json
@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from .cli import UserError
 
-RECORDS = Path('model_cards') / 'benchmarks' / 'cpu.jsonl'
+RECORDS = Path('model_cards') / 'benchmarks'
 _TABLE = re.compile(r'(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)', re.DOTALL)
 
 
@@ -37,25 +37,91 @@ def models_table(root: Path) -> str:
                      'ImageNet-1k top-1, reported by the authors'], rows)
 
 
+def _records(root: Path, pattern: str) -> List[Dict[str, Any]]:
+    """The newest record of each preset on each processor or GPU, oldest first."""
+    newest: Dict[Any, Dict[str, Any]] = {}
+    for path in sorted((root / RECORDS).glob(pattern)):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            key = record['preset'], record.get('gpu') or record['cpu']
+            newest.pop(key, None)
+            newest[key] = record
+    return list(newest.values())
+
+
+def _measured(records: Sequence[Dict[str, Any]], only_targets: bool = False) -> str:
+    """The figures of the records, or those with a target, under a line that says what they were measured with."""
+    from .records import conditions, figures
+    last = records[-1]
+    rows = [[f"`{record['preset']}`", *cells] for record in records for cells in figures(record)
+            if cells[2] or not only_targets]
+    commits = ', '.join(dict.fromkeys(str(record['commit'])[:10] for record in records))
+    return (f"{conditions(last)}, commit {commits}, {last['date'][:10]}:\n\n"
+            + markdown(['preset', 'figure', 'value', 'target', 'met'], rows))
+
+
+def _cpu(root: Path, only_targets: bool) -> str:
+    records = _records(root, 'cpu*.jsonl')
+    if not records:
+        raise UserError(f'no benchmark records cpu*.jsonl in {root / RECORDS}')
+    by_cpu = [[r for r in records if r['cpu'] == cpu] for cpu in dict.fromkeys(r['cpu'] for r in records)]
+    return '\n'.join(_measured(group, only_targets) for group in by_cpu)
+
+
 def cpu_table(root: Path) -> str:
-    """The newest record of each CPU preset.
+    """The newest figures with targets, a table for each processor.
 
     Raises:
         UserError: no records.
     """
-    try:
-        records = [json.loads(line) for line in (root / RECORDS).read_text().splitlines()]
-    except OSError as error:
-        raise UserError(f'no benchmark records at {root / RECORDS}') from error
-    newest: Dict[str, Dict[str, Any]] = {record['preset']: record for record in records}
-    from .benchmark import figures
-    rows = [[f'`{name}`', *cells] for name, record in newest.items() for cells in figures(record)]
-    last = records[-1]
-    return (f"{last['cpu']}, {last['threads']} threads, torch {last['torch']}, commit {str(last['commit'])[:10]}, "
-            f"{last['date'][:10]}:\n\n" + markdown(['preset', 'figure', 'value', 'target', 'met'], rows))
+    return _cpu(root, only_targets=True)
 
 
-TABLES: Dict[str, Callable[[Path], str]] = {'models': models_table, 'cpu': cpu_table}
+def cpu_full_table(root: Path) -> str:
+    """All the newest figures, a table for each processor.
+
+    Raises:
+        UserError: no records.
+    """
+    return _cpu(root, only_targets=False)
+
+
+def gpu_table(root: Path) -> str:
+    """The newest record of each GPU preset; what has none is "not measured yet"."""
+    from .presets import GPU_DEFAULTS, PRESETS
+    records = _records(root, 'gpu*.jsonl')
+    missing = [name for name in GPU_DEFAULTS if name not in {record['preset'] for record in records}]
+    text = _measured(records) if records else ''
+    if missing:
+        text += '\n' if text else ''
+        rows = [[f'`{name}`', PRESETS[name].what, targets(PRESETS[name]), 'not measured yet'] for name in missing]
+        text += markdown(['preset', 'what', 'target', 'measured'], rows)
+    return text
+
+
+def targets(preset: Any) -> str:
+    """What a preset is held to, in words."""
+    options = preset.measure.keywords
+    words = [f'{least:g} x as fast as {name}' for name, least in (options.get('faster') or {}).items()]
+    words += [f'1/{least:g} of the memory of {name}' for name, least in (options.get('leaner') or {}).items()]
+    words += [f"{options['bandwidth']:.0%} of the copy bandwidth"] if options.get('bandwidth') else []
+    return ', '.join(words) or '-'
+
+
+def resources_table(root: Path) -> str:
+    """What the kernels take of sm_90 for bfloat16 heads of 32 channels: the report of `subquad kernels --compile`, kept
+    whole for every target in model_cards/benchmarks."""
+    rows, kind = [], ', bfloat16, 32 channels'
+    for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
+        if case.endswith(kind) and 'product' not in case:
+            rows += [[case.removesuffix(kind), f"`{k['kernel']}`", str(k['warps']), str(k['registers']),
+                      str(k['stack']), str(k['shared'])] for k in kernels if not k['kernel'].startswith('row_products')]
+    return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)
+
+
+TABLES: Dict[str, Callable[[Path], str]] = {'models': models_table, 'cpu': cpu_table,
+                                            'cpu_full': cpu_full_table, 'gpu': gpu_table,
+                                            'resources': resources_table}
 
 
 def updated(text: str, root: Path) -> str:
@@ -80,7 +146,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if not (root / 'setup.py').exists():
         raise UserError('subquad tables works on a checkout, and this is an installed package')
     stale = []
-    for path in [root / 'README.md', *sorted((root / 'model_cards').glob('*.md'))]:
+    for path in [root / 'README.md', root / 'kernels' / 'README.md', *sorted((root / 'model_cards').glob('*.md'))]:
         text = path.read_text()
         new = updated(text, root)
         if new != text:

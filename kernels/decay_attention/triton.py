@@ -60,8 +60,8 @@ def _decay_attention_fwd_kernel(
         else:
             top, total, y = running_softmax(logits + decay, value, top, total, y, PRECISION)
     y = y / total[:, None]
-    store_tokens(out + ((batch * tokens + line * token_line) * heads + head) * DIM_V, j, token_j * heads * DIM_V, length,
-                 y, DIM_V, BLOCK_V)
+    first = (batch * tokens + line * token_line) * heads + head
+    store_tokens(out + first * DIM_V, j, token_j * heads * DIM_V, length, y, DIM_V, BLOCK_V)
     if SAVE:
         tl.store(lse + group * tokens + line * token_line + j * token_j, top + tl.log2(total), mask=j < length)
 
@@ -198,7 +198,7 @@ class _Lines:
         down = axis == 'column'
         lines, length = (width, height) if down else (height, width)
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
-        largest = launch.largest_tile('decay_attention', q.dtype, dim, v.shape[-1])
+        largest = launch.largest_tile('decay_attention', mask, q.dtype, dim, v.shape[-1])
         self.side = launch.block(min(length, largest))
         self.whole = length <= largest
         self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))

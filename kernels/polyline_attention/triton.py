@@ -11,7 +11,6 @@ those fill the tiles better, by exchanging the strides, Sa with Sb and L with L~
 """
 from typing import Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -120,16 +119,18 @@ def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, 
     Of any orientation: lse and delta come broadcast along the keys, `valid` (keys inside the row) along the queries."""
     if PRODUCT:
         plain = tl.where(valid, tl.exp2(logits - lse1), 0.0)
-        decay = tl.zeros_like(logits)
+        weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
         grad2 = tl.zeros_like(logits)
         if PATHS != H2V:
-            decay += tl.exp2(mask1)
-            grad1 = plain * tl.exp2(mask1) * dweights
+            p1 = plain * tl.exp2(mask1)
+            grad1 = p1 * dweights
+            weights += p1
         if PATHS != V2H:
-            decay += tl.exp2(mask2)
-            grad2 = plain * tl.exp2(mask2) * dweights
-        return plain * decay, grad1 + grad2 - plain * delta1, grad1, grad2
+            p2 = plain * tl.exp2(mask2)
+            grad2 = p2 * dweights
+            weights += p2
+        return weights, grad1 + grad2 - plain * delta1, grad1, grad2
     else:
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
@@ -301,7 +302,7 @@ class _Grid:
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
         batch, heads, height, width, dim = q.shape
-        largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
+        largest = launch.largest_tile(kernel, mask, q.dtype, dim, v.shape[-1])
         swapped = launch.padding(height, largest) < launch.padding(width, largest)
         if swapped:
             height, width, sa, sb = width, height, sb, sa

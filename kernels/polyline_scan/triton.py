@@ -1,12 +1,12 @@
 """One axis of the polyline scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l], as two first-order recurrences.
 
-With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis and g[t] = x[t] + alpha[t+1] g[t+1] against
-it; y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is symmetric, so the
+With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis, g[t] = x[t] + alpha[t+1] g[t+1] against it,
+and y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is symmetric, so the
 gradient of x is the same scan of the gradient of y, and with f', g' that gradient's recurrences
 
     d step[t] = sum_d (f[t] - x[t]) g'[t] + (f'[t] - dy[t]) g[t].
 
-Lines of up to LONGEST tokens are one tile: one read, one write. Longer ones go by tiles, and are read once more: a sweep
+Lines of up to LONGEST tokens are one tile: one read, one write. Longer ones go by tiles and are read once more: a sweep
 against the axis leaves the states g at the tiles' ends, a sweep along it does the rest.
 """
 from typing import Tuple
