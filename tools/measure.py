@@ -297,6 +297,6 @@ def _gpu(device: str) -> Dict[str, Any]:
 def environment(device: str = 'cpu') -> Dict[str, Any]:
     """What a figure must be read with: processor, threads, versions, commit and date (UTC, ISO 8601)."""
     return {'device': device, **_gpu(device), 'cpu': _cpu_model(), 'cpus': os.cpu_count(),
-            'threads': torch.get_num_threads(), 'torch': torch.__version__, 'timm': timm.__version__, 'subquad': __version__,
-            'python': platform.python_version(), **commit(),
+            'threads': torch.get_num_threads(), 'torch': torch.__version__, 'timm': timm.__version__,
+            'subquad': __version__, 'python': platform.python_version(), **commit(),
             'date': datetime.now(timezone.utc).isoformat(timespec='seconds')}

@@ -1,8 +1,8 @@
 """One axis of the polyline scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l], as two first-order recurrences.
 
-With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis, g[t] = x[t] + alpha[t+1] g[t+1] against it,
-and y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is symmetric, so the
-gradient of x is the same scan of the gradient of y, and with f', g' that gradient's recurrences
+With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis, g[t] = x[t] + alpha[t+1] g[t+1]
+against it, and y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is
+symmetric, so the gradient of x is the same scan of the gradient of y; with f', g' that gradient's recurrences,
 
     d step[t] = sum_d (f[t] - x[t]) g'[t] + (f'[t] - dy[t]) g[t].
 
