@@ -25,22 +25,20 @@ CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
                                       for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
 }
 TILES = (16, 32, 64)
-# The largest tiles that stay in registers: by kernel (and mask, where that matters), side for heads of at most
-# (32, 64, 128) channels by bytes of an element.
+# The largest tiles that stay in registers: by kernel and bytes of an element, the side for heads of at most
+# (32, 64, 128) channels.
 LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
     'polyline_attention_fwd': {2: (32, 32, 32), 4: (32, 32, 16)},
-    'polyline_attention_bwd': {2: (32, 32, 16), 4: (32, 32, 16)},
-    'polyline_attention_bwd, product': {2: (16, 32, 16), 4: (32, 32, 16)},
+    'polyline_attention_bwd': {2: (16, 32, 16), 4: (32, 32, 16)},
     'decay_attention': {2: (64, 32, 32), 4: (64, 32, 16)},
 }
 # What a tile costs beside its elements, in units of its side: why 64 beats 4 x 16 where both fill a line.
 _TILE_OVERHEAD = 8
 
 
-def largest_tile(kernel: str, mask: str, dtype: torch.dtype, *dims: int) -> int:
+def largest_tile(kernel: str, dtype: torch.dtype, *dims: int) -> int:
     """Side of the largest tile for heads of `dims` channels."""
-    table = LARGEST_TILE.get(f'{kernel}, {mask}') or LARGEST_TILE[kernel]
-    return table[dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]
+    return LARGEST_TILE[kernel][dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]
 
 
 def tile(length: int, largest: int = TILES[-1]) -> int:
@@ -82,6 +80,17 @@ def programs(count: int) -> Tuple[int]:
         raise ValueError(f'the problem takes {count:,} programs, and a launch holds at most {2 ** 31 - 1:,}: split it '
                          'along the batch')
     return (count,)
+
+
+def check_line(length: int, *token_strides: int) -> None:
+    """Offsets from the start of a line of tokens are 32-bit numbers (those of the lines are 64-bit).
+
+    Raises:
+        ValueError: a line that spans more.
+    """
+    if (length + TILES[-1]) * max(token_strides) >= 2 ** 31:
+        raise ValueError(f'a line of {length:,} tokens, {max(token_strides):,} elements apart, spans 2^31 elements or '
+                         'more, which the kernels do not address')
 
 
 def block(dim: int) -> int:

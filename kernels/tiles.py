@@ -38,6 +38,12 @@ def product(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def index_sign(x, y):
+    """sign(x - y) of indices, float32."""
+    return (x > y).to(tl.float32) - (x < y).to(tl.float32)
+
+
+@triton.jit
 def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
     """Take a tile of logits (M, N), in log2, and its values (N, D) into a softmax whose maximum, sum of exponentials
     and weighted sum of values so far are `top` (M,), `total` (M,) and `y` (M, D). Returns the three anew."""

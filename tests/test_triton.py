@@ -183,6 +183,9 @@ def test_launches_are_along_the_grid_s_long_axis():
     assert launch.programs(100_000) == (100_000,)           # the other axes end at 65,535
     with pytest.raises(ValueError, match='2,147,483,648 programs.*at most 2,147,483,647'):
         launch.programs(2 ** 31)
+    launch.check_line(65536, 32 * 128)
+    with pytest.raises(ValueError, match='65,536 tokens, 32,768 elements apart, spans 2'):
+        launch.check_line(65536, 128 * 256)
 
 
 # --- what PyTorch sees

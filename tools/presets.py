@@ -196,11 +196,13 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
     name, _, _ = field.parse_model(first)
     small = images[:1] if zoo.size_options(name, size) else images[:1, :, :64, :64]
     field.model_call(first, small, False)()            # lazy initialisation is not the model's memory
-    counted = field.model_call(f'{name}@portable', images, train)
+    counted = field.model_call(f'{name}@portable', images, False)
     peaks = {first: peak_memory(calls[first], device=device)}
     calls = _working(calls, first)
     peaks.update({name: peak_memory(call, device=device) for name, call in calls.items() if name != first})
-    macs = count_macs(counted)
+    # Each product of the forward pass has two in the backward pass. (Not counted there: torch's counter takes the
+    # gradient of a depthwise convolution for that of a dense one.)
+    macs = count_macs(counted) * (3 if train else 1)
     times = time_interleaved({**calls, 'gemm': gemm(device, images.dtype)}, repeats, {'gemm': GEMMS_A_ROUND}, device)
     low = floor(macs, times['gemm']['p50'], device)
     return {'times_ms': times, 'peak_mb': peaks, 'floor': low, 'figures': [

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch
-from ..tiles import INF, LOG2E, load_tokens, product, row_products, running_softmax, store_tokens
+from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 
 @triton.jit
@@ -67,12 +67,6 @@ def _decay_attention_fwd_kernel(
 
 
 @triton.jit
-def _sign(x, y):
-    """sign(x - y) of indices, float32."""
-    return (x > y).to(tl.float32) - (x < y).to(tl.float32)
-
-
-@triton.jit
 def _decay_attention_bwd_line_kernel(
         q, k, v, sums, grad, dq, dk, dv, dsums, heads, lines, length, token_line, token_j,
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
@@ -102,7 +96,7 @@ def _decay_attention_bwd_line_kernel(
     dv_tile = product(tl.trans(weights.to(gradient.dtype)), gradient, PRECISION)
     dweights = weights * product(gradient, tl.trans(value), PRECISION)          # product mask: d log decay
     dlogits = dweights - p * tl.sum(dweights, 1)[:, None]
-    ddecay = (dweights if PRODUCT else dlogits) * _sign(j[None, :], j[:, None])
+    ddecay = (dweights if PRODUCT else dlogits) * index_sign(j[None, :], j[:, None])
     dsum = tl.sum(ddecay, 0) - tl.sum(tl.trans(ddecay), 0)
     tl.store(dsums + group * tokens + line * token_line + j * token_j, dsum, mask=j < length)
     store_tokens(dv + first * DIM_V, j, token_j * heads * DIM_V, length, dv_tile, DIM_V, BLOCK_V)
@@ -165,7 +159,7 @@ def _decay_attention_bwd_kernel(
             product(query, tl.trans(key), PRECISION) * LOG2E, product(gradient, tl.trans(value), PRECISION), decay,
             own_lse, own_delta, (l < length)[None, :], PRODUCT)
         dquery += product(dlogits, key, PRECISION)
-        dsum -= tl.sum(ddecay * _sign(l[None, :], own[:, None]), 1)
+        dsum -= tl.sum(ddecay * index_sign(l[None, :], own[:, None]), 1)
     store_tokens(dq + first * DIM, own, token_j * heads * DIM, length, dquery, DIM, BLOCK_D)
 
     key = load_tokens(k, own, k_j, length, DIM, BLOCK_D, UPCAST)
@@ -184,7 +178,7 @@ def _decay_attention_bwd_kernel(
             (own < length)[:, None], PRODUCT)
         dvalue += product(weights, gradient, PRECISION)
         dkey += product(dlogits, query, PRECISION)
-        dsum += tl.sum(ddecay * _sign(own[:, None], j[None, :]), 1)
+        dsum += tl.sum(ddecay * index_sign(own[:, None], j[None, :]), 1)
     store_tokens(dk + first * DIM, own, token_j * heads * DIM, length, dkey, DIM, BLOCK_D)
     store_tokens(dv + first * DIM_V, own, grad_j, length, dvalue, DIM_V, BLOCK_V)
     tl.store(dsums + group * tokens + line * token_line + own * token_j, dsum, mask=own < length)
@@ -198,7 +192,9 @@ class _Lines:
         down = axis == 'column'
         lines, length = (width, height) if down else (height, width)
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
-        largest = launch.largest_tile('decay_attention', mask, q.dtype, dim, v.shape[-1])
+        launch.check_line(length, *(x.stride(2 if down else 3) for x in (self.q, self.k, self.v)),
+                          (width if down else 1) * heads * max(dim, v.shape[-1]))
+        largest = launch.largest_tile('decay_attention', q.dtype, dim, v.shape[-1])
         self.side = launch.block(min(length, largest))
         self.whole = length <= largest
         self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch
-from ..tiles import INF, LOG2E, load_tokens, product, row_products, running_softmax, store_tokens
+from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
@@ -147,53 +147,25 @@ def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, 
 
 
 @triton.jit
-def _polyline_attention_bwd_kernel(
-        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, heads, height, width, token_i, token_j,
-        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
-        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: one tile of tokens of one grid row r, first as queries against all keys (dq), then as keys against
-    all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb at its row, but other
-    columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
-    blocks = tl.cdiv(width, BLOCK)
-    r = tl.program_id(0) // blocks % height
-    group = (tl.program_id(0) // blocks // height).to(tl.int64)
-    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
-    batch, head, tokens = group // heads, group % heads, height * width
-    part = tl.program_id(0) % blocks
-    own = part * BLOCK + tl.arange(0, BLOCK)
+def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
+                token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
+                DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+                BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
+                UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """The tile as queries (r, j), j = own, against keys (row, l): dq, and what it adds to the gradients of its own sums
+    (returned) and of those of its row's other columns (to cross_a, cross_b). Pointers are those of the group."""
     in_own = own < width
-    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not PRODUCT else 1.0
-    SECOND: tl.constexpr = PATHS == BOTH and not PRODUCT
-    sa += group * tokens
-    sb += group * tokens
-    lse1 = lse + group * tokens
-    delta1 = delta + group * tokens
-    lse2 = lse1 + (groups * tokens if SECOND else 0)
-    delta2 = delta1 + (groups * tokens if SECOND else 0)
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    v += batch * v_b + head * v_h
-    grad += (batch * tokens * heads + head) * DIM_V
-    grad_i = token_i * heads * DIM_V
-    grad_j = token_j * heads * DIM_V
     own_tokens = r * token_i + own * token_j
-    r64 = r.to(tl.int64)
-    # cross[s, role, part, group]: s = 0 for Sa, 1 for Sb.
-    slot = (part * groups + group) * tokens + r * token_i
-    roles = blocks * groups * tokens
-
-    # The tile as queries (r, j), j = own, against keys (row, l).
-    query = load_tokens(q + r64 * q_i, own, q_j, width, DIM, BLOCK_D, UPCAST)
-    gradient = load_tokens(grad + r64 * grad_i, own, grad_j, width, DIM_V, BLOCK_V, UPCAST)
+    query = load_tokens(q + r.to(tl.int64) * q_i, own, q_j, width, DIM, BLOCK_D, UPCAST)
+    gradient = load_tokens(grad + r.to(tl.int64) * grad_i, own, grad_j, width, DIM_V, BLOCK_V, UPCAST)
     sa_ij = _load_sums(sa, own_tokens, in_own, 0.0)
     sb_ij = _load_sums(sb, own_tokens, in_own, 0.0)
     # Queries beyond the row have an infinite normaliser: their weights are zero.
-    own_lse1 = tl.load(lse1 + own_tokens, mask=in_own, other=INF)[:, None]
-    own_lse2 = tl.load(lse2 + own_tokens, mask=in_own, other=INF)[:, None]
-    own_delta1 = tl.load(delta1 + own_tokens, mask=in_own, other=0.0)[:, None]
-    own_delta2 = tl.load(delta2 + own_tokens, mask=in_own, other=0.0)[:, None]
-    dquery = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    lse1 = tl.load(lse1 + own_tokens, mask=in_own, other=INF)[:, None]
+    lse2 = tl.load(lse2 + own_tokens, mask=in_own, other=INF)[:, None]
+    delta1 = tl.load(delta1 + own_tokens, mask=in_own, other=0.0)[:, None]
+    delta2 = tl.load(delta2 + own_tokens, mask=in_own, other=0.0)[:, None]
+    dq = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dsa = tl.zeros((BLOCK,), tl.float32)
     dsb = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -217,9 +189,9 @@ def _polyline_attention_bwd_kernel(
             mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
             logits = product(query, tl.trans(key), PRECISION) * LOG2E
             dweights = product(gradient, tl.trans(value), PRECISION) * FACTOR
-            _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, own_lse1, own_lse2, own_delta1,
-                                                       own_delta2, in_l[None, :], PRODUCT, PATHS)
-            dquery += product(dlogits, key, PRECISION)
+            _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2,
+                                                       in_l[None, :], PRODUCT, PATHS)
+            dq += product(dlogits, key, PRECISION)
             sign = tl.where(row > r, 1.0, 0.0) - tl.where(row < r, 1.0, 0.0)
             if PATHS != H2V:
                 sum1 += grad1
@@ -229,31 +201,42 @@ def _polyline_attention_bwd_kernel(
             key_row += k_i
             value_row += v_i
         if PATHS != H2V:
-            sum1 *= (l[None, :] > own[:, None]).to(tl.float32) - (l[None, :] < own[:, None]).to(tl.float32)
+            sum1 *= index_sign(l[None, :], own[:, None])
             dsa -= tl.sum(sum1, 1)
-            tl.store(cross + slot + l * token_j, tl.sum(sum1, 0), mask=in_l)
-            tl.store(cross + 2 * roles + slot + l * token_j, -tl.sum(signed1, 0), mask=in_l)
+            tl.store(cross_a + l * token_j, tl.sum(sum1, 0), mask=in_l)
+            tl.store(cross_b + l * token_j, -tl.sum(signed1, 0), mask=in_l)
         if PATHS != V2H:
             dsb -= tl.sum(signed2, 1)
-    line = ((batch * tokens + r * token_i) * heads + head) * DIM
-    store_tokens(dq + line, own, token_j * heads * DIM, width, dquery, DIM, BLOCK_D)
+    return dq, dsa, dsb
 
-    # The tile as keys (r, l), l = own, against queries (row, j). Tiles are (keys, queries).
-    key = load_tokens(k + r64 * k_i, own, k_j, width, DIM, BLOCK_D, UPCAST)
-    value = load_tokens(v + r64 * v_i, own, v_j, width, DIM_V, BLOCK_V, UPCAST)
+
+@triton.jit
+def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
+             token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
+             DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+             BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
+             UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """The tile as keys (r, l), l = own, against queries (row, j): dk, dv and the same of the sums as `_as_queries`.
+    Tiles are (keys, queries)."""
+    in_own = own < width
+    own_tokens = r * token_i + own * token_j
+    key = load_tokens(k + r.to(tl.int64) * k_i, own, k_j, width, DIM, BLOCK_D, UPCAST)
+    value = load_tokens(v + r.to(tl.int64) * v_i, own, v_j, width, DIM_V, BLOCK_V, UPCAST)
     sa_kl = _load_sums(sa, own_tokens, in_own, INF)
     sb_kl = _load_sums(sb, own_tokens, in_own, 0.0)
-    dkey = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    dvalue = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    dsa = tl.zeros((BLOCK,), tl.float32)
+    dsb = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         j = start + tl.arange(0, BLOCK)
         in_j = j < width
         sa_kj = _load_sums(sa, r * token_i + j * token_j, in_j, 0.0)
         sb_kj = _load_sums(sb, r * token_i + j * token_j, in_j, 0.0)
         along_key_row = -tl.abs(sa_kl[:, None] - sa_kj[None, :])
-        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)
+        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # over query rows, of the gradient of log L~
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same times sign(r - row)
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # of the gradient of log L
         query_row, grad_row = q, grad
         for row in range(0, height):
             row_tokens = row * token_i + j * token_j
@@ -273,8 +256,8 @@ def _polyline_attention_bwd_kernel(
                 tl.load(lse2 + row_tokens, mask=in_j, other=INF)[None, :],
                 tl.load(delta1 + row_tokens, mask=in_j, other=0.0)[None, :],
                 tl.load(delta2 + row_tokens, mask=in_j, other=0.0)[None, :], in_own[:, None], PRODUCT, PATHS)
-            dvalue += product(weights, gradient, PRECISION)
-            dkey += product(dlogits, query, PRECISION)
+            dv += product(weights, gradient, PRECISION)
+            dk += product(dlogits, query, PRECISION)
             sign = tl.where(r > row, 1.0, 0.0) - tl.where(r < row, 1.0, 0.0)
             if PATHS != H2V:
                 signed1 += sign * grad1
@@ -286,15 +269,58 @@ def _polyline_attention_bwd_kernel(
         if PATHS != H2V:
             dsb += tl.sum(signed1, 1)
         if PATHS != V2H:
-            sum2 *= (own[:, None] > j[None, :]).to(tl.float32) - (own[:, None] < j[None, :]).to(tl.float32)
+            sum2 *= index_sign(own[:, None], j[None, :])
             dsa += tl.sum(sum2, 1)
-            tl.store(cross + roles + slot + j * token_j, -tl.sum(sum2, 0), mask=in_j)
-            tl.store(cross + 3 * roles + slot + j * token_j, tl.sum(signed2, 0), mask=in_j)
-    store_tokens(dk + line, own, token_j * heads * DIM, width, dkey, DIM, BLOCK_D)
-    line_v = ((batch * tokens + r * token_i) * heads + head) * DIM_V
-    store_tokens(dv + line_v, own, token_j * heads * DIM_V, width, dvalue * FACTOR, DIM_V, BLOCK_V)
-    tl.store(dsums + group * tokens + own_tokens, dsa, mask=in_own)
-    tl.store(dsums + (groups + group) * tokens + own_tokens, dsb, mask=in_own)
+            tl.store(cross_a + j * token_j, -tl.sum(sum2, 0), mask=in_j)
+            tl.store(cross_b + j * token_j, tl.sum(signed2, 0), mask=in_j)
+    return dk, dv * FACTOR, dsa, dsb
+
+
+@triton.jit
+def _polyline_attention_bwd_kernel(
+        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, heads, height, width, token_i, token_j,
+        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+        PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: one tile of tokens of one grid row r, first as queries against all keys (dq), then as keys against
+    all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb at its row, but other
+    columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
+    blocks = tl.cdiv(width, BLOCK)
+    r = tl.program_id(0) // blocks % height
+    group = (tl.program_id(0) // blocks // height).to(tl.int64)
+    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
+    batch, head, tokens = group // heads, group % heads, height * width
+    part = tl.program_id(0) % blocks
+    own = part * BLOCK + tl.arange(0, BLOCK)
+    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not PRODUCT else 1.0
+    SECOND: tl.constexpr = PATHS == BOTH and not PRODUCT
+    q += batch * q_b + head * q_h
+    k += batch * k_b + head * k_h
+    v += batch * v_b + head * v_h
+    sa += group * tokens
+    sb += group * tokens
+    grad += (batch * tokens * heads + head) * DIM_V
+    lse += group * tokens
+    delta += group * tokens
+    second = groups * tokens if SECOND else 0
+    cross += (part * groups + group) * tokens + r * token_i
+    role = blocks * groups * tokens
+    line = (batch * tokens + r * token_i) * heads + head
+
+    dq_tile, dsa, dsb = _as_queries(
+        q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross, cross + 2 * role, r, own, height, width,
+        token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
+        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, PRODUCT, PATHS, FACTOR, UPCAST, PRECISION)
+    store_tokens(dq + line * DIM, own, token_j * heads * DIM, width, dq_tile, DIM, BLOCK_D)
+    dk_tile, dv_tile, more_dsa, more_dsb = _as_keys(
+        q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross + role, cross + 3 * role, r, own, height,
+        width, token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
+        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, PRODUCT, PATHS, FACTOR, UPCAST, PRECISION)
+    store_tokens(dk + line * DIM, own, token_j * heads * DIM, width, dk_tile, DIM, BLOCK_D)
+    store_tokens(dv + line * DIM_V, own, token_j * heads * DIM_V, width, dv_tile, DIM_V, BLOCK_V)
+    own_tokens = group * tokens + r * token_i + own * token_j
+    tl.store(dsums + own_tokens, dsa + more_dsa, mask=own < width)
+    tl.store(dsums + groups * tokens + own_tokens, dsb + more_dsb, mask=own < width)
 
 
 class _Grid:
@@ -302,7 +328,7 @@ class _Grid:
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
         batch, heads, height, width, dim = q.shape
-        largest = launch.largest_tile(kernel, mask, q.dtype, dim, v.shape[-1])
+        largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
         swapped = launch.padding(height, largest) < launch.padding(width, largest)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
@@ -314,6 +340,8 @@ class _Grid:
         self.blocks = triton.cdiv(width, self.side)
         self.programs = launch.programs(batch * heads * height * self.blocks)
         token_strides = (1, height) if swapped else (width, 1)
+        launch.check_line(width, *(x.stride(2 if swapped else 3) for x in (self.q, self.k, self.v)),
+                          token_strides[1] * heads * max(dim, v.shape[-1]))
         self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
                       *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),

@@ -153,6 +153,7 @@ class _Lines:
         self.length, channels = x.shape[dim], x.shape[-1]
         self.inner = x.shape[dim + 1:-1].numel()
         self.lines = x.shape[:dim].numel() * self.inner
+        launch.check_line(self.length, self.inner * channels)
         self.block = min(LONGEST, max(16, triton.next_power_of_2(self.length)))
         block_d = min(triton.next_power_of_2(channels), max(8, elements // self.block))
         self.parts = triton.cdiv(channels, block_d)
