@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .launch import interpreted
 
-# Warps of 64 threads on AMD's data-centre GPUs, of 32 elsewhere.
-_WARP = {'cuda': 32, 'hip': 64}
+_TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,11 @@ def recorded(target: str) -> Iterator[List]:
     import triton
     from triton.backends.compiler import GPUTarget
     backend, _, arch = target.partition(':')
-    if backend not in _WARP or not arch or backend == 'cuda' and not arch.isdigit():
-        raise ValueError(f"target must be like cuda:90 or hip:gfx942, got {target!r}")
-    gpu = GPUTarget(backend, int(arch) if backend == 'cuda' else arch, _WARP[backend])
+    if not _TARGET.fullmatch(target):
+        raise ValueError('target must be like cuda:90 (70 to 129) or hip:gfx942 (gfx9.., gfx10.., gfx11.., gfx12..), '
+                         f'got {target!r}')
+    warp = 64 if arch.startswith('gfx9') else 32
+    gpu = GPUTarget(backend, int(arch) if backend == 'cuda' else arch, warp)
     compiled: List = []
 
     class NoDriver:
@@ -111,8 +112,8 @@ def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[
     return result
 
 
-def cases(dtypes=(torch.float32, torch.bfloat16), dims=(32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
-    """Calls that launch every kernel in every shipped configuration, on meta tensors."""
+def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
+    """Calls that launch every kernel with every tile and launch option of `launch`, on meta tensors."""
     from .decay_attention import triton as decay
     from .polyline_attention import triton as polyline
     from .polyline_scan import triton as scan
@@ -124,6 +125,7 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(32, 64, 128), lengths=(1
 
     def polyline_call(dtype, dim, length, mask, paths):
         (q, k, v, grad), (sa, sb) = attention(dtype, dim, length)
+        polyline.forward(q, k, v, sa, sb, mask, paths, False)
         polyline.backward(grad, q, k, v, sa, sb, *polyline.forward(q, k, v, sa, sb, mask, paths, True), mask, paths)
 
     def decay_call(dtype, dim, length, mask):
@@ -133,7 +135,7 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(32, 64, 128), lengths=(1
     def scan_call(dtype, dim, length):
         x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
         steps = torch.empty(2, 4, length, 3, device='meta')
-        scan.backward(scan.forward(x, steps, 2), x, steps, 2)
+        scan.backward(scan.forward(x, steps, 2, torch.float32), x, steps, 2)
 
     def add(name, call, *args):
         calls[name] = lambda: call(*args)
@@ -146,7 +148,11 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(32, 64, 128), lengths=(1
                     add(f'polyline_attention, {mask}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
                         mask, 'both')
                     add(f'decay_attention, {mask}, lines of {length}, {kind}', decay_call, dtype, dim, length, mask)
-            add(f'decay_attention, logit, lines of 100, {kind}', decay_call, dtype, dim, 100, 'logit')
+                for paths in ('v2h', 'h2v'):
+                    add(f'polyline_attention, {paths}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
+                        'logit', paths)
+            for mask in ('logit', 'product'):
+                add(f'decay_attention, {mask}, lines of 100, {kind}', decay_call, dtype, dim, 100, mask)
             for length in (*lengths, 100, 256, 600):
                 add(f'polyline_scan, lines of {length}, {kind}', scan_call, dtype, dim, length)
     return calls

@@ -43,6 +43,8 @@ def attention(op: str, q: Tensor, k: Tensor, v: Tensor, **logs: Tensor) -> None:
     """q, k: (B, heads, H, W, D); v: (B, heads, H, W, Dv); each of logs: (B, heads, H, W)."""
     tensors(op, {'q': 5, 'k': 5, 'v': 5, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
     same_dtype(op, q=q, k=k, v=v)
+    if q.shape[-1] < 1:
+        raise ValueError(f'{op}: q and k must have at least one channel, got shape {tuple(q.shape)}')
     shape(op, 'k', k, q.shape, 'as q')
     shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'as q but for the last dimension')
     for name, log in logs.items():

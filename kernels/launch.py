@@ -46,10 +46,9 @@ def tile(length: int, largest: int = TILES[-1]) -> int:
     return min((t for t in TILES if t <= largest), key=lambda t: (-(-length // t) * (t + _TILE_OVERHEAD), t))
 
 
-def padding(length: int, largest: int) -> float:
-    """Tokens that tiles cover for each token of a line."""
-    side = tile(length, largest)
-    return -(-length // side) * side / length
+def padding(length: int) -> float:
+    """Tokens that the smallest tiles cover for each token of a line."""
+    return -(-length // TILES[0]) * TILES[0] / length
 
 
 def target() -> Tuple[str, str]:
@@ -105,7 +104,8 @@ def interpreted() -> bool:
 
 def numerics(dtype: torch.dtype) -> Dict[str, Any]:
     """Constants of a kernel that multiplies tensors of `dtype`: float32 products follow PyTorch's own TF32 switch."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    # Not `allow_tf32`: reading it fails once a program has set the newer switch.
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == 'tf32'
     return {'UPCAST': interpreted() and dtype == torch.bfloat16, 'PRECISION': 'tf32' if tf32 else 'ieee'}
 
 

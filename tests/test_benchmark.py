@@ -144,7 +144,10 @@ def test_bytes_that_must_move():
     logs, data = 2 * 4 * tokens, 2 * 8 * tokens
     assert contestants.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
     assert contestants.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
-    assert contestants.bytes_moved('polyline_scan', inputs, True) == 3 * (logs + 4 * data)
+    assert contestants.bytes_moved('polyline_scan', inputs, True) == 3 * logs + 2 * 5 * data
+    assert contestants.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
+    assert contestants.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
+    assert contestants.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
 
 
 def test_floor_says_what_binds(monkeypatch):
@@ -269,6 +272,9 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
     (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'one of the three'),
     ([NAME, '--operator', 'polyline_scan'], 'one of the three'),
     (['--batch', '0'], '--batch must be at least 1'),
+    (['--operator', 'polyline_scan', '--train'], '--train has no meaning for --operator'),
+    (['--model', 'ppma_tiny', '--backward'], '--backward has no meaning for --model'),
+    ([NAME, '--dtype', 'float16'], '--dtype has no meaning for presets'),
     pytest.param(['gpu-figure10'], 'torch finds no GPU here',
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')),
 ])

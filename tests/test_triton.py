@@ -45,11 +45,12 @@ def _inputs(height, width, dtype=torch.float32, batch=1, heads=2, dim=8, dim_v=8
 
 
 def _run(call, inputs, backend, layout=lambda x: x):
+    """Output and gradients; an input that has no gradient has None."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     y = call(*map(layout, inputs), backend)
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
     (y.double() * weights).sum().backward()
-    return [y.detach()] + [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+    return [y.detach()] + [x.grad for x in inputs]
 
 
 def _check(call, inputs, tolerance=None, **options):
@@ -58,10 +59,14 @@ def _check(call, inputs, tolerance=None, **options):
     expected = _run(call, [x.double() for x in inputs], 'reference')
     actual = _run(call, inputs, 'triton', **options)
     assert actual[0].dtype == inputs[2].dtype
+    largest = max(y.abs().max() for y in expected if y is not None)
     for n, (x, y) in enumerate(zip(actual, expected)):
-        assert x.isfinite().all(), n
-        error = (x.double() - y).abs().max() / y.abs().max().clamp(min=1 if n else 1e-30)
-        assert error <= tolerance * (2 if n else 1), (n, error)
+        assert (x is None) == (y is None), n
+        if x is not None:
+            assert x.isfinite().all(), n
+            # Gradients that cancel (those of one token's logits, say) are held to the scale of the others.
+            scale = y.abs().max().clamp(min=0.05 * largest)
+            assert (x.double() - y).abs().max() <= tolerance * (2 if n else 1) * scale, n
 
 
 @pytest.mark.parametrize('name', CALLS)
@@ -135,8 +140,8 @@ def test_extreme_steps(name):
     expected = _run(CALLS[name], [x.double() for x in inputs], 'reference')
     actual = _run(CALLS[name], inputs, 'triton')
     for n, (x, y) in enumerate(zip(actual, expected)):
-        assert x.isfinite().all(), n
-        if n < 4:
+        assert (x is None) == (y is None) and (x is None or x.isfinite().all()), n
+        if n < 4 and x is not None:
             assert (x.double() - y).abs().max() <= 2e-5 * y.abs().max().clamp(min=1), n
 
 
@@ -176,7 +181,74 @@ def test_results_are_the_same_every_time():
     inputs = _inputs(3, 5)
     for name in ('polyline-logit-both', 'scan-both'):
         first, second = (_run(CALLS[name], inputs, 'triton') for _ in range(2))
-        assert all(torch.equal(x, y) for x, y in zip(first, second))
+        assert all(x is y or torch.equal(x, y) for x, y in zip(first, second))
+
+
+def test_forward_and_backward_read_the_grid_the_same_way():
+    """What the forward pass saves is in the order in which it read the grid."""
+    from subquad.kernels.polyline_attention.triton import _Grid
+    for height, width in ((13, 97), (97, 13), (16, 17), (33, 32), (50, 80), (1, 40), (40, 1)):
+        for dtype in TOLERANCE:
+            for dim in (16, 64, 128):
+                x = torch.empty(1, 1, height, width, dim, dtype=dtype, device=DEVICE)
+                grids = [_Grid(f'polyline_attention_{kernel}', x, x, x, x[..., 0], x[..., 0], 'logit', 'both')
+                         for kernel in ('fwd', 'bwd')]
+                assert grids[0].swapped == grids[1].swapped
+
+
+@pytest.mark.parametrize('grid', [(2, 37), (37, 2)])
+def test_tiles_of_different_sizes_forward_and_backward(grid, monkeypatch):
+    """And a backward pass that takes the tiles of a row in several launches."""
+    from subquad.kernels.polyline_attention import triton
+    monkeypatch.setattr(launch, 'LARGEST_TILE', {'polyline_attention_fwd': {4: (32,) * 3},
+                                                 'polyline_attention_bwd': {4: (16,) * 3}})
+    monkeypatch.setattr(triton, 'SLICES', 2)
+    _check(CALLS['polyline-logit-both'], _inputs(*grid, heads=1))
+
+
+def test_memory_of_the_backward_pass_is_linear(monkeypatch):
+    """A row of 4,096 tokens: no launch gets more slices of partial sums than SLICES."""
+    from subquad.kernels.polyline_attention import triton
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, programs):
+            return lambda *args, **constants: launched.append((programs, args[12].shape))
+    monkeypatch.setattr(triton, '_polyline_attention_bwd_kernel', Recorder())
+    q = torch.empty(1, 1, 1, 4096, 8, device=DEVICE)
+    sums = torch.zeros(1, 1, 1, 4096, device=DEVICE)
+    triton.backward(q, q, q, q, sums, sums, q, q, sums.new_zeros(2, 1, 1, 4096), 'logit', 'both')
+    side = launch.tile(4096, launch.largest_tile('polyline_attention_bwd', torch.float32, 8))
+    assert sum(programs[0] for programs, _ in launched) == 4096 // side
+    assert {shape for _, shape in launched} == {(2, 2 * triton.SLICES, 1, 4096)}
+
+
+@pytest.mark.skipif(DEVICE == 'cpu', reason='70,000 programs take minutes in the interpreter')
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_more_groups_than_a_short_grid_axis_holds(name):
+    _check(CALLS[name], _inputs(1, 2, batch=35_000, heads=2))
+
+
+def test_half_types_do_not_overflow_between_passes():
+    q = torch.full((1, 1, 8, 8, 1), 1e-3, dtype=torch.float16, device=DEVICE)
+    k = torch.full_like(q, 40)
+    a = torch.full((1, 1, 8, 8), -1e-6, dtype=torch.float16, device=DEVICE)
+    y = kernels.polyline_linear_attention(q, k, k, a, a, backend='triton')
+    expected = kernels.polyline_linear_attention(q, k, k, a, a, backend='reference')
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=0)
+
+
+def test_tf32_by_either_switch():
+    """PyTorch refuses to answer the old question once the new switch is set."""
+    done = _python('import torch\nfrom subquad.kernels import launch\n'
+                   'precision = lambda: launch.numerics(torch.float32)["PRECISION"]\n'
+                   'assert precision() == "ieee"\n'
+                   'torch.backends.cuda.matmul.fp32_precision = "tf32"\nassert precision() == "tf32"')
+    assert done.returncode == 0, done.stderr
+    done = _python('import torch\nfrom subquad.kernels import launch\n'
+                   'torch.set_float32_matmul_precision("high")\n'
+                   'assert launch.numerics(torch.float32)["PRECISION"] == "tf32"')
+    assert done.returncode == 0, done.stderr
 
 
 def test_launches_are_along_the_grid_s_long_axis():
@@ -200,7 +272,7 @@ def _op_arguments():
     yield ops.polyline_attention_fwd, (*leaf(q, k, v, sa, sb), 'logit', 'both', True)
     yield ops.polyline_attention_fwd, (q, k, v, sa, sb, 'product', 'v2h', False)
     yield ops.decay_attention_fwd, (*leaf(q, k, v, sa), 'row', 'logit', True)
-    yield ops.polyline_scan_fwd, (*leaf(v, a), 3)
+    yield ops.polyline_scan_fwd, (*leaf(v, a), 3, torch.float32)
     out, first, lse = ops.polyline_attention_fwd(q, k, v, sa, sb, 'logit', 'both', True)
     yield ops.polyline_attention_bwd, (v, q, k, v, sa, sb, out, first, lse, 'logit', 'both')
     out, lse = ops.decay_attention_fwd(q, k, v, sa, 'row', 'logit', True)
@@ -294,10 +366,14 @@ def _python(script, **environment):
                           text=True)
 
 
-@pytest.mark.parametrize('backend, expected', [('triton', 'triton'), ('reference', 'reference')])
-def test_environment_variable(backend, expected):
-    done = _python('from subquad.kernels import dispatch; print(dispatch._active)', SUBQUAD_BACKEND=backend)
-    assert done.stdout.strip() == expected
+@pytest.mark.parametrize('backend', ['triton', 'reference', 'portable'])
+def test_environment_variable(backend):
+    done = _python('import torch\nfrom subquad.kernels import polyline_scan as op\n'
+                   'from subquad.kernels.polyline_scan import _SCAN\n'
+                   'for name in list(_SCAN): _SCAN[name] = lambda *args, name=name: name\n'
+                   'x = torch.ones(1, 1, 2, 2, 1); a = -x[..., 0]\n'
+                   'print(op(x, a, a))', SUBQUAD_BACKEND=backend)
+    assert done.stdout.strip() == backend, done.stderr
 
 
 def test_without_triton():
@@ -369,6 +445,8 @@ def test_no_shipped_configuration_spills(target):
 def test_wrong_targets():
     script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
     for target, only, message in (('sm90', 'logit', 'target must be like cuda:90'),
+                                  ('cuda:999', 'logit', 'target must be like cuda:90'),
+                                  ('hip:nonsense', 'logit', 'target must be like cuda:90'),
                                   ('cuda:90', 'nonsense', "no case contains 'nonsense'")):
         done = _python(script.format(target, only), TRITON_INTERPRET='0')
         assert done.returncode == 2 and message in done.stderr, done.stderr

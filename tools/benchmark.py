@@ -23,6 +23,9 @@ from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
 from .records import append, plot, prepare, table
 
 DTYPES = ('float32', 'float16', 'bfloat16')
+# Options of what one names oneself.
+OPERATOR_ONLY, MODEL_ONLY = ('contestants', 'heads', 'dim', 'backward'), ('train',)
+SHARED = ('size', 'batch', 'dtype', 'device')
 
 
 # --- what is asked for
@@ -81,6 +84,11 @@ def parse(argv: List[str]) -> argparse.Namespace:
             raise UserError(f'--{option} must be at least 1, got {value}')
     if (args.operator is not None) + bool(args.model) + bool(args.presets) > 1:
         raise UserError('name presets, or --operator, or --model: one of the three')
+    what, fitting = (('--operator', OPERATOR_ONLY + SHARED) if args.operator else
+                     ('--model', MODEL_ONLY + SHARED) if args.model else ('presets', ()))
+    for option in OPERATOR_ONLY + MODEL_ONLY + SHARED:
+        if option not in fitting and getattr(args, option) != parser().get_default(option):
+            raise UserError(f'--{option} has no meaning for {what}')
     if args.operator or args.model:
         args.jobs = dict([_own_job(args)])
     else:
@@ -159,8 +167,9 @@ def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[s
         *messages, record = done.stdout.splitlines()
         print('\n'.join(messages), end='\n' if messages else '')
         return json.loads(record)
-    if done.returncode == 2 and done.stderr.startswith('error: '):               # a UserError, in a line
-        raise UserError(f'{name}: {done.stderr.removeprefix("error: ").strip()}')
+    last = (done.stderr.strip().splitlines() or [''])[-1]
+    if done.returncode == 2 and last.startswith('error: '):                      # a UserError, behind what others wrote
+        raise UserError(f'{name}: {last.removeprefix("error: ")}')
     sys.stderr.write(done.stderr)
     why = 'killed, perhaps for lack of memory' if done.returncode < 0 else 'its message stands above'
     raise UserError(f'{name} could not be measured ({why})')

@@ -14,6 +14,7 @@ from ..kernels.dispatch import BACKENDS, why_not
 from ..kernels.polyline_attention.reference import polyline_log_masks
 from . import zoo
 from .cli import UserError, nearest
+from .measure import count_macs
 
 Grid = Tuple[int, int]
 # Named sizes: images in pixels. Operators take the grid of a network's third stage, at stride 16.
@@ -125,10 +126,13 @@ def dense_polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
 class Operator:
     """An operator of ours: how it is called (q, k, v, a, b, backend), and what users would write instead.
 
-    passes: how often the data, (tokens, channels), must be read and written at least, where every axis takes a pass."""
+    passes: scans of the data, (tokens, channels), that it is made of: each reads and writes it and does 3 multiply-adds
+        an element (11 with gradients). 0: its products are counted.
+    used: which of (q, k, v, a, b) it reads."""
     call: Callable[..., Tensor]
     others: Mapping[str, Callable[..., Tensor]]
-    passes: int = 1
+    passes: int = 0
+    used: slice = slice(None)
 
 
 OPERATORS = {
@@ -137,13 +141,14 @@ OPERATORS = {
         {'dense': dense_polyline_attention, 'sdpa': sdpa_polyline_attention, 'flex': flex_polyline_attention}),
     'decay_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.decay_attention(q, k, v, a, backend=backend),
-        {'dense': dense_decay_attention, 'sdpa': sdpa_decay_attention, 'flex': flex_decay_attention}),
+        {'dense': dense_decay_attention, 'sdpa': sdpa_decay_attention, 'flex': flex_decay_attention},
+        used=slice(0, 4)),
     'crisscross_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.crisscross_attention(q, k, v, a, b, backend=backend),
         {'dense': dense_crisscross_attention}),
     'polyline_scan': Operator(
         lambda q, k, v, a, b, backend: kernels.polyline_scan(v, a, b, backend=backend),
-        {'dense': dense_polyline_scan}, passes=2),
+        {'dense': dense_polyline_scan}, passes=2, used=slice(2, 5)),
     'polyline_linear_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend),
         {'dense': dense_polyline_linear_attention}),
@@ -176,16 +181,24 @@ def operator_call(op: str, contestant: str) -> Callable[..., Tensor]:
 
 
 def bytes_moved(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
-    """Bytes that any implementation must move: each input read, each output written, once a pass.
+    """Bytes that any implementation must move: each input read and each output written once; backward, the inputs, the
+    output and its gradient read, and the gradients of the inputs written. A scan does so for every axis, where its
+    gradient needs no output: two reads and a write of the data."""
+    operator, output = OPERATORS[op], inputs[2].numel() * inputs[2].element_size()
+    read = sum(x.numel() * x.element_size() for x in inputs[operator.used])
+    if operator.passes:
+        logs = read - output
+        return operator.passes * output * (2 + 3 * backward) + logs * (1 + 2 * backward)
+    return (read + output) + (2 * (read + output) if backward else 0)
 
-    Backward: inputs, output and its gradient read, the gradients of the inputs written."""
-    used = inputs[2:] if op == 'polyline_scan' else inputs
-    sizes = [x.numel() * x.element_size() for x in used]
-    output = inputs[2].numel() * inputs[2].element_size()
-    forward = sum(sizes) + output
-    if OPERATORS[op].passes > 1:
-        forward += (OPERATORS[op].passes - 1) * 2 * output
-    return forward + (2 * forward if backward else 0)
+
+def multiply_adds(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
+    """Multiply-adds of the definition: of the products of attention, or of a scan's recurrences."""
+    passes = OPERATORS[op].passes
+    if passes:
+        return passes * inputs[2].numel() * (11 if backward else 3)
+    call = operator_call(op, 'portable')
+    return count_macs(step(call, inputs) if backward else partial(call, *inputs))
 
 
 def step(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], Any]:

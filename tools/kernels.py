@@ -37,7 +37,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     try:
         resources = ahead.compile_all(calls, args.compile)
     except (ValueError, RuntimeError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{args.compile}: {' '.join(str(error).split())}") from error
     if args.json:
         lines = (f'{json.dumps(name)}: {json.dumps([asdict(x) for x in kernels])}'
                  for name, kernels in resources.items())

@@ -14,14 +14,16 @@ from ..decay import needs_gradient, rounded_sums
 def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
     """Output, and with `save` what `_backward` needs: see `triton.forward`."""
     from . import triton
-    return triton.forward(q, k, v, sums, axis, mask, save)
+    with torch.cuda.device_of(q):
+        return triton.forward(q, k, v, sums, axis, mask, save)
 
 
 @torch.library.custom_op('subquad::decay_attention_bwd', mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
               mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     from . import triton
-    return triton.backward(grad, q, k, v, sums, out, lse, axis, mask)
+    with torch.cuda.device_of(q):
+        return triton.backward(grad, q, k, v, sums, out, lse, axis, mask)
 
 
 def _length(q: Sequence[int], axis: str) -> int:
@@ -74,7 +76,7 @@ def _(grad, q, k, v, sums, out, lse, axis, *args, out_shape=None, **kwargs) -> i
 
 def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return v.clone()
     sums = rounded_sums(a, -1 if axis == 'row' else -2)
     return _forward(q, k, v, sums, axis, mask, needs_gradient(q, k, v, a))[0]
 

@@ -208,7 +208,7 @@ class _Lines:
 def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
     """The output and, for lines of more than a tile if `save`, the log2 of the normalisers (1, B, heads, N) (else
     empty). sums: (B, heads, H, W), float32, dense."""
-    lines = _Lines('decay_attention_fwd', q, k, v, axis, mask)
+    lines, sums = _Lines('decay_attention_fwd', q, k, v, axis, mask), sums.contiguous()
     save = save and not lines.whole
     out = launch.token_major(v.shape, v)
     lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else 0)
@@ -220,7 +220,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str,
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
              mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sums."""
-    lines = _Lines('decay_attention_bwd', q, k, v, axis, mask)
+    lines, sums = _Lines('decay_attention_bwd', q, k, v, axis, mask), sums.contiguous()
     grad = launch.as_token_major(grad)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
     dsums = torch.empty_like(sums)

@@ -15,14 +15,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str,
              save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Output, and with `save` what `_backward` needs: see `triton.forward`."""
     from . import triton
-    return triton.forward(q, k, v, sa, sb, mask, paths, save)
+    with torch.cuda.device_of(q):
+        return triton.forward(q, k, v, sa, sb, mask, paths, save)
 
 
 @torch.library.custom_op('subquad::polyline_attention_bwd', mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
               lse: Tensor, mask: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from . import triton
-    return triton.backward(grad, q, k, v, sa, sb, out, first, lse, mask, paths)
+    with torch.cuda.device_of(q):
+        return triton.backward(grad, q, k, v, sa, sb, out, first, lse, mask, paths)
 
 
 @_forward.register_fake
@@ -71,5 +73,5 @@ def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
 
 def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return v.clone()
     return _forward(q, k, v, rounded_sums(a, -1), rounded_sums(b, -2), mask, paths, needs_gradient(q, k, v, a, b))[0]

@@ -20,6 +20,8 @@ from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, 
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
+# Tiles of a row that one launch of the backward kernel takes: each needs its own slice of partial sums.
+SLICES = 8
 
 
 @triton.jit
@@ -278,20 +280,19 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
 
 @triton.jit
 def _polyline_attention_bwd_kernel(
-        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, heads, height, width, token_i, token_j,
-        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, first_block, blocks, heads, height, width,
+        token_i, token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: one tile of tokens of one grid row r, first as queries against all keys (dq), then as keys against
-    all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb at its row, but other
-    columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
-    blocks = tl.cdiv(width, BLOCK)
+    """One program: one of `blocks` tiles, from `first_block` on, of one grid row r, first as queries against all keys
+    (dq), then as keys against all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb
+    at its row, but other columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
     r = tl.program_id(0) // blocks % height
     group = (tl.program_id(0) // blocks // height).to(tl.int64)
     groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
     batch, head, tokens = group // heads, group % heads, height * width
     part = tl.program_id(0) % blocks
-    own = part * BLOCK + tl.arange(0, BLOCK)
+    own = (first_block + part) * BLOCK + tl.arange(0, BLOCK)
     FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not PRODUCT else 1.0
     SECOND: tl.constexpr = PATHS == BOTH and not PRODUCT
     q += batch * q_b + head * q_h
@@ -328,17 +329,17 @@ class _Grid:
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
         batch, heads, height, width, dim = q.shape
-        largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
-        swapped = launch.padding(height, largest) < launch.padding(width, largest)
+        # Forward and backward pass must agree on this: what is saved has L first, L~ second, as the grid is read.
+        swapped = launch.padding(height) < launch.padding(width)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
             paths = {'v2h': 'h2v', 'h2v': 'v2h'}.get(paths, paths)
         self.swapped, self.shape = swapped, (heads, height, width)
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
-        self.sa, self.sb = sa, sb
-        self.side = launch.tile(width, largest)
+        self.sa, self.sb = sa.contiguous(), sb.contiguous()
+        self.side = launch.tile(width, launch.largest_tile(kernel, q.dtype, dim, v.shape[-1]))
         self.blocks = triton.cdiv(width, self.side)
-        self.programs = launch.programs(batch * heads * height * self.blocks)
+        self.rows = batch * heads * height
         token_strides = (1, height) if swapped else (width, 1)
         launch.check_line(width, *(x.stride(2 if swapped else 3) for x in (self.q, self.k, self.v)),
                           token_strides[1] * heads * max(dim, v.shape[-1]))
@@ -360,7 +361,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, 
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
     tokens = q.shape[2] * q.shape[3]
     lse = sa.new_empty((1 + two, *q.shape[:2], tokens) if save else 0)
-    _polyline_attention_fwd_kernel[grid.programs](
+    _polyline_attention_fwd_kernel[launch.programs(grid.rows * grid.blocks)](
         grid.q, grid.k, grid.v, grid.sa, grid.sb, out, first, lse, *grid.sizes, SAVE=save, **grid.constants)
     return out, first, lse
 
@@ -375,9 +376,13 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
     groups, tokens = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
     dsums = sa.new_empty(2, groups, tokens)
-    cross = sa.new_zeros(2, 2 * grid.blocks, groups, tokens)
-    _polyline_attention_bwd_kernel[grid.programs](
-        grid.q, grid.k, grid.v, grid.sa, grid.sb, grad, lse, delta, dq, dk, dv, dsums, cross, *grid.sizes,
-        **grid.constants)
-    dsa, dsb = ((dsums[n] + cross[n].sum(0)).view_as(sa) for n in (0, 1))
+    others = sa.new_zeros(2, groups, tokens)
+    for first_block in range(0, grid.blocks, SLICES):               # a few blocks of a row at a time: O(N) memory
+        blocks = min(SLICES, grid.blocks - first_block)
+        cross = sa.new_zeros(2, 2 * blocks, groups, tokens)
+        _polyline_attention_bwd_kernel[launch.programs(grid.rows * blocks)](
+            grid.q, grid.k, grid.v, grid.sa, grid.sb, grad, lse, delta, dq, dk, dv, dsums, cross, first_block, blocks,
+            *grid.sizes, **grid.constants)
+        others += cross.sum(1)
+    dsa, dsb = ((dsums[n] + others[n]).view_as(sa) for n in (0, 1))
     return (dq, dk, dv, dsb, dsa) if grid.swapped else (dq, dk, dv, dsa, dsb)

@@ -13,21 +13,24 @@ GPU_STATE_ELEMENTS = 1 << 27
 
 
 @torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
-def _forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
-    """Scan of x (..., D) along its dimension `dim` >= 0, with step logs in float32, dense, of its shape without D."""
+def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Scan of x (..., D) along its dimension `dim` >= 0, with step logs in float32, dense, of its shape without D; the
+    output in `dtype`."""
     from . import triton
-    return triton.forward(x, steps, dim)
+    with torch.cuda.device_of(x):
+        return triton.forward(x, steps, dim, dtype)
 
 
 @torch.library.custom_op('subquad::polyline_scan_bwd', mutates_args=())
 def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
     from . import triton
-    return triton.backward(grad, x, steps, dim)
+    with torch.cuda.device_of(x):
+        return triton.backward(grad, x, steps, dim)
 
 
 @_forward.register_fake
-def _(x, steps, dim):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x, steps, dim, dtype):
+    return torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype)
 
 
 @_backward.register_fake
@@ -36,11 +39,12 @@ def _(grad, x, steps, dim):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.dim = inputs
+    *tensors, ctx.dim, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
-_forward.register_autograd(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.dim), None), setup_context=_save)
+_forward.register_autograd(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.dim), None, None),
+                           setup_context=_save)
 
 
 @register_flop_formula(torch.ops.subquad.polyline_scan_fwd)
@@ -59,28 +63,30 @@ def _count(shape) -> int:
 
 def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     if x.numel() == 0:
-        return torch.zeros_like(x)
+        return x.clone()
     steps = [log.float().clamp(min=STEP_LOG_MIN).contiguous() for log in logs]
     passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
         if order in (name, 'both'):
             y = x
-            for s, dim in sequence:
-                if x.shape[dim] > 1:                     # one token: the scan of its line is itself
-                    y = _forward(y, s, dim)
+            # One token: the scan of its line is itself (but its step log must not fall out of the graph).
+            sequence = [(s, dim) for s, dim in sequence if x.shape[dim] > 1 or s.requires_grad] or sequence[:1]
+            for n, (s, dim) in enumerate(sequence):
+                # Between passes in float32: half types are rounded once, at the end.
+                y = _forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
             results.append(y)
-    y = results[0] + results[1] if len(results) == 2 else results[0]
-    return y.clone() if y is x else y
+    return results[0] + results[1] if len(results) == 2 else results[0]
 
 
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return v.clone()
     step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
     parts = []
     for query, key in zip(q.split(step, -1), k.split(step, -1)):
-        state = (key.unsqueeze(-1) * v.unsqueeze(-2)).flatten(-2)                     # (B, heads, H, W, R * Dv)
+        # In float32: sums over a whole grid of products leave float16's range.
+        state = (key.float().unsqueeze(-1) * v.float().unsqueeze(-2)).flatten(-2)     # (B, heads, H, W, R * Dv)
         state = polyline_scan(state, [a, b], order).unflatten(-1, (key.shape[-1], v.shape[-1]))
-        parts.append((query.unsqueeze(-2) @ state).squeeze(-2))
-    return sum(parts[1:], parts[0])
+        parts.append((query.float().unsqueeze(-2) @ state).squeeze(-2))
+    return sum(parts[1:], parts[0]).to(v.dtype)

@@ -167,9 +167,10 @@ class _Lines:
         return x.new_empty(count, dtype=torch.float32)
 
 
-def forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
-    """The scan of x (..., D) along its dimension `dim`; steps: float32, the shape of x without D."""
-    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+def forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The scan of x (..., D) along its dimension `dim`, in `dtype`; steps: float32, the shape of x without D."""
+    x, steps = x.contiguous(), steps.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
     axis = _Lines(x, dim, TILE_ELEMENTS)
     _polyline_scan_fwd_kernel[axis.programs](x, steps, y, axis.states(x), axis.length, axis.inner, **axis.constants,
                                              **launch.options('polyline_scan_fwd', x.dtype, axis.block))
@@ -178,7 +179,7 @@ def forward(x: Tensor, steps: Tensor, dim: int) -> Tensor:
 
 def backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
     """Gradients of x and steps."""
-    x, grad = x.contiguous(), grad.contiguous()
+    x, grad, steps = x.contiguous(), grad.contiguous(), steps.contiguous()
     axis, dx = _Lines(x, dim, TILE_ELEMENTS // 2), torch.empty_like(x)
     dsteps = steps.new_empty(axis.parts, *steps.shape)
     _polyline_scan_bwd_kernel[axis.programs](
