@@ -32,6 +32,8 @@ LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
     'polyline_attention_bwd': {2: (16, 32, 16), 4: (32, 32, 16)},
     'decay_attention': {2: (64, 32, 32), 4: (64, 32, 16)},
 }
+# decay_attention: tiles of lines that are longer than one (64 spilled on sm_80).
+LONG_LINE_TILE = 32
 # What a tile costs beside its elements, in units of its side: why 64 beats 4 x 16 where both fill a line.
 _TILE_OVERHEAD = 8
 

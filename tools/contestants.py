@@ -132,7 +132,7 @@ class Operator:
     call: Callable[..., Tensor]
     others: Mapping[str, Callable[..., Tensor]]
     passes: int = 0
-    used: slice = slice(None)
+    used: Tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
 OPERATORS = {
@@ -142,13 +142,13 @@ OPERATORS = {
     'decay_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.decay_attention(q, k, v, a, backend=backend),
         {'dense': dense_decay_attention, 'sdpa': sdpa_decay_attention, 'flex': flex_decay_attention},
-        used=slice(0, 4)),
+        used=(0, 1, 2, 3)),
     'crisscross_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.crisscross_attention(q, k, v, a, b, backend=backend),
         {'dense': dense_crisscross_attention}),
     'polyline_scan': Operator(
         lambda q, k, v, a, b, backend: kernels.polyline_scan(v, a, b, backend=backend),
-        {'dense': dense_polyline_scan}, passes=2, used=slice(2, 5)),
+        {'dense': dense_polyline_scan}, passes=2, used=(2, 3, 4)),
     'polyline_linear_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend),
         {'dense': dense_polyline_linear_attention}),
@@ -185,7 +185,7 @@ def bytes_moved(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
     output and its gradient read, and the gradients of the inputs written. A scan does so for every axis, where its
     gradient needs no output: two reads and a write of the data."""
     operator, output = OPERATORS[op], inputs[2].numel() * inputs[2].element_size()
-    read = sum(x.numel() * x.element_size() for x in inputs[operator.used])
+    read = sum(inputs[n].numel() * inputs[n].element_size() for n in operator.used)
     if operator.passes:
         logs = read - output
         return operator.passes * output * (2 + 3 * backward) + logs * (1 + 2 * backward)

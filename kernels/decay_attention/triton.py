@@ -195,8 +195,8 @@ class _Lines:
         launch.check_line(length, *(x.stride(2 if down else 3) for x in (self.q, self.k, self.v)),
                           (width if down else 1) * heads * max(dim, v.shape[-1]))
         largest = launch.largest_tile('decay_attention', q.dtype, dim, v.shape[-1])
-        self.side = launch.block(min(length, largest))
         self.whole = length <= largest
+        self.side = launch.block(length) if self.whole else min(largest, launch.LONG_LINE_TILE)
         self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))
         self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.q, down),
                       *launch.strides(self.k, down), *launch.strides(self.v, down))
