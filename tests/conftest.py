@@ -1,6 +1,8 @@
 import os
+import subprocess
 import sys
 
+import pytest
 import torch
 
 # Where there is no GPU the Triton kernels run in Triton's interpreter, which must be asked for before its import.
@@ -8,3 +10,14 @@ if not torch.cuda.is_available() and 'triton' not in sys.modules:
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
 import subquad  # noqa: F401  (before timm: it mends a torchvision of another build)
+
+
+@pytest.fixture
+def python():
+    """Runs a script in a process of its own, which finds what this one finds: python(script, VARIABLE=value)."""
+    def run(script, **environment):
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, 'PYTHONPATH': path, **environment}
+        return subprocess.run([sys.executable, '-W', 'ignore', '-c', script], env=environment, capture_output=True,
+                              text=True)
+    return run

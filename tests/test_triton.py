@@ -1,16 +1,11 @@
 """The Triton kernels: on a GPU where there is one, in Triton's interpreter elsewhere. Values and every gradient against
 the float64 reference, extremes, and what PyTorch sees of them."""
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
-from subquad.kernels import dispatch, launch
+from subquad.kernels import launch
 
 pytest.importorskip('triton')
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -66,7 +61,8 @@ def _check(call, inputs, tolerance=None, **options):
             assert x.isfinite().all(), n
             # Gradients that cancel (those of one token's logits, say) are held to the scale of the others.
             scale = y.abs().max().clamp(min=0.05 * largest)
-            assert (x.double() - y).abs().max() <= tolerance * (2 if n else 1) * scale, n
+            twice = n and x.dtype != torch.float32             # gradients pass through rounded outputs, too
+            assert (x.double() - y).abs().max() <= tolerance * (2 if twice else 1) * scale, n
 
 
 @pytest.mark.parametrize('name', CALLS)
@@ -142,7 +138,7 @@ def test_extreme_steps(name):
     for n, (x, y) in enumerate(zip(actual, expected)):
         assert (x is None) == (y is None) and (x is None or x.isfinite().all()), n
         if n < 4 and x is not None:
-            assert (x.double() - y).abs().max() <= 2e-5 * y.abs().max().clamp(min=1), n
+            assert (x.double() - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1), n
 
 
 def test_sums_of_large_steps_are_rounded_once():
@@ -238,19 +234,6 @@ def test_half_types_do_not_overflow_between_passes():
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=0)
 
 
-def test_tf32_by_either_switch():
-    """PyTorch refuses to answer the old question once the new switch is set."""
-    done = _python('import torch\nfrom subquad.kernels import launch\n'
-                   'precision = lambda: launch.numerics(torch.float32)["PRECISION"]\n'
-                   'assert precision() == "ieee"\n'
-                   'torch.backends.cuda.matmul.fp32_precision = "tf32"\nassert precision() == "tf32"')
-    assert done.returncode == 0, done.stderr
-    done = _python('import torch\nfrom subquad.kernels import launch\n'
-                   'torch.set_float32_matmul_precision("high")\n'
-                   'assert launch.numerics(torch.float32)["PRECISION"] == "tf32"')
-    assert done.returncode == 0, done.stderr
-
-
 def test_launches_are_along_the_grid_s_long_axis():
     assert launch.programs(100_000) == (100_000,)           # the other axes end at 65,535
     with pytest.raises(ValueError, match='2,147,483,648 programs.*at most 2,147,483,647'):
@@ -329,124 +312,3 @@ def test_no_gradient_without_what_it_needs():
     assert first.numel() == lse.numel() == 0
     with pytest.raises(RuntimeError, match='save=False'):
         y.sum().backward()
-
-
-# --- which backend runs
-
-def test_why_not():
-    inputs = _inputs(2, 3)
-    if DEVICE == 'cuda':
-        assert kernels.why_not('polyline_attention', *inputs) is None
-    else:
-        assert 'arguments are on cpu' in kernels.why_not('polyline_attention', *inputs)
-        assert 'no GPU' in kernels.why_not('polyline_attention')
-    with pytest.raises(ValueError, match=r"backend 'triton' can't run: the kernels take float32, float16 and bfloat16, "
-                                         r'and the arguments are torch.float64'):
-        CALLS['polyline-logit-both'](*(x.double() for x in inputs), 'triton')
-    with pytest.raises(ValueError, match='heads of at most 128 channels, and these have 130'):
-        CALLS['decay-logit-row'](*_inputs(2, 2, dim=130), 'triton')
-    with pytest.raises(ValueError, match='unknown operator'):
-        kernels.why_not('attention')
-
-
-def test_the_context_manager_takes_triton(monkeypatch):
-    from subquad.kernels.polyline_scan import _SCAN
-    calls = []
-    monkeypatch.setitem(_SCAN, 'triton', lambda *args: calls.append(args))
-    v, a, b = _inputs(2, 2)[2:]
-    with kernels.use_backend('triton'):
-        kernels.polyline_scan(v, a, b)
-    assert len(calls) == 1
-
-
-def _python(script, **environment):
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = {**os.environ, 'PYTHONPATH': path, **environment}
-    return subprocess.run([sys.executable, '-W', 'ignore', '-c', script], env=environment, capture_output=True,
-                          text=True)
-
-
-@pytest.mark.parametrize('backend', ['triton', 'reference', 'portable'])
-def test_environment_variable(backend):
-    done = _python('import torch\nfrom subquad.kernels import polyline_scan as op\n'
-                   'from subquad.kernels.polyline_scan import _SCAN\n'
-                   'for name in list(_SCAN): _SCAN[name] = lambda *args, name=name: name\n'
-                   'x = torch.ones(1, 1, 2, 2, 1); a = -x[..., 0]\n'
-                   'print(op(x, a, a))', SUBQUAD_BACKEND=backend)
-    assert done.stdout.strip() == backend, done.stderr
-
-
-def test_without_triton():
-    """Everything else works, and says what is missing."""
-    done = _python('import sys; sys.modules["triton"] = None\n'
-                   'import torch; from subquad import kernels\n'
-                   'print(kernels.why_not("polyline_scan"))\n'
-                   'x, a = torch.randn(1, 1, 2, 2, 3), -torch.rand(1, 1, 2, 2)\n'
-                   'print(kernels.polyline_scan(x, a, a).shape)\n'
-                   'try: kernels.polyline_scan(x, a, a, backend="triton")\n'
-                   'except ValueError as error: print(error)')
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('Triton is not installed') == 2 and 'Size([1, 1, 2, 2, 3])' in done.stdout
-
-
-def test_importing_the_package_does_not_import_the_kernels():
-    """(PyTorch itself may import Triton.)"""
-    done = _python('import sys; from subquad import kernels\n'
-                   'ours = [name for name in sys.modules if name.startswith("subquad")]\n'
-                   'assert ours and not [name for name in ours if name.endswith((".triton", ".tiles"))]')
-    assert done.returncode == 0, done.stderr
-
-
-def test_operators_are_listed_once():
-    assert set(dispatch.OPERATORS) == set(kernels.__all__) - {'use_backend', 'why_not'}
-
-
-# --- ahead of time, for GPUs that are not there
-
-def _compiled(target, *only):
-    script = ('import sys; from subquad.tools import kernels\n'
-              f'sys.exit(kernels.main(["--compile", "{target}", "--json", "--only", *{only!r}]))')
-    done = _python(script, TRITON_INTERPRET='0')
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout)
-
-
-def _assert_compiled(resources, kernels_, spills_known=True):
-    found = [k for case in resources.values() for k in case]
-    assert {k['kernel'].removesuffix('_kernel') for k in found} >= kernels_
-    if spills_known:
-        assert all(k['registers'] > 0 for k in found)
-        assert [k for k in found if k['stack']] == []
-
-
-ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
-               'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products'}
-
-
-def test_compiles_for_sm_90_without_spills():
-    """bfloat16 and float32 at the head size of PPMA; all shipped configurations are in the slow test."""
-    resources = _compiled('cuda:90', ', 32 channels')
-    _assert_compiled(resources, ALL_KERNELS)
-
-
-@pytest.mark.parametrize('target, spills_known', [('cuda:80', True), ('hip:gfx942', False)])
-def test_compiles_for_other_targets(target, spills_known):
-    resources = _compiled(target, 'logit, 14 x 14, bfloat16, 32', 'logit, lines of 56, bfloat16, 32',
-                          'logit, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32')
-    _assert_compiled(resources, ALL_KERNELS, spills_known)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('target', ['cuda:80', 'cuda:90'])
-def test_no_shipped_configuration_spills(target):
-    _assert_compiled(_compiled(target, ''), ALL_KERNELS)
-
-
-def test_wrong_targets():
-    script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
-    for target, only, message in (('sm90', 'logit', 'target must be like cuda:90'),
-                                  ('cuda:999', 'logit', 'target must be like cuda:90'),
-                                  ('hip:nonsense', 'logit', 'target must be like cuda:90'),
-                                  ('cuda:90', 'nonsense', "no case contains 'nonsense'")):
-        done = _python(script.format(target, only), TRITON_INTERPRET='0')
-        assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -1,0 +1,56 @@
+"""The Triton kernels compiled ahead of time, for GPUs that are not there: they compile, and no register spills."""
+import json
+
+import pytest
+
+pytest.importorskip('triton')
+
+
+def _compiled(python, target, *only):
+    script = ('import sys; from subquad.tools import kernels\n'
+              f'sys.exit(kernels.main(["--compile", "{target}", "--json", "--only", *{only!r}]))')
+    done = python(script, TRITON_INTERPRET='0')
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def _assert_compiled(resources, kernels_, spills_known=True):
+    found = [k for case in resources.values() for k in case]
+    assert {k['kernel'].removesuffix('_kernel') for k in found} >= kernels_
+    if spills_known:
+        assert all(k['registers'] > 0 for k in found)
+        assert [k for k in found if k['stack']] == []
+
+
+ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
+               'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products'}
+
+
+def test_compiles_for_sm_90_without_spills(python):
+    """bfloat16 and float32 at the head size of PPMA; all shipped configurations are in the slow test."""
+    resources = _compiled(python, 'cuda:90', 'bfloat16, 32 channels', '14 x 14, float32, 32',
+                          'lines of 100, float32, 32', 'lines of 28, float32, 32')
+    _assert_compiled(resources, ALL_KERNELS)
+
+
+@pytest.mark.parametrize('target, spills_known', [('cuda:80', True), ('hip:gfx942', False)])
+def test_compiles_for_other_targets(target, spills_known, python):
+    resources = _compiled(python, target, 'logit, 14 x 14, bfloat16, 32', 'logit, lines of 56, bfloat16, 32',
+                          'logit, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32')
+    _assert_compiled(resources, ALL_KERNELS, spills_known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('target', ['cuda:80', 'cuda:90'])
+def test_no_shipped_configuration_spills(target, python):
+    _assert_compiled(_compiled(python, target, ''), ALL_KERNELS)
+
+
+def test_wrong_targets(python):
+    script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
+    for target, only, message in (('sm90', 'logit', 'target must be like cuda:90'),
+                                  ('cuda:999', 'logit', 'target must be like cuda:90'),
+                                  ('hip:nonsense', 'logit', 'target must be like cuda:90'),
+                                  ('cuda:90', 'nonsense', "no case contains 'nonsense'")):
+        done = python(script.format(target, only), TRITON_INTERPRET='0')
+        assert done.returncode == 2 and message in done.stderr, done.stderr
