@@ -49,7 +49,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             for n, k in enumerate(kernels):
                 table.add_row('' if n else name, k.kernel, k.constants, str(k.warps),
                               *('?' if x is None else str(x) for x in (k.registers, k.stack, k.shared)))
-        console.print(table)
+        Console(width=None if console.is_terminal else 160).print(table)
     return int(any(k.stack for kernels in resources.values() for k in kernels))
 
 
