@@ -217,7 +217,7 @@ def step(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], 
 def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
     """Contestants that make sense here: Triton only where it can run, the reference only where it is small."""
     tokens = inputs[0].shape[2] * inputs[0].shape[3]
-    fits = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6 < 8e9
+    fits = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6 < 2e9
     refused = {'triton'} if why_not(op, *inputs) else set()
     refused |= {'flex'} if inputs[0].device.type == 'cpu' else set()
     refused |= set() if fits else {'reference', 'dense', 'sdpa'}
