@@ -3,6 +3,7 @@ if __name__ != 'subquad.backbones':
     raise ImportError(f"import subquad.backbones, not {__name__!r}: the folder of the checkout is not a package of its "
                       'own, and its models would be registered twice')
 
+from .mobilevitv2 import MobileViTv2
 from .ppma import PPMA
 
-__all__ = ['PPMA']
+__all__ = ['MobileViTv2', 'PPMA']

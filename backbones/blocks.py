@@ -1,4 +1,4 @@
-"""The parts that the hierarchical backbones share: stem, depthwise convolution, feed-forward, block, head."""
+"""The parts that backbones share: convolution and BatchNorm, stem, depthwise convolution, feed-forward, block, head."""
 from typing import Callable, Optional
 
 import torch
@@ -28,6 +28,15 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
     return x
 
 
+def folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """norm(conv(x)) in evaluation: the statistics are constants, and folded into the convolution they save a pass over
+    its output."""
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
+    weight = conv.weight * scale[:, None, None, None]
+    return F.conv2d(x, weight, norm.bias - mean * scale, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
 class ConvNorm(nn.Module):
     """3x3 convolution with bias, BatchNorm and, if asked for, GELU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
 
@@ -40,11 +49,7 @@ class ConvNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             return self.act(self.norm(self.conv(x)))
-        # The statistics are constants: fold them into the convolution and save a pass over its output.
-        scale = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
-        weight = self.conv.weight * scale[:, None, None, None]
-        bias = (self.conv.bias - self.norm.running_mean) * scale + self.norm.bias
-        return self.act(F.conv2d(x, weight, bias, self.conv.stride, self.conv.padding))
+        return self.act(folded(self.conv, self.norm, x))
 
 
 class Stem(nn.Module):
@@ -144,7 +149,12 @@ class ProjectionHead(nn.Module):
         self.drop = nn.Dropout(drop_rate)
         self.reset(num_classes, global_pool, **dd)
 
-    def reset(self, num_classes: int, global_pool: Optional[str] = None, device=None, dtype=None) -> None:
+    def reset(self, num_classes: int, global_pool: Optional[str] = None, in_features: Optional[int] = None, device=None,
+              dtype=None) -> None:
+        """A new classifier; with `in_features` for as many features as they come, without projection."""
+        if in_features is not None:
+            self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
+            self.num_features = in_features
         if global_pool is not None:
             if global_pool not in ('avg', ''):
                 raise ValueError(f"global_pool must be 'avg' or '', got {global_pool!r}")
@@ -152,11 +162,6 @@ class ProjectionHead(nn.Module):
         self.fc = (nn.Linear(self.num_features, num_classes, device=device, dtype=dtype) if num_classes > 0
                    else nn.Identity())
         self.fc.train(self.training)
-
-    def remove_projection(self, dim: int) -> None:
-        """Take `dim` features as they come from now on."""
-        self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
-        self.num_features = dim
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.proj(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -8,14 +8,13 @@ paper's: the mask is added to the logits as its logarithm (`mask='logit'`) inste
 import re
 from typing import Any, Dict, Sequence, Set, Union
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
 from .hierarchical import HierarchicalBackbone
 from .mixers import PolylineMixer
-from .weights import unwrap
+from .weights import checkpoint_filter_fn
 
 __all__ = ['PPMA']
 
@@ -62,6 +61,22 @@ class PPMA(HierarchicalBackbone):
         """A_log and dt_bias, as in the published classification training."""
         return {name for name, _ in self.named_parameters() if name.endswith(('.A_log', '.dt_bias'))}
 
+    def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        """Our key names from the published ones (or from ours). Output norms that this model does not have are dropped;
+        everything else is kept, for the loader to judge."""
+        if not any(key.startswith('patch_embed.') for key in weights):
+            return weights
+        out = {}
+        for key, value in weights.items():
+            if key.endswith('Relpos.angle'):
+                continue
+            for pattern, replacement in _RENAMES:
+                key = pattern.sub(replacement, key)
+            if key.startswith('output_norms.') and self.output_norms is None:
+                continue
+            out[key] = value.reshape(-1) if key.endswith('.gamma') else value
+        return out
+
 
 # Published key -> ours, in this order.
 _RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
@@ -78,31 +93,6 @@ _RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r'\.path_embed\.dt_linear\.', '.decay.proj.'), (r'\.path_embed\.', '.decay.'),
     (r'\.(lepe|dwconv|pos)\.conv\.', r'.\1.'), (r'\.gamma_([12])$', r'.ls\1.gamma'),
 )]
-
-
-def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """Weights under our key names, from ours or from the published ones.
-
-    A whole checkpoint is unwrapped as by `weights.unwrap` (averaged weights first: the reported S and B figures are the
-    averaged model's); the `backbone.` of a detector's file is taken off and the detector's heads with it.
-    Output norms that the model does not have are dropped; everything else is kept, for the loader to judge.
-    """
-    state_dict, _ = unwrap(state_dict)
-    if any(key.startswith('backbone.') for key in state_dict):
-        state_dict = {key.removeprefix('backbone.'): value for key, value in state_dict.items()
-                      if key.startswith('backbone.')}
-    if not any(key.startswith('patch_embed.') for key in state_dict):
-        return state_dict
-    out = {}
-    for key, value in state_dict.items():
-        if key.endswith('Relpos.angle'):
-            continue
-        for pattern, replacement in _RENAMES:
-            key = pattern.sub(replacement, key)
-        if key.startswith('output_norms.') and getattr(model, 'output_norms', None) is None:
-            continue
-        out[key] = value.reshape(-1) if key.endswith('.gamma') else value
-    return out
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 PathLike = Union[str, Path]
 METADATA_KEY = 'subquad'
 # Where checkpoints keep the weights; an averaged copy first (PPMA's reported S and B figures are its).
-_WRAPPERS = ('model_ema', 'state_dict_ema', 'model', 'state_dict')
+_WRAPPERS = ('model_ema', 'state_dict_ema', 'ema_state_dict', 'model', 'state_dict', 'model_state_dict')
 
 
 class WeightsError(ValueError):
@@ -49,6 +49,20 @@ def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
     return weights, source
 
 
+def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
+    """Weights under the model's key names, as timm asks for them.
+
+    A whole checkpoint is unwrapped as by `unwrap`; the `backbone.` of a detector's file is taken off and the detector's
+    heads with it; published key names are translated by the model's family.
+    """
+    weights, _ = unwrap(state_dict)
+    if any(key.startswith('backbone.') for key in weights):
+        weights = {key.removeprefix('backbone.'): value for key, value in weights.items()
+                   if key.startswith('backbone.')}
+    translate = getattr(model, 'translate_checkpoint', None)
+    return translate(weights) if translate else weights
+
+
 def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
     """Weights, our metadata and where in the file the weights were found.
 
@@ -56,8 +70,8 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
         path: a .safetensors file, or a pickle (.pth, .pt, .bin), which is read by torch's restricted unpickler.
 
     Returns:
-        (name -> tensor on the CPU; metadata of `save_weights`, or {}; for a pickle one of 'model_ema',
-        'state_dict_ema', 'model', 'state_dict', or '' for a bare state dict or safetensors).
+        (name -> tensor on the CPU; metadata of `save_weights`, or {}; for a pickle the key they were under
+        ('model_ema', 'state_dict', ...), or '' for a bare state dict or safetensors).
 
     Raises:
         WeightsError: no such file, damaged, code in a pickle, or no weights in it.
@@ -144,7 +158,6 @@ def load_state_dict(model: nn.Module, weights: Dict[str, Tensor], name: str) -> 
     Raises:
         WeightsError: keys missing, keys to spare, or shapes that differ.
     """
-    from .ppma import checkpoint_filter_fn
     weights = checkpoint_filter_fn(weights, model)
     own = model.state_dict()
     if not any(key.startswith('output_norms.') for key in weights):

@@ -5,8 +5,10 @@
     polyline_attention         softmax attention over the whole grid under the polyline mask     O(N^2) time
     polyline_scan              the polyline mask times a tensor, in two or three dimensions      O(N)
     polyline_linear_attention  linear attention under the polyline mask, by scans                O(N)
+    separable_attention        one context vector, by softmax scores, for all tokens of a group  O(N)
 
-All take heads first, `(B, heads, H, W, D)`, and *step* logs `(B, heads, H, W)`, never cumulative sums.
+The polyline operators take heads first, `(B, heads, H, W, D)`, and *step* logs `(B, heads, H, W)`, never cumulative
+sums; separable attention, which has no heads, takes `(B, H, W, D)`.
 """
 if __name__ != 'subquad.kernels':
     raise ImportError(f'import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its '
@@ -16,6 +18,7 @@ from .decay_attention import crisscross_attention, decay_attention
 from .dispatch import use_backend, why_not
 from .polyline_attention import polyline_attention
 from .polyline_scan import polyline_linear_attention, polyline_scan
+from .separable_attention import separable_attention
 
 __all__ = ['crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-           'polyline_scan', 'use_backend', 'why_not']
+           'polyline_scan', 'separable_attention', 'use_backend', 'why_not']

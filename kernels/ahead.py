@@ -117,6 +117,7 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
     from .decay_attention import triton as decay
     from .polyline_attention import triton as polyline
     from .polyline_scan import triton as scan
+    from .separable_attention import triton as separable
     calls: Dict[str, Callable] = {}
 
     def attention(dtype, dim, length):
@@ -137,6 +138,12 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
         steps = torch.empty(2, 4, length, 3, device='meta')
         scan.backward(scan.forward(x, steps, 2, torch.float32), x, steps, 2)
 
+    def separable_call(dtype, dim, side, latents, key_map):
+        x = torch.empty(2, side, side, dim, dtype=dtype, device='meta')
+        query, weight = x.new_empty(2, side, side, latents), x.new_empty(dim, dim) if key_map else None
+        _, statistics, summed = separable.forward(query, x, x, weight, None, (2, 2), 'pixel')
+        separable.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
+
     def add(name, call, *args):
         calls[name] = lambda: call(*args)
 
@@ -155,4 +162,8 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
                 add(f'decay_attention, {mask}, lines of 100, {kind}', decay_call, dtype, dim, 100, mask)
             for length in (*lengths, 100, 256, 600):
                 add(f'polyline_scan, lines of {length}, {kind}', scan_call, dtype, dim, length)
+            for latents in (1, 8):
+                for keys in ('keys', 'mapped keys'):
+                    add(f'separable_attention, {latents} latent, {keys}, 32 x 32, {kind}', separable_call, dtype, dim,
+                        32, latents, keys == 'mapped keys')
     return calls

@@ -29,9 +29,9 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
 
 
 def same_dtype(op: str, **given: Tensor) -> None:
-    kinds = {name: tensor.dtype for name, tensor in given.items()}
-    if len(set(kinds.values())) > 1:
-        raise TypeError(f"{op}: {', '.join(kinds)} must share a dtype, got {', '.join(map(str, kinds.values()))}")
+    kinds = [tensor.dtype for tensor in given.values()]
+    if any(kind != kinds[0] for kind in kinds):
+        raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {', '.join(map(str, kinds))}")
 
 
 def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:

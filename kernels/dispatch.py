@@ -11,8 +11,9 @@ from .launch import interpreted
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-             'polyline_scan')
-# What the kernels take.
+             'polyline_scan', 'separable_attention')
+# Those that hold a tile of whole heads, and how many channels it may have.
+_MATRIX_OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention')
 LARGEST_HEAD = 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Found, not imported: nothing here imports Triton before a kernel runs.
@@ -48,8 +49,8 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def exporting() -> bool:
-    """True while torch.export, torch.jit.trace or the ONNX exporter records the graph."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    """True while torch.export or torch.jit.trace records the graph; the ONNX exporter does it by one of the two."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
@@ -68,7 +69,8 @@ def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tens
     if _known(backend, op) == 'auto':
         backend = _active
     if backend == 'auto':
-        backend = 'export' if exporting() else 'triton' if why_not(op, *tensors) is None else 'portable'
+        on_gpu = tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
+        backend = 'export' if exporting() else 'triton' if on_gpu else 'portable'
     elif backend == 'triton':
         objection = _objection(op, *tensors)
         if objection:
@@ -111,7 +113,7 @@ def _objection(op: str, *tensors: Tensor) -> Optional[str]:
         return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'
     if first.dtype not in _DTYPES:
         return f'the kernels take float32, float16 and bfloat16, and the arguments are {first.dtype}.'
-    if op.endswith('attention') and 'linear' not in op:
+    if op in _MATRIX_OPERATORS:
         largest = max(x.shape[-1] for x in tensors[:3])
         if largest > LARGEST_HEAD:
             return f'the kernels take heads of at most {LARGEST_HEAD} channels, and these have {largest}.'

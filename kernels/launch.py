@@ -23,6 +23,7 @@ CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
                                       for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
     'polyline_scan_bwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
                                       for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
+    'separable_attention': {'default': {(size, 64): (4, 2, None) for size in (2, 4)}},
 }
 TILES = (16, 32, 64)
 # The largest tiles that stay in registers: by kernel and bytes of an element, the side for heads of at most

@@ -35,9 +35,11 @@ def test_no_model_of_timm_changes():
             'import timm; from timm.models import _registry as r; before = dict(r._model_entrypoints); '
             'del sys.modules["subquad"]; import subquad; '
             'assert all(r._model_entrypoints[k] is v for k, v in before.items()); '
-            'print(sorted(set(r._model_entrypoints) - set(before)))')
+            'print(*sorted(set(r._model_entrypoints) - set(before)))')
     done = subprocess.run([sys.executable, '-c', code, str(ROOT / 'subquad')], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "['ppma_base', 'ppma_small', 'ppma_tiny', 'test_ppma']", done.stderr
+    widths = [f'subquad_mobilevitv2_{width}' for width in ('050', '075', '100', '125', '150', '175', '200')]
+    assert done.stdout.split() == ['ppma_base', 'ppma_small', 'ppma_tiny', *widths, 'test_mobilevitv2',
+                                   'test_ppma'], done.stderr
 
 
 def _fake_torchvision(folder: Path, body: str) -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from subquad import kernels
-from subquad.backbones.ppma import PPMA, checkpoint_filter_fn
+from subquad.backbones.ppma import PPMA
+from subquad.backbones.weights import checkpoint_filter_fn
 from subquad.kernels import launch
 from subquad.tools.stats import count
 

@@ -1,5 +1,6 @@
 """A model of ours behaves like one of timm's. timm's own test-suite runs beside this (`make test-timm`)."""
 import copy
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -7,45 +8,78 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
-NAME = 'test_ppma'
+PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96],
+                       small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',
+                                             'stages.2.blocks.1.mixer.q.weight', 'head.fc.weight'))
+# Maps of 3 columns become 4 wide.
+MOBILEVITV2 = SimpleNamespace(name='test_mobilevitv2', module='mobilevitv2', strides=[2, 4, 8, 16, 32],
+                              channels=[16, 32, 64, 96, 128], small=(2, 4),
+                              layers=('stem.conv.weight', 'stages.0.0.conv1_1x1.conv.weight',
+                                      'stages.3.1.transformer.0.attn.qkv_proj.weight', 'head.fc.weight'))
+SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_050',
+                              'channels': [32, 64, 128, 192, 256]})
+
+
+@pytest.fixture(params=[PPMA, MOBILEVITV2, SMALLEST], ids=lambda family: family.name)
+def family(request):
+    return request.param
 
 
 @pytest.fixture
-def model():
+def model(family):
     torch.manual_seed(0)
-    return timm.create_model(NAME, num_classes=7).eval()
+    return timm.create_model(family.name, num_classes=7).eval()
 
 
 def test_registered_like_a_built_in():
     assert timm.list_models('ppma*') == ['ppma_base', 'ppma_small', 'ppma_tiny']
-    assert timm.is_model(NAME) and timm.list_models(module='ppma')
-    with pytest.raises(RuntimeError, match='[Nn]o pretrained'):
-        timm.create_model(NAME, pretrained=True)
+    for family in (PPMA, MOBILEVITV2):
+        assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
+        with pytest.raises(RuntimeError, match='[Nn]o pretrained'):
+            timm.create_model(family.name, pretrained=True)
 
 
-def test_features(model):
-    pyramid = timm.create_model(NAME, features_only=True, out_indices=(1, 3))
-    assert pyramid.feature_info.reduction() == [8, 32] and pyramid.feature_info.channels() == [48, 96]
-    assert timm.create_model(NAME, features_only=True).feature_info.reduction() == [4, 8, 16, 32]
+def test_features(model, family):
+    pyramid = timm.create_model(family.name, features_only=True, out_indices=(1, 3))
+    assert pyramid.feature_info.reduction() == family.strides[1::2] or family is PPMA
+    assert pyramid.feature_info.channels() == [family.channels[1], family.channels[3]]
+    pyramid = timm.create_model(family.name, features_only=True)
+    assert pyramid.feature_info.reduction() == family.strides and pyramid.feature_info.channels() == family.channels
     x = torch.randn(1, 3, 64, 96)
-    features = model.forward_features(x)
-    assert features.shape == (1, model.num_features, 2, 3)
+    assert [f.shape[1] for f in pyramid(x)] == family.channels
+    features, levels = model.forward_intermediates(x)
+    assert [f.shape[1] for f in levels] == family.channels
+    torch.testing.assert_close(features, model.forward_features(x))
+    assert features.shape == (1, model.num_features, *family.small)
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
     torch.testing.assert_close(model.forward_head(features), model(x))
 
 
-def test_classifier_and_pooling(model):
+def test_pruning(model, family):
+    x = torch.randn(1, 3, 64, 64)
+    expected = model.forward_intermediates(x, intermediates_only=True)
+    assert model.prune_intermediate_layers([0, 2]) == [0, 2]
+    for found, wanted in zip(model.forward_intermediates(x, [0, 2], intermediates_only=True), expected[::2]):
+        torch.testing.assert_close(found, wanted)
+    assert model(x).shape[1] == model.num_features == model.head_hidden_size == family.channels[2]
+
+
+def test_classifier_and_pooling(model, family):
     x = torch.randn(2, 3, 64, 64)
     assert model(x).shape == (2, 7)
     model.reset_classifier(3)
     assert model(x).shape == (2, 3) and model.get_classifier().out_features == 3
     model.reset_classifier(0)
     assert model(x).shape == (2, model.head_hidden_size)
-    model.reset_classifier(4, '')
-    assert model(x).shape == (2, 4, 2, 2)
-    assert timm.create_model(NAME, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
-    assert timm.create_model(NAME, num_classes=0, global_pool='')(x).shape == (2, 128, 2, 2)
-    timm.create_model(NAME, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
+    assert timm.create_model(family.name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
+    assert timm.create_model(family.name, num_classes=0, global_pool='')(x).shape == (2, model.head_hidden_size, 2, 2)
+    timm.create_model(family.name, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
+    if family is PPMA:
+        model.reset_classifier(4, '')
+        assert model(x).shape == (2, 4, 2, 2)
+    else:
+        model.reset_classifier(4, 'catavgmax')
+        assert model(x).shape == (2, 4) and model.head_hidden_size == 2 * model.num_features
 
 
 def test_drop_path_rises_over_the_blocks():
@@ -54,7 +88,7 @@ def test_drop_path_rises_over_the_blocks():
     assert rates == pytest.approx([0.13 * n / 13 for n in range(14)], abs=1e-6)
 
 
-def test_layer_decay(model):
+def test_layer_decay(model, family):
     optimizer = create_optimizer_v2(model, opt='adamw', lr=1.0, weight_decay=0.05, layer_decay=0.5)
     scale, decay = {}, {}
     names = {id(p): n for n, p in model.named_parameters()}
@@ -62,10 +96,11 @@ def test_layer_decay(model):
         for parameter in group['params']:
             scale[names[id(parameter)]] = group['lr_scale']
             decay[names[id(parameter)]] = group['weight_decay']
-    assert scale['stem.conv1.conv.weight'] < scale['stages.0.blocks.0.mixer.q.weight'] \
-        < scale['stages.2.blocks.1.mixer.q.weight'] < scale['head.fc.weight'] == 1
-    assert decay['stages.0.blocks.0.mixer.decay.A_log'] == decay['stages.0.blocks.0.mixer.decay.dt_bias'] == 0
-    assert decay['stages.0.blocks.0.mixer.q.weight'] == 0.05
+    stem, first, later, head = family.layers
+    assert scale[stem] < scale[first] < scale[later] < scale[head] == 1
+    assert decay[first] == decay[later] == 0.05
+    if family is PPMA:
+        assert decay['stages.0.blocks.0.mixer.decay.A_log'] == decay['stages.0.blocks.0.mixer.decay.dt_bias'] == 0
 
 
 def test_gradient_checkpointing(model):
@@ -122,10 +157,14 @@ def test_flop_counter_sees_the_definition():
     assert counter.get_total_flops() == 2 * (2 * 3) * (4 * 5 * (4 + 5)) * 6 * 3
 
 
-@pytest.mark.parametrize('options', [dict(), dict(attention='linear'), dict(attention='decomposed'),
-                                     dict(paths='cross_scan'), dict(mask='product')], ids=str)
-def test_export_is_plain_and_of_rank_4(options):
-    model = timm.create_model(NAME, exportable=True, num_classes=7, **options).eval()
+@pytest.mark.parametrize('family, options', [
+    (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
+    (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask='product')), (SMALLEST, dict()),
+    (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
+    (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
+                         ids=lambda x: getattr(x, 'name', str(x)))
+def test_export_is_plain_and_of_rank_4(family, options):
+    model = timm.create_model(family.name, exportable=True, num_classes=7, **options).eval()
     x = torch.randn(1, 3, 64, 96)
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
@@ -134,7 +173,7 @@ def test_export_is_plain_and_of_rank_4(options):
     for node in program.run_decompositions({}).graph.nodes:
         if node.op != 'call_function':
             continue
-        assert 'subquad' not in str(node.target) and 'linalg' not in str(node.target)
+        assert not any(word in str(node.target) for word in ('subquad', 'linalg', 'im2col'))
         rank = node.meta['val'].ndim if hasattr(node.meta.get('val'), 'ndim') else 0
         # Reshapes from rank 5 to rank 4 and back are folded by exporters; arithmetic on rank 5 cannot be.
         assert rank <= 4 or node.target.__name__.split('.')[0] in views, (node.target, node.meta['val'].shape)
@@ -149,15 +188,15 @@ def test_export_with_another_batch_and_trace(model):
     torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_through_timms_loader(model, tmp_path):
+def test_weights_through_timms_loader(model, family, tmp_path):
     torch.save({'state_dict': model.state_dict()}, tmp_path / 'weights.pth')
     overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=7)
-    loaded = timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
+    loaded = timm.create_model(family.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
     x = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(loaded(x), model(x))
-    timm.create_model(NAME, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
+    timm.create_model(family.name, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
 
 
-def test_meta_device_and_factory_kwargs():
-    model = timm.create_model(NAME, device='meta', dtype=torch.bfloat16)
+def test_meta_device_and_factory_kwargs(family):
+    model = timm.create_model(family.name, device='meta', dtype=torch.bfloat16)
     assert {(t.device.type, t.dtype) for t in model.parameters()} == {('meta', torch.bfloat16)}

@@ -82,8 +82,14 @@ def test_models_and_stats(capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [r['name'] for r in rows] == ['ppma_tiny', 'ppma_small', 'ppma_base', 'test_ppma']
     assert rows[0]['parameters'] == 14_335_272
+    models.main(['--json'])
+    names = [row['name'] for row in json.loads(capsys.readouterr().out)]
+    assert names[2:5] == ['ppma_base', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
+    assert names[-2:] == ['test_ppma', 'test_mobilevitv2']
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
+    stats.main(['subquad_mobilevitv2_050', 'test_ppma', '--json'])
+    assert [row['size'] for row in json.loads(capsys.readouterr().out)] == [[256, 256], [64, 64]]
     stats.main(['ppma_tiny', 'resnet18', '--size', '224x224', '--json'])
     ours, other = json.loads(capsys.readouterr().out)
     assert ours['reported_by_authors']['top1'] == 82.6 and other['reported_by_authors'] == {}

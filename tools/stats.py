@@ -1,19 +1,28 @@
 """Parameters and MACs of any timm model at any input size, beside the authors' figures.
 
-Two counts, because papers differ in which they print: `all` is every multiply-add of convolutions, linear layers and
-products of tokens with tokens; `weights` leaves the products of tokens with tokens out (attention, scans).
+Three counts, because papers differ in which they print: `all` is every multiply-add of convolutions, linear layers and
+products of tokens with tokens; `weights` leaves the products of tokens with tokens out (attention, scans); `with norms`
+is `weights` and what fvcore, a common counting tool, adds for norms (2 for each element in BatchNorm, 5 in GroupNorm
+and LayerNorm) and for bilinear resizing (4).
 """
 import argparse
 import ast
 import json
-from typing import Any, Dict, List, Optional, Tuple
+import math
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .cli import UserError
 
-# Reported by the authors, at 224 x 224: millions of parameters, GMACs, ImageNet-1k top-1.
-REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0)}
+# Reported by the authors, at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
+REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
+            'subquad_mobilevitv2_050': (1.4, 0.5, 70.2), 'subquad_mobilevitv2_075': (2.9, 1.0, 75.6),
+            'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
+            'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),
+            'subquad_mobilevitv2_200': (18.5, 7.2, 81.2)}
 # Operators with weights on one side. Everything else that a flop counter sees multiplies tokens with tokens.
 _WITH_WEIGHTS = ('convolution', '_convolution', 'mm', 'addmm')
+# Multiply-adds an element of the input, or of the output of a resizing, as fvcore counts them.
+_NORMS = {'_native_batch_norm_legit': 2, 'native_group_norm': 5, 'native_layer_norm': 5, 'upsample_bilinear2d': 4}
 
 
 def size(text: str) -> Tuple[int, int]:
@@ -24,8 +33,13 @@ def size(text: str) -> Tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def count(name: str, height: int, width: int, **options: Any) -> Dict[str, Any]:
+def count(name: str, height: Optional[int] = None, width: Optional[int] = None, **options: Any) -> Dict[str, Any]:
     """Parameters and MACs of one image, by running the model on the meta device: no memory, no time, no weights.
+
+    Args:
+        name: timm model name.
+        height, width: of the image; by default what the model is made for.
+        options: of the model.
 
     Raises:
         UserError: unknown model, or an option or size that it refuses.
@@ -33,20 +47,36 @@ def count(name: str, height: int, width: int, **options: Any) -> Dict[str, Any]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from .zoo import create, size_options
+    from .zoo import create, default_size, size_options
+    height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
     model = create(name, device='meta', **{**size_options(name, (height, width)), **options}).eval()
     image = torch.empty(1, model.pretrained_cfg['input_size'][0], height, width, device='meta')
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        try:
+    def flops_of(**options: Any) -> Dict[str, int]:
+        with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
             model(image)
-        except (ValueError, AssertionError, RuntimeError) as error:
-            raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
-    flops = {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts()['Global'].items()}
+        return {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts()['Global'].items()}
+
+    try:
+        flops = flops_of()
+        # In training mode, where norms are not folded into convolutions.
+        model.train()
+        norms = flops_of(custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
     weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS)
     parameters = sum(p.numel() for p in model.parameters())
     return dict(model=name, size=[height, width], options=options, parameters=parameters,
                 macs=sum(flops.values()) // 2, macs_of_weights=weights // 2,
-                reported_by_authors=dict(zip(('parameters_M', 'gmacs_at_224', 'top1'), REPORTED.get(name, ()))))
+                macs_with_norms=weights // 2 + sum(norms.get(op, 0) for op in _NORMS),
+                reported_by_authors=dict(zip(('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ()))))
+
+
+def _elements(each: int) -> Callable[..., int]:
+    """A formula for torch's flop counter: `each` for an element of the larger of input and output."""
+    def formula(x, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        shapes = [x] + ([out_shape] if isinstance(out_shape, (tuple, list)) else [])
+        return each * max(math.prod(shape) for shape in shapes if all(isinstance(n, int) for n in shape))
+    return formula
 
 
 def _options(pairs: List[str]) -> Dict[str, Any]:
@@ -69,25 +99,26 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad stats', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', nargs='*', help='timm names (default: all of ours)')
-    parser.add_argument('--size', default='224', help='224 or HEIGHTxWIDTH (default: 224)')
+    parser.add_argument('--size', help='224 or HEIGHTxWIDTH (default: what each model is made for)')
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE', help='model options, such as paths=none')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
-    height, width = size(args.size)
+    height, width = size(args.size) if args.size else (None, None)
     rows = [count(name, height, width, **_options(args.set)) for name in args.model or our_models()]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     from rich.console import Console
-    from rich.table import Table
-    table = Table('model', 'parameters', 'GMACs, all', 'GMACs, weights', 'reported by the authors (224)',
-                  title=f'one image of {height} x {width}')
+    from rich.table import Column, Table
+    table = Table(Column('model', no_wrap=True), 'image', 'parameters', Column('GMACs: all', no_wrap=True), 'weights',
+                  'with norms', Column('reported by the authors', min_width=20))
     for row in rows:
         theirs = row['reported_by_authors']
-        reported = f"{theirs['parameters_M']} M, {theirs['gmacs_at_224']} G, top-1 {theirs['top1']}" if theirs else '-'
-        table.add_row(row['model'], f"{row['parameters']:,}", f"{row['macs'] / 1e9:.3f}",
-                      f"{row['macs_of_weights'] / 1e9:.3f}", reported)
-    Console().print(table)
+        reported = f"{theirs['parameters_M']} M, {theirs['gmacs']} G, top-1 {theirs['top1']}" if theirs else '-'
+        table.add_row(row['model'], '{}x{}'.format(*row['size']), f"{row['parameters']:,}",
+                      *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')), reported)
+    console = Console()
+    Console(width=None if console.is_terminal else 120).print(table)
     return 0
 
 

@@ -27,14 +27,14 @@ def models_table(root: Path) -> str:
     from .zoo import our_models
     rows = []
     for name in our_models():
-        row = count(name, 224, 224)
+        row = count(name)
         theirs = row['reported_by_authors']
-        rows.append([f'`{name}`', f"{row['parameters']:,}", f"{row['macs'] / 1e9:.2f}",
-                     f"{row['macs_of_weights'] / 1e9:.2f}",
-                     f"{theirs['parameters_M']} M, {theirs['gmacs_at_224']} G" if theirs else '-',
+        rows.append([f'`{name}`', str(row['size'][0]), f"{row['parameters']:,}", f"{row['macs'] / 1e9:.2f}",
+                     f"{row['macs_of_weights'] / 1e9:.2f}", f"{row['macs_with_norms'] / 1e9:.2f}",
+                     f"{theirs['parameters_M']} M, {theirs['gmacs']} G" if theirs else '-',
                      str(theirs['top1']) if theirs else '-'])
-    return markdown(['model', 'parameters', 'GMACs at 224', 'without token products', 'reported by the authors',
-                     'ImageNet-1k top-1, reported by the authors'], rows)
+    return markdown(['model', 'image', 'parameters', 'GMACs', 'without token products', 'the latter with norms',
+                     'reported by the authors', 'ImageNet-1k top-1, reported by the authors'], rows)
 
 
 def _records(root: Path, pattern: str) -> List[Dict[str, Any]]:

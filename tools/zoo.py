@@ -6,18 +6,18 @@ from torch import nn
 
 from .cli import UserError, nearest
 
-FAMILIES = ('ppma',)
+FAMILIES = ('ppma', 'mobilevitv2')
 
 
 def our_models() -> List[str]:
-    """Names of this package's models: by family, tiny to base, test models last."""
+    """Names of this package's models: by family, small to large, test models last."""
     sizes = ('tiny', 'small', 'base')
-    names = [name for family in FAMILIES for name in timm.list_models(module=family)]
 
-    def place(name: str) -> Tuple[bool, str, int]:
-        family, _, size = name.partition('_')
-        return family == 'test', family, sizes.index(size) if size in sizes else len(sizes)
-    return sorted(names, key=place)
+    def place(name: str) -> Tuple[bool, int, str]:
+        size = name.rpartition('_')[2]
+        return name.startswith('test_'), sizes.index(size) if size in sizes else len(sizes), name
+    return [name for test in (False, True) for family in FAMILIES
+            for name in sorted(timm.list_models(module=family), key=place) if name.startswith('test_') == test]
 
 
 def create(name: str, **kwargs: Any) -> nn.Module:
@@ -41,3 +41,14 @@ def size_options(name: str, size: Sequence[int]) -> Dict[str, Any]:
     if timm.is_model(name) and timm.get_pretrained_cfg_value(name, 'fixed_input_size'):
         return {'img_size': tuple(size)}
     return {}
+
+
+def default_size(name: str) -> Tuple[int, int]:
+    """Height and width that a model is made for.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if not timm.is_model(name):
+        create(name)                                  # raises, with the nearest names
+    return tuple(timm.get_pretrained_cfg_value(name, 'input_size')[1:])

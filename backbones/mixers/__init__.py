@@ -1,4 +1,5 @@
-"""Token mixers, one file a family: nn.Modules (B, H, W, C) -> (B, H, W, C), thin over the operators of kernels/."""
+"""Token mixers, one file a family: nn.Modules thin over the operators of kernels/."""
 from .polyline import PolylineMixer
+from .separable import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 
-__all__ = ['PolylineMixer']
+__all__ = ['LinformerSelfAttention', 'MultiHeadSelfAttention', 'PolylineMixer', 'SeparableSelfAttention']

@@ -1,0 +1,149 @@
+"""Separable self-attention (MobileViTv2), and the attention units that the paper sets it against (Figure 1, Table 1).
+
+Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680. Unlike the
+other mixers, these take images channels first, (B, C, H, W), as their 1 x 1 convolutions and phones like it.
+"""
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import is_exportable
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from ...kernels import separable_attention
+from ...kernels.dispatch import exporting
+from ...kernels.separable_attention.portable import context_scores
+
+MAX_LATENT_TOKENS = 64
+
+
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """x in the type that autocast would give to a product, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != 'meta' and torch.is_autocast_enabled(kind) else x
+
+
+@register_notrace_module
+class SeparableSelfAttention(nn.Module):
+    """Context scores from a query, one context vector from the keys, which all tokens of a group multiply by their
+    values (section 3.2, equations 5 to 10 of the paper).
+
+    `qkv_proj` gives L + 2 C channels: a logit for each latent token, key, value. With several latent tokens, which the
+    paper studies without a formula, the context is the mean of theirs (our reading).
+
+    Args:
+        dim: channels C.
+        num_latent_tokens: L, from 1 to 64; the published networks have 1.
+        patch_size: tokens at one place of their patch see each other ('pixel'), or those of one of patch_size x
+            patch_size patches of the map ('patch').
+        sampling: 'pixel' or 'patch'.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a number of latent tokens that is not allowed.
+    """
+
+    def __init__(self, dim: int, num_latent_tokens: int = 1, patch_size: int = 2, sampling: str = 'pixel', device=None,
+                 dtype=None):
+        super().__init__()
+        if not isinstance(num_latent_tokens, int) or not 1 <= num_latent_tokens <= MAX_LATENT_TOKENS:
+            raise ValueError(f'num_latent_tokens must be an integer from 1 to {MAX_LATENT_TOKENS}, got '
+                             f'{num_latent_tokens!r}')
+        self.num_latent_tokens, self.patch_size, self.sampling = num_latent_tokens, patch_size, sampling
+        self.qkv_proj = nn.Conv2d(dim, num_latent_tokens + 2 * dim, 1, device=device, dtype=dtype)
+        self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
+        self.exportable = is_exportable()
+
+    def query(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> logits of the context scores, (B, H, W, L)."""
+        count = self.num_latent_tokens
+        weight, bias = self.qkv_proj.weight[:count].flatten(1), self.qkv_proj.bias[:count]
+        return F.linear(x.permute(0, 2, 3, 1), weight, bias)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Context scores of an input (B, C, H, W): (B, L, H, W), at least float32, 1 in sum within each group."""
+        return context_scores(self.query(x), (self.patch_size,) * 2, self.sampling).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None, folded: bool = False) -> Tensor:
+        """(B, C, H, W) -> the same.
+
+        Args:
+            x: the values' input.
+            source: (B, C, H', W'), the input of queries and keys in cross-attention; None: x.
+            folded: x and source come as (B, C, P, N), each row one group.
+        """
+        x = cast_for_autocast(x)
+        source = x if source is None else cast_for_autocast(source)
+        groups = dict(patch_size=(self.patch_size ** 2, 1)) if folded else dict(patch_size=self.patch_size,
+                                                                                sampling=self.sampling)
+        count, dim = self.num_latent_tokens, x.shape[1]
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        if self.exportable or exporting():
+            query, key, value = self.qkv_proj(source).split([count, dim, dim], 1)
+            if source is not x:
+                value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
+            y = separable_attention(*(y.permute(0, 2, 3, 1) for y in (query, key, value)), backend='export', **groups)
+        else:
+            # Keys are never made: their map is linear, so the operator applies it to their weighted sum.
+            query = self.query(source)
+            value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
+            maps = (w[count:count + dim].to(query.dtype) for w in (weight.flatten(1), bias))
+            y = separable_attention(query, source.permute(0, 2, 3, 1), value.permute(0, 2, 3, 1),
+                                    **dict(zip(('key_weight', 'key_bias'), maps)), **groups)
+        return self.out_proj(y.permute(0, 3, 1, 2))
+
+
+@register_notrace_module
+class MultiHeadSelfAttention(nn.Module):
+    """Softmax attention between the tokens of each group (Figure 3a): O(N^2). Input and output: (B, C, P, N)."""
+
+    def __init__(self, dim: int, num_heads: int = 4, device=None, dtype=None):
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f'num_heads must divide the {dim} channels, got {num_heads}')
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Conv2d(dim, 3 * dim, 1, device=device, dtype=dtype)
+        self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
+
+    def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
+        """Keys and values (B, C, P, N) as they are; fewer of them in Linformer."""
+        return key, value
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None, folded: bool = True) -> Tensor:
+        """x: (B, C, P, N); source: (B, C, P, M), the input of keys and values in cross-attention; None: x."""
+        dim, (batch, _, places, tokens) = x.shape[1], x.shape
+        if source is None:
+            q, k, v = self.qkv_proj(x).split(dim, 1)
+        else:
+            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+            q = F.conv2d(x, weight[:dim], bias[:dim])
+            k, v = F.conv2d(source, weight[dim:], bias[dim:]).split(dim, 1)
+        q, k, v = (y.permute(0, 2, 3, 1).reshape(batch * places, y.shape[3], self.num_heads, -1).transpose(1, 2)
+                   for y in (q, *self.shorten(k, v)))
+        y = F.scaled_dot_product_attention(q, k, v)                               # (B P, heads, N, C / heads)
+        y = y.transpose(1, 2).reshape(batch, places, tokens, dim)
+        return self.out_proj(y.permute(0, 3, 1, 2))
+
+
+@register_notrace_module
+class LinformerSelfAttention(MultiHeadSelfAttention):
+    """Multi-head attention to `projected` keys and values, learned linear combinations of all tokens (Figure 3b): O(N),
+    for one number of tokens.
+
+    Args:
+        tokens: tokens of a group, which the projections are made for.
+        projected: p of the paper; never more than `tokens`.
+    """
+
+    def __init__(self, dim: int, tokens: int, num_heads: int = 4, projected: int = 256, device=None, dtype=None):
+        super().__init__(dim, num_heads, device=device, dtype=dtype)
+        self.tokens = tokens
+        self.key_tokens, self.value_tokens = (
+            nn.Linear(tokens, min(projected, tokens), bias=False, device=device, dtype=dtype) for _ in range(2))
+
+    def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
+        if key.shape[3] != self.tokens:
+            raise ValueError(f"attention='linformer' was made for {self.tokens} tokens a group, and this input has "
+                             f'{key.shape[3]}: make the model with img_size=(height, width) of your images')
+        return self.key_tokens(key), self.value_tokens(value)

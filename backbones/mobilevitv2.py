@@ -1,0 +1,375 @@
+"""MobileViTv2: inverted residuals and, from stride 8 on, blocks of transformer layers with separable self-attention.
+
+Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680, and its
+authors' library cvnets. Parameter names are timm's, so that the weights on its hub load as they are; the authors' own
+files are translated. Differences from timm's model, none of which changes a published network: tokens are never
+unfolded, keys are mapped after they are summed up, and stochastic depth acts on residual branches only.
+"""
+import re
+from functools import partial
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, ConvMlp, DropPath, calculate_drop_path_rates, is_exportable, make_divisible
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
+from torch import Tensor, nn
+
+from ..kernels.dispatch import exporting
+from ..kernels.separable_attention.grid import fold, unfold
+from ._timm import checkpoint_seq
+from .blocks import check_image, folded
+from .inference import in_parts
+from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
+from .staged import StagedBackbone, init_linear
+from .weights import checkpoint_filter_fn
+
+__all__ = ['MobileViTv2']
+
+ATTENTIONS = ('separable', 'mha', 'linformer')
+SAMPLINGS = ('pixel', 'patch')
+PATCH = (2, 2)
+WIDTHS = (0.25, 2.5)
+CHANNELS = (64, 128, 256, 384, 512)
+# Transformer layers, half as wide as their stage, of the blocks at the end of stages 3, 4 and 5 (strides 8, 16 and 32).
+DEPTHS = (2, 4, 3)
+
+
+class ConvNormAct(nn.Module):
+    """Convolution without bias, BatchNorm, SiLU unless `act` is False: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
+
+    def __init__(self, in_chs: int, out_chs: int, kernel_size: int = 1, stride: int = 1, dilation: int = 1,
+                 groups: int = 1, act: bool = True, device=None, dtype=None):
+        super().__init__()
+        self.conv = nn.Conv2d(in_chs, out_chs, kernel_size, stride, kernel_size // 2 * dilation, dilation, groups,
+                              bias=False, device=device, dtype=dtype)
+        self.bn = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
+        self.act = nn.SiLU(inplace=True) if act else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x)) if self.training else folded(self.conv, self.bn, x))
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetv2's block: 1 x 1 to twice the channels, depthwise 3 x 3, linear 1 x 1; plus its input where it fits."""
+
+    def __init__(self, in_chs: int, out_chs: int, stride: int = 1, dilation: int = 1, drop_path: float = 0.,
+                 device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.residual = stride == 1 and in_chs == out_chs
+        middle = make_divisible(2 * in_chs)
+        self.conv1_1x1 = ConvNormAct(in_chs, middle, **dd)
+        self.conv2_kxk = ConvNormAct(middle, middle, 3, stride, dilation, groups=middle, **dd)
+        self.conv3_1x1 = ConvNormAct(middle, out_chs, act=False, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path and self.residual else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop_path(self.conv3_1x1(self.conv2_kxk(self.conv1_1x1(x))))
+        return x + y if self.residual else y
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)); x + FFN(norm(x)). The norms are over channels and tokens together, an image each."""
+
+    def __init__(self, dim: int, attention: nn.Module, drop_path: float = 0., device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.norm1 = nn.GroupNorm(1, dim, **dd)
+        self.attn = attention
+        self.norm2 = nn.GroupNorm(1, dim, **dd)
+        self.mlp = ConvMlp(dim, 2 * dim, act_layer=partial(nn.SiLU, inplace=True), **dd)
+        self.drop_path1, self.drop_path2 = (DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None, folded: bool = False) -> Tensor:
+        """(B, C, H, W) -> the same; `source` and `folded` as for the attention. As in the authors' code, the source of
+        cross-attention is not normalised."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), source, folded))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+@register_notrace_module
+class MobileViTv2Block(nn.Module):
+    """Depthwise 3 x 3, linear map to the layers' width, transformer layers, norm, linear map back: (B, C, H, W) -> the
+    same, but for maps with an odd side, which grow by one (as the authors' do) unless `exact_size`."""
+
+    def __init__(self, chs: int, dim: int, attentions: Tuple[nn.Module, ...], dilation: int = 1, drop_path: float = 0.,
+                 sampling: str = 'pixel', exact_size: bool = False, device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.conv_kxk = ConvNormAct(chs, chs, 3, dilation=dilation, groups=chs, **dd)
+        self.conv_1x1 = nn.Conv2d(chs, dim, 1, bias=False, **dd)
+        self.transformer = nn.Sequential(*(TransformerLayer(dim, unit, drop_path, **dd) for unit in attentions))
+        self.norm = nn.GroupNorm(1, dim, **dd)
+        self.conv_proj = ConvNormAct(dim, chs, act=False, **dd)
+        self.sampling, self.exact_size = sampling, exact_size
+        self.exportable = is_exportable()
+
+    def forward_tokens(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        """(B, C, H, W) -> tokens (B, dim, H, W), the last norm included.
+
+        Args:
+            x: feature map.
+            source: tokens (B, dim, H', W') of another image, such as the previous frame, which every layer takes its
+                context from (cross-attention).
+        """
+        height, width = (n + -n % p for n, p in zip(x.shape[2:], PATCH))
+        if (height, width) != tuple(x.shape[2:]) and not self.exact_size:
+            x = F.interpolate(x, size=(height, width), mode='bilinear', align_corners=True)
+        x = self.conv_1x1(self.conv_kxk(x))
+        separable = isinstance(self.transformer[0].attn, SeparableSelfAttention)
+        rows, columns = x.shape[2:]
+        # Exporters and the other attention units want a row of tokens for each group.
+        fold_tokens = not separable or (self.exportable or exporting()) and not (rows % PATCH[0] or columns % PATCH[1])
+        if fold_tokens:
+            x = fold(x, PATCH, self.sampling)
+            source = None if source is None else fold(source, PATCH, self.sampling)
+        for layer in self.transformer:
+            x = layer(x, source, fold_tokens)
+        x = self.norm(x)
+        return unfold(x, PATCH, self.sampling, rows, columns) if fold_tokens else x
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        return self.conv_proj(self.forward_tokens(x, source))
+
+
+class Stage(nn.Sequential):
+    """Blocks one after the other; on a CPU a large batch goes through all of them a few images at a time."""
+
+    grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_parts(self, self._forward, x, x.shape[1] * x.shape[2] * x.shape[3])
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return checkpoint_seq(self, x) if self.grad_checkpointing and not torch.jit.is_tracing() else super().forward(x)
+
+
+class Stem(ConvNormAct):
+    """3 x 3 at stride 2: (B, in_chans, H, W) -> (B, C, ceil(H/2), ceil(W/2)), channels last in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = check_image(x, self.conv.in_channels)
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
+class MobileViTv2(StagedBackbone):
+    """MobileViTv2 of any width.
+
+    Args:
+        width: factor of the channels (64, 128, 256, 384, 512), from 0.25 to 2.5; the published ones are 0.5 to 2.0.
+        num_latent_tokens: of separable attention, from 1 to 64.
+        attention: 'separable', or 'mha' or 'linformer' in its place (Table 1).
+        sampling: which tokens see each other: 'pixel', those at one place of their 2 x 2 patch, or 'patch', those of
+            one quarter of the map (our reading of Appendix E).
+        exact_size: keep odd maps as they are. By default those that a block of stride 8 or more gets are resized up to
+            even sides, as the authors do: images of 224 end in 8 x 8.
+        output_stride: 8, 16 or 32; below 32 the last stages dilate in place of striding.
+        num_classes: 0 for no classifier.
+        in_chans: input channels.
+        global_pool: timm's 'avg', 'max', 'avgmax', 'catavgmax' or, without classifier, ''.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth, rising over the blocks of a stage and over stages; a block's layers share it.
+        img_size: what 'linformer' is made for (default 256); otherwise only checked.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: an option that is not allowed.
+    """
+
+    def __init__(self, width: float = 1.0, num_latent_tokens: int = 1, attention: str = 'separable',
+                 sampling: str = 'pixel', exact_size: bool = False, output_stride: int = 32, num_classes: int = 1000,
+                 in_chans: int = 3, global_pool: str = 'avg', drop_rate: float = 0., drop_path_rate: float = 0.,
+                 img_size: Union[None, int, Tuple[int, int]] = None, device=None, dtype=None):
+        super().__init__(num_classes, in_chans, img_size, drop_rate, drop_path_rate)
+        if isinstance(width, bool) or not isinstance(width, (int, float)) or not WIDTHS[0] <= width <= WIDTHS[1]:
+            raise ValueError(f'width must be a number from {WIDTHS[0]} to {WIDTHS[1]}, got {width!r}')
+        for name, value, allowed in (('attention', attention, ATTENTIONS), ('sampling', sampling, SAMPLINGS),
+                                     ('output_stride', output_stride, (8, 16, 32))):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        if attention != 'separable' and (exact_size or num_latent_tokens != 1):
+            raise ValueError(f"exact_size and num_latent_tokens go with attention='separable', got {attention!r}")
+        if drop_rate and global_pool == '':
+            raise ValueError("drop_rate needs a pooled classifier, got global_pool=''")
+        dd = {'device': device, 'dtype': dtype}
+        # The authors' rounding; it changes nothing at the published widths.
+        stem = make_divisible(min(max(32 * width, 16), 64), 8)
+        dims = [make_divisible(c * width, 8 if n else 16) for n, c in enumerate(CHANNELS)]
+        rates = calculate_drop_path_rates(drop_path_rate, [1, 2, 2, 2, 2], stagewise=True)
+        size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size or (256, 256))
+        self.stem = Stem(in_chans, stem, 3, 2, **dd)
+        stages, in_chs, stride, dilation = [], stem, 2, 1
+        self.feature_info = []
+        for n, (chs, rate) in enumerate(zip(dims, rates)):
+            step = 1 if n == 0 or stride >= output_stride else 2
+            first = 1 if dilation == 1 else 2
+            dilation = dilation * 2 if n and step == 1 else dilation
+            stride *= step
+            blocks = [InvertedResidual(in_chs, chs, step, first, rate[0], **dd)]
+            if n == 1:
+                blocks.append(InvertedResidual(chs, chs, drop_path=rate[1], **dd))
+            if n >= 2:
+                dim = make_divisible(CHANNELS[n] // 2 * width, 8)
+                tokens = -(-size[0] // (stride * PATCH[0])) * -(-size[1] // (stride * PATCH[1]))
+                units = tuple(_attention(attention, dim, num_latent_tokens, sampling, tokens, **dd)
+                              for _ in range(DEPTHS[n - 2]))
+                blocks.append(MobileViTv2Block(chs, dim, units, dilation, rate[1], sampling, exact_size, **dd))
+            stages.append(Stage(*blocks))
+            self.feature_info.append(dict(num_chs=chs, reduction=stride, module=f'stages.{n}'))
+            in_chs = chs
+        self.stages = nn.Sequential(*stages)
+        self.num_features = in_chs
+        self.head = ClassifierHead(in_chs, num_classes, global_pool, drop_rate, **dd)
+        self.head_hidden_size = self.head.num_features
+        self.apply(_init_weights)
+
+    def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
+        """Patterns for layer decay: the stem, then every stage or every block."""
+        return dict(stem=r'^stem', blocks=r'^stages\.(\d+)' if coarse else r'^stages\.(\d+)\.(\d+)')
+
+    @torch.no_grad()
+    def context_scores(self, x: Tensor) -> Dict[str, Tensor]:
+        """Where each layer's context comes from (Appendix D).
+
+        Args:
+            x: (B, in_chans, H, W).
+
+        Returns:
+            For each layer, by its name ('stages.2.1.transformer.0', ...), scores (B, L, H', W') on its stage's map, at
+            least float32; those of each group of tokens sum to 1.
+
+        Raises:
+            ValueError: the model has another attention.
+        """
+        layers = {name: layer for name, layer in self.named_modules() if isinstance(layer, TransformerLayer)}
+        if not all(isinstance(layer.attn, SeparableSelfAttention) for layer in layers.values()):
+            raise ValueError("context scores belong to attention='separable', and this model has another")
+        found: Dict[str, Tensor] = {}
+
+        def keep(name: str, unit: SeparableSelfAttention, inputs: Tuple[Tensor, ...]) -> None:
+            found[name] = unit.scores(inputs[0])
+
+        handles = [layer.attn.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
+        try:
+            self.forward_features(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        """timm's key names, from those of the authors' files: of a classifier, or of the `encoder.` of their detectors
+        and segmenters, whose heads are left out."""
+        if any(key.startswith('encoder.') for key in weights):
+            weights = {key.removeprefix('encoder.'): value for key, value in weights.items()
+                       if key.startswith('encoder.')}
+        if not any(key.startswith('conv_1.') for key in weights):
+            return weights
+        return {_translated(key): value for key, value in weights.items()}
+
+
+def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: int, **dd: Any) -> nn.Module:
+    if kind == 'separable':
+        return SeparableSelfAttention(dim, num_latent_tokens, PATCH[0], sampling, **dd)
+    return MultiHeadSelfAttention(dim, **dd) if kind == 'mha' else LinformerSelfAttention(dim, tokens, **dd)
+
+
+def _init_weights(module: nn.Module) -> None:
+    """As the authors: convolutions by He et al. with the fan of the output, linear layers as `init_linear`."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode='fan_out')
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    init_linear(module)
+
+
+_LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 'attn.qkv_proj.',
+          'pre_norm_attn.1.out_proj.block.conv.': 'attn.out_proj.', 'pre_norm_ffn.0.': 'norm2.',
+          'pre_norm_ffn.1.block.conv.': 'mlp.fc1.', 'pre_norm_ffn.3.block.conv.': 'mlp.fc2.'}
+_CONVOLUTIONS = {'exp_1x1': 'conv1_1x1', 'conv_3x3': 'conv2_kxk', 'red_1x1': 'conv3_1x1'}
+
+
+def _translated(key: str) -> str:
+    """A key of the authors' library in timm's words; others as they are, for the loader to name."""
+    key = re.sub(r'^classifier\.(\d+\.)?', 'head.fc.', key)
+    key = re.sub(r'^conv_1\.', 'stem.', key)
+    key = re.sub(r'^layer_(\d)\.', lambda m: f'stages.{int(m[1]) - 1}.', key)
+    key = re.sub(r'\.block\.(exp_1x1|conv_3x3|red_1x1)\.', lambda m: f'.{_CONVOLUTIONS[m[1]]}.', key)
+    key = re.sub(r'\.local_rep\.0\.', '.conv_kxk.', key).replace('.local_rep.1.block.conv.', '.conv_1x1.')
+    for stage, depth in enumerate(DEPTHS, 2):
+        key = key.replace(f'stages.{stage}.1.global_rep.{depth}.', f'stages.{stage}.1.norm.')
+    key = re.sub(r'\.global_rep\.(\d+)\.', r'.transformer.\1.', key)
+    for theirs, ours in _LAYER.items():
+        key = key.replace(theirs, ours)
+    return key.replace('.block.conv.', '.conv.').replace('.block.norm.', '.bn.').replace('stem.block.', 'stem.')
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    return {'num_classes': 1000, 'input_size': (3, 256, 256), 'pool_size': (8, 8), 'crop_pct': 0.888,
+            'interpolation': 'bicubic', 'mean': (0., 0., 0.), 'std': (1., 1., 1.), 'fixed_input_size': False,
+            'first_conv': 'stem.conv', 'classifier': 'head.fc', 'license': 'cvnets-license',
+            'paper_ids': 'arXiv:2206.02680', **kwargs}
+
+
+_SIZES = ('050', '075', '100', '125', '150', '175', '200')
+_384 = dict(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0)
+default_cfgs = generate_default_cfgs({
+    **{f'subquad_mobilevitv2_{size}.{tag}': _cfg(hf_hub_id=f'timm/mobilevitv2_{size}.{tag}', **options)
+       for tag, sizes, options in (('cvnets_in1k', _SIZES, {}), ('cvnets_in22k_ft_in1k', _SIZES[4:], {}),
+                                   ('cvnets_in22k_ft_in1k_384', _SIZES[4:], _384)) for size in sizes},
+    'test_mobilevitv2.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+})
+
+
+def _build(name: str, pretrained: bool, **kwargs: Any) -> MobileViTv2:
+    return build_model_with_cfg(MobileViTv2, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+                                feature_cfg=dict(out_indices=(0, 1, 2, 3, 4), flatten_sequential=True), **kwargs)
+
+
+@register_model
+def subquad_mobilevitv2_050(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-0.5: 1.4 M parameters, 0.5 GMACs at 256."""
+    return _build('subquad_mobilevitv2_050', pretrained, **{'width': 0.5, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_075(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-0.75: 2.9 M parameters, 1.0 GMACs at 256."""
+    return _build('subquad_mobilevitv2_075', pretrained, **{'width': 0.75, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_100(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-1.0: 4.9 M parameters, 1.8 GMACs at 256."""
+    return _build('subquad_mobilevitv2_100', pretrained, **{'width': 1.0, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_125(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-1.25: 7.5 M parameters, 2.8 GMACs at 256."""
+    return _build('subquad_mobilevitv2_125', pretrained, **{'width': 1.25, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_150(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-1.5: 10.6 M parameters, 4.0 GMACs at 256."""
+    return _build('subquad_mobilevitv2_150', pretrained, **{'width': 1.5, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_175(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-1.75: 14.3 M parameters, 5.5 GMACs at 256."""
+    return _build('subquad_mobilevitv2_175', pretrained, **{'width': 1.75, **kwargs})
+
+
+@register_model
+def subquad_mobilevitv2_200(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """MobileViTv2-2.0: 18.4 M parameters, 7.2 GMACs at 256."""
+    return _build('subquad_mobilevitv2_200', pretrained, **{'width': 2.0, **kwargs})
+
+
+@register_model
+def test_mobilevitv2(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
+    """A MobileViTv2 of a few hundred thousand parameters, for tests and demonstrations."""
+    return _build('test_mobilevitv2', pretrained, **{'width': 0.25, **kwargs})

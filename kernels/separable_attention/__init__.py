@@ -1,0 +1,83 @@
+"""Separable self-attention (MobileViTv2, section 3.2): one context vector for many tokens, in O(N)."""
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..dispatch import choose
+from . import grid, operator, portable, reference
+
+SAMPLINGS = grid.SAMPLINGS
+_IMPLEMENTATIONS = {'reference': reference.separable_attention, 'portable': portable.separable_attention,
+                    'triton': operator.separable_attention, 'export': portable.separable_attention_export}
+
+
+def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
+                        sampling: str = 'pixel', key_weight: Optional[Tensor] = None,
+                        key_bias: Optional[Tensor] = None, return_scores: bool = False, backend: str = 'auto'
+                        ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """relu(value) * context, with context = mean over latent tokens of sum_n softmax_n(query) key[n].
+
+    Tokens see each other within groups: with `patch_size` (2, 2) and 'pixel' sampling, all tokens at one place of their
+    2 x 2 patch are a group, so there are four; with 'patch' sampling the grid is cut into 2 x 2 patches, each a group.
+    A sequence is a grid of one row. No dimension of the grid has to be a multiple of the patch.
+
+    Queries and keys may come from another grid than values (cross-attention). With `key_weight`, the keys are the
+    linear map of `key` by it; it is applied to the context, since scores sum to one: once a group, not once a token.
+
+    Args:
+        query: (B, H, W, L), a logit for each token and latent token; float32, float64, float16 or bfloat16, any
+            strides, L >= 1 (the published networks have one).
+        key: (B, H, W, D), or (B, H, W, C) with key_weight; the dtype of query.
+        value: (B, Hv, Wv, D), the dtype of query.
+        patch_size: height and width of a patch, or one number for both.
+        sampling: 'pixel' or 'patch'.
+        key_weight: (D, C) or None.
+        key_bias: (D,) or None; only with key_weight.
+        return_scores: also return the context scores.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+
+    Returns:
+        (B, Hv, Wv, D) in the dtype of value; with return_scores also the scores (B, H, W, L) in float32 (float64 for
+        float64), which sum to 1 within each group.
+
+    Raises:
+        ValueError: a shape, device, patch size, sampling or backend that does not fit, or no tokens.
+        TypeError: a dtype that is not allowed.
+    """
+    patch = grid.patch('separable_attention', patch_size)
+    if not torch.jit.is_tracing():               # which would record the checks, or warn of each
+        _check(query, key, value, patch, sampling, key_weight, key_bias)
+    tensors = [x for x in (query, key, value, key_weight, key_bias) if x is not None]
+    y = choose('separable_attention', _IMPLEMENTATIONS, backend, *tensors)(query, key, value, key_weight, key_bias,
+                                                                           patch, sampling)
+    return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, patch: grid.Patch, sampling: str, key_weight: Optional[Tensor],
+           key_bias: Optional[Tensor]) -> None:
+    op = 'separable_attention'
+    weights = {name: x for name, x in (('key_weight', key_weight), ('key_bias', key_bias)) if x is not None}
+    checks.tensors(op, dict(query=4, key=4, value=4, key_weight=2, key_bias=1), query=query, key=key, value=value,
+                   **weights)
+    checks.same_dtype(op, query=query, key=key, value=value, **weights)
+    checks.one_of(op, 'sampling', sampling, SAMPLINGS)
+    if query.shape[-1] < 1:
+        raise ValueError(f'{op}: query must have a channel for each of at least one latent token, got shape '
+                         f'{tuple(query.shape)}')
+    checks.shape(op, 'key', key, (*query.shape[:3], key.shape[-1]), 'as query but for the last dimension')
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f'{op}: value must have the batch of key, {key.shape[0]}, got {value.shape[0]}')
+    for name, x in (('query', query), ('value', value)):
+        if 0 in x.shape[1:3]:
+            raise ValueError(f'{op}: {name} must have at least one token, got shape {tuple(x.shape)}')
+    if key_bias is not None and key_weight is None:
+        raise ValueError(f'{op}: key_bias goes with key_weight')
+    if key_weight is None:
+        checks.shape(op, 'value', value, (*value.shape[:3], key.shape[-1]), 'with the channels of key')
+    else:
+        checks.shape(op, 'key_weight', key_weight, (value.shape[-1], key.shape[-1]), 'channels of value and of key')
+    if key_bias is not None:
+        checks.shape(op, 'key_bias', key_bias, (value.shape[-1],), 'the channels of value')
+    grid.check_groups(op, key.shape[1:3], value.shape[1:3], patch, sampling)

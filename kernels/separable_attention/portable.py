@@ -1,0 +1,119 @@
+"""Separable attention in plain PyTorch, no tensor above rank 4: contexts are a product with a matrix of scores that
+is zero outside of a token's group, and the values are gone through once. And a form for exporters."""
+from functools import lru_cache
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..decay import compute_dtype
+from .grid import Patch, count, fold, part_of, unfold
+
+
+def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
+    """(groups, 1, H * W): 0 for the tokens of a group, -inf for all others."""
+    rows, columns = (part_of(n, p, sampling, device) for n, p in zip((height, width), patch))
+    per_row = count(width, patch[1], sampling)
+    group = (rows[:, None] * per_row + columns).flatten()
+    other = group != torch.arange(count(height, patch[0], sampling) * per_row, device=device)[:, None]
+    return torch.zeros(other.shape, dtype=dtype, device=device).masked_fill_(other, float('-inf'))[:, None]
+
+
+@lru_cache(maxsize=64)
+def _kept_outside(*key) -> Tensor:
+    with torch.inference_mode(False):            # a tensor made in inference mode could not be used in training
+        return _outside(*key)
+
+
+def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
+    """(B, groups, L, H * W), zero outside of a group, summing to 1 within it; in at least float32."""
+    dtype = compute_dtype(query.dtype)
+    logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
+    if patch == (1, 1):
+        return logits.softmax(-1)
+    # Kept from call to call, but for tensors that only stand for others (those of tracers).
+    plain = type(query) is Tensor and not torch.compiler.is_compiling()
+    outside = (_kept_outside if plain else _outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
+    return (logits + outside).softmax(-1)
+
+
+def context_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
+    """(B, H, W, L): the weight of each token in its group's context. query: as for the public function."""
+    return _group_scores(query, patch, sampling).sum(1).transpose(1, 2).reshape(query.shape)
+
+
+def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, columns: int) -> Tuple[Tensor, Tensor]:
+    """context (B, groups, D), with `columns` groups in a row of them, and value (B, H, W, D), in shapes of rank 4 that
+    broadcast against each other. Views, but for what has the size of a grid row or two."""
+    batch, height, width, dim = value.shape
+    if context.shape[1] == 1:
+        return context.reshape(batch, 1, 1, dim), value
+    table = context.reshape(batch, context.shape[1] // columns, columns, dim)  # (B, rows of groups, columns, D)
+    if height % patch[0] or width % patch[1]:
+        for axis in (1, 2):
+            index = part_of(value.shape[axis], patch[axis - 1], sampling, value.device)
+            table = table.index_select(axis, index)
+        return table, value                                                    # both (B, H, W, D)
+    if sampling == 'pixel':                                                    # rows (i, pi), columns (j, pj)
+        table = table.reshape(batch, 1, patch[0], patch[1] * dim).expand(-1, height // patch[0], -1, -1)
+        return (table.reshape(-1, patch[0], 1, patch[1] * dim),
+                value.reshape(-1, patch[0], width // patch[1], patch[1] * dim))
+    table = table.reshape(batch, patch[0], 1, -1).expand(-1, -1, height // patch[0], -1)       # (pi, i), (pj, j)
+    return table.reshape(-1, patch[1], 1, dim), value.reshape(-1, patch[1], width // patch[1], dim)
+
+
+def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+                        key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
+    if key_weight is not None and key.is_meta:
+        # There nothing is computed and all that is wanted are counts: those of the definition.
+        key, key_weight = F.linear(key, key_weight, key_bias), None
+    if patch[1] == 1 and (patch[0] == 1 or patch[0] >= max(query.shape[1], value.shape[1])):
+        return _by_rows(query, key, value, key_weight, key_bias, whole=patch[0] == 1)
+    scores = _group_scores(query, patch, sampling)
+    scores = scores.mean(2) if query.shape[-1] > 1 else scores[:, :, 0]
+    context = (scores @ key.flatten(1, 2).to(scores.dtype)).to(value.dtype)    # (B, groups, C)
+    if key_weight is not None:
+        context = F.linear(context, key_weight, key_bias)
+    active = value.relu()
+    context, parts = _broadcastable(context, active, patch, sampling, count(query.shape[2], patch[1], sampling))
+    return _product(parts, context).reshape(value.shape)
+
+
+def _product(active: Tensor, context: Tensor) -> Tensor:
+    """active * context, in place where no gradient will ask for `active`."""
+    return active * context if torch.is_grad_enabled() else active.mul_(context)
+
+
+def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
+             whole: bool) -> Tensor:
+    """The same where each row of the grid is a group, or the whole grid is one."""
+    shape = value.shape
+    if whole:
+        query, key, value = (x.flatten(1, 2)[:, None] for x in (query, key, value))
+    scores = query.to(compute_dtype(query.dtype)).softmax(2)                   # (B, rows, N, L)
+    if query.shape[-1] > 1:
+        scores = scores.mean(3, keepdim=True)
+    context = (scores.transpose(2, 3) @ key.to(scores.dtype)).to(value.dtype)  # (B, rows, 1, C)
+    if key_weight is not None:
+        context = F.linear(context, key_weight, key_bias)
+    return _product(value.relu(), context[:, :value.shape[1]]).reshape(shape)
+
+
+def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+                               key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
+    """Channels first, products elementwise. Grids that are no multiple of the patch take the portable form."""
+    height, width = value.shape[1:3]
+    rows = patch == (query.shape[1], 1) == (height, 1)         # nothing to fold: every row is a group
+    if not rows and any(size % patch[n % 2] for n, size in enumerate((*query.shape[1:3], height, width))):
+        return separable_attention(query, key, value, key_weight, key_bias, patch, sampling)
+    if key_weight is not None:
+        key = F.linear(key, key_weight, key_bias)
+    query, key, value = (x.permute(0, 3, 1, 2) for x in (query, key, value.relu()))
+    if not rows:
+        query, key, value = (fold(x, patch, sampling) for x in (query, key, value))
+    scores = query.softmax(-1)
+    if query.shape[1] > 1:
+        scores = scores.mean(1, keepdim=True)
+    y = value * (key * scores).sum(-1, keepdim=True)
+    return (y if rows else unfold(y, patch, sampling, height, width)).permute(0, 2, 3, 1)

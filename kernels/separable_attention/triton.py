@@ -1,0 +1,401 @@
+"""Separable attention over the groups of a grid, read and written where its tokens lie: nothing is unfolded.
+
+With s[l, n] = softmax of the logits q[n, l] over the n tokens of a group and w[n] = mean of s[l, n] over latent tokens,
+
+    c = sum_n w[n] k[n],    y[n] = relu(v[n]) * c,
+
+and for the gradient dy, with dc = sum_n dy[n] * relu(v[n]) and g[n] = <dc, k[n]> / L,
+
+    dv[n] = dy[n] * c where v[n] > 0,   dk[n] = w[n] dc,   dq[n, l] = s[l, n] (g[n] - sum_m s[l, m] g[m]).
+
+One kernel does the forward pass where a group is small or groups are many; otherwise contexts are summed by chunks of
+tokens first. Either way keys and values are read once. All sums are float32.
+"""
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch
+from .grid import Patch
+
+BLOCK_N = 64
+BLOCK_D = 64
+# Tokens of a program that sums or applies a context.
+CHUNK = 512
+# Enough programs to fill a GPU with one group each, two for each of 132 multiprocessors.
+MANY_PROGRAMS = 264
+
+
+@triton.jit
+def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr):
+    """First row and column, their steps, columns (at least 1, to divide by), and tokens of a group."""
+    i, j = group // PATCH_W, group % PATCH_W
+    if PIXEL:
+        rows, columns = (height - i + PATCH_H - 1) // PATCH_H, (width - j + PATCH_W - 1) // PATCH_W
+        row, column, row_step, column_step = i, j, PATCH_H, PATCH_W
+    else:
+        side_h, side_w = (height + PATCH_H - 1) // PATCH_H, (width + PATCH_W - 1) // PATCH_W
+        row, column, row_step, column_step = i * side_h, j * side_w, 1, 1
+        rows = tl.maximum(tl.minimum(side_h, height - row), 0)
+        columns = tl.maximum(tl.minimum(side_w, width - column), 0)
+    return row, column, row_step, column_step, tl.maximum(columns, 1), rows * columns
+
+
+@triton.jit
+def _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w):
+    """Where token n of a group lies."""
+    return (row + n // columns * row_step) * stride_h + (column + n % columns * column_step) * stride_w
+
+
+@triton.jit
+def _load_logits(query, offset, n, count, L: tl.constexpr, BLOCK_L: tl.constexpr):
+    """(len(n), BLOCK_L) in float32: -inf behind the group's end, 0 for latent tokens that only fill the block."""
+    latent = tl.arange(0, BLOCK_L)
+    x = tl.load(query + offset[:, None] + latent[None, :], mask=(n < count)[:, None] & (latent < L)[None, :],
+                other=-float('inf')).to(tl.float32)
+    return tl.where((latent < L)[None, :], x, 0.0)
+
+
+@triton.jit
+def _scores(logits, largest, total):
+    """s[l, n] (len(n), BLOCK_L) from logits. Their maximum and the sum of exponentials stay apart: the logarithm of one
+    added to the other would lose the digits that large logits have."""
+    return tl.exp(logits - largest[None, :]) / total[None, :]
+
+
+@triton.jit
+def _weights(logits, largest, total, L: tl.constexpr, BLOCK_L: tl.constexpr):
+    """w[n], (len(n),), from logits (len(n), BLOCK_L)."""
+    return tl.sum(tl.where((tl.arange(0, BLOCK_L) < L)[None, :], _scores(logits, largest, total), 0.0), 1) / L
+
+
+@triton.jit
+def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, columns, count, L: tl.constexpr,
+             BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Maximum of a group's logits and sum of their exponentials above it, (BLOCK_L,) each."""
+    largest = tl.full((BLOCK_L,), -float('inf'), tl.float32)
+    total = tl.zeros((BLOCK_L,), tl.float32)
+    for start in range(0, count, BLOCK_Q):
+        n = start + tl.arange(0, BLOCK_Q)
+        offset = _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w)
+        logits = _load_logits(query, offset, n, count, L, BLOCK_L)
+        new = tl.maximum(largest, tl.max(logits, 0))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new[None, :]), 0)
+        largest = new
+    return largest, total
+
+
+@triton.jit
+def _load_statistics(statistics, line, L: tl.constexpr, BLOCK_L: tl.constexpr):
+    """What `_softmax` gave for a group, from (B, groups, 2, L)."""
+    latent = tl.arange(0, BLOCK_L)
+    first = statistics + line.to(tl.int64) * 2 * L + latent
+    return tl.load(first, mask=latent < L, other=0.0), tl.load(first + L, mask=latent < L, other=1.0)
+
+
+@triton.jit
+def _summed_keys(query, key, q_h, q_w, k_h, k_w, row, column, row_step, column_step, columns, start, stop, largest,
+                 total, d, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr):
+    """sum of w[n] k[n] over tokens start to stop of a group, (BLOCK_D,)."""
+    summed = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        logits = _load_logits(query, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n, stop, L,
+                              BLOCK_L)
+        offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
+        k = tl.load(key + offset[:, None] + d[None, :], mask=(n < stop)[:, None] & (d < DIM)[None, :], other=0.0)
+        summed += tl.sum(_weights(logits, largest, total, L, BLOCK_L)[:, None] * k.to(tl.float32), 0)
+    return summed
+
+
+@triton.jit
+def _apply(value, out, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, start, stop, context, d,
+           DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """relu(v[n]) * context for tokens start to stop of a group."""
+    for first in range(start, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        mask = (n < stop)[:, None] & (d < DIM)[None, :]
+        offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
+        v = tl.load(value + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        tl.store(out + offset[:, None] + d[None, :],
+                 (tl.maximum(v, 0.0) * context[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _separable_attention_fwd_kernel(
+        query, key, value, out, statistics, summed, q_b, q_h, q_w, k_b, k_h, k_w, v_b, v_h, v_w, o_b, o_h, o_w,
+        height, width, v_height, v_width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr,
+        L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr):
+    """One program: BLOCK_D channels of one group, everything."""
+    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    line = tl.program_id(0) // blocks
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    batch, group = (line // (PATCH_H * PATCH_W)).to(tl.int64), line % (PATCH_H * PATCH_W)
+    row, column, row_step, column_step, columns, count = _group(group, height, width, PATCH_H, PATCH_W, PIXEL)
+    largest, total = _softmax(query + batch * q_b, q_h, q_w, row, column, row_step, column_step, columns, count, L,
+                              BLOCK_L, BLOCK_Q)
+    context = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, row, column, row_step,
+                           column_step, columns, 0, count, largest, total, d, L, BLOCK_L, DIM, BLOCK_N, BLOCK_D)
+    latent = tl.arange(0, BLOCK_L)
+    first = (latent < L) & (tl.program_id(0) % blocks == 0)
+    tl.store(statistics + line.to(tl.int64) * 2 * L + latent, largest, mask=first)
+    tl.store(statistics + line.to(tl.int64) * 2 * L + L + latent, total, mask=first)
+    tl.store(summed + line.to(tl.int64) * DIM + d, context, mask=d < DIM)
+    row, column, row_step, column_step, columns, count = _group(group, v_height, v_width, PATCH_H, PATCH_W, PIXEL)
+    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, 0,
+           count, context, d, DIM, BLOCK_N)
+
+
+@triton.jit
+def _separable_attention_softmax_kernel(
+        query, statistics, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
+        PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """One program: the logits of one group."""
+    line = tl.program_id(0)
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    largest, total = _softmax(query + batch * q_b, q_h, q_w, row, column, row_step, column_step, columns, count, L,
+                              BLOCK_L, BLOCK_Q)
+    latent = tl.arange(0, BLOCK_L)
+    tl.store(statistics + line.to(tl.int64) * 2 * L + latent, largest, mask=latent < L)
+    tl.store(statistics + line.to(tl.int64) * 2 * L + L + latent, total, mask=latent < L)
+
+
+@triton.jit
+def _separable_attention_context_kernel(
+        query, key, statistics, partial, q_b, q_h, q_w, k_b, k_h, k_w, height, width, chunks, PATCH_H: tl.constexpr,
+        PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """One program: BLOCK_D channels of the keys of one chunk of a group. partial: (B, groups, chunks, DIM)."""
+    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    piece = tl.program_id(0) // blocks
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    line = piece // chunks
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    largest, total = _load_statistics(statistics, line, L, BLOCK_L)
+    start = piece % chunks * CHUNK
+    part = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, row, column, row_step, column_step,
+                         columns, start, tl.minimum(start + CHUNK, count), largest, total, d, L, BLOCK_L, DIM, BLOCK_N,
+                        BLOCK_D)
+    tl.store(partial + piece.to(tl.int64) * DIM + d, part, mask=d < DIM)
+
+
+@triton.jit
+def _separable_attention_apply_kernel(
+        value, context_in, out, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks, PATCH_H: tl.constexpr,
+        PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+        CHUNK: tl.constexpr):
+    """One program: BLOCK_D channels of the values of one chunk of a group. context_in: (B, groups, DIM)."""
+    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    piece = tl.program_id(0) // blocks
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    line = piece // chunks
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    context = tl.load(context_in + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
+    start = piece % chunks * CHUNK
+    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns,
+           start, tl.minimum(start + CHUNK, count), context, d, DIM, BLOCK_N)
+
+
+@triton.jit
+def _separable_attention_bwd_value_kernel(
+        grad, value, context_in, dvalue, partial, g_b, g_h, g_w, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks,
+        PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """One program: dv, and the part of dc that belongs to BLOCK_D channels of one chunk. partial as above."""
+    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    piece = tl.program_id(0) // blocks
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    line = piece // chunks
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    context = tl.load(context_in + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
+    start = piece % chunks * CHUNK
+    stop = tl.minimum(start + CHUNK, count)
+    dcontext = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        mask = (n < stop)[:, None] & (d < DIM)[None, :]
+        offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
+        v = tl.load(value + batch * v_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        offset = _offset(n, row, column, row_step, column_step, columns, g_h, g_w)
+        dy = tl.load(grad + batch * g_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        dcontext += tl.sum(dy * tl.maximum(v, 0.0), 0)
+        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        tl.store(dvalue + batch * o_b + offset[:, None] + d[None, :],
+                 tl.where(v > 0, dy * context[None, :], 0.0).to(dvalue.dtype.element_ty), mask=mask)
+    tl.store(partial + piece.to(tl.int64) * DIM + d, dcontext, mask=d < DIM)
+
+
+@triton.jit
+def _separable_attention_bwd_key_kernel(
+        query, key, statistics, dsummed, dkey, products, q_b, q_h, q_w, k_b, k_h, k_w, o_b, o_h, o_w, height, width,
+        chunks, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr,
+        BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """One program: dk and g of one chunk of a group. products: g, (B, height, width) dense, float32."""
+    line = tl.program_id(0) // chunks
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    largest, total = _load_statistics(statistics, line, L, BLOCK_L)
+    start = tl.program_id(0) % chunks * CHUNK
+    stop = tl.minimum(start + CHUNK, count)
+    for first in range(start, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
+                              stop, L, BLOCK_L)
+        weights = _weights(logits, largest, total, L, BLOCK_L)
+        k_offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
+        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        g = tl.zeros((BLOCK_N,), tl.float32)
+        for part in range(0, DIM, BLOCK_D):
+            d = part + tl.arange(0, BLOCK_D)
+            mask = (n < stop)[:, None] & (d < DIM)[None, :]
+            dc = tl.load(dsummed + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
+            k = tl.load(key + batch * k_b + k_offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            g += tl.sum(k * dc[None, :], 1)
+            tl.store(dkey + batch * o_b + offset[:, None] + d[None, :],
+                     (weights[:, None] * dc[None, :]).to(dkey.dtype.element_ty), mask=mask)
+        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
+        tl.store(products + batch * height * width + place, g / L, mask=n < stop)
+
+
+@triton.jit
+def _separable_attention_bwd_query_kernel(
+        query, statistics, products, dquery, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
+        PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """One program: dq of one group, from its g. dquery: (B, height, width, L) dense."""
+    line = tl.program_id(0)
+    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
+    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
+                                                                PATCH_W, PIXEL)
+    latent = tl.arange(0, BLOCK_L)
+    largest, total = _load_statistics(statistics, line, L, BLOCK_L)
+    mean = tl.zeros((BLOCK_L,), tl.float32)
+    for start in range(0, count, BLOCK_Q):
+        n = start + tl.arange(0, BLOCK_Q)
+        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
+                              count, L, BLOCK_L)
+        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
+        g = tl.load(products + batch * height * width + place, mask=n < count, other=0.0)
+        mean += tl.sum(tl.where((n < count)[:, None], _scores(logits, largest, total) * g[:, None], 0.0), 0)
+    for start in range(0, count, BLOCK_Q):
+        n = start + tl.arange(0, BLOCK_Q)
+        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
+                              count, L, BLOCK_L)
+        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
+        g = tl.load(products + batch * height * width + place, mask=n < count, other=0.0)
+        dq = _scores(logits, largest, total) * (g[:, None] - mean[None, :])
+        tl.store(dquery + (batch * height * width + place)[:, None] * L + latent[None, :],
+                 dq.to(dquery.dtype.element_ty), mask=(n < count)[:, None] & (latent < L)[None, :])
+
+
+class _Problem:
+    """Sizes of a call and constants of its launches. A launch is over groups, over chunks of tokens of groups, or over
+    blocks of channels of either."""
+
+    def __init__(self, query: Tensor, value: Tensor, patch: Patch, sampling: str):
+        self.key_grid, self.value_grid = query.shape[1:3], value.shape[1:3]
+        for x in (query, value):
+            launch.check_line(x.shape[1], x.stride(1))
+        self.places = patch[0] * patch[1]
+        self.groups = len(query) * self.places
+        self.patch = {'PATCH_H': patch[0], 'PATCH_W': patch[1], 'PIXEL': sampling == 'pixel'}
+        latents = query.shape[3]
+        self.latents = {'L': latents, 'BLOCK_L': triton.next_power_of_2(latents)}
+        self.largest_keys, self.largest_values = (
+            -(-height // patch[0]) * -(-width // patch[1]) for height, width in (self.key_grid, self.value_grid))
+        self.key_chunks, self.value_chunks = (triton.cdiv(n, CHUNK)
+                                              for n in (self.largest_keys, self.largest_values))
+
+    def logits(self) -> dict:
+        """Constants of a kernel that reads the logits of a whole group, fewer tokens at a time for more latents."""
+        return {**self.latents, 'BLOCK_Q': max(16, CHUNK // self.latents['BLOCK_L'])}
+
+    def channels(self, dim: int) -> dict:
+        """Constants of a kernel that works on blocks of channels."""
+        return {'DIM': dim, 'BLOCK_N': BLOCK_N, 'BLOCK_D': min(BLOCK_D, launch.block(dim))}
+
+
+def _blocks(dim: int) -> int:
+    return triton.cdiv(dim, min(BLOCK_D, launch.block(dim)))
+
+
+def _grid_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _context(summed: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor]) -> Tensor:
+    """c (B, P, D) in float32 from the summed keys (B, P, C)."""
+    if key_weight is None:
+        return summed
+    context = summed @ key_weight.float().T
+    return context if key_bias is None else context + key_bias.float()
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
+            patch: Patch, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
+    """Output (B, Hv, Wv, D); maxima of the logits and sums of exponentials (B, P, 2, L) and summed keys (B, P, C), both
+    float32."""
+    query, key, value = (launch.unit_stride(x) for x in (query, key, value))
+    call, out = _Problem(query, value, patch, sampling), _grid_like(value)
+    statistics = query.new_empty(len(query), call.places, 2, query.shape[3], dtype=torch.float32)
+    summed = key.new_empty(len(key), call.places, key.shape[3], dtype=torch.float32)
+    dim = value.shape[3]
+    options = launch.options('separable_attention', value.dtype, BLOCK_D)
+    largest = max(call.largest_keys, call.largest_values)
+    if key_weight is None and (largest <= CHUNK or call.groups * _blocks(dim) >= MANY_PROGRAMS):
+        _separable_attention_fwd_kernel[launch.programs(call.groups * _blocks(dim))](
+            query, key, value, out, statistics, summed, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *out.stride()[:3], *call.key_grid, *call.value_grid, **call.patch, **call.logits(), **call.channels(dim),
+            **options)
+        return out, statistics, summed
+    _separable_attention_softmax_kernel[launch.programs(call.groups)](
+        query, statistics, *query.stride()[:3], *call.key_grid, **call.patch, **call.logits(), **options)
+    sums = summed.new_empty(len(key), call.places, call.key_chunks, key.shape[3])
+    _separable_attention_context_kernel[launch.programs(call.groups * call.key_chunks * _blocks(key.shape[3]))](
+        query, key, statistics, sums, *query.stride()[:3], *key.stride()[:3], *call.key_grid, call.key_chunks,
+        **call.patch, **call.latents, **call.channels(key.shape[3]), CHUNK=CHUNK, **options)
+    torch.sum(sums, 2, out=summed)
+    _separable_attention_apply_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](
+        value, _context(summed, key_weight, key_bias), out, *value.stride()[:3], *out.stride()[:3], *call.value_grid,
+        call.value_chunks, **call.patch, **call.channels(dim), CHUNK=CHUNK, **options)
+    return out, statistics, summed
+
+
+def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+             key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch: Patch, sampling: str
+             ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, dense, and of the context (B, P, D) in float32."""
+    grad, query, key, value = (launch.unit_stride(x) for x in (grad, query, key, value))
+    call, dim = _Problem(query, value, patch, sampling), value.shape[3]
+    dquery, dkey, dvalue = (_grid_like(x) for x in (query, key, value))
+    options = launch.options('separable_attention', value.dtype, BLOCK_D)
+    parts = summed.new_empty(len(value), call.places, call.value_chunks, dim)
+    _separable_attention_bwd_value_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](
+        grad, value, _context(summed, key_weight, key_bias), dvalue, parts, *grad.stride()[:3], *value.stride()[:3],
+        *dvalue.stride()[:3], *call.value_grid, call.value_chunks, **call.patch, **call.channels(dim), CHUNK=CHUNK,
+        **options)
+    dcontext = parts.sum(2)
+    dsummed = dcontext if key_weight is None else dcontext @ key_weight.float()
+    products = summed.new_empty(query.shape[:3])
+    _separable_attention_bwd_key_kernel[launch.programs(call.groups * call.key_chunks)](
+        query, key, statistics, dsummed, dkey, products, *query.stride()[:3], *key.stride()[:3], *dkey.stride()[:3],
+        *call.key_grid, call.key_chunks, **call.patch, **call.latents, **call.channels(key.shape[3]), CHUNK=CHUNK,
+        **options)
+    _separable_attention_bwd_query_kernel[launch.programs(call.groups)](
+        query, statistics, products, dquery, *query.stride()[:3], *call.key_grid, **call.patch, **call.logits(),
+        **options)
+    return dquery, dkey, dvalue, dcontext
