@@ -119,7 +119,7 @@ def test_dense_formula_is_polyline_attention():
 @pytest.mark.parametrize('op', contestants.OPERATORS)
 def test_contestants_compute_the_same(op):
     """Of each operator, every contestant that needs no C++ compiler and no GPU, and their gradients."""
-    inputs = [x.double() for x in contestants.attention_inputs(2, 2, (4, 5), 6)]
+    inputs = [x.double() for x in contestants.OPERATORS[op].inputs(2, 2, (4, 6), 6)]
     expected = contestants.operator_call(op, 'reference')(*inputs)
     gradients = contestants.step(contestants.operator_call(op, 'reference'), inputs)
     for name in contestants.contestants(op):
@@ -148,6 +148,9 @@ def test_bytes_that_must_move():
     assert contestants.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
     assert contestants.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
     assert contestants.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
+    inputs = contestants.separable_inputs(1, 2, (2, 4), 8, torch.bfloat16)
+    assert contestants.bytes_moved('separable_attention', inputs, False) == 2 * 8 * (1 + 3 * 16)
+    assert contestants.multiply_adds('separable_attention', inputs, True) == 6 * 8 * 16
 
 
 def test_floor_says_what_binds(monkeypatch):
@@ -168,6 +171,11 @@ MEASUREMENTS = {
              {'2x2', '3x3', '4x4'}, ['at most', None]),
     'figure10': (lambda: presets.figure10(1, sides=(2, 3, 4), dim=2, dense_until=3),
                  {'portable 2x2', 'dense 2x2', 'portable 3x3', 'dense 3x3', 'portable 4x4'}, [None] * 6),
+    'separable': (lambda: presets.operator(2, op='separable_attention', grid=(4, 2), heads=1, dim=4,
+                                           names=('portable', 'eager', 'matmul'), faster={'eager': 1}),
+                  {'portable', 'eager', 'matmul', 'gemm', 'copy'}, ['at least'] + [None] * 8),
+    'figure1': (lambda: presets.figure1(1, tokens=(4, 8), at=4, dim=16, heads=2, projected=4),
+                {f'{unit} 1x{n}' for unit in ('separable', 'mha', 'linformer') for n in (4, 8)}, [None] * 4),
     'model': (lambda: presets.model(1, names=('test_ppma', 'test_ppma@reference'), size=(64, 96), batch=2,
                                     over_floor=5),
               {'test_ppma', 'test_ppma@reference', 'gemm'}, [None, 'at most', None, None, None, None]),
@@ -180,23 +188,47 @@ MEASUREMENTS = {
 def test_measurement(kind, tmp_path):
     make, names, bounds = MEASUREMENTS[kind]
     record = json.loads(json.dumps(make(), allow_nan=False))
-    assert set(record) == {'times_ms', 'peak_mb', 'floor', 'figures'}
+    assert set(record) - {'operators'} == {'times_ms', 'peak_mb', 'floor', 'figures'}
     assert set(record['times_ms']) == names
     assert all(0 < t['p20'] <= t['p50'] <= t['p80'] for t in record['times_ms'].values())
     assert all(f['value'] is None or math.isfinite(f['value']) for f in record['figures'])
     assert [f['bound'] for f in record['figures']] == bounds
     assert all((f['met'] is None) == (f['target'] is None or f['value'] is None) for f in record['figures'])
     floor = record['floor']
-    if kind in ('scan', 'figure10'):
+    if kind in ('scan', 'figure10', 'figure1'):
         assert floor is None
     elif floor.get('binds') != 'memory':
         assert floor['ms'] == pytest.approx(2e-6 * floor['macs'] / floor['gemm_gflops'])
     if kind == 'operator':
         assert floor['macs'] == 2 * 12 ** 2 * (4 + 4)                  # q k' and the product with v
         assert record['figures'][0]['met'] is False
-    if kind == 'figure10':
-        records.plot({**_record('figure10'), **record}, tmp_path / 'figure10.png')
-        assert (tmp_path / 'figure10.png').read_bytes()[1:4] == b'PNG'
+    if kind.startswith('figure'):
+        records.plot({**_record(kind), **record}, tmp_path / 'figure.png')
+        assert (tmp_path / 'figure.png').read_bytes()[1:4] == b'PNG'
+    if kind == 'figure1':
+        assert all(len(rows) == 5 and sum(row['share'] for row in rows) <= 1 for rows in record['operators'].values())
+        assert any(name == 'most time, mha' for name, *_ in records.figures({**_record(kind), **record}))
+
+
+def test_networks_that_are_the_same_get_the_same_weights():
+    from subquad.tools.networks import model_call
+    images = torch.rand(1, 3, 64, 64)
+    first, weights = model_call('test_mobilevitv2', images, False)
+    second, _ = model_call('test_mobilevitv2@reference', images, False, weights)
+    other, _ = model_call('test_ppma', images, False, weights)
+    torch.testing.assert_close(second(), first(), rtol=1e-4, atol=1e-5)
+    assert other().shape == first().shape
+
+
+def test_medians_over_processes():
+    parts = [_record('p') for _ in range(3)]
+    for n, part in enumerate(parts):
+        part['figures'][0]['value'], part['times_ms']['x']['p50'], part['other_cpus'] = n, n, n
+    whole = records.medians(parts)
+    assert whole['figures'][0]['values'] == [0, 1, 2] and whole['figures'][0]['value'] == 1
+    assert whole['figures'][0]['met'] is True and whole['figures'][2]['value'] is None
+    assert whole['times_ms']['x']['p50'] == 1 and whole['other_cpus'] == 2 and whole['processes'] == 3
+    assert records.medians(parts[:1]) is parts[0]
 
 
 def test_what_fails_is_left_out_unless_it_comes_first(capsys):
@@ -235,9 +267,10 @@ def test_presets_and_list(capsys):
 def test_all_presets_by_default_and_lines_are_added(without_measuring, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not benchmark.main([])
-    assert without_measuring == [(name, 2) for name in PRESETS]
+    measured = [(name, 2) for name in PRESETS for _ in range(presets.PRESETS[name].processes)]
+    assert without_measuring == measured
     assert not benchmark.main([NAME, NAME, '--threads', '1', '--repeats', '3'])
-    assert without_measuring[len(PRESETS):] == [(NAME, 1)]
+    assert without_measuring[len(measured):] == [(NAME, 1)]
     lines = (tmp_path / 'benchmarks' / 'cpu.jsonl').read_text().splitlines()
     assert [json.loads(line)['preset'] for line in lines] == [*PRESETS, NAME]
     out = capsys.readouterr().out

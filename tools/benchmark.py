@@ -16,11 +16,11 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from rich.console import Console
 
-from . import contestants
+from . import contestants, networks
 from .cli import UserError, nearest
 from .measure import OtherLoad, environment
 from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
-from .records import append, plot, prepare, table
+from .records import append, medians, plot, prepare, table
 
 DTYPES = ('float32', 'float16', 'bfloat16')
 # Options of what one names oneself.
@@ -63,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--threads', type=int, default=2, help='CPU threads for torch (default: %(default)s)')
     parser.add_argument('--repeats', type=int, metavar='N',
                         help='rounds of timing: more are steadier and take longer (default: set for each preset)')
+    parser.add_argument('--processes', type=int, metavar='N',
+                        help='processes, one after the other, whose medians count (default: set for each preset)')
     parser.add_argument('--out', type=Path, default=Path('benchmarks'), metavar='DIR',
                         help='folder of the results files cpu.jsonl and gpu.jsonl, to which each run adds lines, and '
                              'of plots (default: ./%(default)s)')
@@ -78,7 +80,7 @@ def parse(argv: List[str]) -> argparse.Namespace:
         UserError: something unknown, or that does not go together.
     """
     args = parser().parse_args(argv)
-    for option in ('threads', 'repeats', 'batch', 'heads', 'dim'):
+    for option in ('threads', 'repeats', 'processes', 'batch', 'heads', 'dim'):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UserError(f'--{option} must be at least 1, got {value}')
@@ -116,7 +118,7 @@ def _own_job(args: argparse.Namespace) -> Tuple[str, Preset]:
         return name, Preset(f'{args.operator}, {shown} tokens, batch {args.batch}, {args.heads} heads of {args.dim}',
                             20, job, args.device)
     for text in args.model:
-        contestants.check_model(text)
+        networks.check_model(text)
     job = partial(model, names=args.model, size=grid, batch=args.batch, dtype=args.dtype, device=args.device,
                   train=args.train)
     return (f"{args.model[0]}-{shown}-{args.dtype}{'-train' if args.train else ''}",
@@ -195,13 +197,14 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         for name, job in args.jobs.items():
             print(f'measuring {name}: {job.what}', file=sys.stderr, flush=True)
             try:
-                records.append(measure_in_fresh_process(name, argv, args.threads))
+                records.append(medians([measure_in_fresh_process(name, argv, args.threads)
+                                        for _ in range(args.processes or job.processes)]))
             except UserError as error:                           # the others can still be measured
                 failures.append(str(error))
                 continue
             if paths:
                 append(paths[job.device], records[-1])
-                if 'figure10' in name:
+                if 'figure' in name:
                     plot(records[-1], args.out / f'{name}.png')
                     print(f"drew {args.out / f'{name}.png'}")
     finally:                                                     # what was measured is shown, come what may

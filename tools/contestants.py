@@ -1,18 +1,17 @@
 """What `subquad benchmark` can set against each other: our operators on every backend and what users would write
-instead; our models on every backend and any timm model."""
+instead."""
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import kernels
 from ..kernels.decay import column_log_decay, cumulative, row_log_decay
 from ..kernels.dispatch import BACKENDS, why_not
 from ..kernels.polyline_attention.reference import polyline_log_masks
-from . import zoo
 from .cli import UserError, nearest
 from .measure import count_macs
 
@@ -122,17 +121,59 @@ def dense_polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     return (weights.to(v.dtype) @ v.flatten(2, 3)).view(v.shape)
 
 
+# --- separable attention as one would write it
+
+def separable_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
+    """query (B, H, W, 1), key, value (B, H, W, heads * D) as one projection leaves them: slices of its channels."""
+    channels = heads * dim
+    whole = torch.randn(batch, *grid, 1 + 2 * channels, device=device, dtype=dtype)
+    return list(whole.split([1, channels, channels], -1))
+
+
+def _patch(x: Tensor) -> Tuple[int, int]:
+    """2 x 2 on a grid; a sequence, a grid of one row, has none."""
+    return (2, 2) if x.shape[1] > 1 else (1, 1)
+
+
+def eager_separable_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The formula on unfolded tokens: a copy of each tensor on the way in, one on the way out."""
+    (height, width), patch = value.shape[1:3], _patch(value)
+
+    def unfolded(x):
+        x = x.reshape(len(x), height // patch[0], patch[0], width // patch[1], patch[1], -1)
+        return x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)               # (B, P, N, D)
+    query, key, value = (unfolded(x) for x in (query, key, value))
+    y = value.relu() * (key * query.softmax(2)).sum(2, keepdim=True)
+    y = y.reshape(len(y), *patch, height // patch[0], width // patch[1], -1)
+    return y.permute(0, 3, 1, 4, 2, 5).reshape(len(y), height, width, -1)
+
+
+def matmul_separable_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Slices in place of copies, and the context as a matrix product, for one place in a patch after the other."""
+    patch, out = _patch(value), torch.empty_like(value, memory_format=torch.contiguous_format)
+    for i in range(patch[0]):
+        for j in range(patch[1]):
+            q, k = (x[:, i::patch[0], j::patch[1]].flatten(1, 2) for x in (query, key))
+            context = q.softmax(1).transpose(1, 2) @ k                                # (B, 1, D)
+            out[:, i::patch[0], j::patch[1]] = value[:, i::patch[0], j::patch[1]].relu() * context[:, :, None]
+    return out
+
+
 @dataclass(frozen=True)
 class Operator:
-    """An operator of ours: how it is called (q, k, v, a, b, backend), and what users would write instead.
+    """An operator of ours: how it is called (its inputs, backend), and what users would write instead.
 
     passes: scans of the data, (tokens, channels), that it is made of: each reads and writes it and does 3 multiply-adds
         an element (11 with gradients). 0: its products are counted.
-    used: which of (q, k, v, a, b) it reads."""
+    used: which of its inputs it reads.
+    inputs: how they are made; the third has the shape of the output.
+    elementwise: multiply-adds an element of the output, and with gradients, where its products are not counted."""
     call: Callable[..., Tensor]
     others: Mapping[str, Callable[..., Tensor]]
     passes: int = 0
     used: Tuple[int, ...] = (0, 1, 2, 3, 4)
+    inputs: Callable[..., List[Tensor]] = attention_inputs
+    elementwise: Tuple[int, ...] = ()
 
 
 OPERATORS = {
@@ -152,6 +193,10 @@ OPERATORS = {
     'polyline_linear_attention': Operator(
         lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend),
         {'dense': dense_polyline_linear_attention}),
+    'separable_attention': Operator(
+        lambda q, k, v, backend: kernels.separable_attention(q, k, v, patch_size=_patch(v), backend=backend),
+        {'eager': eager_separable_attention, 'matmul': matmul_separable_attention}, used=(0, 1, 2),
+        inputs=separable_inputs, elementwise=(2, 6)),
 }
 OURS = tuple(backend for backend in BACKENDS if backend not in ('auto', 'export'))
 
@@ -162,7 +207,7 @@ def contestants(op: str) -> List[str]:
 
 
 def operator_call(op: str, contestant: str) -> Callable[..., Tensor]:
-    """A function of (q, k, v, a, b).
+    """A function of the operator's inputs.
 
     Raises:
         UserError: unknown operator or contestant.
@@ -194,9 +239,9 @@ def bytes_moved(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
 
 def multiply_adds(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
     """Multiply-adds of the definition: of the products of attention, or of a scan's recurrences."""
-    passes = OPERATORS[op].passes
-    if passes:
-        return passes * inputs[2].numel() * (11 if backward else 3)
+    passes, elementwise = OPERATORS[op].passes, OPERATORS[op].elementwise
+    if passes or elementwise:
+        return (passes or 1) * inputs[2].numel() * (elementwise or (3, 11))[backward]
     call = operator_call(op, 'portable')
     return count_macs(step(call, inputs) if backward else partial(call, *inputs))
 
@@ -217,59 +262,8 @@ def step(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], 
 def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
     """Contestants that make sense here: Triton only where it can run, the reference only where it is small."""
     tokens = inputs[0].shape[2] * inputs[0].shape[3]
-    fits = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6 < 2e9
+    fits = OPERATORS[op].elementwise or inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6 < 2e9
     refused = {'triton'} if why_not(op, *inputs) else set()
     refused |= {'flex'} if inputs[0].device.type == 'cpu' else set()
     refused |= set() if fits else {'reference', 'dense', 'sdpa'}
     return [name for name in contestants(op) if name not in refused]
-
-
-# --- models
-
-def parse_model(text: str) -> Tuple[str, Optional[str], bool]:
-    """'NAME', 'NAME@BACKEND', 'NAME+compile' or both -> name, backend, whether compiled.
-
-    Raises:
-        UserError: unknown backend.
-    """
-    text, plus, option = text.partition('+')
-    name, at, backend = text.partition('@')
-    if plus and option != 'compile' or at and backend not in OURS:
-        raise UserError(f"a model is NAME, NAME@BACKEND or either with +compile, with a backend of {', '.join(OURS)}; "
-                        f'got {text + plus + option!r}')
-    return name, backend or None, bool(plus)
-
-
-def check_model(text: str) -> None:
-    """Raises UserError for a model that there is not, before anything runs."""
-    zoo.create(parse_model(text)[0], device='meta')
-
-
-def model_call(text: str, images: Tensor, train: bool) -> Callable[[], Any]:
-    """A forward pass, or a training step (cross entropy, gradients, SGD) under autocast where images are of half type.
-
-    Raises:
-        UserError: unknown model or backend, or a size that the model refuses.
-    """
-    name, backend, compiled = parse_model(text)
-    fixed = zoo.size_options(name, images.shape[2:])
-    network: nn.Module = zoo.create(name, **fixed).to(images.device).train(train)
-    half = images.dtype != torch.float32
-    if half and not train:
-        network = network.to(images.dtype)
-    run = torch.compile(network, dynamic=False) if compiled else network
-    labels = torch.randint(0, network.num_classes, (len(images),), device=images.device)
-    optimizer = torch.optim.SGD(network.parameters(), 1e-3)
-
-    def forward():
-        with torch.no_grad(), kernels.use_backend(backend or 'auto'):
-            return run(images)
-
-    def training_step():
-        with kernels.use_backend(backend or 'auto'):
-            with torch.autocast(images.device.type, images.dtype, enabled=half):
-                loss = F.cross_entropy(run(images.float()).float(), labels)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return training_step if train else forward

@@ -8,23 +8,14 @@ import torch
 
 from .. import kernels
 from . import contestants as field
-from . import zoo
+from . import networks, zoo
 from .cli import UserError
 from .contestants import Grid
+from .figure1 import figure1
 from .measure import copy, count_macs, floor, gemm, peak_memory, time_interleaved
+from .records import figure
 
 GEMMS_A_ROUND = 5
-
-
-def figure(name: str, value: Optional[float], unit: str, at_least: Optional[float] = None,
-           at_most: Optional[float] = None) -> Dict[str, Any]:
-    """One line of the table: a value (None: not measured), its target, if it has one, and whether that is met."""
-    bound, target = ('at least', at_least) if at_least is not None else ('at most', at_most)
-    met = None
-    if value is not None and target is not None:
-        met = value >= target if bound == 'at least' else value <= target
-    return {'name': name, 'value': value, 'unit': unit, 'bound': None if target is None else bound, 'target': target,
-            'met': met}
 
 
 def _rates(device: str, dtype: torch.dtype) -> Dict[str, Callable[[], Any]]:
@@ -79,10 +70,11 @@ def operator(repeats: int, *, op: str, grid: Grid, batch: int = 1, heads: int = 
         bandwidth: least fraction of the copy's bandwidth, by the bytes that must be moved.
     """
     kind = getattr(torch, dtype)
-    inputs = field.attention_inputs(batch, heads, grid, dim, kind, device)
+    make = field.OPERATORS[op].inputs
+    inputs = make(batch, heads, grid, dim, kind, device)
     names = list(names) or field.available(op, inputs)
     functions = {name: field.operator_call(op, name) for name in names}
-    tiny = field.attention_inputs(1, 1, (2, 2), dim, kind, device)
+    tiny = make(1, 1, (2, 2), dim, kind, device)
     # Lazy initialisation is not an operator's memory; what is compiled for its shapes compiles in its first call.
     late = [name for name in names if name in ('compiled', 'flex')]
     early = _working({name: partial(functions[name], *tiny) for name in names if name not in late}, names[0])
@@ -189,12 +181,15 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
         faster: least speed-up over another name (times).
     """
     images = torch.randn(batch, 3, *size, device=device).to(getattr(torch, dtype))
-    calls = {name: field.model_call(name, images, train) for name in names}
+    calls, weights = {}, None
+    for name in names:                                 # networks that are the same get the same weights
+        calls[name], own = networks.model_call(name, images, train, weights)
+        weights = weights or own
     first = names[0]
-    name, _, _ = field.parse_model(first)
+    name, _, _ = networks.parse_model(first)
     small = images[:1] if zoo.size_options(name, size) else images[:1, :, :64, :64]
-    field.model_call(first, small, False)()            # lazy initialisation is not the model's memory
-    counted = field.model_call(f'{name}@portable', images, False)
+    networks.model_call(first, small, False)[0]()      # lazy initialisation is not the model's memory
+    counted, _ = networks.model_call(f'{name}@portable', images, False)
     peaks = {first: peak_memory(calls[first], device=device)}
     calls = _working(calls, first)
     peaks.update({name: peak_memory(call, device=device) for name, call in calls.items() if name != first})
@@ -213,11 +208,13 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
 
 @dataclass(frozen=True)
 class Preset:
-    """What is measured, how many rounds by default, the measurement (rounds -> record without environment), where."""
+    """What is measured, how many rounds by default, the measurement (rounds -> record without environment), where, and
+    in how many processes, whose medians are kept."""
     what: str
     repeats: int
     measure: Callable[[int], Dict[str, Any]]
     device: str = 'cpu'
+    processes: int = 1
 
 
 _BASELINES = ('swin_tiny_patch4_window7_224', 'convnext_tiny', 'mobilevit_s', 'mobilevitv2_100',
@@ -254,6 +251,39 @@ PRESETS = {
     'models-224-train': Preset(
         'the models of models-224, a training step on eight images', 5,
         partial(model, names=('ppma_tiny', *_BASELINES), size=(224, 224), batch=8, train=True)),
+    'separable_attention-32x32': Preset(
+        "separable attention in MobileViTv2-1.0's first block: 32 x 32 tokens of 128 channels, batch 8", 50,
+        partial(operator, op='separable_attention', grid=(32, 32), batch=8, heads=1, dim=128,
+                names=('portable', 'eager', 'matmul'), faster={'eager': 1, 'matmul': 1}), processes=5),
+    'separable_attention-sequence': Preset(
+        'the same on sequences of 1,024 tokens, where nothing is unfolded', 50,
+        partial(operator, op='separable_attention', grid=(1, 1024), batch=8, heads=1, dim=128,
+                names=('portable', 'eager', 'matmul'), faster={'eager': 1, 'matmul': 1}), processes=5),
+    **{f'mobilevitv2_{width}-batch{batch}': Preset(
+        f"MobileViTv2-{int(width) / 100:g} against timm's, the same weights, {batch} image(s) of 256 x 256",
+        40 if batch == 1 else 8, partial(model, names=(f'subquad_mobilevitv2_{width}', f'mobilevitv2_{width}'),
+                                         size=(256, 256), batch=batch, faster={f'mobilevitv2_{width}': 0.97}),
+        processes=5) for width in ('050', '100', '200') for batch in (1, 8)},
+    **{f'{theirs}-256': Preset(
+        f"MobileViTv2 against MobileViT (v1) of about its size, timm's {theirs}, one image of 256 x 256", 40,
+        partial(model, names=(f'subquad_mobilevitv2_{width}', theirs), size=(256, 256), batch=1))
+       for width, theirs in (('050', 'mobilevit_xxs'), ('075', 'mobilevit_xs'), ('100', 'mobilevit_s'))},
+    'figure1': Preset(
+        "the attention units of MobileViTv2's Figure 1 at 256 tokens, and their time over the number of tokens", 30,
+        partial(figure1, tokens=(64, 128, 256, 512, 1024, 2048, 4096))),
+    'gpu-separable_attention-32x32': Preset(
+        "separable attention in MobileViTv2-1.0's first block, batch 128, bfloat16", 50,
+        partial(operator, op='separable_attention', grid=(32, 32), batch=128, heads=1, dim=128, dtype='bfloat16',
+                device='cuda', names=('triton', 'compiled', 'eager'), bandwidth=0.75), 'cuda'),
+    'gpu-separable_attention-32x32-train': Preset(
+        'the same with gradients', 50,
+        partial(operator, op='separable_attention', grid=(32, 32), batch=128, heads=1, dim=128, dtype='bfloat16',
+                device='cuda', backward=True, names=('triton', 'compiled', 'eager')), 'cuda'),
+    'gpu-mobilevitv2_100-256': Preset(
+        "MobileViTv2-1.0 on 128 images, bfloat16, against timm's", 20,
+        partial(model, names=('subquad_mobilevitv2_100', 'mobilevitv2_100', 'subquad_mobilevitv2_100+compile',
+                              'mobilevitv2_100+compile'), size=(256, 256), batch=128, dtype='bfloat16', device='cuda',
+                faster={'mobilevitv2_100': 1.3}), 'cuda'),
     'gpu-polyline_attention-50x80': Preset(
         'the fused kernel against PyTorch attention, 50 x 80 tokens, 8 heads of 32, bfloat16', 50,
         partial(operator, op='polyline_attention', grid=(50, 80), dtype='bfloat16', device='cuda',
@@ -291,5 +321,7 @@ PRESETS = {
 }
 # Those with a target: what `subquad benchmark` measures unless told otherwise.
 DEFAULTS: List[str] = ['polyline_attention-50x80', 'polyline_attention-14x14', 'polyline_scan-growth',
-                       'ppma_tiny-800x1280', 'ppma_tiny-224']
+                       'ppma_tiny-800x1280', 'ppma_tiny-224', 'separable_attention-32x32',
+                       'separable_attention-sequence',
+                       *(name for name in PRESETS if name.startswith('mobilevitv2_'))]
 GPU_DEFAULTS: List[str] = [name for name, preset in PRESETS.items() if preset.device == 'cuda']

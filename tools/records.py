@@ -2,6 +2,7 @@
 import json
 import os
 from pathlib import Path
+from statistics import median
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.table import Table
@@ -47,6 +48,36 @@ def append(path: Path, record: Dict[str, Any]) -> None:
         os.close(descriptor)
 
 
+def figure(name: str, value: Optional[float], unit: str, at_least: Optional[float] = None,
+           at_most: Optional[float] = None) -> Dict[str, Any]:
+    """One line of the table: a value (None: not measured), its target, if it has one, and whether that is met."""
+    bound, target = ('at least', at_least) if at_least is not None else ('at most', at_most)
+    met = None
+    if value is not None and target is not None:
+        met = value >= target if bound == 'at least' else value <= target
+    return {'name': name, 'value': value, 'unit': unit, 'bound': None if target is None else bound, 'target': target,
+            'met': met}
+
+
+def medians(records: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+    """One record of several measurements of the same in processes of their own: medians of times and figures, with each
+    process' value beside a figure's."""
+    last = records[-1]
+    if len(records) == 1:
+        return last
+    middle = {name: {p: median(record['times_ms'][name][p] for record in records) for p in taken}
+              for name, taken in last['times_ms'].items()}
+    results = []
+    for n, f in enumerate(last['figures']):
+        values = [record['figures'][n]['value'] for record in records]
+        bound = {f['bound'].replace(' ', '_'): f['target']} if f['bound'] else {}
+        value = None if None in values else median(values)
+        results.append({**figure(f['name'], value, f['unit'], **bound), 'values': values})
+    floors = sorted((record['floor'] for record in records), key=lambda low: low['ms']) if last['floor'] else [None]
+    return {**last, 'times_ms': middle, 'figures': results, 'floor': floors[len(floors) // 2],
+            'processes': len(records), 'other_cpus': max(record['other_cpus'] or 0 for record in records)}
+
+
 def _number(value: Optional[float]) -> str:
     return 'not measured' if value is None else f'{value:.3g}' if value < 1000 else f'{value:.0f}'
 
@@ -66,6 +97,9 @@ def figures(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:
         if 'bytes' in low:
             what += f", {low['bytes'] / 1e6:.3g} MB at {_number(low['copy_gbs'])} GB/s: {low['binds']} binds"
         rows.append(('floor', f"{_number(low['ms'])} ms ({what})", '', ''))
+    for unit, operators in record.get('operators', {}).items():
+        rows.append((f'most time, {unit}', ', '.join(f"{x['name']} {_number(x['ms'])} ms ({x['share']:.0%})"
+                                                     for x in operators), '', ''))
     for f in record['figures']:
         target = '' if f['target'] is None else f"{f['bound']} {f['target']:g} {f['unit']}".rstrip()
         met = '' if f['target'] is None else {True: 'yes', False: 'no', None: '?'}[f['met']]
@@ -93,8 +127,13 @@ def table(records: Sequence[Dict[str, Any]]) -> Table:
     return result
 
 
+_LABELS = {'dense': 'L x, N x N mask', 'portable': 'L x, portable scan', 'triton': 'L x, Triton scan',
+           'separable': 'separable self-attention', 'mha': 'multi-head attention', 'linformer': 'Linformer, p = 256'}
+
+
 def plot(record: Dict[str, Any], path: Path) -> None:
-    """Time and memory over the number of tokens, a line a contestant, from times named 'CONTESTANT HxW'.
+    """Time and, where it was measured, memory over the number of tokens, a line a contestant, from times named
+    'CONTESTANT HxW'.
 
     Raises:
         UserError: the picture cannot be written, or matplotlib is missing.
@@ -104,9 +143,10 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError('the plot needs matplotlib: pip install "subquad[demo]"') from error
-    page = Figure(figsize=(9, 3.6), layout='constrained')
+    charts = 1 + bool(record['peak_mb'])
+    page = Figure(figsize=(5.2 if charts == 1 else 9, 3.6), layout='constrained')
     FigureCanvasAgg(page)
-    time_axes, memory_axes = page.subplots(1, 2)
+    time_axes, *memory_axes = page.subplots(1, charts, squeeze=False)[0]
     points: Dict[str, List[Tuple[int, float, Optional[float]]]] = {}
     for name, taken in record['times_ms'].items():
         contestant, size = name.split()
@@ -114,15 +154,16 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         points.setdefault(contestant, []).append((height * width, taken['p50'], record['peak_mb'].get(name)))
     for contestant, line in points.items():
         tokens, times, peaks = zip(*sorted(line))
-        label = {'dense': 'N x N mask'}.get(contestant, f'{contestant} scan')
+        label = _LABELS.get(contestant, contestant)
         time_axes.plot(tokens, times, marker='o', label=label)
-        memory_axes.plot(tokens, [float('nan') if peak is None else max(peak, 0.01) for peak in peaks], marker='o',
-                         label=label)
-    for axes, title in ((time_axes, 'time, ms'), (memory_axes, 'memory beyond input and output, MB')):
+        for axes in memory_axes:
+            axes.plot(tokens, [float('nan') if peak is None else max(peak, 0.01) for peak in peaks], marker='o',
+                      label=label)
+    for axes, title in zip((time_axes, *memory_axes), ('time, ms', 'memory beyond input and output, MB')):
         axes.set(xscale='log', yscale='log', xlabel='tokens', title=title)
         axes.grid(alpha=0.3)
         axes.legend()
-    page.suptitle(f"L x: {conditions(record)}", fontsize=9)
+    page.suptitle(conditions(record), fontsize=9)
     try:
         page.savefig(path, dpi=120)
     except OSError as error:
