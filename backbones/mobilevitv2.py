@@ -251,9 +251,14 @@ class MobileViTv2(StagedBackbone):
             found[name] = unit.scores(inputs[0])
 
         handles = [layer.attn.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
+        blocks = [(block, block.exportable) for block in self.modules() if isinstance(block, MobileViTv2Block)]
         try:
+            for block, _ in blocks:
+                block.exportable = False                 # scores are wanted where the tokens lie, not folded
             self.forward_features(x)
         finally:
+            for block, exportable in blocks:
+                block.exportable = exportable
             for handle in handles:
                 handle.remove()
         return found

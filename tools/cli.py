@@ -11,6 +11,7 @@ TOOLS = {
     'train': 'train a classifier from a config file',
     'test': 'evaluate a checkpoint on a config\'s test data',
     'predict': 'classify image files with a checkpoint',
+    'visualize': 'draw what a model looks at over images',
     'demo': 'train a small PPMA on real images in minutes, and show what it sees',
     'benchmark': 'time and memory of operators and models, beside the floor',
     'kernels': 'which operators run on Triton kernels here, and what the kernels take',

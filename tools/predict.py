@@ -70,6 +70,23 @@ def image_files(paths: Sequence[str]) -> List[Path]:
     return files
 
 
+def load_images(files: Sequence[Path], transform) -> List[Any]:
+    """The files as tensors.
+
+    Raises:
+        UserError: a file that is no image.
+    """
+    from PIL import Image, UnidentifiedImageError
+    images = []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                images.append(transform(image.convert('RGB')))
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise UserError(f'{file} is not an image that can be read') from error
+    return images
+
+
 def classify(model, transform, classes: List[str], files: Sequence[Path], topk: int = 5,
              batch_size: int = 16) -> List[Dict[str, Any]]:
     """For each file dict(file, classes=[dict(name, probability), ...]), the likeliest first.
@@ -78,19 +95,11 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
         UserError: a file that is no image.
     """
     import torch
-    from PIL import Image, UnidentifiedImageError
     results = []
     for start in range(0, len(files), batch_size):
         part = files[start:start + batch_size]
-        images = []
-        for file in part:
-            try:
-                with Image.open(file) as image:
-                    images.append(transform(image.convert('RGB')))
-            except (UnidentifiedImageError, OSError, SyntaxError) as error:
-                raise UserError(f'{file} is not an image that can be read') from error
         with torch.inference_mode():
-            values, indices = model(torch.stack(images)).softmax(-1).topk(min(topk, len(classes)))
+            values, indices = model(torch.stack(load_images(part, transform))).softmax(-1).topk(min(topk, len(classes)))
         for file, value, index in zip(part, values.tolist(), indices.tolist()):
             results.append(dict(file=str(file), classes=[dict(name=classes[i], probability=v)
                                                          for v, i in zip(value, index)]))

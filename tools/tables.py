@@ -1,7 +1,7 @@
 """Write the tables of README.md and the model cards.
 
 Between `<!-- table: NAME -->` and `<!-- end of table -->` stands what this tool computes (`models`) or reads from
-committed benchmark records (`cpu`, `gpu`, `resources`), never a figure written by hand.
+committed benchmark records (`cpu`, `mobilevitv2`, `gpu`, `resources`), never a figure written by hand.
 """
 import argparse
 import json
@@ -86,6 +86,14 @@ def cpu_full_table(root: Path) -> str:
     return _cpu(root, only_targets=False)
 
 
+def mobilevitv2_table(root: Path) -> str:
+    """What the presets of MobileViTv2 and of its operator found on CPUs, figures only."""
+    names = ('mobilevit', 'separable_attention')
+    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'].startswith(names)]
+    return '\n'.join(_measured([{**r, 'times_ms': {}, 'floor': None} for r in records if r['cpu'] == cpu])
+                     for cpu in dict.fromkeys(r['cpu'] for r in records))
+
+
 def gpu_table(root: Path) -> str:
     """The newest record of each GPU preset; what has none is "not measured yet"."""
     from .presets import GPU_DEFAULTS, PRESETS
@@ -113,7 +121,7 @@ def resources_table(root: Path) -> str:
     whole for every target in model_cards/benchmarks."""
     rows, kind = [], ', bfloat16, 32 channels'
     for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
-        if case.endswith(kind) and 'product' not in case:
+        if case.endswith(kind) and not any(word in case for word in ('product', '8 latent')):
             rows += [[case.removesuffix(kind), f"`{k['kernel']}`", str(k['warps']), str(k['registers']),
                       str(k['stack']), str(k['shared'])] for k in kernels if not k['kernel'].startswith('row_products')]
     return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)
@@ -121,7 +129,7 @@ def resources_table(root: Path) -> str:
 
 TABLES: Dict[str, Callable[[Path], str]] = {'models': models_table, 'cpu': cpu_table,
                                             'cpu_full': cpu_full_table, 'gpu': gpu_table,
-                                            'resources': resources_table}
+                                            'mobilevitv2': mobilevitv2_table, 'resources': resources_table}
 
 
 def updated(text: str, root: Path) -> str:

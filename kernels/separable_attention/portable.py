@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..blocks import keep_freed_memory
 from ..decay import compute_dtype
 from .grid import Patch, count, fold, part_of, unfold
 
@@ -65,6 +66,8 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                         key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
+    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        keep_freed_memory()
     if key_weight is not None and key.is_meta:
         # There nothing is computed and all that is wanted are counts: those of the definition.
         key, key_weight = F.linear(key, key_weight, key_bias), None
