@@ -124,10 +124,8 @@ def dense_polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
 # --- separable attention as one would write it
 
 def separable_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
-    """query (B, H, W, 1), key, value (B, H, W, heads * D) as one projection leaves them: slices of its channels."""
-    channels = heads * dim
-    whole = torch.randn(batch, *grid, 1 + 2 * channels, device=device, dtype=dtype)
-    return list(whole.split([1, channels, channels], -1))
+    """query (B, H, W, 1), key, value (B, H, W, heads * D), each dense, as MobileViTv2's mixer has them."""
+    return [torch.randn(batch, *grid, n, device=device, dtype=dtype) for n in (1, heads * dim, heads * dim)]
 
 
 def _patch(x: Tensor) -> Tuple[int, int]:

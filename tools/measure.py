@@ -35,7 +35,8 @@ def percentiles(samples: Sequence[float]) -> Dict[str, float]:
 
 def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None,
                      device: str = 'cpu') -> Dict[str, Dict[str, float]]:
-    """Time of each call, taken in turn (A B A B ...) so that a slow spell of the machine falls on all of them alike.
+    """Time of each call, taken in turn so that a slow spell of the machine falls on all of them alike; another one is
+    first in each round, or one would always find the caches as, say, a large copy left them.
 
     Args:
         calls: what to time, by name; each is called once beforehand, untimed.
@@ -49,8 +50,10 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optiona
     samples: Dict[str, List[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for _ in range(repeats):
-        for name, call in calls.items():
+    names = list(calls)
+    for n in range(repeats):
+        for name in names[n % len(names):] + names[:n % len(names)]:
+            call = calls[name]
             for _ in range((per_round or {}).get(name, 1)):
                 samples[name].append(_time_cuda(call) if device == 'cuda' else _time_cpu(call))
     return {name: percentiles(taken) for name, taken in samples.items()}

