@@ -3,6 +3,7 @@ import ctypes
 import gc
 import os
 import platform
+import random
 import subprocess
 import threading
 import time
@@ -35,8 +36,8 @@ def percentiles(samples: Sequence[float]) -> Dict[str, float]:
 
 def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None,
                      device: str = 'cpu') -> Dict[str, Dict[str, float]]:
-    """Time of each call, taken in turn so that a slow spell of the machine falls on all of them alike; another one is
-    first in each round, or one would always find the caches as, say, a large copy left them.
+    """Time of each call, taken in turn so that a slow spell of the machine falls on all of them alike, and in another
+    order each round: no call always finds the caches as the same other one, a large copy say, has left them.
 
     Args:
         calls: what to time, by name; each is called once beforehand, untimed.
@@ -50,10 +51,9 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optiona
     samples: Dict[str, List[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    names = list(calls)
-    for n in range(repeats):
-        for name in names[n % len(names):] + names[:n % len(names)]:
-            call = calls[name]
+    orders = random.Random(0)
+    for _ in range(repeats):
+        for name, call in orders.sample(list(calls.items()), len(calls)):
             for _ in range((per_round or {}).get(name, 1)):
                 samples[name].append(_time_cuda(call) if device == 'cuda' else _time_cpu(call))
     return {name: percentiles(taken) for name, taken in samples.items()}

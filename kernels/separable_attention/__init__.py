@@ -47,12 +47,28 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
         TypeError: a dtype that is not allowed.
     """
     patch = grid.patch('separable_attention', patch_size)
-    if not torch.jit.is_tracing():               # which would record the checks, or warn of each
+    # Tracing would record the checks, or warn of each.
+    if not torch.jit.is_tracing() and not _plain(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
-    tensors = [x for x in (query, key, value, key_weight, key_bias) if x is not None]
-    y = choose('separable_attention', _IMPLEMENTATIONS, backend, *tensors)(query, key, value, key_weight, key_bias,
-                                                                           patch, sampling)
+    y = choose('separable_attention', _IMPLEMENTATIONS, backend, query, key, value)(
+        query, key, value, key_weight, key_bias, patch, sampling)
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
+           key_bias: Optional[Tensor]) -> bool:
+    """Whether these are the arguments of MobileViTv2's self-attention, in which `_check` finds nothing: it would take
+    as long as the arithmetic on a small map."""
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or value.ndim != 4:
+        return False
+    batch, height, width, dim = value.shape
+    return (query.dtype == key.dtype == value.dtype and value.dtype in checks.DTYPES and sampling in SAMPLINGS
+            and query.device == key.device == value.device and height > 0 and width > 0 and query.ndim == 4
+            and key.shape == value.shape and query.shape[:3] == value.shape[:3] and query.shape[3] > 0
+            and (key_weight is None if key_bias is None else
+                 key_weight is not None and key_weight.shape == (dim, dim) and key_bias.shape == (dim,)
+                 and key_weight.dtype == key_bias.dtype == value.dtype
+                 and key_weight.device == key_bias.device == value.device))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, patch: grid.Patch, sampling: str, key_weight: Optional[Tensor],

@@ -91,16 +91,16 @@ def _product(active: Tensor, context: Tensor) -> Tensor:
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
              whole: bool) -> Tensor:
     """The same where each row of the grid is a group, or the whole grid is one."""
-    shape = value.shape
-    if whole:
-        query, key, value = (x.flatten(1, 2)[:, None] for x in (query, key, value))
-    scores = query.to(compute_dtype(query.dtype)).softmax(2)                   # (B, rows, N, L)
+    batch, rows = len(query), 1 if whole else query.shape[1]
+    query, key = ((x.flatten(1, 2) if whole else x.flatten(0, 1)) for x in (query, key))
+    scores = query.to(compute_dtype(query.dtype)).softmax(1)                   # (B rows, N, L)
     if query.shape[-1] > 1:
-        scores = scores.mean(3, keepdim=True)
-    context = (scores.transpose(2, 3) @ key.to(scores.dtype)).to(value.dtype)  # (B, rows, 1, C)
+        scores = scores.mean(2, keepdim=True)
+    context = torch.bmm(scores.transpose(1, 2), key.to(scores.dtype)).to(value.dtype)
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
-    return _product(value.relu(), context[:, :value.shape[1]]).reshape(shape)
+    context = context.view(batch, rows, 1, context.shape[-1])
+    return _product(value.relu(), context if whole else context[:, :value.shape[1]])
 
 
 def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
