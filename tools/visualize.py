@@ -7,12 +7,15 @@ from .cli import UserError, nearest
 
 
 def overlay(image, scores):
-    """An image (H, W, 3) of 0 to 1 under a map of scores (h, w), red where they are largest: (H, W, 3) array."""
+    """An image (H, W, 3) of 0 to 1 under a map of scores (h, w), red where they are largest: (H, W, 3) array. The image
+    alone where all scores are the same."""
     import matplotlib
     import torch
     import torch.nn.functional as F
     low, high = scores.amin(), scores.amax()
-    scaled = (scores - low) / (high - low).clamp(min=torch.finfo(scores.dtype).tiny)
+    if high - low <= 1e-5 * high:
+        return image.numpy()
+    scaled = (scores - low) / (high - low)
     scaled = F.interpolate(scaled[None, None], size=image.shape[:2], mode='nearest')[0, 0]
     colours = torch.from_numpy(matplotlib.colormaps['jet'](scaled.numpy())[..., :3]).to(image.dtype)
     return (0.45 * image + 0.55 * colours).numpy()
@@ -106,7 +109,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     maps = {layer: maps[layer] for layer in _chosen(list(maps), args.layers)}
     writable_folder(str(out.parent))
     low, high = inputs.amin((1, 2, 3), keepdim=True), inputs.amax((1, 2, 3), keepdim=True)
-    titles = [f"stage {int(name.split('.')[1]) + 1}\nlayer {int(name.split('.')[-1]) + 1}" for name in maps]
+    titles = [name.replace('.1.', '.1\n') for name in maps]
     draw(out, [file.stem for file in files], (inputs - low) / (high - low).clamp(min=1e-6), maps, titles)
     print(f'drew {out}: {len(files)} image(s), {len(maps)} layer(s)')
     return 0
