@@ -230,7 +230,7 @@ class MobileViTv2(StagedBackbone):
 
     @torch.no_grad()
     def context_scores(self, x: Tensor) -> Dict[str, Tensor]:
-        """Where each layer's context comes from (Appendix D).
+        """Where each layer's context comes from (Appendix D), in evaluation mode.
 
         Args:
             x: (B, in_chans, H, W).
@@ -251,12 +251,16 @@ class MobileViTv2(StagedBackbone):
             found[name] = unit.scores(inputs[0])
 
         handles = [layer.attn.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
+        modes = [(module, module.training) for module in self.modules()]
         blocks = [(block, block.exportable) for block in self.modules() if isinstance(block, MobileViTv2Block)]
         try:
+            self.eval()                                  # no running statistics change
             for block, _ in blocks:
                 block.exportable = False                 # scores are wanted where the tokens lie, not folded
             self.forward_features(x)
         finally:
+            for module, training in modes:
+                module.training = training
             for block, exportable in blocks:
                 block.exportable = exportable
             for handle in handles:

@@ -330,6 +330,23 @@ def test_context_scores(size, latents):
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+def test_context_scores_leave_the_model_as_it_was():
+    """Whether it trains, was made for export, or refuses the image."""
+    plain = timm.create_model('test_mobilevitv2')
+    model = timm.create_model('test_mobilevitv2', exportable=True).train()
+    model.load_state_dict(plain.state_dict())
+    model.stem.eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.rand(2, 3, 64, 96)
+    for found, expected in zip(model.context_scores(x).values(), plain.eval().context_scores(x).values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError):
+        model.context_scores(x[0])
+    assert model.training and model.stages.training and not model.stem.training and model.stages[2][1].exportable
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
 def test_no_context_scores_without_separable_attention():
     with pytest.raises(ValueError, match="belong to attention='separable'"):
         timm.create_model('test_mobilevitv2', attention='mha').context_scores(torch.rand(1, 3, 64, 64))
