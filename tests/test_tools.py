@@ -46,6 +46,13 @@ def test_training_learns_and_is_repeatable(trained, tmp_path, capsys):
     assert (tmp_path / 'last.safetensors').read_bytes() != again
 
 
+@pytest.mark.slow
+def test_mobilevitv2_learns_mnist5k(tmp_path, capsys):
+    train.main(['test-mobilevitv2_mnist5k', '--work-dir', str(tmp_path)])
+    assert test.main(['test-mobilevitv2_mnist5k', str(tmp_path / 'last.safetensors'), '--json']) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['accuracy/top1'] >= 95
+
+
 def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
     small = ['--cfg-options', 'train_dataloader.batch_size=4', 'train_dataloader.num_workers=0',
              'val_dataloader.num_workers=0', 'train_dataloader.dataset.transform.input_size=(3,32,32)',
@@ -69,8 +76,14 @@ def test_configs_load_and_augmentation_never_fails(images):
     from subquad.tools.classification.data import ImageFolder
     from subquad.tools.config import known_configs, load
     names = known_configs()
-    assert names == ['ppma-tiny_folder', 'test-ppma_digits', 'test-ppma_mnist5k']
-    assert load('test-ppma_mnist5k').train_dataloader.dataset.transform.scale == (0.7, 1.0)
+    assert names == ['ppma-tiny_folder', *(f'test-{model}_{data}' for model in ('mobilevitv2', 'ppma')
+                                           for data in ('digits', 'mnist5k'))]
+    for model, size in (('ppma', 32), ('mobilevitv2', 64)):
+        config = load(f'test-{model}_mnist5k')
+        dataset, test = config.train_dataloader.dataset, config.test_dataloader.dataset
+        assert config.model.name == f'test_{model}' and dataset.type == test.type == 'MNIST5k'
+        assert dataset.transform.scale == (0.7, 1.0) and dataset.transform.mean == test.transform.mean == (0.13,) * 3
+        assert dataset.transform.input_size == test.transform.input_size == (3, size, size)
     transform = load('ppma-tiny_folder').train_dataloader.dataset.transform.to_dict()
     data = ImageFolder(str(images / 'train'), {**transform, 'input_size': (3, 32, 32)})
     for n in range(400):                       # rare magnitudes of RandAugment included
