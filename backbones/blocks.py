@@ -47,7 +47,7 @@ class ConvNorm(nn.Module):
         self.act = nn.GELU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.norm.training:
             return self.act(self.norm(self.conv(x)))
         return self.act(folded(self.conv, self.norm, x))
 

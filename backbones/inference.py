@@ -30,13 +30,13 @@ def in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
         x: (B, ...).
         elements: size of one image's token map.
     """
-    if not isinstance(x, Tensor) or module.training or not plain_inference(x) or _hooked(module):
+    if not isinstance(x, Tensor) or not plain_inference(x) or _watched(module):
         return forward(x)
     keep_freed_memory()
     images = max(1, PART_ELEMENTS // max(1, elements))
     return forward(x) if len(x) <= images else torch.cat([forward(part) for part in x.split(images)])
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether anybody listens to a part of the module, and would be told of a few images at a time."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+def _watched(module: nn.Module) -> bool:
+    """Whether a part of the module trains, or somebody listens to it, and would see a few images at a time."""
+    return any(m.training or m._forward_hooks or m._forward_pre_hooks for m in module.modules())

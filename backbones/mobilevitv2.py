@@ -2,8 +2,9 @@
 
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680, and its
 authors' library cvnets. Parameter names are timm's, so that the weights on its hub load as they are; the authors' own
-files are translated. Differences from timm's model, none of which changes a published network: tokens are never
-unfolded, keys are mapped after they are summed up, and stochastic depth acts on residual branches only.
+files are translated. Differences from timm's model, none of which changes a published network: tokens are unfolded for
+exporters only, keys are mapped after they are summed up, stochastic depth acts on residual branches only, and new
+networks start as the authors' do.
 """
 import re
 from functools import partial
@@ -28,6 +29,7 @@ __all__ = ['MobileViTv2']
 
 ATTENTIONS = ('separable', 'mha', 'linformer')
 SAMPLINGS = ('pixel', 'patch')
+POOLINGS = ('avg', 'max', 'avgmax', 'catavgmax', '')
 PATCH = (2, 2)
 WIDTHS = (0.25, 2.5)
 CHANNELS = (64, 128, 256, 384, 512)
@@ -47,7 +49,7 @@ class ConvNormAct(nn.Module):
         self.act = nn.SiLU(inplace=True) if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(self.conv(x)) if self.training else folded(self.conv, self.bn, x))
+        return self.act(self.bn(self.conv(x)) if self.bn.training else folded(self.conv, self.bn, x))
 
 
 class InvertedResidual(nn.Module):
@@ -120,7 +122,8 @@ class MobileViTv2Block(nn.Module):
         separable = isinstance(self.transformer[0].attn, SeparableSelfAttention)
         rows, columns = x.shape[2:]
         # Exporters and the other attention units want a row of tokens for each group.
-        fold_tokens = not separable or (self.exportable or exporting()) and not (rows % PATCH[0] or columns % PATCH[1])
+        even = not any(n % p for y in (x, x if source is None else source) for n, p in zip(y.shape[2:], PATCH))
+        fold_tokens = not separable or even and (self.exportable or exporting())
         if fold_tokens:
             x = fold(x, PATCH, self.sampling)
             source = None if source is None else fold(source, PATCH, self.sampling)
@@ -190,8 +193,7 @@ class MobileViTv2(StagedBackbone):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         if attention != 'separable' and (exact_size or num_latent_tokens != 1):
             raise ValueError(f"exact_size and num_latent_tokens go with attention='separable', got {attention!r}")
-        if drop_rate and global_pool == '':
-            raise ValueError("drop_rate needs a pooled classifier, got global_pool=''")
+        _check_pool(global_pool, num_classes)
         dd = {'device': device, 'dtype': dtype}
         # The authors' rounding; it changes nothing at the published widths.
         stem = make_divisible(min(max(32 * width, 16), 64), 8)
@@ -223,6 +225,11 @@ class MobileViTv2(StagedBackbone):
         self.head = ClassifierHead(in_chs, num_classes, global_pool, drop_rate, **dd)
         self.head_hidden_size = self.head.num_features
         self.apply(_init_weights)
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling."""
+        _check_pool(self.head.global_pool.pool_type if global_pool is None else global_pool, num_classes)
+        super().reset_classifier(num_classes, global_pool)
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
         """Patterns for layer decay: the stem, then every stage or every block."""
@@ -276,6 +283,14 @@ class MobileViTv2(StagedBackbone):
         if not any(key.startswith('conv_1.') for key in weights):
             return weights
         return {_translated(key): value for key, value in weights.items()}
+
+
+def _check_pool(global_pool: str, num_classes: int) -> None:
+    """Raises ValueError for a pooling that there is not, or a classifier on a map."""
+    if global_pool not in POOLINGS:
+        raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLINGS))}, got {global_pool!r}")
+    if not global_pool and num_classes:
+        raise ValueError(f"global_pool='' gives a map, which goes with num_classes=0, got {num_classes}")
 
 
 def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: int, **dd: Any) -> nn.Module:

@@ -95,6 +95,19 @@ def check_line(length: int, *token_strides: int) -> None:
                          'more, which the kernels do not address')
 
 
+def check_grid(*grids: Tensor) -> None:
+    """Offsets within one image (B, H, W, C) are 32-bit numbers (those of images are 64-bit).
+
+    Raises:
+        ValueError: an image that spans more.
+    """
+    for x in grids:
+        span = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
+        if span >= 2 ** 31 - 2 ** 24:                # blocks reach a little past the end before they are masked
+            raise ValueError(f'an image of shape {tuple(x.shape[1:])} with strides {tuple(x.stride()[1:])} spans 2^31 '
+                             'elements or nearly so, which the kernels do not address')
+
+
 def block(dim: int) -> int:
     """Channels of a tile for heads of `dim`: the next power of two that a matrix unit takes."""
     return max(16, 1 << (dim - 1).bit_length())

@@ -169,10 +169,41 @@ def test_extreme_scores_stay_finite(backend, dtype):
     _check(inputs, backend, patch_size=2)
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_an_empty_batch(backend):
+@pytest.mark.parametrize('backend', ['portable', 'export', 'triton'])
+def test_logits_that_exclude_tokens(backend):
+    """Of -inf, first for a whole block of tokens."""
+    inputs = _inputs(1, 1200, dim=4, batch=1)
+    inputs[0][:, :, :600] = -float('inf')
     _needs_triton(backend)
-    y = kernels.separable_attention(*(x[:0] for x in _inputs(4, 6)[:3]), patch_size=2, backend=backend)
+    query, key, value = inputs[:3]
+    y = kernels.separable_attention(query, key, value, backend=backend)
+    expected = kernels.separable_attention(query[:, :, 600:], key[:, :, 600:], value[:, :, 600:], backend='reference')
+    torch.testing.assert_close(y[:, :, 600:], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_spans_of_an_image():
+    """A long line is fine, as far as it really reaches; what 32-bit offsets cannot reach is refused."""
+    x = torch.empty(1, 1, 1, 1).expand(1, 1, 65536, 1)
+    launch.check_grid(torch.empty(1, 1, 65536, 1025, device='meta')[..., :512], x)
+    for shape in ((1, 8192, 8192, 64), (1, 1, 2 ** 26, 64)):
+        with pytest.raises(ValueError, match='spans 2.31 elements'):
+            launch.check_grid(x, torch.empty(shape, device='meta'))
+
+
+def test_vmap_without_gradients():
+    query, key, value, *_ = (x for x in _inputs(4, 6) if x is not None)
+    with torch.no_grad():
+        y = torch.vmap(lambda *one: kernels.separable_attention(*(x[None] for x in one), patch_size=2)[0])(
+            query, key, value)
+    torch.testing.assert_close(y, kernels.separable_attention(query, key, value, patch_size=2))
+
+
+@pytest.mark.parametrize('sampling', ['pixel', 'patch'])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_an_empty_batch(backend, sampling):
+    _needs_triton(backend)
+    y = kernels.separable_attention(*(x[:0] for x in _inputs(4, 6)[:3]), patch_size=2, sampling=sampling,
+                                    backend=backend)
     assert y.shape == (0, 4, 6, 8)
 
 

@@ -21,7 +21,9 @@ MAX_LATENT_TOKENS = 64
 def cast_for_autocast(x: Tensor) -> Tensor:
     """x in the type that autocast would give to a product, where it is on."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if kind != 'meta' and torch.is_autocast_enabled(kind) else x
+    if x.dtype == torch.float64 or kind == 'meta' or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 @register_notrace_module
@@ -119,7 +121,8 @@ class MultiHeadSelfAttention(nn.Module):
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             q = F.conv2d(x, weight[:dim], bias[:dim])
             k, v = F.conv2d(source, weight[dim:], bias[dim:]).split(dim, 1)
-        q, k, v = (y.permute(0, 2, 3, 1).reshape(batch * places, y.shape[3], self.num_heads, -1).transpose(1, 2)
+        q, k, v = (y.permute(0, 2, 3, 1).reshape(batch * places, y.shape[3], self.num_heads, dim // self.num_heads)
+                   .transpose(1, 2)
                    for y in (q, *self.shorten(k, v)))
         y = F.scaled_dot_product_attention(q, k, v)                               # (B P, heads, N, C / heads)
         y = y.transpose(1, 2).reshape(batch, places, tokens, dim)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ..blocks import keep_freed_memory
 from ..decay import compute_dtype
+from ..dispatch import exporting
 from .grid import Patch, count, fold, part_of, unfold
+
+
+def _recorded(x: Tensor) -> bool:
+    """Whether x stands for other tensors: a compiler's, a tracer's, those of torch.func. Nothing of theirs is kept from
+    call to call, or written to."""
+    return (torch.compiler.is_compiling() or exporting() or type(x) is not Tensor
+            or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
@@ -33,9 +41,7 @@ def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
     logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
     if patch == (1, 1):
         return logits.softmax(-1)
-    # Kept from call to call, but for tensors that only stand for others (those of tracers).
-    plain = type(query) is Tensor and not torch.compiler.is_compiling()
-    outside = (_kept_outside if plain else _outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
+    outside = (_outside if _recorded(query) else _kept_outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
     return (logits + outside).softmax(-1)
 
 
@@ -58,15 +64,17 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
         return table, value                                                    # both (B, H, W, D)
     if sampling == 'pixel':                                                    # rows (i, pi), columns (j, pj)
         table = table.reshape(batch, 1, patch[0], patch[1] * dim).expand(-1, height // patch[0], -1, -1)
-        return (table.reshape(-1, patch[0], 1, patch[1] * dim),
-                value.reshape(-1, patch[0], width // patch[1], patch[1] * dim))
-    table = table.reshape(batch, patch[0], 1, -1).expand(-1, -1, height // patch[0], -1)       # (pi, i), (pj, j)
-    return table.reshape(-1, patch[1], 1, dim), value.reshape(-1, patch[1], width // patch[1], dim)
+        lines = batch * height // patch[0]
+        return (table.reshape(lines, patch[0], 1, patch[1] * dim),
+                value.reshape(lines, patch[0], width // patch[1], patch[1] * dim))
+    table = table.reshape(batch, patch[0], 1, patch[1] * dim).expand(-1, -1, height // patch[0], -1)
+    lines = batch * height                                                     # rows (pi, i), columns (pj, j)
+    return table.reshape(lines, patch[1], 1, dim), value.reshape(lines, patch[1], width // patch[1], dim)
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                         key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
-    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not _recorded(value):
         keep_freed_memory()
     if key_weight is not None and key.is_meta:
         # There nothing is computed and all that is wanted are counts: those of the definition.
@@ -84,8 +92,8 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
 
 
 def _product(active: Tensor, context: Tensor) -> Tensor:
-    """active * context, in place where no gradient will ask for `active`."""
-    return active * context if torch.is_grad_enabled() else active.mul_(context)
+    """active * context, in place where nothing else will ask for `active`."""
+    return active * context if torch.is_grad_enabled() or _recorded(active) else active.mul_(context)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],

@@ -83,7 +83,8 @@ def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, colu
         offset = _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w)
         logits = _load_logits(query, offset, n, count, L, BLOCK_L)
         new = tl.maximum(largest, tl.max(logits, 0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new[None, :]), 0)
+        finite = tl.where(new == -float('inf'), 0.0, new)           # so far all logits may be -inf
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite[None, :]), 0)
         largest = new
     return largest, total
 
@@ -308,8 +309,6 @@ class _Problem:
 
     def __init__(self, query: Tensor, value: Tensor, patch: Patch, sampling: str):
         self.key_grid, self.value_grid = query.shape[1:3], value.shape[1:3]
-        for x in (query, value):
-            launch.check_line(x.shape[1], x.stride(1))
         self.places = patch[0] * patch[1]
         self.groups = len(query) * self.places
         self.patch = {'PATCH_H': patch[0], 'PATCH_W': patch[1], 'PIXEL': sampling == 'pixel'}
@@ -351,6 +350,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
     float32."""
     query, key, value = (launch.unit_stride(x) for x in (query, key, value))
     call, out = _Problem(query, value, patch, sampling), _grid_like(value)
+    launch.check_grid(query, key, value, out)
     statistics = query.new_empty(len(query), call.places, 2, query.shape[3], dtype=torch.float32)
     summed = key.new_empty(len(key), call.places, key.shape[3], dtype=torch.float32)
     dim = value.shape[3]
@@ -382,6 +382,7 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight
     grad, query, key, value = (launch.unit_stride(x) for x in (grad, query, key, value))
     call, dim = _Problem(query, value, patch, sampling), value.shape[3]
     dquery, dkey, dvalue = (_grid_like(x) for x in (query, key, value))
+    launch.check_grid(grad, query, key, value, dquery, dkey, dvalue)
     options = launch.options('separable_attention', value.dtype, BLOCK_D)
     parts = summed.new_empty(len(value), call.places, call.value_chunks, dim)
     _separable_attention_bwd_value_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](

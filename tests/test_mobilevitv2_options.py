@@ -1,0 +1,315 @@
+"""MobileViTv2's options, context scores, graphs and errors."""
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subquad.backbones.mixers import SeparableSelfAttention
+
+
+def _parameters(name, **options):
+    return sum(p.numel() for p in timm.create_model(name, device='meta', **options).parameters())
+
+
+def _close(actual, expected, tolerance=1e-5):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize('width, channels', [(0.25, [16, 32, 64, 96, 128]), (0.3, [32, 40, 80, 112, 152]),
+                                             (1.1, [64, 144, 280, 424, 560]), (2.5, [160, 320, 640, 960, 1280])])
+def test_any_width(width, channels):
+    """Channels as the authors round them."""
+    model = timm.create_model('subquad_mobilevitv2_100', width=width, device='meta')
+    assert [level['num_chs'] for level in model.feature_info] == channels
+    assert model.stem.conv.out_channels == {0.25: 16, 0.3: 16, 1.1: 32, 2.5: 64}[width]
+    assert model(torch.empty(1, 3, 64, 64, device='meta')).shape == (1, 1000)
+
+
+@pytest.mark.parametrize('options', [dict(num_latent_tokens=3), dict(num_latent_tokens=8, sampling='patch'),
+                                     dict(attention='mha'), dict(attention='linformer', img_size=(96, 128)),
+                                     dict(exact_size=True)], ids=str)
+def test_options_train(options):
+    model = timm.create_model('test_mobilevitv2', num_classes=5, drop_path_rate=0.2, **options)
+    model(torch.rand(2, 3, 96, 128)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    folded = timm.create_model('test_mobilevitv2', num_classes=5, exportable=True, **options).eval()
+    folded.load_state_dict(model.state_dict())
+    x = torch.rand(2, 3, 96, 128)
+    _close(folded(x), model(x))
+
+
+def test_latent_tokens_cost_a_row_each():
+    """A row of d weights and a bias for each of the 9 layers; equal rows give the network with one."""
+    assert _parameters('test_mobilevitv2', num_latent_tokens=3) - _parameters('test_mobilevitv2') \
+        == 2 * sum(depth * (dim + 1) for depth, dim in ((2, 32), (4, 48), (3, 64)))
+    one, three = (timm.create_model('test_mobilevitv2', num_latent_tokens=n).eval() for n in (1, 3))
+    state = {key: torch.cat([value[:1], value[:1], value]) if '.qkv_proj.' in key else value
+             for key, value in one.state_dict().items()}
+    three.load_state_dict(state)
+    x = torch.rand(1, 3, 64, 96)
+    _close(three(x), one(x))
+
+
+def test_exact_size():
+    """Maps with odd sides stay as they are; where all are even, nothing changes."""
+    exact, default = (timm.create_model('test_mobilevitv2', exact_size=on).eval() for on in (True, False))
+    exact.load_state_dict(default.state_dict())
+    x = torch.rand(1, 3, 256, 128)
+    torch.testing.assert_close(exact(x), default(x))
+    x = torch.rand(1, 3, 224, 200)
+    sizes = [[tuple(f.shape[2:]) for f in model.forward_intermediates(x, intermediates_only=True)]
+             for model in (exact, default)]
+    assert sizes[0] == [(112, 100), (56, 50), (28, 25), (14, 13), (7, 7)]
+    assert sizes[1] == [(112, 100), (56, 50), (28, 26), (14, 14), (8, 8)]
+
+
+def test_a_dilated_network_keeps_its_map():
+    model = timm.create_model('test_mobilevitv2', output_stride=8, features_only=True)
+    assert model.feature_info.reduction() == [2, 4, 8, 8, 8]
+    assert [f.shape[2:] for f in model(torch.rand(1, 3, 128, 64))][2:] == [(16, 8)] * 3
+
+
+def test_drop_path_acts_on_residual_branches():
+    from timm.layers import DropPath
+    model = timm.create_model('test_mobilevitv2', drop_path_rate=0.1)
+    rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
+    assert len(rates) == 1 + 2 * (2 + 4 + 3) and rates == sorted(rates) and rates[-1] == pytest.approx(0.1)
+
+
+def test_cross_attention():
+    """Scores and keys from the source, values from the input, on grids of their own size; timm's raises."""
+    unit = SeparableSelfAttention(6)
+    x, source = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 6, 2)
+    query, key = (nn.functional.conv2d(source, unit.qkv_proj.weight[a:b], unit.qkv_proj.bias[a:b])
+                  for a, b in ((0, 1), (1, 7)))
+    value = nn.functional.conv2d(x, unit.qkv_proj.weight[7:], unit.qkv_proj.bias[7:])
+    expected = torch.empty_like(value)
+    for i in (0, 1):
+        for j in (0, 1):
+            scores = query[:, :, i::2, j::2].flatten(2).softmax(-1)
+            context = (key[:, :, i::2, j::2].flatten(2) * scores).sum(-1)[..., None, None]
+            expected[:, :, i::2, j::2] = value[:, :, i::2, j::2].relu() * context
+    torch.testing.assert_close(unit(x, source), unit.out_proj(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unit(x, x), unit(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError):
+        theirs = timm.create_model('mobilevitv2_050').stages[2][1].transformer[0].attn
+        theirs(torch.randn(1, 64, 4, 4), torch.randn(1, 64, 4, 4))
+
+
+@pytest.mark.parametrize('options', [{}, dict(attention='mha')], ids=str)
+def test_cross_attention_between_frames(options):
+    """A block takes its context from the tokens of another frame, of another size too."""
+    block = timm.create_model('test_mobilevitv2', **options).eval().stages[2][1]
+    frame, previous = torch.randn(1, 64, 8, 12), torch.randn(1, 64, 8, 16)
+    tokens = block.forward_tokens(previous)
+    assert tokens.shape == (1, 32, 8, 16)
+    y = block(frame, tokens)
+    assert y.shape == frame.shape and not torch.allclose(y, block(frame))
+
+
+# --- context scores
+
+@pytest.mark.parametrize('size', [(96, 128), (64, 64)])
+@pytest.mark.parametrize('latents', [1, 2])
+def test_context_scores(size, latents):
+    model = timm.create_model('test_mobilevitv2', num_latent_tokens=latents).eval()
+    x = torch.rand(3, 3, *size)
+    maps = model.context_scores(x)
+    assert list(maps) == [f'stages.{stage}.1.transformer.{n}' for stage, depth in ((2, 2), (3, 4), (4, 3))
+                          for n in range(depth)]
+    for name, scores in maps.items():
+        stride = 2 ** (int(name[7]) + 1)
+        height, width = (-(-n // stride) + -(-n // stride) % 2 for n in size)
+        assert scores.shape == (3, latents, height, width)
+        for i in (0, 1):
+            for j in (0, 1):
+                torch.testing.assert_close(scores[:, :, i::2, j::2].sum((2, 3)), torch.ones(3, latents))
+    one = model.context_scores(x[1:2])
+    torch.testing.assert_close(one['stages.3.1.transformer.2'][0], maps['stages.3.1.transformer.2'][1])
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_context_scores_leave_the_model_as_it_was():
+    """Whether it trains, was made for export, or refuses the image."""
+    plain = timm.create_model('test_mobilevitv2')
+    model = timm.create_model('test_mobilevitv2', exportable=True).train()
+    model.load_state_dict(plain.state_dict())
+    model.stem.eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.rand(2, 3, 64, 96)
+    for found, expected in zip(model.context_scores(x).values(), plain.eval().context_scores(x).values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError):
+        model.context_scores(x[0])
+    assert model.training and model.stages.training and not model.stem.training and model.stages[2][1].exportable
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_no_context_scores_without_separable_attention():
+    with pytest.raises(ValueError, match="belong to attention='separable'"):
+        timm.create_model('test_mobilevitv2', attention='mha').context_scores(torch.rand(1, 3, 64, 64))
+
+
+# --- graphs
+
+class _Watch(TorchDispatchMode):
+    """The operations that run, with the largest rank of what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranks = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.ranks[str(function)] = max(x.ndim, self.ranks.get(str(function), 0))
+        return out
+
+
+@pytest.mark.parametrize('options', [{}, dict(exportable=True), dict(exact_size=True), dict(sampling='patch'),
+                                     dict(attention='mha')], ids=str)
+def test_no_tensor_above_rank_4_and_no_im2col(options):
+    model = timm.create_model('test_mobilevitv2', **options)
+    for training in (True, False):
+        with _Watch() as watch:
+            model.train(training)(torch.rand(2, 3, 72, 104))
+        assert max(watch.ranks.values()) == 4 and not [name for name in watch.ranks if 'im2col' in name]
+
+
+def test_a_trace_at_256_is_right_at_320_and_refuses_224():
+    model = timm.create_model('test_mobilevitv2').eval()
+    traced = torch.jit.trace(model, torch.rand(1, 3, 256, 256))
+    x = torch.rand(2, 3, 320, 320)
+    _close(traced(x), model(x))
+    with pytest.raises(RuntimeError):               # its maps are odd, and the trace has no resizing
+        traced(torch.rand(1, 3, 224, 224))
+
+
+@pytest.mark.parametrize('dims', [pytest.param('bh', id='batch and height'),
+                                  pytest.param('bhw', id='batch, height and width', marks=pytest.mark.slow)])
+def test_dynamic_export(dims):
+    model, Dim = timm.create_model('test_mobilevitv2').eval(), torch.export.Dim
+    sizes = {'b': Dim('batch', max=64), 'h': Dim('height', min=2, max=16) * 64, 'w': Dim('width', min=2, max=16) * 64}
+    program = torch.export.export(model, (torch.rand(2, 3, 256, 256),),
+                                  dynamic_shapes=({'bchw'.index(d): sizes[d] for d in dims},))
+    x = torch.rand(3, 3, 320, 192 if 'w' in dims else 256)
+    _close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize('options', [{}, dict(num_latent_tokens=2)], ids=str)
+def test_autocast(options):
+    model = timm.create_model('test_mobilevitv2', **options).eval()
+    x = torch.rand(2, 3, 64, 96)
+    with torch.autocast('cpu', torch.bfloat16):
+        y = model(x)
+        y.float().sum().backward()
+    assert (y.float() - model(x)).abs().max() <= 0.1 * model(x).abs().max()
+
+
+def test_on_the_kernels():
+    """The network on the Triton kernels (in the interpreter without a GPU), with gradients."""
+    pytest.importorskip('triton')
+    from subquad import kernels
+    from subquad.kernels import launch
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cpu' and not launch.interpreted():
+        pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1')
+    results = []
+    for backend in ('reference', 'triton'):
+        torch.manual_seed(0)
+        model = timm.create_model('test_mobilevitv2', num_latent_tokens=2).to(device).eval()
+        x = torch.rand(1, 3, 64, 32, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+        with kernels.use_backend(backend):
+            y = model(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in model.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 2e-5 * expected.norm().clamp(min=1e-3)
+
+
+# --- errors
+
+@pytest.mark.parametrize('options, message', [
+    (dict(width=0.2), 'width must be a number from 0.25 to 2.5, got 0.2'),
+    (dict(width='wide'), 'width must be a number'),
+    (dict(num_latent_tokens=0), 'num_latent_tokens must be an integer from 1 to 64, got 0'),
+    (dict(num_latent_tokens=1.5), 'num_latent_tokens must be an integer'),
+    (dict(num_latent_tokens=65), 'num_latent_tokens must be an integer from 1 to 64, got 65'),
+    (dict(attention='softmax'), "attention must be one of 'separable', 'mha', 'linformer', got 'softmax'"),
+    (dict(sampling='token'), "sampling must be one of 'pixel', 'patch', got 'token'"),
+    (dict(output_stride=4), 'output_stride must be one of 8, 16, 32, got 4'),
+    (dict(attention='mha', num_latent_tokens=2), "num_latent_tokens go with attention='separable', got 'mha'"),
+    (dict(attention='mha', exact_size=True), "exact_size and num_latent_tokens go with attention='separable'"),
+    (dict(num_classes=-1), 'num_classes must be an integer of at least 0'),
+    (dict(drop_path_rate=1.0), 'drop_path_rate must be a number from 0 to below 1'),
+    (dict(img_size=16), 'img_size must be integers of at least 32')])
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('test_mobilevitv2', **options)
+
+
+def test_wrong_inputs():
+    model = timm.create_model('test_mobilevitv2')
+    for x, error, message in ((torch.rand(2, 196, 64), ValueError, r'must be \(B, 3, H, W\).*got \(2, 196, 64\)'),
+                              (torch.rand(2, 3, 16, 64), ValueError, 'H and W >= 32'),
+                              (torch.rand(2, 1, 64, 64), ValueError, r'\(B, 3, H, W\)'),
+                              (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), TypeError, 'floating-point')):
+        with pytest.raises(error, match=message):
+            model(x)
+    linformer = timm.create_model('test_mobilevitv2', attention='linformer', img_size=64)
+    with pytest.raises(ValueError, match='made for 16 tokens a group, and this input has 24: make the model with img'):
+        linformer(torch.rand(1, 3, 64, 96))
+
+
+def test_norms_that_train_in_a_model_that_does_not():
+    """As when statistics are adapted to new images: the norms see the whole batch."""
+    model = timm.create_model('test_mobilevitv2').eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.rand(9, 3, 64, 64)
+    with torch.no_grad():
+        y = model(x)
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(value, expected[key])]
+    assert len(changed) == 3 * 25
+    model.load_state_dict(expected)
+    torch.testing.assert_close(y, model.train()(x))
+
+
+def test_empty_batches():
+    for options in ({}, dict(sampling='patch'), dict(attention='mha'), dict(exact_size=True)):
+        assert timm.create_model('test_mobilevitv2', **options).eval()(torch.rand(0, 3, 72, 64)).shape == (0, 1000)
+
+
+def test_double_precision_under_autocast():
+    model = timm.create_model('test_mobilevitv2').double().eval()
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(torch.rand(1, 3, 64, 64, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_an_odd_source_for_an_exportable_block():
+    blocks = [timm.create_model('test_mobilevitv2', exact_size=True, exportable=on).eval().stages[2][1]
+              for on in (True, False)]
+    blocks[0].load_state_dict(blocks[1].state_dict())
+    x, source = torch.randn(1, 64, 4, 6), torch.randn(1, 32, 5, 6)
+    _close(blocks[0](x, source), blocks[1](x, source))
+
+
+def test_exact_size_traces_at_odd_sizes():
+    model, x = timm.create_model('test_mobilevitv2', exact_size=True).eval(), torch.rand(1, 3, 224, 224)
+    _close(torch.jit.trace(model, x)(x), model(x))
+
+
+def test_wrong_pooling():
+    with pytest.raises(ValueError, match="global_pool='' gives a map, which goes with num_classes=0, got 1000"):
+        timm.create_model('test_mobilevitv2', global_pool='')
+    model = timm.create_model('test_mobilevitv2')
+    for pool, classes in (('', 5), ('mean', 5)):
+        with pytest.raises(ValueError, match='global_pool'):
+            model.reset_classifier(classes, pool)
