@@ -28,6 +28,13 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
     return x
 
 
+def is_plain(*modules: nn.Module) -> bool:
+    """Whether the modules are PyTorch's own convolutions and norms, without adapter, parametrization or hook: then
+    their weights may be used without calling them."""
+    return all(type(m) in (nn.Conv2d, nn.BatchNorm2d) and not m._forward_hooks and not m._forward_pre_hooks
+               for m in modules)
+
+
 def folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """norm(conv(x)) in evaluation: the statistics are constants, and folded into the convolution they save a pass over
     its output."""
@@ -47,7 +54,7 @@ class ConvNorm(nn.Module):
         self.act = nn.GELU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.norm.training:
+        if self.norm.training or not is_plain(self.conv, self.norm):
             return self.act(self.norm(self.conv(x)))
         return self.act(folded(self.conv, self.norm, x))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels.dispatch import exporting
 from ..kernels.separable_attention.grid import fold, unfold
 from ._timm import checkpoint_seq
-from .blocks import check_image, folded
+from .blocks import check_image, folded, is_plain
 from .inference import in_parts
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .staged import StagedBackbone, init_linear
@@ -49,7 +49,8 @@ class ConvNormAct(nn.Module):
         self.act = nn.SiLU(inplace=True) if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(self.conv(x)) if self.bn.training else folded(self.conv, self.bn, x))
+        fold_norm = not self.bn.training and is_plain(self.conv, self.bn)
+        return self.act(folded(self.conv, self.bn, x) if fold_norm else self.bn(self.conv(x)))
 
 
 class InvertedResidual(nn.Module):

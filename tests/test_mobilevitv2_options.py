@@ -313,3 +313,32 @@ def test_wrong_pooling():
     for pool, classes in (('', 5), ('mean', 5)):
         with pytest.raises(ValueError, match='global_pool'):
             model.reset_classifier(classes, pool)
+
+
+def test_what_wraps_a_projection_or_norm_is_asked():
+    """Pruning, adapters and hooks see and change what they would in any network."""
+    from torch.nn.utils import prune
+    model, x, seen = timm.create_model('test_mobilevitv2').eval(), torch.rand(1, 3, 64, 64), []
+    plain = model(x)
+    unit, convolution = model.stages[2][1].transformer[0].attn, model.stages[1][0].conv1_1x1.conv
+    handle = convolution.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    _close(model(x), plain)
+    assert len(seen) == 1
+    handle.remove()
+    prune.l1_unstructured(unit.qkv_proj, 'weight', amount=0.5)
+    for _ in range(2):
+        model.train()(x.repeat(2, 1, 1, 1)).sum().backward()
+    assert not torch.equal(model.eval()(x), plain)
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight, self.bias = base, base.weight, base.bias
+
+        def forward(self, x):
+            return self.base(x) + 1
+
+    model = timm.create_model('test_mobilevitv2').eval()
+    plain = model(x)
+    model.stages[2][1].transformer[0].attn.qkv_proj = Adapter(model.stages[2][1].transformer[0].attn.qkv_proj)
+    assert not torch.allclose(model(x), plain)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...kernels import separable_attention
 from ...kernels.dispatch import exporting
 from ...kernels.separable_attention.portable import context_scores
+from ..blocks import is_plain
 
 MAX_LATENT_TOKENS = 64
 
@@ -60,6 +61,8 @@ class SeparableSelfAttention(nn.Module):
     def query(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> logits of the context scores, (B, H, W, L)."""
         count = self.num_latent_tokens
+        if not is_plain(self.qkv_proj):
+            return self.qkv_proj(x)[:, :count].permute(0, 2, 3, 1)
         weight, bias = self.qkv_proj.weight[:count].flatten(1), self.qkv_proj.bias[:count]
         return F.linear(x.permute(0, 2, 3, 1), weight, bias)
 
@@ -80,13 +83,15 @@ class SeparableSelfAttention(nn.Module):
         groups = dict(patch_size=(self.patch_size ** 2, 1)) if folded else dict(patch_size=self.patch_size,
                                                                                 sampling=self.sampling)
         count, dim = self.num_latent_tokens, x.shape[1]
-        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-        if self.exportable or exporting():
+        export = self.exportable or exporting()
+        if export or not is_plain(self.qkv_proj):
             query, key, value = self.qkv_proj(source).split([count, dim, dim], 1)
             if source is not x:
-                value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
-            y = separable_attention(*(y.permute(0, 2, 3, 1) for y in (query, key, value)), backend='export', **groups)
+                value = self.qkv_proj(x)[:, count + dim:]
+            y = separable_attention(*(y.permute(0, 2, 3, 1) for y in (query, key, value)),
+                                    backend='export' if export else 'auto', **groups)
         else:
+            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             # Keys are never made: their map is linear, so the operator applies it to their weighted sum.
             query = self.query(source)
             value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
