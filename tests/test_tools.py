@@ -101,6 +101,8 @@ def test_models_and_stats(capsys):
     assert names[-2:] == ['test_ppma', 'test_mobilevitv2']
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
+    stats.main(['subquad_mobilevitv2_100', '--set', 'width=0.5'])
+    assert '1,370,593' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_050', 'test_ppma', '--json'])
     assert [row['size'] for row in json.loads(capsys.readouterr().out)] == [[256, 256], [64, 64]]
     stats.main(['ppma_tiny', 'resnet18', '--size', '224x224', '--json'])
@@ -122,6 +124,7 @@ def _fails(main, arguments, *words):
 def test_wrong_names():
     _fails(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
     _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
+    _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5, got 9')
     _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
     _fails(stats.main, ['ppma_tiny', '--set', 'mask=logits'], "mask must be one of 'logit', 'product', got 'logits'")
     _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')

@@ -33,13 +33,13 @@ def size(text: str) -> Tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def count(name: str, height: Optional[int] = None, width: Optional[int] = None, **options: Any) -> Dict[str, Any]:
+def count(name: str, height: Optional[int] = None, width: Optional[int] = None, /, **options: Any) -> Dict[str, Any]:
     """Parameters and MACs of one image, by running the model on the meta device: no memory, no time, no weights.
 
     Args:
         name: timm model name.
         height, width: of the image; by default what the model is made for.
-        options: of the model.
+        options: of the model (whose `width` is not the image's).
 
     Raises:
         UserError: unknown model, or an option or size that it refuses.
