@@ -124,7 +124,7 @@ def _fails(main, arguments, *words):
 def test_wrong_names():
     _fails(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
     _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
-    _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5, got 9')
+    _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5')
     _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
     _fails(stats.main, ['ppma_tiny', '--set', 'mask=logits'], "mask must be one of 'logit', 'product', got 'logits'")
     _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
