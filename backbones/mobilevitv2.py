@@ -194,7 +194,7 @@ class MobileViTv2(StagedBackbone):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         if attention != 'separable' and (exact_size or num_latent_tokens != 1):
             raise ValueError(f"exact_size and num_latent_tokens go with attention='separable', got {attention!r}")
-        _check_pool(global_pool, num_classes)
+        _check_pool(global_pool)
         dd = {'device': device, 'dtype': dtype}
         # The authors' rounding; it changes nothing at the published widths.
         stem = make_divisible(min(max(32 * width, 16), 64), 8)
@@ -229,7 +229,7 @@ class MobileViTv2(StagedBackbone):
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
         """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling."""
-        _check_pool(self.head.global_pool.pool_type if global_pool is None else global_pool, num_classes)
+        _check_pool('avg' if global_pool is None else global_pool)
         super().reset_classifier(num_classes, global_pool)
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
@@ -286,12 +286,10 @@ class MobileViTv2(StagedBackbone):
         return {_translated(key): value for key, value in weights.items()}
 
 
-def _check_pool(global_pool: str, num_classes: int) -> None:
-    """Raises ValueError for a pooling that there is not, or a classifier on a map."""
+def _check_pool(global_pool: str) -> None:
+    """Raises ValueError for a pooling that there is not."""
     if global_pool not in POOLINGS:
         raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLINGS))}, got {global_pool!r}")
-    if not global_pool and num_classes:
-        raise ValueError(f"global_pool='' gives a map, which goes with num_classes=0, got {num_classes}")
 
 
 def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: int, **dd: Any) -> nn.Module:
