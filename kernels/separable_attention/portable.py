@@ -99,16 +99,20 @@ def _product(active: Tensor, context: Tensor) -> Tensor:
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
              whole: bool) -> Tensor:
     """The same where each row of the grid is a group, or the whole grid is one."""
-    batch, rows = len(query), 1 if whole else query.shape[1]
-    query, key = ((x.flatten(1, 2) if whole else x.flatten(0, 1)) for x in (query, key))
-    scores = query.to(compute_dtype(query.dtype)).softmax(1)                   # (B rows, N, L)
-    if query.shape[-1] > 1:
+    # On a small map every call counts: none is made that would only hand its argument back.
+    batch, rows, columns, latent = query.shape
+    axis = 1 if whole else 0
+    query, key = query.flatten(axis, axis + 1), key.flatten(axis, axis + 1)
+    scores = query.softmax(1, compute_dtype(query.dtype))                      # (B rows, N, L)
+    if latent > 1:
         scores = scores.mean(2, keepdim=True)
-    context = torch.bmm(scores.transpose(1, 2), key.to(scores.dtype)).to(value.dtype)
+    context = torch.bmm(scores.mT, key if key.dtype == scores.dtype else key.to(scores.dtype))
+    if context.dtype != value.dtype:
+        context = context.to(value.dtype)
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
-    context = context.view(batch, rows, 1, context.shape[-1])
-    return _product(value.relu(), context if whole else context[:, :value.shape[1]])
+    context = context[:, None] if whole else context.view(batch, rows, 1, context.shape[-1])[:, :value.shape[1]]
+    return _product(value.relu(), context)
 
 
 def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
