@@ -4,6 +4,8 @@ if __name__ != 'subquad.backbones':
                       'own, and its models would be registered twice')
 
 from .mobilevitv2 import MobileViTv2
+from .myo import Myo
+from .myo_sequence import MyoSequence
 from .ppma import PPMA
 
-__all__ = ['MobileViTv2', 'PPMA']
+__all__ = ['MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']

@@ -43,8 +43,8 @@ class HierarchicalBackbone(StagedBackbone):
     """A stem at stride 4 and four stages at strides 4, 8, 16, 32, with a projecting classifier head.
 
     Args:
-        mixer: called as mixer(stage=0..3, dim=..., num_heads=..., device=..., dtype=...) for each block; returns a
-            module (B, H, W, C) -> (B, H, W, C) that takes any H, W >= 1.
+        mixer: called as mixer(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...) for each block of a
+            stage; returns a module (B, H, W, C) -> (B, H, W, C) that takes any H, W >= 1.
         dims, depths, num_heads, mlp_ratios: one value a stage.
         layer_scale: whether a stage's blocks have LayerScale, one value a stage.
         layer_scale_init: its initial value.
@@ -83,8 +83,9 @@ class HierarchicalBackbone(StagedBackbone):
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(dims):
-            blocks = [Block(dim, mixer(stage=i, dim=dim, num_heads=num_heads[i], **dd), mlp_ratios[i], rate,
-                            layer_scale_init if layer_scale[i] else None, **dd) for rate in rates[i]]
+            blocks = [Block(dim, mixer(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd), mlp_ratios[i],
+                            rate, layer_scale_init if layer_scale[i] else None, **dd)
+                      for j, rate in enumerate(rates[i])]
             stages.append(Stage(ConvNorm(dims[i - 1], dim, stride=2, **dd) if i else nn.Identity(), blocks))
         self.stages = nn.Sequential(*stages)
         self.feature_info = [dict(num_chs=dim, reduction=stride, module=f'stages.{i}')

@@ -51,7 +51,7 @@ class PPMA(HierarchicalBackbone):
         if len(attention) != 4:
             raise ValueError(f'attention must be one name or one for each of 4 stages, got {attention!r}')
 
-        def mixer(stage: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+        def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
             return PolylineMixer(dim, num_heads, attention[stage], mask, paths, shared_decay,
                                  rmt_range=(4.0, 4.0, 6.0, 6.0)[stage], **dd)
 

@@ -6,8 +6,11 @@
     polyline_scan              the polyline mask times a tensor, in two or three dimensions      O(N)
     polyline_linear_attention  linear attention under the polyline mask, by scans                O(N)
     separable_attention        one context vector, by softmax scores, for all tokens of a group  O(N)
+    quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
+    tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
 
-The polyline operators take heads first, `(B, heads, H, W, D)`, and *step* logs `(B, heads, H, W)`, never cumulative
+The polyline operators and the quad tree take heads first, `(B, heads, H, W, D)`, and step logs, where they have them,
+as *steps* `(B, heads, H, W)`, never cumulative
 sums; separable attention, which has no heads, takes `(B, H, W, D)`.
 """
 if __name__ != 'subquad.kernels':
@@ -19,6 +22,7 @@ from .dispatch import use_backend, why_not
 from .polyline_attention import polyline_attention
 from .polyline_scan import polyline_linear_attention, polyline_scan
 from .separable_attention import separable_attention
+from .tree_solve import quadtree_solve, tree_solve
 
 __all__ = ['crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-           'polyline_scan', 'separable_attention', 'use_backend', 'why_not']
+           'polyline_scan', 'quadtree_solve', 'separable_attention', 'tree_solve', 'use_backend', 'why_not']

@@ -11,7 +11,9 @@ from .launch import interpreted
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-             'polyline_scan', 'separable_attention')
+             'polyline_scan', 'quadtree_solve', 'separable_attention', 'tree_solve')
+# Those without a kernel.
+_PORTABLE_ONLY = ('tree_solve',)
 # Those that hold a tile of whole heads, and how many channels it may have.
 _MATRIX_OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention')
 LARGEST_HEAD = 128
@@ -101,6 +103,8 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
 
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:
     """What makes a Triton kernel impossible, whoever asks for it, in a clause; None where it can run."""
+    if op in _PORTABLE_ONLY:
+        return 'it has no Triton kernel.'
     if not _TRITON_INSTALLED:
         return 'Triton is not installed (pip install triton, on Linux).'
     if not tensors:

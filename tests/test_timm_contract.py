@@ -11,6 +11,9 @@ from torch._dynamo.testing import CompileCounter
 PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96],
                        small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',
                                              'stages.2.blocks.1.mixer.q.weight', 'head.fc.weight'))
+MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
+                      layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
+                              'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
 # Maps of 3 columns become 4 wide.
 MOBILEVITV2 = SimpleNamespace(name='test_mobilevitv2', module='mobilevitv2', strides=[2, 4, 8, 16, 32],
                               channels=[16, 32, 64, 96, 128], small=(2, 4),
@@ -20,7 +23,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, MOBILEVITV2, SMALLEST], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, MOBILEVITV2, SMALLEST, MYO], ids=lambda family: family.name)
 def family(request):
     return request.param
 
@@ -33,7 +36,8 @@ def model(family):
 
 def test_registered_like_a_built_in():
     assert timm.list_models('ppma*') == ['ppma_base', 'ppma_small', 'ppma_tiny']
-    for family in (PPMA, MOBILEVITV2):
+    assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
+    for family in (PPMA, MOBILEVITV2, MYO):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
         with pytest.raises(RuntimeError, match='[Nn]o pretrained'):
             timm.create_model(family.name, pretrained=True)
@@ -41,7 +45,7 @@ def test_registered_like_a_built_in():
 
 def test_features(model, family):
     pyramid = timm.create_model(family.name, features_only=True, out_indices=(1, 3))
-    assert pyramid.feature_info.reduction() == family.strides[1::2] or family is PPMA
+    assert pyramid.feature_info.reduction() == family.strides[1::2] or len(family.strides) == 4
     assert pyramid.feature_info.channels() == [family.channels[1], family.channels[3]]
     pyramid = timm.create_model(family.name, features_only=True)
     assert pyramid.feature_info.reduction() == family.strides and pyramid.feature_info.channels() == family.channels
@@ -74,7 +78,7 @@ def test_classifier_and_pooling(model, family):
     assert timm.create_model(family.name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
     assert timm.create_model(family.name, num_classes=0, global_pool='')(x).shape == (2, model.head_hidden_size, 2, 2)
     timm.create_model(family.name, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
-    if family is PPMA:
+    if family in (PPMA, MYO):
         model.reset_classifier(4, '')
         assert model(x).shape == (2, 4, 2, 2)
     else:
@@ -101,6 +105,8 @@ def test_layer_decay(model, family):
     assert decay[first] == decay[later] == 0.05
     if family is PPMA:
         assert decay['stages.0.blocks.0.mixer.decay.A_log'] == decay['stages.0.blocks.0.mixer.decay.dt_bias'] == 0
+    if family is MYO:
+        assert decay['stages.0.blocks.0.mixer.edge_bias'] == 0
 
 
 def test_gradient_checkpointing(model):
@@ -159,7 +165,8 @@ def test_flop_counter_sees_the_definition():
 
 @pytest.mark.parametrize('family, options', [
     (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
-    (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask='product')), (SMALLEST, dict()),
+    (MYO, dict()), (MYO, dict(parametrisation='symmetric', max_levels=3)), (MYO, dict(parametrisation='skew')),
+    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask='product')), (SMALLEST, dict()),
     (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
     (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
                          ids=lambda x: getattr(x, 'name', str(x)))

@@ -6,7 +6,7 @@ from torch import nn
 
 from .cli import UserError, nearest
 
-FAMILIES = ('ppma', 'mobilevitv2')
+FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence')
 
 
 def our_models() -> List[str]:

@@ -5,7 +5,6 @@ other mixers, these take images channels first, (B, C, H, W), as their 1 x 1 con
 """
 from typing import Optional, Tuple
 
-import torch
 import torch.nn.functional as F
 from timm.layers import is_exportable
 from timm.models import register_notrace_module
@@ -15,16 +14,9 @@ from ...kernels import separable_attention
 from ...kernels.dispatch import exporting
 from ...kernels.separable_attention.portable import context_scores
 from ..blocks import is_plain
+from .precision import cast_for_autocast
 
 MAX_LATENT_TOKENS = 64
-
-
-def cast_for_autocast(x: Tensor) -> Tensor:
-    """x in the type that autocast would give to a product, where it is on."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or kind == 'meta' or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 @register_notrace_module

@@ -1,0 +1,78 @@
+"""A diagonal state space layer (S5): the chain in the place of a tree, as a control for `MyoSequence`.
+
+Smith et al., "Simplified State Space Layers for Sequence Modeling", ICLR 2023: eigenvalues of the HiPPO-N matrix, a
+step for each state, zero-order hold.
+"""
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import tree_solve
+from ...kernels.tree_solve import Tree, cached_path
+from .precision import without_autocast
+
+
+def hippo_normal_eigenvalues(states: int) -> Tensor:
+    """(states,) complex: one of each conjugate pair of the eigenvalues of HiPPO-LegS' normal part of size 2 * states,
+    smallest frequency first. Their real part is -1/2."""
+    n = torch.arange(2 * states, dtype=torch.float64)
+    product = ((n[:, None] + 0.5) * (n + 0.5)).sqrt()
+    skew = product.triu(1) - product.tril(-1)                       # the matrix without its diagonal, -1/2
+    frequencies = torch.linalg.eigvals(skew).imag.sort().values[states:]
+    return torch.complex(torch.full_like(frequencies, -0.5), frequencies).to(torch.complex64)
+
+
+class ScanMixer(nn.Module):
+    """y = 2 Re(C x), x_k = exp(step * eigenvalue) x_k-1 + B u_k, along a sequence (B, L, dim) -> (B, L, dim).
+
+    Args:
+        dim: channels. states: complex states.
+        bidirectional: a second recurrence from the end, whose states are read beside those of the first.
+        device, dtype: of the parameters; dtype float32 or None.
+
+    Raises:
+        ValueError: no states.
+    """
+
+    def __init__(self, dim: int, states: int, bidirectional: bool = True, device=None, dtype=None):
+        super().__init__()
+        if states < 1:
+            raise ValueError(f'states must be at least 1, got {states}')
+        dd = {'device': device, 'dtype': dtype}
+        self.directions = 2 if bidirectional else 1
+        self.log_rate = nn.Parameter(torch.empty(states, **dd))                 # log of minus the real part
+        self.frequency = nn.Parameter(torch.empty(states, **dd))
+        self.log_step = nn.Parameter(torch.empty(states, **dd))
+        self.input = nn.Linear(dim, 2 * states, bias=False, **dd)               # real and imaginary parts
+        self.output = nn.Linear(2 * states * self.directions, dim, bias=False, **dd)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """HiPPO-N eigenvalues, steps log-uniform in [1e-3, 1e-1]."""
+        eigenvalues = hippo_normal_eigenvalues(len(self.log_rate))
+        with torch.no_grad():
+            self.log_rate.copy_((-eigenvalues.real).log())
+            self.frequency.copy_(eigenvalues.imag)
+            self.log_step.uniform_(math.log(1e-3), math.log(1e-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with without_autocast(x):                                               # complex numbers are float32's
+            eigenvalues = torch.complex(-self.log_rate.float().exp(), self.frequency.float())
+            decay = (eigenvalues * self.log_step.float().exp()).exp()
+            inputs = torch.complex(*nn.functional.linear(x.float(), self.input.weight.float()).chunk(2, -1))
+            inputs = inputs * ((decay - 1) / eigenvalues)                       # zero-order hold
+            states = [self._recurrence(decay, inputs)]
+            if self.directions == 2:
+                states.append(self._recurrence(decay, inputs.flip(1)).flip(1))
+            parts = [part for state in states for part in (state.real, -state.imag)]
+        return 2 * self.output(torch.cat(parts, -1).to(x.dtype))
+
+    @staticmethod
+    def _recurrence(decay: Tensor, inputs: Tensor) -> Tensor:
+        """(states,) and (B, L, states) -> (B, L, states)."""
+        length = inputs.shape[1]
+        tree: Tree = cached_path(length)
+        c = -decay[:, None, None, None].expand(-1, length, 1, 1)
+        u = inputs.transpose(1, 2)[..., None, None]                              # (B, states, L, 1, 1)
+        return tree_solve(tree, None, torch.zeros_like(c), c, u)[..., 0, 0].transpose(1, 2)

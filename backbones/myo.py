@@ -1,0 +1,98 @@
+"""Myo: a hierarchical vision transformer whose tokens meet by solves on a quad tree.
+
+The layer is that of "Myosotis: structured computation for attention like layer", arXiv 2509.20503; the paper has it for
+sequences (`MyoSequence`), these backbones are ours: the macro-architecture of PPMA with another mixer. There are no
+published weights. See backbones/mixers/tree.py for the layer.
+"""
+from typing import Any, Dict, Optional, Set
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from .hierarchical import HierarchicalBackbone
+from .mixers import TreeMixer
+from .weights import checkpoint_filter_fn
+
+__all__ = ['Myo']
+
+# Widths, depths and ratios of PPMA's.
+_TINY = dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
+             drop_path_rate=0.1)
+_SMALL = dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
+              drop_path_rate=0.15)
+_BASE = dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
+             drop_path_rate=0.4, layer_scale=(False, False, True, True))
+_TEST = dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
+             head_hidden_size=128)
+
+
+class Myo(HierarchicalBackbone):
+    """Quad-tree solves on the common skeleton. Every second block has its tree on a shifted grid.
+
+    Args:
+        parametrisation: 'laplacian', 'symmetric' or 'skew'.
+        static_edges: edges that do not depend on the image.
+        max_levels: height of the trees; None for one over the whole map.
+        shift: whether every second block's grid is shifted.
+        kwargs: as for HierarchicalBackbone.
+
+    Raises:
+        ValueError: an option or a size that is not allowed.
+        TypeError: an unknown option.
+    """
+
+    def __init__(self, parametrisation: str = 'laplacian', static_edges: bool = False,
+                 max_levels: Optional[int] = None, shift: bool = True, **kwargs: Any):
+        def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+            return TreeMixer(dim, num_heads, parametrisation, static_edges, max_levels, shift and block % 2 == 1, **dd)
+
+        super().__init__(mixer, **kwargs)
+
+    def no_weight_decay(self) -> Set[str]:
+        """The edges' biases."""
+        return {name for name, _ in self.named_parameters() if name.endswith('.edge_bias')}
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    return {'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7), 'crop_pct': 0.875,
+            'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+            'first_conv': 'stem.conv1.conv', 'classifier': 'head.fc', 'license': 'apache-2.0',
+            'paper_ids': 'arXiv:2509.20503', **kwargs}
+
+
+default_cfgs = generate_default_cfgs({
+    'myo_tiny.untrained': _cfg(), 'myo_small.untrained': _cfg(), 'myo_base.untrained': _cfg(),
+    'test_myo.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+})
+
+
+def _build(name: str, pretrained: bool, **kwargs: Any) -> Myo:
+    # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
+    wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
+    return build_model_with_cfg(Myo, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+                                feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
+
+
+@register_model
+def myo_tiny(pretrained: bool = False, **kwargs: Any) -> Myo:
+    """Myo-T: 13.7 M parameters, 2.3 GMACs at 224."""
+    return _build('myo_tiny', pretrained, **{**_TINY, **kwargs})
+
+
+@register_model
+def myo_small(pretrained: bool = False, **kwargs: Any) -> Myo:
+    """Myo-S: 25.6 M parameters, 4.3 GMACs at 224."""
+    return _build('myo_small', pretrained, **{**_SMALL, **kwargs})
+
+
+@register_model
+def myo_base(pretrained: bool = False, **kwargs: Any) -> Myo:
+    """Myo-B: 51.4 M parameters, 9.5 GMACs at 224."""
+    return _build('myo_base', pretrained, **{**_BASE, **kwargs})
+
+
+@register_model
+def test_myo(pretrained: bool = False, **kwargs: Any) -> Myo:
+    """A Myo of a few hundred thousand parameters, for tests and demonstrations."""
+    return _build('test_myo', pretrained, **{**_TEST, **kwargs})

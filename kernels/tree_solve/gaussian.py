@@ -1,0 +1,99 @@
+"""What a tree's matrix gives as the precision of a Gaussian: determinant, marginal variances, exact samples, in O(V).
+
+Given its parent, node c is Gaussian with precision S_c and mean y_c - W_c x_p (specification of Myo, A8).
+"""
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+
+from .arguments import check_blocks, own_parts
+from .sweeps import as_path, dagger, divide, eliminate, product, reduce_path, substitute, whitened
+from .tree import Tree
+
+
+def _pivots(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> List[Tensor]:
+    """Blocks whose determinants multiply to that of T."""
+    u = torch.zeros_like(b[..., :1])
+    if tree.chain is None:
+        return eliminate(tree, a, b, c, u).pivots
+    diagonal, lower, upper, order = as_path(tree, a, b, c)
+    pivots: List[Tensor] = []
+    reduce_path(diagonal, lower, upper, u.index_select(-3, order), pivots)
+    return pivots
+
+
+def tree_log_determinant(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tensor:
+    """log |det T|, (...). Arguments as for `tree_solve`; differentiable.
+
+    Raises:
+        ValueError, TypeError: as `tree_solve`.
+    """
+    a, b, c = _own(tree, a, b, c)
+    return sum(torch.linalg.slogdet(pivot)[1].sum(-1) for pivot in _pivots(tree, a, b, c))
+
+
+def tree_marginal_variances(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tensor:
+    """The diagonal blocks of T^-1, (..., V, m, m), for a Hermitian positive definite T (zero outside of a node's
+    block).
+
+    V_root = S^-1, V_c = S_c^-1 + W_c V_p W_c^H in one more downward sweep. Where no node has two children they are the
+    gradient of log det T, so that nothing runs from node to node.
+
+    Raises:
+        ValueError, TypeError: as `tree_solve`.
+    """
+    a, b, c = _own(tree, a, b, c)
+    m = b.shape[-1]
+    inside = tree.parts(b.device)
+    keep = inside[:, :, None] & inside[:, None]
+    if tree.chain is not None:
+        with torch.enable_grad():
+            blocks = torch.eye(m, dtype=b.dtype, device=b.device).expand(b.shape) if a is None else a
+            blocks = blocks.detach().clone().requires_grad_()
+            total = sum(torch.linalg.slogdet(pivot)[1].sum() for pivot in _pivots(tree, blocks, b.detach(), c.detach()))
+            return dagger(torch.autograd.grad(total, blocks)[0]) * keep
+    pivots, down, _ = eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]))
+    identity = torch.eye(m, dtype=b.dtype, device=b.device)
+    variances = [divide(pivots[0], identity.expand(pivots[0].shape))[0]]
+    for generation, pivot, w in zip(tree.generations[1:], pivots[1:], down[1:]):
+        above = variances[-1].index_select(-3, generation.parents.to(b.device))
+        variances.append(divide(pivot, identity.expand(pivot.shape))[0] + product(product(w, above), dagger(w)))
+    order = torch.cat([generation.nodes for generation in tree.generations]).argsort().to(b.device)
+    return torch.cat(variances, -3).index_select(-3, order) * keep
+
+
+def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Tensor) -> Tensor:
+    """Samples of the Gaussian with precision T (Hermitian positive definite) and mean zero, from white noise.
+
+    The down sweep with S_c^-1/2 noise_c in the place of y_c (by Cholesky, S = L L^H and L^-H noise).
+
+    Args:
+        tree, a, b, c: as for `tree_solve`.
+        noise: (..., V, m, r), independent of variance 1; r samples.
+
+    Returns:
+        (..., V, m, r), of covariance T^-1.
+
+    Raises:
+        ValueError, TypeError: as `tree_solve`.
+        torch.linalg.LinAlgError: a T that is not positive definite.
+    """
+    a, b, c, noise = _own(tree, a, b, c, noise)
+    noise = noise * tree.parts(noise.device)[..., None]
+    if tree.chain is not None:
+        diagonal, lower, upper, order = as_path(tree, a, b, c)
+        return reduce_path(diagonal, lower, upper, noise.index_select(-3, order), sample=True
+                           ).index_select(-3, order.argsort())
+    pivots, down, _ = eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]))
+    order = [generation.nodes.to(noise.device) for generation in tree.generations]
+    local = [whitened(pivot, noise.index_select(-3, nodes)) for pivot, nodes in zip(pivots, order)]
+    return substitute(tree, down, local)
+
+
+def _own(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Optional[Tensor] = None):
+    """Checked arguments of one batch, zero outside of each node's block."""
+    check_blocks('tree_solve', tree, {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None})
+    a, b, c, whole = own_parts(tree, a, b, c, b if u is None else u)
+    a, b, c = (None if x is None else x.expand(*whole.shape[:-3], *x.shape[-3:]) for x in (a, b, c))
+    return (a, b, c) if u is None else (a, b, c, whole)

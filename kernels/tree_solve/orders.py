@@ -1,0 +1,34 @@
+"""Orders in which the cells of a grid form a sequence."""
+import torch
+from torch import Tensor
+
+ORDERS = ('morton', 'snake', 'raster')
+
+
+def grid_order(height: int, width: int, order: str) -> Tensor:
+    """(height * width,) int64: the raster index of the first, second, ... cell of the sequence.
+
+    'raster' reads row by row; 'snake' too, every second row backwards, so that neighbours in the sequence are
+    neighbours on the grid; 'morton' (z-order) sorts by the interleaved binary digits of row and column, so that 4 ^ l
+    cells in a row of the sequence are a square where height and width are the same power of 2.
+
+    Raises:
+        ValueError: an unknown order or no cell.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"grid_order: order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
+    if height < 1 or width < 1:
+        raise ValueError(f'grid_order: height and width must be at least 1, got {height} and {width}')
+    rows, columns = (x.flatten() for x in torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij'))
+    if order == 'raster':
+        return torch.arange(height * width)
+    if order == 'snake':
+        return rows * width + torch.where(rows % 2 == 0, columns, width - 1 - columns)
+    return _interleaved(rows, columns).argsort()
+
+
+def _interleaved(rows: Tensor, columns: Tensor) -> Tensor:
+    code = torch.zeros_like(rows)
+    for bit in range(max(int(rows.max()), int(columns.max())).bit_length()):
+        code += (rows >> bit & 1) << 2 * bit + 1 | (columns >> bit & 1) << 2 * bit
+    return code

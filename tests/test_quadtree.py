@@ -1,0 +1,249 @@
+"""The quad-tree solve on grids: against the dense matrix, its guarantees, its memory, and what records it."""
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.kernels import quadtree_solve, why_not
+from subquad.kernels.tree_solve import PARAMETRISATIONS, means, portable, quadtree_levels, third
+from subquad.kernels.tree_solve.reference import quadtree_matrix
+
+GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
+
+
+def problem(height, width, parametrisation='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float64, batch=2,
+            heads=2, dim=3, scale=4.0):
+    g = torch.Generator().manual_seed(height * width)
+    levels = quadtree_levels(height, width, max_levels, shift)
+    values = [torch.randn(batch, heads, x.height, x.width, dim, generator=g, dtype=torch.float64) for x in levels]
+    edges = [scale * torch.randn(batch, heads, x.height, x.width, generator=g, dtype=torch.float64)
+             for x in levels[:-1]]
+    if parametrisation == 'laplacian':
+        edges = [edge.abs() for edge in edges]
+    return [x.to(dtype).requires_grad_() for x in values], [x.to(dtype).requires_grad_() for x in edges]
+
+
+def with_gradients(values, edges, **options):
+    x = quadtree_solve(values, edges, **options)
+    g = torch.Generator().manual_seed(0)
+    loss = sum((y.double() * torch.randn(y.shape, generator=g, dtype=torch.float64)).sum() for y in x)
+    return [*x, *torch.autograd.grad(loss, [*values, *edges])]
+
+
+def worst(found, wanted) -> float:
+    return max(((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-3)).item()
+               for x, y in zip(found, wanted))
+
+
+@pytest.mark.parametrize('shift', [(0, 0), (1, 0), (5, 3)])
+@pytest.mark.parametrize('max_levels', [None, 3])
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('grid', GRIDS, ids=lambda grid: f'{grid[0]}x{grid[1]}')
+def test_against_the_dense_matrix(grid, parametrisation, max_levels, shift):
+    mask = torch.rand(2, *grid, generator=torch.Generator().manual_seed(1)) > 0.3
+    for masked in (None, mask):
+        values, edges = problem(*grid, parametrisation, shift, max_levels)
+        options = dict(parametrisation=parametrisation, shift=shift, mask=masked)
+        expected = with_gradients(values, edges, backend='reference', **options)
+        for backend in ('portable', 'export'):
+            assert worst(with_gradients(values, edges, backend=backend, **options), expected) < 1e-12, backend
+
+
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_single_and_half_precision(parametrisation, dtype, bound):
+    values, edges = problem(14, 14, parametrisation, dtype=dtype)
+    exact = [[x.detach().double().requires_grad_() for x in tensors] for tensors in (values, edges)]
+    expected = with_gradients(*exact, parametrisation=parametrisation, backend='reference')
+    found = with_gradients(values, edges, parametrisation=parametrisation, backend='portable')
+    assert worst(found, expected) < bound and found[0].dtype == found[-1].dtype == dtype
+
+
+def test_strides_and_other_dtypes_of_edges():
+    values, edges = problem(7, 11, dim=8)
+    expected = with_gradients(values, edges)
+    last = [x.detach().permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4).requires_grad_() for x in values]
+    found = quadtree_solve(last, edges)
+    assert found[0].stride() == last[0].stride()
+    assert worst(with_gradients(last, edges), expected) < 1e-12
+    half = [x.detach().bfloat16() for x in values]
+    assert quadtree_solve(half, [x.float() for x in edges])[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize('scale', [1.0, 100.0])
+def test_rows_of_the_laplacian_sum_to_one(scale):
+    values, edges = problem(23, 30, dtype=torch.float32, scale=scale)
+    ones = [torch.ones_like(x) for x in values]
+    for x in quadtree_solve(ones, edges):
+        assert (x - 1).abs().max() < 1e-6
+    grown = [edge * 4 ** n for n, edge in enumerate(edges)]
+    assert all((x - 1).abs().max() < 1e-6 for x in quadtree_solve(ones, grown))
+    # Entries: the solve of unit vectors.
+    values, edges = problem(7, 5, dtype=torch.float32, scale=scale, batch=1, heads=1)
+    sizes = [x.shape[2] * x.shape[3] for x in values]
+    units = [x.reshape(1, 1, *y.shape[2:4], -1) for x, y in zip(torch.eye(sum(sizes)).split(sizes), values)]
+    inverse = torch.cat([x.flatten(0, 3) for x in quadtree_solve(units, edges)])
+    assert inverse.min() > -1e-7 and (inverse.sum(1) - 1).abs().max() < 1e-6
+
+
+def test_symmetric_and_skew_are_bounded():
+    rho = 0.9
+    _, edges = problem(9, 6, 'symmetric', scale=1e6, batch=1, heads=1)
+    from subquad.kernels.tree_solve.parametrise import sibling_normalised
+    levels = quadtree_levels(9, 6)
+    bounded = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
+    spectrum = torch.linalg.eigvalsh(quadtree_matrix(bounded, 9, 6, 'symmetric', (0, 0)))
+    assert 1 - rho - 1e-9 <= spectrum.min() and spectrum.max() <= 1 + rho + 1e-9
+    scale, _, _ = portable.coefficients(bounded, levels, 'symmetric')
+    assert max(x.max() for x in scale) <= 2 / (1 + (1 - rho ** 2) ** 0.5) + 1e-9          # 1 / the least pivot
+    _, edges = problem(9, 6, 'skew', scale=100, batch=1, heads=1)
+    matrix = quadtree_matrix(edges, 9, 6, 'skew', (0, 0))
+    assert torch.linalg.matrix_norm(matrix.inverse(), 2).max() <= 1 + 1e-6
+
+
+def test_huge_edges_stay_finite():
+    for parametrisation, dtype in itertools.product(PARAMETRISATIONS, (torch.float32, torch.float16, torch.bfloat16)):
+        values, edges = problem(12, 12, parametrisation, scale=1e4, dtype=dtype)
+        assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrisation=parametrisation))
+    values, edges = problem(8, 8, 'symmetric', dtype=torch.float32)
+    edges = [torch.full_like(edge, 3e38).requires_grad_() for edge in edges]
+    assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrisation='symmetric'))
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_padding_reaches_nothing(parametrisation):
+    g = torch.Generator().manual_seed(0)
+    mask = torch.zeros(2, 14, 10, dtype=torch.bool)
+    mask[0, :9, :10] = mask[1, :14, :3] = True
+    for shift in ((0, 0), third(14, 10)):
+        levels = quadtree_levels(14, 10, None, shift)
+        x = torch.randn(2, 4, 14, 10, generator=g)
+        outputs = []
+        for padding in (0.0, 1e3):
+            inside = torch.where(mask[:, None], x, padding)
+            values = [v.permute(0, 2, 3, 1)[:, None] for v in means(inside, levels, mask)]
+            edges = [v.square().sum(-1) for v in values[:-1]]
+            outputs.append(quadtree_solve(values, edges, parametrisation=parametrisation, mask=mask, shift=shift)[0])
+        assert (outputs[0] - outputs[1])[:, 0][mask].abs().max() < 1e-6
+    alone = quadtree_solve([v[:1, :, :9].contiguous() for v in values[:1]], [])          # what a crop of it would give
+    assert alone[0].shape == (1, 1, 9, 10, 4)
+
+
+def test_a_padded_image_is_solved_as_if_alone():
+    g = torch.Generator().manual_seed(0)
+    x, mask = torch.randn(1, 4, 16, 16, generator=g), torch.zeros(1, 16, 16, dtype=torch.bool)
+    mask[:, :11, :13] = True
+    edge = torch.rand(1, 1, 16, 16, generator=g) * 3
+
+    def solved(x, edge, mask):
+        levels = quadtree_levels(*x.shape[2:])
+        values = [v.permute(0, 2, 3, 1)[:, None] for v in means(x, levels, mask)]
+        edges = [part for part in means(edge, levels, mask)[:-1]]
+        return quadtree_solve(values, edges, mask=mask)[0]
+
+    inside = solved(x, edge, mask)[:, :, :11, :13]
+    torch.testing.assert_close(inside, solved(x[..., :11, :13], edge[..., :11, :13], None), rtol=1e-5, atol=1e-6)
+
+
+def test_means():
+    levels = quadtree_levels(5, 7, None, (1, 2))
+    x = torch.arange(35.0).view(1, 1, 5, 7)
+    pyramid = means(x, levels)
+    assert [tuple(p.shape[2:]) for p in pyramid] == [level[:2] for level in levels]
+    torch.testing.assert_close(pyramid[-1], x.mean((2, 3), keepdim=True))
+    torch.testing.assert_close(pyramid[1][0, 0, 0, 0], x[0, 0, :1, :2].mean())           # row 0 alone: shifted by one
+    mask = torch.zeros(1, 5, 7, dtype=torch.bool)
+    mask[0, 2, 3] = True
+    assert means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
+
+
+def test_third_moves_boundaries_of_all_levels():
+    """Neighbours that only the root joins are joined lower in the shifted tree."""
+    def height_of_meeting(shift):
+        level, cells = quadtree_levels(64, 64, None, shift), [31, 32]
+        cells = [cell + level[0].top for cell in cells]
+        height = 0
+        while cells[0] != cells[1]:
+            cells, height = [cell >> 1 for cell in cells], height + 1
+        return height
+    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third(64, 64)) == 1
+
+
+def saved_bytes(call) -> int:
+    """Of distinct memory that autograd keeps until the backward pass."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = call()
+    del output
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_adjoint_keeps_half_of_what_autograd_would(parametrisation):
+    """The level loop without a gradient of its own is the export form."""
+    values, edges = problem(56, 56, parametrisation, dtype=torch.float32, heads=2, dim=32, scale=0.5)
+    solve = partial(quadtree_solve, values, edges, parametrisation=parametrisation)
+    kept = {backend: saved_bytes(partial(solve, backend=backend)) for backend in ('portable', 'export')}
+    assert kept['portable'] <= 0.5 * kept['export']
+    assert kept['portable'] < 1.5 * sum(x.numel() * 4 for x in values)
+
+
+def test_recorded_by_compilers_and_counters():
+    values, edges = problem(6, 5, dtype=torch.float32)
+    torch.library.opcheck(torch.ops.subquad.quadtree_solve_portable_fwd, (values, edges, 'laplacian', [0, 0]))
+    torch.library.opcheck(torch.ops.subquad.quadtree_solve_portable_fwd, (values[:1], [], 'skew', [3, 1]))
+    compiled = torch.compile(lambda v, e: quadtree_solve(v, e)[0].square().sum(), fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(values, edges), quadtree_solve(values, edges)[0].square().sum())
+    with FlopCounterMode(display=False) as counter:
+        x = quadtree_solve(values, edges)
+    nodes = sum(x.numel() for x in values)
+    assert counter.get_total_flops() == 5 * nodes
+    with FlopCounterMode(display=False) as counter:
+        x[0].sum().backward()
+    assert counter.get_total_flops() == 9 * nodes
+
+
+def _flat_solve(*x, count, parametrisation):
+    return tuple(quadtree_solve(x[:count], x[count:], parametrisation=parametrisation, shift=(1, 0)))
+
+
+def test_gradcheck():
+    for parametrisation in PARAMETRISATIONS:
+        values, edges = problem(3, 5, parametrisation, shift=(1, 0), dim=2, batch=1, scale=1.0)
+        solve = partial(_flat_solve, count=len(values), parametrisation=parametrisation)
+        assert torch.autograd.gradcheck(solve, (*values, *edges))
+
+
+def test_wrong_arguments():
+    values, edges = problem(6, 5)
+    with pytest.raises(ValueError, match='at least one level'):
+        quadtree_solve([], [])
+    with pytest.raises(ValueError, match='each level but the last, 3, got 2'):
+        quadtree_solve(values, edges[:2])
+    with pytest.raises(ValueError, match='6 x 5 leaves has 4 levels, got 5'):
+        quadtree_solve([*values, values[-1]], [*edges, edges[-1]])
+    with pytest.raises(ValueError, match=r'values\[1\] must have shape \(2, 2, 3, 3, 3\)'):
+        quadtree_solve([values[0], values[0]], edges[:1])
+    with pytest.raises(ValueError, match=r'edges\[0\] must have shape'):
+        quadtree_solve(values, [edges[1], *edges[1:]])
+    with pytest.raises(ValueError, match="'laplacian', 'symmetric', 'skew', got 'dense'"):
+        quadtree_solve(values, edges, parametrisation='dense')
+    with pytest.raises(ValueError, match='mask must have shape'):
+        quadtree_solve(values, edges, mask=torch.ones(2, 5, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match='rho must be between 0 and 1'):
+        quadtree_solve(values, edges, parametrisation='symmetric', rho=1.5)
+    with pytest.raises(ValueError, match='shift must be two integers'):
+        quadtree_solve(values, edges, shift=(-1, 0))
+    with pytest.raises(TypeError, match='int64'):
+        quadtree_solve([x.detach().long() for x in values], edges)
+    with pytest.raises(TypeError, match='must share a dtype'):
+        quadtree_solve([values[0].float(), *values[1:]], edges)
+    with pytest.raises(ValueError, match='at least one leaf'):
+        quadtree_solve([values[0][:, :, :0]], [])
+    assert 'on cpu' in why_not('quadtree_solve', values[0])

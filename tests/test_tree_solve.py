@@ -1,0 +1,311 @@
+"""Solves on general trees: against the dense matrix, their gradient, their guarantees, and what they are special cases
+of. Numbers of sections are those of the specification of Myo."""
+import math
+import random
+
+import pytest
+import torch
+
+from subquad.kernels import tree_solve
+from subquad.kernels.tree_solve import (
+    PARAMETRISATIONS,
+    Tree,
+    grid_order,
+    quadtree_levels,
+    quadtree_solve,
+    sweeps,
+    tree_blocks,
+    tree_log_determinant,
+    tree_marginal_variances,
+    tree_sample,
+)
+from subquad.kernels.tree_solve.reference import assemble
+
+
+def random_tree(seed: int) -> Tree:
+    """1 to 60 nodes with at most 1 to 5 children, numbered at random; blocks of 1, 2, 4 or mixed."""
+    choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    nodes, arity, block = choose.randint(1, 60), choose.randint(1, 5), choose.choice((1, 2, 4))
+    parents, children = [-1], [0]
+    for node in range(1, nodes):
+        parent = choose.choice([p for p in range(max(0, node - 12), node) if children[p] < arity] or [node - 1])
+        children[parent] += 1
+        parents.append(parent)
+        children.append(0)
+    name = torch.randperm(nodes, generator=g)
+    renamed = torch.empty(nodes, dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        renamed[name[node]] = -1 if parent < 0 else name[parent]
+    mixed = choose.random() < 0.4
+    return Tree(renamed, torch.randint(1, block + 1, (nodes,), generator=g) if mixed else block)
+
+
+def problem(seed: int, parametrisation: str, dtype=torch.float64):
+    tree, g = random_tree(seed), torch.Generator().manual_seed(seed + 1)
+    z = torch.randn(2, 3, len(tree), tree.block, tree.block, dtype=dtype, generator=g)
+    if parametrisation == 'laplacian' and tree.block == 1:
+        z = z.abs().to(dtype)
+    u = torch.randn(2, 3, len(tree), tree.block, seed % 4 + 1, dtype=dtype, generator=g)
+    return (tree, *tree_blocks(tree, z, parametrisation), u)
+
+
+def difference(found, wanted) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('seed', range(60))
+def test_ragged_trees_against_the_dense_matrix(seed, parametrisation):
+    kind = torch.complex128 if seed % 2 else torch.float64
+    tree, a, b, c, u = problem(seed, parametrisation, kind)
+    expected = tree_solve(tree, a, b, c, u, backend='reference')
+    assert difference(tree_solve(tree, a, b, c, u), expected) < 1e-12
+    single = torch.complex64 if seed % 2 else torch.float32
+    low = [None if x is None else x.to(single) for x in (a, b, c, u)]
+    assert difference(tree_solve(tree, *low).to(kind), expected) < 1e-5
+    low = [None if x is None else x.to(kind) for x in low]
+    assert difference(tree_solve(tree, *low), tree_solve(tree, *low, backend='reference')) < 1e-12
+
+
+def test_the_set_of_trees_is_worth_its_name():
+    trees = [random_tree(seed) for seed in range(60)]
+    assert {1, 2, 4} <= {tree.block for tree in trees} and sum(tree.sizes is not None for tree in trees) > 5
+    assert any(tree.chain is not None and len(tree) > 20 for tree in trees)
+    assert any(len(tree.generations) > 10 for tree in trees) and min(len(tree) for tree in trees) < 3
+    assert sum(generation.arity is None for tree in trees for generation in tree.generations) > 60
+
+
+def printed(tree: Tree, b, c, u):
+    """The paper's algorithm 1 as printed for its scan 000, blocks of size 1, A = 1: the minus of B is lost."""
+    pivot, right = torch.ones_like(b), u.clone()
+    order = torch.cat([generation.nodes for generation in tree.generations]).tolist()
+    hat = {}
+    for v in reversed(order):
+        hat[v] = b[v] / pivot[v]
+        right[v] = right[v] / pivot[v]
+        parent = int(tree.parents[v])
+        if parent >= 0:
+            pivot[parent] = pivot[parent] + c[v] * hat[v]
+            right[parent] = right[parent] - c[v] * right[v]
+    for v in order:
+        if tree.parents[v] >= 0:
+            right[v] = right[v] + hat[v] * right[int(tree.parents[v])]
+    return right
+
+
+def test_signs_are_those_of_the_equations_and_not_of_the_printed_algorithm():
+    tree = Tree.over_sequence(16, 4)
+    z = torch.randn(len(tree), 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, b, c = tree_blocks(tree, z, 'symmetric', rho=0.9)
+    u = torch.randn(len(tree), 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dense = torch.linalg.solve(assemble(tree, None, b, c)[0], u[:, :, 0])[..., None]
+    assert difference(tree_solve(tree, None, b, c, u), dense) < 1e-12
+    wrong = printed(tree, b, c, u)
+    assert difference(wrong, dense) > 1e-2
+    assert difference(wrong, tree_solve(tree, None, -b, c, u)) < 1e-12        # what it solves
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('seed', [0, 1, 2, 3, 4, 5, 8, 13])
+def test_adjoint_against_autograd(seed, parametrisation):
+    tree, *blocks = problem(seed, parametrisation, torch.complex128 if seed % 2 else torch.float64)
+    blocks = [None if x is None else x.clone().requires_grad_() for x in blocks]
+    inputs = [x for x in blocks if x is not None]
+    weight = torch.randn_like(blocks[-1])
+
+    def gradients(x):
+        return torch.autograd.grad((x * weight.conj()).sum().real, inputs, allow_unused=True)
+
+    found = gradients(tree_solve(tree, *blocks))
+    for other in (sweeps.solve(tree, *_own(tree, blocks)), tree_solve(tree, *blocks, backend='reference')):
+        for mine, wanted in zip(found, gradients(other)):
+            wanted = torch.zeros_like(mine) if wanted is None else wanted
+            assert (mine - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max())
+
+
+def _own(tree, blocks):
+    from subquad.kernels.tree_solve.arguments import own_parts
+    return own_parts(tree, *blocks)
+
+
+@pytest.mark.parametrize('tree', [Tree([3, 3, 4, 4, -1]), Tree.path(5), Tree([2, 2, -1], [1, 2, 2])],
+                         ids=['tree', 'path', 'mixed blocks'])
+def test_gradcheck(tree):
+    z = torch.randn(len(tree), tree.block, tree.block, dtype=torch.float64)
+    _, b, c = tree_blocks(tree, z, 'skew')
+    a = torch.eye(tree.block, dtype=torch.float64) * 2 + 0.1 * z
+    u = torch.randn(2, len(tree), tree.block, 2, dtype=torch.float64)
+    inputs = [x.detach().requires_grad_() for x in (a, b, c, u)]
+    assert torch.autograd.gradcheck(lambda *x: tree_solve(tree, *x), inputs)
+    assert torch.autograd.gradgradcheck(lambda *x: tree_solve(tree, *x), inputs)
+
+
+@pytest.mark.parametrize('tree', [random_tree(3), random_tree(8), random_tree(11), Tree.path(37),
+                                  Tree.over_sequence(20, 3, sizes=2)], ids=lambda tree: f'{len(tree)} nodes')
+def test_gaussian(tree):
+    z = torch.randn(2, len(tree), tree.block, tree.block, dtype=torch.float64,
+                    generator=torch.Generator().manual_seed(0))
+    z = z.abs() if tree.block == 1 else z
+    a, b, c = tree_blocks(tree, z, 'laplacian')
+    dense, rows = assemble(tree, a, b, c)
+    inverse = dense.inverse()
+    assert difference(tree_log_determinant(tree, a, b, c), torch.logdet(dense)) < 1e-12
+    variances = tree_marginal_variances(tree, a, b, c)
+    for n in range(2):
+        diagonal = torch.block_diag(*variances[n])[rows[:, None], rows]
+        mask = torch.block_diag(*torch.ones_like(variances[n]))[rows[:, None], rows].bool()
+        assert difference(diagonal[mask], inverse[n][mask]) < 1e-12
+    # Samples are a linear map of the noise, S; their covariance is S S'.
+    size = len(tree) * tree.block
+    noise = torch.eye(size, dtype=torch.float64)[rows].T.reshape(len(tree), tree.block, -1)
+    samples = tree_sample(tree, a, b, c, noise).flatten(1, 2)[:, rows]
+    assert difference(samples @ samples.mT, inverse) < 1e-12
+
+
+def test_gauge():
+    """T -> D^-1 T with a block diagonal D leaves x alone if u goes along: A_v, B_v by D_v^-1, C_v by D_p(v)^-1."""
+    tree, a, b, c, u = problem(6, 'symmetric')
+    g = torch.Generator().manual_seed(0)
+    d = torch.eye(tree.block, dtype=torch.float64) + 0.3 * torch.randn(*b.shape, dtype=torch.float64, generator=g)
+    inverse = d.inverse()
+    above = inverse[..., tree.parents.clamp(min=0), :, :]
+    assert tree.sizes is None and a is None
+    assert difference(tree_solve(tree, inverse, inverse @ b, above @ c, inverse @ u),
+                      tree_solve(tree, None, b, c, u)) < 1e-12
+
+
+def test_path_is_the_scan_of_a_state_space_model():
+    """x_k = L x_k-1 + u_k for diagonal complex L: A = I, B = 0, C = -L (table 1, corrected)."""
+    g = torch.Generator().manual_seed(0)
+    decay = torch.polar(*torch.rand(2, 8, dtype=torch.float64, generator=g))
+    u = torch.randn(8, 64, dtype=torch.complex128, generator=g)
+    state, states = torch.zeros(8, dtype=torch.complex128), []
+    for k in range(64):
+        state = decay * state + u[:, k]
+        states.append(state)
+    c = -decay[:, None, None, None].expand(-1, 64, 1, 1)
+    x = tree_solve(Tree.path(64), None, torch.zeros_like(c), c, u[..., None, None])[..., 0, 0]
+    assert difference(x, torch.stack(states, 1)) < 1e-12
+    # Time varying and dense: C of node k - 1 is minus the transition into k.
+    transitions = 0.5 * torch.randn(21, 3, 3, dtype=torch.float64, generator=g)
+    inputs = torch.randn(21, 3, 2, dtype=torch.float64, generator=g)
+    state, states = torch.zeros(3, 2, dtype=torch.float64), []
+    for k in range(21):
+        state = transitions[k - 1] @ state + inputs[k]
+        states.append(state)
+    x = tree_solve(Tree.path(21, sizes=3), None, torch.zeros_like(transitions), -transitions, inputs)
+    assert difference(x, torch.stack(states)) < 1e-12
+
+
+@pytest.mark.parametrize('length', [1, 2, 3, 63, 64, 65])
+def test_two_sided_path_is_a_forward_and_a_backward_scan(length):
+    tree, g = Tree.path(length), torch.Generator().manual_seed(0)
+    z = torch.randn(length, 1, 1, dtype=torch.float64, generator=g)
+    _, b, c = tree_blocks(tree, z, 'symmetric', rho=0.95)
+    u = torch.randn(length, 1, 2, dtype=torch.float64, generator=g)
+    pivots = [torch.ones((), dtype=torch.float64)]
+    for k in range(1, length):
+        pivots.append(1 - c[k - 1, 0, 0] * b[k - 1, 0, 0] / pivots[-1])
+    pivots = torch.stack(pivots)[:, None, None]
+    forward = tree_solve(tree, None, torch.zeros_like(b), c / pivots, u)              # L y = u
+    backward = tree_solve(tree, pivots, b, torch.zeros_like(c), forward)              # U x = y
+    assert difference(tree_solve(tree, None, b, c, u), backward) < 1e-12
+
+
+def test_constant_two_sided_path():
+    """In the interior the inverse is r^|i-j| / sqrt(1 - 4 b^2), r = (1 - sqrt(1 - 4 b^2)) / (-2 b)."""
+    length, b = 201, -0.4
+    blocks = torch.full((length, 1, 1), b, dtype=torch.float64)
+    x = tree_solve(Tree.path(length), None, blocks, blocks, torch.eye(length, dtype=torch.float64)[:, None])[:, 0]
+    root = math.sqrt(1 - 4 * b * b)
+    distance = (torch.arange(80, 121)[:, None] - torch.arange(80, 121)).abs()
+    expected = ((1 - root) / (-2 * b)) ** distance.double() / root
+    assert difference(x[80:121, 80:121], expected) < 1e-12
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrisation):
+    g, tree, dim = torch.Generator().manual_seed(0), Tree.over_sequence(256, 4), 2
+    levels = quadtree_levels(16, 16)
+    values = [torch.randn(1, 1, x.height, x.width, dim, dtype=torch.float64, generator=g) for x in levels]
+    edges = [torch.rand(1, 1, x.height, x.width, dtype=torch.float64, generator=g) for x in levels]
+    orders = [grid_order(x.height, x.width, 'morton') for x in levels]
+
+    def sequence(grids):
+        return torch.cat([x[0, 0].flatten(0, 1)[order] for x, order in zip(grids, orders)])
+
+    z = sequence(edges)[:, None, None]
+    a, b, c = tree_blocks(tree, z, parametrisation, rho=0.9)
+    x = tree_solve(tree, a, b, c, sequence(values)[:, None])[:, 0]
+    grids = quadtree_solve(values, edges[:-1], parametrisation=parametrisation, rho=0.9)
+    assert difference(sequence(grids), x) < 1e-12
+
+
+def test_guarantees():
+    """A3: spectrum, pivots and norms whatever the edges."""
+    for seed in range(20):
+        tree, rho = random_tree(seed), 0.99
+        z = 100 * torch.randn(len(tree), tree.block, tree.block, dtype=torch.complex128)
+        identity = torch.eye(tree.block, dtype=z.dtype)
+        _, b, c = tree_blocks(tree, z, 'symmetric', rho=rho, hermitian=True)
+        spectrum = torch.linalg.eigvalsh(assemble(tree, None, b, c)[0])
+        assert 1 - rho - 1e-12 <= spectrum.min() and spectrum.max() <= 1 + rho + 1e-12
+        pivots = sweeps.eliminate(tree, identity.expand(b.shape), b, c, b[..., :1]).pivots
+        least = min(torch.linalg.eigvalsh(pivot).min() for pivot in pivots)
+        assert least >= (1 + math.sqrt(1 - rho ** 2)) / 2 - 1e-12
+        a, b, c = tree_blocks(tree, z, 'skew')
+        assert torch.linalg.matrix_norm(assemble(tree, a, b, c)[0].inverse(), 2) <= 1 + 1e-6
+
+
+def test_paths_take_no_step_a_node():
+    """16,384 nodes one after the other would be 16,384 steps; cyclic reduction takes 15."""
+    calls = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal calls
+            calls += 1
+            return function(*args, **(kwargs or {}))
+
+    tree = Tree.path(16384)
+    z = torch.rand(len(tree), 1, 1)
+    a, b, c = tree_blocks(tree, z)
+    with Count():
+        x = tree_solve(tree, a, b, c, torch.ones(len(tree), 1, 1))
+    assert calls < 15 * 100
+    torch.testing.assert_close(x, torch.ones_like(x), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('parents, sizes, message', [
+    ([1, 0], 1, 'cycle'), ([5, -1], 1, 'parent of node 0 is 5'), ([], 1, 'at least one'), ([-2], 1, 'is -2'),
+    ([-1, 0], [1, 0], 'block size of at least 1'), ([-1, 0], [1, 1, 1], 'for each of 2 nodes')])
+def test_wrong_trees(parents, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Tree(parents, sizes)
+
+
+def test_wrong_arguments():
+    tree = Tree([2, 2, -1])
+    b, u = torch.rand(3, 1, 1), torch.rand(3, 1, 4)
+    with pytest.raises(ValueError, match=r'b must be \(\.\.\., 3, 1, 1\).*got \(4, 1, 1\)'):
+        tree_solve(tree, None, torch.rand(4, 1, 1), b, u)
+    with pytest.raises(TypeError, match='float16'):
+        tree_solve(tree, None, b.half(), b, u)
+    with pytest.raises(TypeError, match='share a dtype'):
+        tree_solve(tree, None, b.double(), b, u)
+    with pytest.raises(ValueError, match='must broadcast'):
+        tree_solve(tree, None, b.expand(2, 3, 1, 1), b, u.expand(3, 3, 1, 4))
+    with pytest.raises(TypeError, match='must be a Tree, got list'):
+        tree_solve([2, 2, -1], None, b, b, u)
+    with pytest.raises(ValueError, match="'auto', 'portable' or 'reference', got 'triton'"):
+        tree_solve(tree, None, b, b, u, backend='triton')
+    with pytest.raises(ValueError, match='unknown backend'):
+        tree_solve(tree, None, b, b, u, backend='fast')
+    with pytest.raises(ValueError, match='arity at least 2'):
+        Tree.over_sequence(4, 1)
+    with pytest.raises(ValueError, match='parametrisation'):
+        tree_blocks(tree, b, 'dense')
+    with pytest.raises(ValueError, match='rho'):
+        tree_blocks(tree, b, 'symmetric', rho=1.0)
+    with pytest.raises(ValueError, match='order must be one of'):
+        grid_order(2, 2, 'hilbert')
