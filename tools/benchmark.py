@@ -20,7 +20,7 @@ from . import contestants, networks
 from .cli import UserError, nearest
 from .measure import OtherLoad, environment
 from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
-from .records import append, medians, plot, prepare, table
+from .records import append, medians, prepare, table
 
 DTYPES = ('float32', 'float16', 'bfloat16')
 # Options of what one names oneself.
@@ -204,8 +204,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                 continue
             if paths:
                 append(paths[job.device], records[-1])
-                if 'figure' in name:
-                    plot(records[-1], args.out / f'{name}.png')
+                if job.draw:
+                    job.draw(records[-1], args.out / f'{name}.png')
                     print(f"drew {args.out / f'{name}.png'}")
     finally:                                                     # what was measured is shown, come what may
         if records:

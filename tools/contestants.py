@@ -12,6 +12,7 @@ from .. import kernels
 from ..kernels.decay import column_log_decay, cumulative, row_log_decay
 from ..kernels.dispatch import BACKENDS, why_not
 from ..kernels.polyline_attention.reference import polyline_log_masks
+from ..kernels.tree_solve import quadtree_levels
 from .cli import UserError, nearest
 from .measure import count_macs
 
@@ -161,14 +162,42 @@ def matmul_separable_attention(query: Tensor, key: Tensor, value: Tensor) -> Ten
     return out
 
 
+# --- the quad-tree solve as one would write it
+
+def tree_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
+    """Values (B, heads, H_l, W_l, D) of all levels, in the memory order of a layer, then weights of edges
+    (B, heads, H_l, W_l) of all levels but the last."""
+    levels = quadtree_levels(*grid)
+    values = [torch.randn(batch, level.height, level.width, heads, dim, device=device, dtype=dtype
+                          ).permute(0, 3, 1, 2, 4) for level in levels]
+    return values + [torch.rand(batch, heads, level.height, level.width, device=device, dtype=dtype) * 4 ** (n + 1)
+                     for n, level in enumerate(levels[:-1])]
+
+
+def _values(tensors: Sequence[Tensor]) -> List[Tensor]:
+    return list(tensors[:(len(tensors) + 1) // 2])
+
+
+def _tree_solve(*tensors: Tensor, backend: str) -> Tensor:
+    count = len(_values(tensors))
+    return kernels.quadtree_solve(tensors[:count], tensors[count:], backend=backend)[0]
+
+
+def loop_quadtree_solve(*tensors: Tensor) -> Tensor:
+    """Level by level with sums over children by pooling and values at children by interpolation, which autograd
+    differentiates: what one writes first, and what exporters are given."""
+    return _tree_solve(*tensors, backend='export')
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator of ours: how it is called (its inputs, backend), and what users would write instead.
 
     passes: scans of the data, (tokens, channels), that it is made of: each reads and writes it and does 3 multiply-adds
         an element (11 with gradients). 0: its products are counted.
-    used: which of its inputs it reads.
-    inputs: how they are made; the third has the shape of the output.
+    used: which of its inputs it reads, () for all.
+    inputs: how they are made.
+    outputs: those of the inputs that have the shapes of its outputs.
     elementwise: multiply-adds an element of the output, and with gradients, where its products are not counted."""
     call: Callable[..., Tensor]
     others: Mapping[str, Callable[..., Tensor]]
@@ -176,6 +205,7 @@ class Operator:
     used: Tuple[int, ...] = (0, 1, 2, 3, 4)
     inputs: Callable[..., List[Tensor]] = attention_inputs
     elementwise: Tuple[int, ...] = ()
+    outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda inputs: inputs[2:3]
 
 
 OPERATORS = {
@@ -199,6 +229,8 @@ OPERATORS = {
         lambda q, k, v, backend: kernels.separable_attention(q, k, v, patch_size=_patch(v), backend=backend),
         {'eager': eager_separable_attention, 'matmul': matmul_separable_attention}, used=(0, 1, 2),
         inputs=separable_inputs, elementwise=(2, 6)),
+    'quadtree_solve': Operator(_tree_solve, {'loop': loop_quadtree_solve}, inputs=tree_inputs, elementwise=(3, 7),
+                               outputs=_values, used=()),
 }
 OURS = tuple(backend for backend in BACKENDS if backend not in ('auto', 'export'))
 
@@ -231,8 +263,9 @@ def bytes_moved(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
     """Bytes that any implementation must move: each input read and each output written once; backward, the inputs, the
     output and its gradient read, and the gradients of the inputs written. A scan does so for every axis, where its
     gradient needs no output: two reads and a write of the data."""
-    operator, output = OPERATORS[op], inputs[2].numel() * inputs[2].element_size()
-    read = sum(inputs[n].numel() * inputs[n].element_size() for n in operator.used)
+    operator = OPERATORS[op]
+    output = sum(x.numel() * x.element_size() for x in operator.outputs(inputs))
+    read = sum(inputs[n].numel() * inputs[n].element_size() for n in operator.used or range(len(inputs)))
     if operator.passes:
         logs = read - output
         return operator.passes * output * (2 + 3 * backward) + logs * (1 + 2 * backward)
@@ -243,7 +276,8 @@ def multiply_adds(op: str, inputs: Sequence[Tensor], backward: bool) -> int:
     """Multiply-adds of the definition: of the products of attention, or of a scan's recurrences."""
     passes, elementwise = OPERATORS[op].passes, OPERATORS[op].elementwise
     if passes or elementwise:
-        return (passes or 1) * inputs[2].numel() * (elementwise or (3, 11))[backward]
+        elements = sum(x.numel() for x in OPERATORS[op].outputs(inputs))
+        return (passes or 1) * elements * (elementwise or (3, 11))[backward]
     call = operator_call(op, 'portable')
     return count_macs(step(call, inputs) if backward else partial(call, *inputs))
 

@@ -2,6 +2,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import torch
@@ -11,9 +12,12 @@ from . import contestants as field
 from . import networks, zoo
 from .cli import UserError
 from .contestants import Grid
+from .denoising import denoising
+from .denoising import draw as draw_denoising
 from .figure1 import figure1
 from .measure import copy, count_macs, floor, gemm, peak_memory, time_interleaved
-from .records import figure
+from .records import figure, plot
+from .trees import tree_growth
 
 GEMMS_A_ROUND = 5
 
@@ -208,13 +212,14 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
 
 @dataclass(frozen=True)
 class Preset:
-    """What is measured, how many rounds by default, the measurement (rounds -> record without environment), where, and
-    in how many processes, whose medians are kept."""
+    """What is measured, how many rounds by default, the measurement (rounds -> record without environment), where, in
+    how many processes, whose medians are kept, and what draws a picture of the record."""
     what: str
     repeats: int
     measure: Callable[[int], Dict[str, Any]]
     device: str = 'cpu'
     processes: int = 1
+    draw: Optional[Callable[[Dict[str, Any], Path], None]] = None
 
 
 _BASELINES = ('swin_tiny_patch4_window7_224', 'convnext_tiny', 'mobilevit_s', 'mobilevitv2_100',
@@ -241,7 +246,7 @@ PRESETS = {
         partial(model, names=('ppma_tiny',), size=(224, 224), batch=8, over_floor=2.4)),
     'figure10': Preset(
         "L x by the mask and by Algorithm 1 (the paper's Figure 10), with a plot", 7,
-        partial(figure10, sides=(16, 32, 48, 64, 96, 128, 192, 256), dense_until=64)),
+        partial(figure10, sides=(16, 32, 48, 64, 96, 128, 192, 256), dense_until=64), draw=plot),
     'models-224': Preset(
         'PPMA-Tiny and models of its size and smaller, eight 224 x 224 images', 7,
         partial(model, names=('ppma_tiny', *_BASELINES), size=(224, 224), batch=8)),
@@ -270,7 +275,13 @@ PRESETS = {
        for width, theirs in (('050', 'mobilevit_xxs'), ('075', 'mobilevit_xs'), ('100', 'mobilevit_s'))},
     'figure1': Preset(
         "the attention units of MobileViTv2's Figure 1 at 256 tokens, and their time over the number of tokens", 30,
-        partial(figure1, tokens=(64, 128, 256, 512, 1024, 2048, 4096))),
+        partial(figure1, tokens=(64, 128, 256, 512, 1024, 2048, 4096)), draw=plot),
+    'quadtree_solve-growth': Preset(
+        'quad-tree solves of 50,176 tokens of 64 channels, in 64 images of 28 x 28 to one of 224 x 224', 15,
+        partial(tree_growth, sides=(28, 56, 112, 224), tokens=224 * 224), processes=3),
+    'denoising': Preset(
+        'denoising by one linear tree solve over the pixels in Morton, snake, raster and random order', 2,
+        denoising, draw=draw_denoising),
     'gpu-separable_attention-32x32': Preset(
         "separable attention in MobileViTv2-1.0's first block, batch 128, bfloat16", 50,
         partial(operator, op='separable_attention', grid=(32, 32), batch=128, heads=1, dim=128, dtype='bfloat16',
@@ -303,7 +314,16 @@ PRESETS = {
                 names=('triton', 'portable', 'dense'), bandwidth=0.6), 'cuda'),
     'gpu-figure10': Preset(
         "the paper's Figure 10 on a GPU, with a plot", 30,
-        partial(figure10, sides=(16, 32, 48, 64, 96, 128, 192, 256), device='cuda', dense_until=128), 'cuda'),
+        partial(figure10, sides=(16, 32, 48, 64, 96, 128, 192, 256), device='cuda', dense_until=128), 'cuda',
+        draw=plot),
+    'gpu-quadtree_solve-56x56': Preset(
+        'the quad-tree solve of 56 x 56 tokens, 64 channels, batch 64, bfloat16', 50,
+        partial(operator, op='quadtree_solve', grid=(56, 56), batch=64, heads=4, dim=16, dtype='bfloat16',
+                device='cuda', names=('triton', 'portable', 'loop'), bandwidth=0.5), 'cuda'),
+    'gpu-quadtree_solve-56x56-train': Preset(
+        'the same with gradients', 50,
+        partial(operator, op='quadtree_solve', grid=(56, 56), batch=64, heads=4, dim=16, dtype='bfloat16',
+                device='cuda', backward=True, names=('triton', 'portable', 'loop')), 'cuda'),
     'gpu-ppma_tiny-224': Preset(
         'PPMA-Tiny on 128 images, bfloat16, kernels against the compiled portable path', 20,
         partial(model, names=('ppma_tiny@triton+compile', 'ppma_tiny@portable+compile', 'ppma_tiny@triton'),
@@ -319,9 +339,9 @@ PRESETS = {
         partial(model, names=('ppma_tiny', *_ANY_SIZE), size=(800, 1280), batch=8, dtype='bfloat16', device='cuda'),
         'cuda'),
 }
-# Those with a target: what `subquad benchmark` measures unless told otherwise.
+# Those with a target in time or memory: what `subquad benchmark` measures unless told otherwise.
 DEFAULTS: List[str] = ['polyline_attention-50x80', 'polyline_attention-14x14', 'polyline_scan-growth',
                        'ppma_tiny-800x1280', 'ppma_tiny-224', 'separable_attention-32x32',
-                       'separable_attention-sequence',
+                       'separable_attention-sequence', 'quadtree_solve-growth',
                        *(name for name in PRESETS if name.startswith('mobilevitv2_'))]
 GPU_DEFAULTS: List[str] = [name for name, preset in PRESETS.items() if preset.device == 'cuda']

