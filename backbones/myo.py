@@ -4,12 +4,15 @@ The layer is that of "Myosotis: structured computation for attention like layer"
 sequences (`MyoSequence`), these backbones are ours: the macro-architecture of PPMA with another mixer. There are no
 published weights. See backbones/mixers/tree.py for the layer.
 """
-from typing import Any, Dict, Optional, Set
+from functools import partial
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from torch import nn
+from torch import Tensor, nn
 
+from ..kernels.tree_solve import heights
 from .hierarchical import HierarchicalBackbone
 from .mixers import TreeMixer
 from .weights import checkpoint_filter_fn
@@ -25,6 +28,16 @@ _BASE = dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10
              drop_path_rate=0.4, layer_scale=(False, False, True, True))
 _TEST = dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
              head_hidden_size=128)
+
+
+class Influence(NamedTuple):
+    """Of one layer: the place of the token that is looked at (row, column); what each token contributes to it,
+    (B, heads, H, W); the edges of each level, (B, heads, H_l, W_l); and the share of the contributions' size by the
+    height of the lowest node that two tokens share, (B, levels), 0 for the token itself."""
+    place: Tuple[int, int]
+    weights: Tensor
+    edges: List[Tensor]
+    shares: Tensor
 
 
 class Myo(HierarchicalBackbone):
@@ -48,6 +61,49 @@ class Myo(HierarchicalBackbone):
             return TreeMixer(dim, num_heads, parametrisation, static_edges, max_levels, shift and block % 2 == 1, **dd)
 
         super().__init__(mixer, **kwargs)
+
+    def influences(self, x: Tensor, at: Tuple[float, float] = (0.5, 0.5)) -> Dict[str, Influence]:
+        """What every token of each layer contributes to one of them, in evaluation mode.
+
+        Args:
+            x: (B, in_chans, H, W).
+            at: where that one is, as shares of the map's height and width, 0 to below 1.
+
+        Returns:
+            By the layer's name ('stages.0.blocks.0', ...).
+
+        Raises:
+            ValueError: a place outside of the map.
+        """
+        if not all(0 <= place < 1 for place in at):
+            raise ValueError(f'at must be two shares of height and width from 0 to below 1, got {at!r}')
+        found: Dict[str, Influence] = {}
+
+        def keep(name: str, mixer: TreeMixer, inputs: Tuple[Tensor, ...]) -> None:
+            tokens = inputs[0].detach()
+            levels = mixer.levels(*tokens.shape[1:3])
+            row, column = (int(place * size) for place, size in zip(at, tokens.shape[1:3]))
+            with torch.no_grad():
+                edges = mixer.edges(tokens, levels)
+            weights = mixer.influence(tokens, row, column, edges)
+            height = heights(levels, row, column).to(x.device)
+            mass = weights.abs().mean(1)
+            shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
+            found[name] = Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
+
+        handles = [block.mixer.register_forward_pre_hook(partial(keep, f'stages.{i}.blocks.{j}'))
+                   for i, stage in enumerate(self.stages) for j, block in enumerate(stage.blocks)]
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            self.eval()                                  # no running statistics change
+            with torch.no_grad():
+                self.forward_features(x)
+        finally:
+            for module, training in modes:
+                module.training = training
+            for handle in handles:
+                handle.remove()
+        return found
 
     def no_weight_decay(self) -> Set[str]:
         """The edges' biases."""

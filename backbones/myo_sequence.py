@@ -108,7 +108,9 @@ class TreeSequenceMixer(nn.Module):
         if self.query is not None:
             query, key = (linear(x).to(z.dtype).unflatten(2, (self.heads, self.block, _EDGE_DIM)).transpose(1, 2)
                           for linear in (self.query, self.key))                              # (B, heads, V, m, e)
-            z = z + query @ key.index_select(2, nodes.parents).mT * _EDGE_DIM ** -0.5
+            key = key.index_select(2, nodes.parents)
+            dots = query @ key.mT if self.block > 1 else (query * key).sum(-1, keepdim=True)
+            z = z + dots * _EDGE_DIM ** -0.5
         if self.parametrisation == 'laplacian':
             growth = self.arity ** nodes.level.to(z.dtype)[:, None, None]
             z = F.softplus(z) * growth if self.block == 1 else z * growth.sqrt()

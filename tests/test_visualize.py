@@ -12,7 +12,7 @@ from subquad.tools.cli import UserError
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(0)
-    for name, options in (('test_mobilevitv2', dict(num_latent_tokens=2)), ('test_ppma', {})):
+    for name, options in (('test_mobilevitv2', dict(num_latent_tokens=2)), ('test_ppma', {}), ('test_myo', {})):
         model = timm.create_model(name, num_classes=3, **options)
         save_weights(model, tmp_path / f'{name}.safetensors',
                      dict(model=name, options=dict(num_classes=3, **options), classes=['a', 'b', 'c'],
@@ -34,6 +34,16 @@ def test_a_picture(folder, capsys):
     assert narrow[0] < wide[0] and narrow[1] < wide[1]
 
 
+def test_influences(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert visualize.main(['test_myo.safetensors', 'images', '--at', '0.2', '0.9']) == 0
+    assert 'influences.png: 3 image(s), 5 layer(s)' in capsys.readouterr().out
+    assert Image.open('influences.png').size[1] > 1000
+    arguments = ['test_myo.safetensors', 'images', '--most', '1', '--layers', 'stages.2', '--out', 'a.png']
+    assert visualize.main(arguments) == 0
+    assert '1 image(s), 2 layer(s)' in capsys.readouterr().out
+
+
 def test_scores_colour_their_place():
     """The token of the largest score is red, one of the smallest blue, over an image of one colour."""
     scores = torch.zeros(2, 3)
@@ -45,10 +55,11 @@ def test_scores_colour_their_place():
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['test_ppma.safetensors', 'images'], 'PPMA has no context scores: only MobileViTv2 has'),
+    (['test_ppma.safetensors', 'images'], 'PPMA has nothing to draw here'),
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),
     (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--most must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
+    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'shares of height and width from 0 to below 1'),
     (['nothing.safetensors', 'images'], 'no weight file at'),
     (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
     (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .pdf or')])

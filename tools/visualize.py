@@ -1,4 +1,5 @@
-"""Draw what a model looks at over images: the context scores of MobileViTv2's layers (appendix D of its paper)."""
+"""Draw what a model looks at over images: the context scores of MobileViTv2's layers (appendix D of its paper), or
+which tokens reach one of them in Myo's layers, over what height of the tree, and the edges on the way."""
 import argparse
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
@@ -51,6 +52,16 @@ def draw(path: Path, names: Sequence[str], images, maps: Dict[str, 'object'], ti
     for axis in axes.flat:
         axis.set_xticks([])
         axis.set_yticks([])
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    """Write a picture, and let go of the figure.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    import matplotlib.pyplot as plt
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
@@ -81,8 +92,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
                         help='only layers whose name holds one of these, such as stages.2 or transformer.0')
     parser.add_argument('--most', type=int, default=8, metavar='N', help='draw N images at most (default: 8)')
-    parser.add_argument('--out', default='context_scores.png', metavar='FILE',
-                        help='the picture (default: context_scores.png)')
+    parser.add_argument('--at', nargs=2, type=float, default=(0.5, 0.5), metavar=('Y', 'X'),
+                        help='of Myo: the token that is looked at, as shares of height and width (default: 0.5 0.5)')
+    parser.add_argument('--out', metavar='FILE', help='the picture (default: context_scores.png or influences.png)')
     args = parser.parse_args(argv)
     if args.most < 1:
         raise UserError(f'--most must be at least 1, got {args.most}')
@@ -92,25 +104,29 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
     import torch
 
+    from . import influences
     from .config import expanded, writable_folder
     from .predict import image_files, load_classifier, load_images
     files = image_files(args.images)[:args.most]
     model, transform, _ = load_classifier(args.checkpoint, args.model)
-    out = expanded(args.out)
+    trees = hasattr(model, 'influences')
+    if not trees and not hasattr(model, 'context_scores'):
+        raise UserError(f'{type(model).__name__} has nothing to draw here: MobileViTv2 has context scores, Myo '
+                        'influences')
+    out = expanded(args.out or ('influences.png' if trees else 'context_scores.png'))
     if out.suffix.lower() not in ('.png', '.jpg', '.jpeg', '.pdf', '.svg'):
         raise UserError(f'--out must end in .png, .jpg, .pdf or .svg, got {args.out!r}')
     inputs = torch.stack(load_images(files, transform))
-    if not hasattr(model, 'context_scores'):
-        raise UserError(f'{type(model).__name__} has no context scores: only MobileViTv2 has')
     try:
-        maps = model.context_scores(inputs)
+        maps = model.influences(inputs, tuple(args.at)) if trees else model.context_scores(inputs)
     except ValueError as error:
         raise UserError(str(error)) from error
     maps = {layer: maps[layer] for layer in _chosen(list(maps), args.layers)}
     writable_folder(str(out.parent))
     low, high = inputs.amin((1, 2, 3), keepdim=True), inputs.amax((1, 2, 3), keepdim=True)
-    titles = [name.replace('.1.', '.1\n') for name in maps]
-    draw(out, [file.stem for file in files], (inputs - low) / (high - low).clamp(min=1e-6), maps, titles)
+    titles = [name.replace('.blocks.', '\nblock ') if trees else name.replace('.1.', '.1\n') for name in maps]
+    drawn = influences.draw if trees else draw
+    drawn(out, [file.stem for file in files], (inputs - low) / (high - low).clamp(min=1e-6), maps, titles)
     print(f'drew {out}: {len(files)} image(s), {len(maps)} layer(s)')
     return 0
 

@@ -81,14 +81,37 @@ class TreeMixer(nn.Module):
 
     def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """mask: (B, H, W), true for the tokens that are there; what is behind the others reaches no token within."""
-        height, width = x.shape[1:3]
-        shift = third(height, width, self.max_levels) if self.shifted else (0, 0)
-        levels = quadtree_levels(height, width, self.max_levels, shift)
+        levels = self.levels(*x.shape[1:3])
         values = [self._heads(v) for v in means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
         y = quadtree_solve(values, self.edges(x, levels, mask), parametrisation=self.parametrisation, rho=self.rho,
-                           mask=mask, shift=shift, backend=self.backend)[0]
+                           mask=mask, shift=levels[0][2:], backend=self.backend)[0]
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return self.out(F.silu(self.gate(x)) * y)
+
+    def levels(self, height: int, width: int) -> List[Level]:
+        """The grids of the tree over a map of that size."""
+        shift = third(height, width, self.max_levels) if self.shifted else (0, 0)
+        return quadtree_levels(height, width, self.max_levels, shift)
+
+    def influence(self, x: Tensor, row: int, column: int, edges: Sequence[Tensor]) -> Tensor:
+        """What every token contributes to the solve's result at one: a row of the inverse, inner nodes' means included.
+
+        Args:
+            x: (B, H, W, C), the layer's input.
+            row, column: of the token.
+            edges: from `edges`.
+
+        Returns:
+            (B, heads, H, W), in the edges' dtype; sums to 1 over a tree for 'laplacian'.
+        """
+        batch, height, width = x.shape[:3]
+        levels = self.levels(height, width)
+        with torch.enable_grad():
+            like = edges[0] if edges else x              # a map of one token has none
+            values = like.new_zeros(batch, self.num_heads, height, width).requires_grad_()
+            solution = quadtree_solve([v[..., None] for v in means(values, levels)], [e.detach() for e in edges],
+                                      parametrisation=self.parametrisation, rho=self.rho, shift=levels[0][2:])
+            return torch.autograd.grad(solution[0][:, :, row, column].sum(), values)[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, heads, H, W, C / heads), a view."""

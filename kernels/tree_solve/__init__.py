@@ -9,7 +9,7 @@ from ..dispatch import choose
 from . import operator, portable, reference, sweeps
 from .arguments import check_blocks, check_levels, own_parts
 from .gaussian import tree_log_determinant, tree_marginal_variances, tree_sample
-from .grid import Level, fold, leaf_counts, means, quadtree_levels, third, unfold
+from .grid import Level, fold, heights, leaf_counts, means, quadtree_levels, third, unfold
 from .orders import ORDERS, grid_order
 from .parametrise import RHO, sibling_normalised, tree_blocks
 from .tree import Tree, cached_path, cached_sequence, level_lengths
@@ -19,8 +19,8 @@ _QUAD = {'reference': reference.quadtree_solve, 'portable': operator.quadtree_so
          'triton': operator.quadtree_solve, 'export': portable.quadtree_solve_export}
 
 __all__ = ['Level', 'ORDERS', 'PARAMETRISATIONS', 'RHO', 'Tree', 'cached_path', 'cached_sequence', 'fold', 'grid_order',
-           'leaf_counts', 'level_lengths', 'means', 'quadtree_levels', 'quadtree_solve', 'third', 'tree_blocks',
-           'tree_log_determinant', 'tree_marginal_variances', 'tree_sample', 'tree_solve', 'unfold']
+           'heights', 'leaf_counts', 'level_lengths', 'means', 'quadtree_levels', 'quadtree_solve', 'third',
+           'tree_blocks', 'tree_log_determinant', 'tree_marginal_variances', 'tree_sample', 'tree_solve', 'unfold']
 
 
 def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *, backend: str = 'auto') -> Tensor:

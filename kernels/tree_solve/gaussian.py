@@ -57,10 +57,9 @@ def tree_marginal_variances(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tenso
     identity = torch.eye(m, dtype=b.dtype, device=b.device)
     variances = [divide(pivots[0], identity.expand(pivots[0].shape))[0]]
     for generation, pivot, w in zip(tree.generations[1:], pivots[1:], down[1:]):
-        above = variances[-1].index_select(-3, generation.parents.to(b.device))
+        above = generation.of_parents(variances[-1])
         variances.append(divide(pivot, identity.expand(pivot.shape))[0] + product(product(w, above), dagger(w)))
-    order = torch.cat([generation.nodes for generation in tree.generations]).argsort().to(b.device)
-    return torch.cat(variances, -3).index_select(-3, order) * keep
+    return tree.in_order(variances) * keep
 
 
 def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Tensor) -> Tensor:
@@ -86,8 +85,7 @@ def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Te
         return reduce_path(diagonal, lower, upper, noise.index_select(-3, order), sample=True
                            ).index_select(-3, order.argsort())
     pivots, down, _ = eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]))
-    order = [generation.nodes.to(noise.device) for generation in tree.generations]
-    local = [whitened(pivot, noise.index_select(-3, nodes)) for pivot, nodes in zip(pivots, order)]
+    local = [whitened(pivot, generation.of(noise)) for pivot, generation in zip(pivots, tree.generations)]
     return substitute(tree, down, local)
 
 

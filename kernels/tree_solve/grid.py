@@ -56,6 +56,18 @@ def third(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[in
     return (side // 3, side // 3)
 
 
+def heights(levels: Sequence[Level], row: int, column: int) -> Tensor:
+    """(H, W) int64: the level of the lowest node that is above each leaf and above the one at (row, column); the number
+    of levels where none is."""
+    first = levels[0]
+    rows, columns = (torch.arange(n) + start for n, start in zip(first[:2], first[2:]))
+    result = torch.full(first[:2], len(levels))
+    for n in reversed(range(len(levels))):
+        same = ((rows >> n == row + first.top >> n)[:, None] & (columns >> n == column + first.left >> n))
+        result[same] = n
+    return result
+
+
 def _slots(length: int, origin: int) -> Iterator[Tuple[slice, slice]]:
     """For first and second children along an axis: which they are, and which their parents are."""
     for slot in (0, 1):

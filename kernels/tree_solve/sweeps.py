@@ -37,13 +37,6 @@ def dagger(x: Tensor) -> Tensor:
     return x.mT.conj()
 
 
-def add_to_parents(total: Tensor, parts: Tensor, parents: Tensor, arity: Optional[int]) -> Tensor:
-    """total (..., n, m, r) plus the sum of the parts (..., children, m, r) of each parent's children."""
-    if arity is not None:
-        return total + parts.unflatten(-3, (-1, arity)).sum(-3)
-    return total.index_add(-3, parents.to(parts.device), parts)
-
-
 class Eliminated(NamedTuple):
     """Of each generation, roots first: pivots S, and W and y (None for the roots' W)."""
     pivots: List[Tensor]
@@ -58,18 +51,17 @@ def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) 
     below = None
     for depth in reversed(range(len(tree.generations))):
         generation = tree.generations[depth]
-        nodes = generation.nodes.to(u.device)
         if a is None:
-            pivot = torch.eye(m, dtype=b.dtype, device=b.device).expand(*b.shape[:-3], len(nodes), m, m)
+            pivot = torch.eye(m, dtype=b.dtype, device=b.device).expand(*b.shape[:-3], len(generation.nodes), m, m)
         else:
-            pivot = a.index_select(-3, nodes)
-        right = u.index_select(-3, nodes)
+            pivot = generation.of(a)
+        right = generation.of(u)
         if below is not None:
-            push = -c.index_select(-3, below.nodes.to(u.device))
-            pivot = add_to_parents(pivot, product(push, down[-1]), below.parents, below.arity)
-            right = add_to_parents(right, product(push, local[-1]), below.parents, below.arity)
+            push = -below.of(c)
+            pivot = below.add_to_parents(pivot, product(push, down[-1]))
+            right = below.add_to_parents(right, product(push, local[-1]))
         if depth:
-            w, y = divide(pivot, b.index_select(-3, nodes), right)
+            w, y = divide(pivot, generation.of(b), right)
         else:
             (y,), w = divide(pivot, right), None
         for kept, value in ((pivots, pivot), (down, w), (local, y)):
@@ -82,9 +74,8 @@ def substitute(tree: Tree, down: List[Optional[Tensor]], local: List[Tensor]) ->
     """The downward sweep: x (..., V, m, r)."""
     x = [local[0]]
     for generation, w, y in zip(tree.generations[1:], down[1:], local[1:]):
-        x.append(y - product(w, x[-1].index_select(-3, generation.parents.to(y.device))))
-    order = torch.cat([generation.nodes for generation in tree.generations])
-    return torch.cat(x, -3).index_select(-3, order.argsort().to(x[0].device))
+        x.append(y - product(w, generation.of_parents(x[-1])))
+    return tree.in_order(x)
 
 
 def reduce_path(a: Tensor, lower: Tensor, upper: Tensor, u: Tensor, pivots: Optional[List[Tensor]] = None,

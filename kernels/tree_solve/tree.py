@@ -10,10 +10,35 @@ from .grid import quadtree_levels
 
 class Generation(NamedTuple):
     """The nodes at one distance from the root: their numbers, the place of each one's parent in the generation before
-    (sorted), and how many children every node of that one has (None if not all the same)."""
+    (sorted), how many children every node of that one has (None if not all the same), and the first number where the
+    numbers are consecutive (None where not)."""
     nodes: Tensor
     parents: Tensor
     arity: Optional[int]
+    first: Optional[int]
+
+    def of(self, x: Tensor) -> Tensor:
+        """x (..., V, m, r) of these nodes; a view where their numbers are consecutive."""
+        if self.first is not None:
+            return x.narrow(-3, self.first, len(self.nodes))
+        return x.index_select(-3, self.nodes.to(x.device))
+
+    def of_parents(self, above: Tensor) -> Tensor:
+        """What the parents have, for each node: above (..., n, m, r) of the generation before."""
+        if self.arity is not None:
+            return above.unsqueeze(-3).expand(*above.shape[:-2], self.arity, *above.shape[-2:]).flatten(-4, -3)
+        return above.index_select(-3, self.parents.to(above.device))
+
+    def add_to_parents(self, total: Tensor, parts: Tensor) -> Tensor:
+        """total (..., n, m, r) plus the sum of the parts (..., children, m, r) of each parent's children."""
+        if self.arity is not None:
+            return total + parts.unflatten(-3, (-1, self.arity)).sum(-3)
+        return total.index_add(-3, self.parents.to(parts.device), parts)
+
+
+def _first(nodes: Tensor) -> Optional[int]:
+    first = int(nodes[0])
+    return first if torch.equal(nodes, torch.arange(first, first + len(nodes))) else None
 
 
 class Tree:
@@ -59,7 +84,8 @@ class Tree:
         children, order = self.parents.sort(stable=True)                 # numbers of nodes, grouped by parent
         first = torch.searchsorted(children, torch.arange(len(self.parents) + 1))
         roots = order[:first[0]]
-        generations = [Generation(roots, torch.empty(0, dtype=torch.int64), None)] if len(roots) else []
+        generations = ([Generation(roots, torch.empty(0, dtype=torch.int64), None, _first(roots))] if len(roots)
+                       else [])
         while generations:
             nodes = generations[-1].nodes
             counts = first[nodes + 1] - first[nodes]
@@ -68,7 +94,8 @@ class Tree:
             parents = torch.repeat_interleave(torch.arange(len(nodes)), counts)
             offset = torch.arange(len(parents)) - (counts.cumsum(0) - counts)[parents]
             arity = int(counts[0]) if (counts == counts[0]).all() else None
-            generations.append(Generation(order[first[nodes][parents] + offset], parents, arity))
+            nodes = order[first[nodes][parents] + offset]
+            generations.append(Generation(nodes, parents, arity, _first(nodes)))
         return generations
 
     def _blocks(self, sizes: Union[int, Sequence[int], Tensor]):
@@ -91,6 +118,14 @@ class Tree:
             for node in generation.nodes.tolist():
                 paths[path[node]].append(node)
         return torch.tensor([node for nodes in paths for node in nodes])
+
+    def in_order(self, generations: Sequence[Tensor]) -> Tensor:
+        """(..., V, m, r) by number of node, from the parts of the generations."""
+        starts = [generation.first for generation in self.generations]
+        if None not in starts:
+            return torch.cat([x for _, x in sorted(zip(starts, generations), key=lambda pair: pair[0])], -3)
+        order = torch.cat([generation.nodes for generation in self.generations]).argsort()
+        return torch.cat(list(generations), -3).index_select(-3, order.to(generations[0].device))
 
     def parts(self, device) -> Tensor:
         """(V, block), true for the entries of each node's block."""

@@ -1,0 +1,199 @@
+"""Myo: the mixer's properties, the backbones, what reaches what; and the sequence network with its control."""
+import math
+
+import pytest
+import timm
+import torch
+
+from subquad.backbones.mixers import TreeMixer
+from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
+from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
+from subquad.tools.stats import count
+
+PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
+
+
+@pytest.mark.parametrize('name', PARAMETERS)
+def test_parameters(name):
+    row = count(name, 224, 224)
+    assert row['parameters'] == pytest.approx(PARAMETERS[name], rel=0.1)
+    assert row['macs_of_weights'] < row['macs'] < 1.05 * row['macs_of_weights']
+
+
+@pytest.mark.parametrize('size', [(32, 32), (33, 200), (65, 97), (32, 257)])
+def test_any_size(size):
+    model = timm.create_model('test_myo', features_only=True).eval()
+    x = torch.randn(1, 3, *size)
+    for stride, features in zip((4, 8, 16, 32), model(x)):
+        assert features.shape[2:] == tuple(math.ceil(n / stride) for n in size) and features.isfinite().all()
+    with pytest.raises(ValueError, match='H and W >= 32'):
+        model(torch.randn(1, 3, 31, 64))
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(parametrisation='dense'), 'parametrisation must be one of'), (dict(max_levels=1), 'max_levels must be'),
+    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='2d'), 'unexpected keyword')])
+def test_wrong_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        timm.create_model('test_myo', **options)
+
+
+def test_options_change_the_tree():
+    with pytest.raises(ValueError, match='rho must be between'):
+        TreeMixer(8, 2, rho=1.0)
+    static = timm.create_model('test_myo', static_edges=True)
+    assert not any('query' in name for name, _ in static.named_parameters())
+    flags = [block.mixer.shifted for stage in timm.create_model('myo_tiny', device='meta').stages
+             for block in stage.blocks]
+    assert flags == [n % 2 == 1 for depth in (2, 2, 8, 2) for n in range(depth)]
+    assert not any(block.mixer.shifted for stage in timm.create_model('test_myo', shift=False).stages
+                   for block in stage.blocks)
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('shifted', [False, True])
+def test_padding_reaches_nothing(parametrisation, shifted):
+    torch.manual_seed(0)
+    mixer = TreeMixer(16, 2, parametrisation, shifted=shifted)
+    mask = torch.zeros(2, 9, 14, dtype=torch.bool)
+    mask[0, :7, :14] = mask[1, :9, :5] = True
+    x = torch.randn(2, 9, 14, 16)
+    outputs = [mixer(torch.where(mask[..., None], x, padding), mask)[mask] for padding in (0.0, 50.0)]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-6
+    if not shifted:                                                 # and what is there is solved as if alone
+        torch.testing.assert_close(mixer(x, mask)[0, :7], mixer(x[:1, :7])[0], rtol=1e-4, atol=1e-6)
+
+
+def test_forest_sees_its_windows_alone():
+    mixer = TreeMixer(16, 2, max_levels=3)
+    x = torch.randn(1, 8, 8, 16)
+    other = x.clone()
+    other[:, :4, :4] += 1
+    changed = (mixer(x) - mixer(other)).abs().amax(-1)[0] > 1e-6
+    assert changed[:4, :4].all() and not changed[4:].any() and not changed[:, 4:].any()
+    whole = TreeMixer(16, 2)
+    assert ((whole(x) - whole(other)).abs().amax(-1)[0] > 1e-9).all()
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_training_in_bfloat16_with_large_edges(parametrisation):
+    """500 steps under autocast; every 50 the edges become random and large."""
+    torch.manual_seed(0)
+    mixer = TreeMixer(16, 2, parametrisation, shifted=True)
+    optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
+    for step in range(500):
+        if step % 50 == 0:
+            with torch.no_grad():
+                mixer.edge_bias.copy_(100 * torch.randn_like(mixer.edge_bias))
+                mixer.query.weight.copy_(10 * torch.randn_like(mixer.query.weight))
+        x = 3 * torch.randn(2, 7, 6, 16)
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = (mixer(x).float() - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert loss.isfinite() and all(p.grad.isfinite().all() for p in mixer.parameters()), step
+        optimizer.step()
+
+
+def test_influences():
+    torch.manual_seed(0)
+    model = timm.create_model('test_myo')
+    x = torch.randn(2, 3, 64, 96)
+    found = model.influences(x, (0.3, 0.6))
+    assert list(found)[0] == 'stages.0.blocks.0' and len(found) == 5 and model.training
+    first = found['stages.0.blocks.0']
+    assert first.place == (4, 14) and first.weights.shape == (2, 2, 16, 24) and first.edges[1].shape == (2, 2, 8, 12)
+    torch.testing.assert_close(first.weights.sum((2, 3)), torch.ones(2, 2))
+    torch.testing.assert_close(first.shares.sum(1), torch.ones(2))
+    # A row of the inverse is what the mixer does to its values.
+    mixer, tokens = TreeMixer(4, 2), torch.randn(1, 5, 6, 4)
+    edges = mixer.edges(tokens, mixer.levels(5, 6))
+    weights = mixer.influence(tokens, 2, 3, edges)
+    values = mixer.value(tokens).unflatten(3, (2, 2))
+    solved = torch.einsum('bhyx,byxhd->bhd', weights, values).flatten(1)
+    expected = mixer.out(torch.nn.functional.silu(mixer.gate(tokens[:, 2, 3])) * solved)
+    torch.testing.assert_close(mixer(tokens)[:, 2, 3], expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match='shares of height and width'):
+        model.influences(x, (0.5, 1.0))
+
+
+def test_heights():
+    table = heights(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
+    assert table[0].tolist() == [1, 0, 2, 2, 3, 3] and table[1, 0] == 2 and table.max() == 3
+    assert heights(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
+
+
+# --- sequences
+
+def test_orders():
+    assert grid_order(2, 3, 'raster').tolist() == [0, 1, 2, 3, 4, 5]
+    assert grid_order(2, 3, 'snake').tolist() == [0, 1, 2, 5, 4, 3]
+    assert grid_order(4, 4, 'morton')[:8].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    for order in ('raster', 'snake', 'morton'):
+        assert grid_order(5, 7, order).sort().values.tolist() == list(range(35))
+
+
+@pytest.mark.parametrize('options', [
+    dict(), dict(mixer='scan'), dict(block_size=2), dict(parametrisation='symmetric', arity=2),
+    dict(parametrisation='skew', block_size=4, num_heads=2), dict(static_edges=True, virtual_input='embed'),
+    dict(virtual_input='zero', readout='mean', readout_levels=3), dict(order='snake', mlp_ratio=1.0)],
+                         ids=str)
+def test_sequence_network(options):
+    torch.manual_seed(0)
+    model = timm.create_model('myo_sequence', dim=32, depth=2, in_chans=1, num_classes=5, **options)
+    for x in (torch.randn(3, 1, 9, 7), torch.randn(3, 50, 1)):
+        y = model(x)
+        assert y.shape == (3, 5) and y.isfinite().all()
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.reset_classifier(0)
+    assert model(x).shape == (3, model.num_features)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(x).isfinite().all()
+
+
+@pytest.mark.parametrize('mixer', ['tree', 'scan'])
+def test_padding_of_tokens(mixer):
+    torch.manual_seed(0)
+    model = timm.create_model('myo_sequence', vocab_size=18, dim=16, depth=2, mixer=mixer, arity=2).eval()
+    tokens = torch.randint(1, 18, (2, 40))
+    tokens[0, 25:] = 0
+    alone = model(tokens[:1])
+    assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5
+    with torch.no_grad():
+        model.encoder.weight[0] += 10
+    if mixer == 'tree':                                    # what padding is encoded as reaches nothing
+        assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5
+
+
+def test_wrong_sequences():
+    for options, message in ((dict(order='hilbert'), "order must be one of 'morton', 'snake', 'raster'"),
+                             (dict(arity=1), 'arity must be'), (dict(dim=30), 'multiple of num_heads'),
+                             (dict(mixer='attention'), "mixer must be one of 'tree', 'scan'")):
+        with pytest.raises(ValueError, match=message):
+            timm.create_model('myo_sequence', **options)
+    with pytest.raises(ValueError, match=r'images \(B, 3, H, W\) or sequences'):
+        timm.create_model('myo_sequence')(torch.randn(2, 4, 8, 8))
+    with pytest.raises(ValueError, match='integer tokens'):
+        timm.create_model('myo_sequence', vocab_size=5)(torch.randn(2, 4))
+
+
+def test_the_control_is_the_recurrence():
+    torch.manual_seed(0)
+    frequencies = hippo_normal_eigenvalues(32)
+    assert frequencies.imag[0] == pytest.approx(0.26, abs=0.01) and frequencies.imag[-1] == pytest.approx(1303, abs=1)
+    mixer, x = ScanMixer(4, 3), torch.randn(2, 11, 4)
+    step, eigenvalues = mixer.log_step.exp(), torch.complex(-mixer.log_rate.exp(), mixer.frequency)
+    decay = (step * eigenvalues).exp()
+    inputs = torch.complex(*mixer.input(x).chunk(2, -1)) * (decay - 1) / eigenvalues
+
+    def scan(inputs):
+        state, states = torch.zeros(2, 3, dtype=torch.complex64), []
+        for k in range(inputs.shape[1]):
+            state = decay * state + inputs[:, k]
+            states.append(state)
+        return torch.stack(states, 1)
+
+    both = [scan(inputs), scan(inputs.flip(1)).flip(1)]
+    expected = 2 * mixer.output(torch.cat([part for s in both for part in (s.real, -s.imag)], -1))
+    torch.testing.assert_close(mixer(x), expected, rtol=1e-4, atol=1e-5)
