@@ -106,7 +106,7 @@ def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[
             if hasattr(kernel.src, 'constants'):
                 constants = {kernel.src.fn.arg_names[key[0]]: value for key, value in kernel.src.constants.items()}
             shown = ', '.join(f'{key} {value}' for key, value in constants.items()
-                              if key in ('BLOCK', 'BLOCK_D', 'BLOCK_V'))
+                              if key in ('BLOCK', 'BLOCK_D', 'BLOCK_V', 'SIDE', 'LEVELS'))
             result[name].append(Resources(kernel.metadata.name.strip('_'), shown, kernel.metadata.num_warps,
                                           usage.get('REG'), usage.get('STACK'), kernel.metadata.shared))
     return result
@@ -118,6 +118,8 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
     from .polyline_attention import triton as polyline
     from .polyline_scan import triton as scan
     from .separable_attention import triton as separable
+    from .tree_solve import quadtree_levels
+    from .tree_solve import triton as quadtree
     calls: Dict[str, Callable] = {}
 
     def attention(dtype, dim, length):
@@ -144,6 +146,14 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
         _, statistics, summed = separable.forward(query, x, x, weight, None, (2, 2), 'pixel')
         separable.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
 
+    def quadtree_call(dtype, dim, side, parametrisation):
+        levels, heads = quadtree_levels(side, side), 4
+        values = [torch.empty(2, x.height, x.width, heads, dim, dtype=dtype, device='meta').permute(0, 3, 1, 2, 4)
+                  for x in levels]
+        edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2) for x in levels[:-1]]
+        solution = quadtree.forward(values, edges, parametrisation, (0, 0))
+        quadtree.backward(values, solution, edges, parametrisation, (0, 0))
+
     def add(name, call, *args):
         calls[name] = lambda: call(*args)
 
@@ -166,4 +176,8 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
                 for keys in ('keys', 'mapped keys'):
                     add(f'separable_attention, {latents} latent, {keys}, 32 x 32, {kind}', separable_call, dtype, dim,
                         32, latents, keys == 'mapped keys')
+            # Trees of one tile, of tiles of either side.
+            for side, parametrisation in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
+                add(f'quadtree_solve, {parametrisation}, {side} x {side}, {kind}', quadtree_call, dtype, dim, side,
+                    parametrisation)
     return calls

@@ -24,6 +24,9 @@ CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
     'polyline_scan_bwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
                                       for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
     'separable_attention': {'default': {(size, 64): (4, 2, None) for size in (2, 4)}},
+    # In place of a side: numbers at a tile's first level, 32 for each thread.
+    'quadtree_solve': {'default': {(size, 1 << n): (max(1, (1 << n) // 1024), 1, None)
+                                   for size in (2, 4) for n in range(6, 14)}},
 }
 TILES = (16, 32, 64)
 # The largest tiles that stay in registers: by kernel and bytes of an element, the side for heads of at most

@@ -24,6 +24,7 @@ def _assert_compiled(resources, kernels_, spills_known=True):
 
 ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
                'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
+               'quadtree_solve_up', 'quadtree_solve_down',
                *(f'separable_attention_{name}' for name in ('fwd', 'softmax', 'context', 'apply', 'bwd_value',
                                                             'bwd_key', 'bwd_query'))}
 
@@ -39,7 +40,8 @@ def test_compiles_for_sm_90_without_spills(python):
 def test_compiles_for_other_targets(target, spills_known, python):
     resources = _compiled(python, target, 'logit, 14 x 14, bfloat16, 32', 'logit, lines of 56, bfloat16, 32',
                           'logit, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
-                          '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128')
+                          '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
+                          'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32')
     _assert_compiled(resources, ALL_KERNELS, spills_known)
 
 

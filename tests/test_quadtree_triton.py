@@ -1,0 +1,261 @@
+"""The Triton kernels of the quad-tree solve: on a GPU where there is one, in Triton's interpreter elsewhere. Values and
+every gradient against the float64 reference, whatever the grid, the tiles and the memory; what PyTorch sees of them."""
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.kernels import launch, quadtree_solve
+from subquad.kernels.tree_solve import PARAMETRISATIONS, quadtree_levels
+
+pytest.importorskip('triton')
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+if DEVICE == 'cpu' and not launch.interpreted():
+    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the kernels do not write is not a number."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+
+    def fill(x):
+        return x.fill_(float('nan')) if x.is_floating_point() else x
+    monkeypatch.setattr(torch, 'empty_like', lambda *args, **kwargs: fill(empty_like(*args, **kwargs)))
+    monkeypatch.setattr(torch.Tensor, 'new_empty', lambda *args, **kwargs: fill(new_empty(*args, **kwargs)))
+
+
+def _inputs(height, width, parametrisation='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float32,
+            edge_dtype=None, batch=1, heads=1, dim=8):
+    """values and edges of every level; bounded where the solve needs it (quadtree_solve itself bounds 'symmetric')."""
+    g = torch.Generator().manual_seed(height * 100 + width)
+    levels = quadtree_levels(height, width, max_levels, shift)
+    values = [torch.randn(batch, heads, x.height, x.width, dim, generator=g) for x in levels]
+    edges = [2 * torch.randn(batch, heads, x.height, x.width, generator=g) for x in levels[:-1]]
+    if parametrisation == 'laplacian':
+        edges = [edge.abs() for edge in edges]
+    return [x.to(DEVICE, dtype) for x in values], [x.to(DEVICE, edge_dtype or dtype) for x in edges]
+
+
+def _run(values, edges, backend, layout=lambda x: x, **options):
+    """x of every level, gradients of values, gradients of edges."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*values, *edges)]
+    arguments = [layout(x) for x in leaves]
+    solution = quadtree_solve(arguments[:len(values)], arguments[len(values):], backend=backend, **options)
+    loss = sum((y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=DEVICE).view(y.shape)).sum()
+               for y in solution)
+    loss.backward()
+    grads = [x.grad for x in leaves]
+    return [y.detach() for y in solution], grads[:len(values)], grads[len(values):]
+
+
+def _check(values, edges, layout=lambda x: x, **options):
+    expected = _run([x.double() for x in values], [x.double() for x in edges], 'reference', **options)
+    actual = _run(values, edges, 'triton', layout, **options)
+    tolerance = max(TOLERANCE.get(x.dtype, 0) for x in (*values, *edges))
+    for kind, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
+        largest = max((x.abs().max() for x in wanted), default=0)
+        for n, (x, y) in enumerate(zip(found, wanted, strict=True)):
+            assert x.dtype == (edges if kind == 2 else values)[n].dtype and x.isfinite().all(), (kind, n)
+            # Gradients that cancel are held to the scale of the others.
+            scale = y.abs().max().clamp(min=0.05 * largest)
+            twice = kind and tolerance > 1e-5                       # gradients pass through rounded numbers, too
+            assert (x.double() - y).abs().max() <= tolerance * (2 if twice else 1) * scale, (kind, n)
+
+
+@pytest.mark.parametrize('grid, shift', [((1, 1), (0, 0)), ((1, 1), (5, 3)), ((1, 9), (0, 0)), ((1, 9), (5, 3)),
+                                         ((9, 1), (5, 3)), ((5, 3), (0, 0)), ((5, 3), (5, 3)), ((7, 11), (0, 0)),
+                                         ((7, 11), (5, 3)), ((14, 14), (0, 0)), ((14, 14), (2, 1))], ids=str)
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_trees_in_one_tile(parametrisation, grid, shift):
+    _check(*_inputs(*grid, parametrisation, shift), parametrisation=parametrisation, shift=shift)
+
+
+@pytest.mark.parametrize('parametrisation, grid, shift', [
+    ('laplacian', (14, 14), (5, 3)), ('symmetric', (20, 31), (0, 0)), ('skew', (20, 31), (5, 3)),
+    ('laplacian', (33, 17), (5, 3)), ('skew', (33, 17), (0, 0))], ids=str)
+def test_trees_of_several_tiles(parametrisation, grid, shift):
+    _check(*_inputs(*grid, parametrisation, shift), parametrisation=parametrisation, shift=shift)
+
+
+@pytest.mark.parametrize('sides, dtype', [((2,), torch.float32), ((2, 4), torch.bfloat16), ((4,), torch.float16)],
+                         ids=str)
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_tiles_of_tiles(parametrisation, sides, dtype, monkeypatch):
+    """Several times up and down, with float32 between the launches."""
+    from subquad.kernels.tree_solve import triton
+    monkeypatch.setattr(triton, 'SIDES', sides)
+    _check(*_inputs(3, 6, parametrisation, (1, 3), dtype=dtype, dim=16), parametrisation=parametrisation, shift=(1, 3))
+
+
+@pytest.mark.parametrize('parametrisation, grid, shift, levels', [
+    ('laplacian', (7, 11), (0, 0), 2), ('symmetric', (7, 11), (5, 3), 3), ('skew', (1, 9), (5, 3), 2),
+    ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (20, 31), (5, 3), 3)], ids=str)
+def test_forests(parametrisation, grid, shift, levels):
+    _check(*_inputs(*grid, parametrisation, shift, levels), parametrisation=parametrisation, shift=shift)
+
+
+@pytest.mark.parametrize('dtype, edge_dtype', [
+    (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float64), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_dtypes(parametrisation, dtype, edge_dtype):
+    _check(*_inputs(7, 6, parametrisation, dtype=dtype, edge_dtype=edge_dtype), parametrisation=parametrisation)
+
+
+@pytest.mark.parametrize('dim', [1, 16, 20, 32, 70])
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+def test_head_dimensions(parametrisation, dim):
+    """One channel, a power of two or not, more than a tile takes."""
+    _check(*_inputs(5, 3, parametrisation, dim=dim, batch=2, heads=3), parametrisation=parametrisation)
+
+
+def test_heads_that_need_smaller_tiles():
+    """Of 64 channels: a tile of 16 x 16 with all of them, which the gradient wants, would not stay in registers."""
+    from subquad.kernels.tree_solve import triton
+    assert [triton._tile(levels, 32) for levels in range(2, 11)] == [
+        (8, 2), (8, 3), (8, 4), (16, 5), (8, 4), (8, 4), (8, 4), (16, 5), (8, 4)]
+    assert [triton._tile(levels, 64) for levels in (4, 5, 2)] == [(8, 4), (8, 4), (8, 2)]
+    _check(*_inputs(1, 14, dim=64))
+
+
+@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('order', [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], ids=str)
+def test_strides(order, parametrisation):
+    """Channels last in memory, channels first, everything backwards: read and written where it lies."""
+    def layout(x):
+        places = order if x.ndim == 5 else [n for n in order if n < 4]
+        back = [places.index(n) for n in range(x.ndim)]
+        return x.permute(places).contiguous().permute(back)
+    values, edges = _inputs(5, 6, parametrisation, batch=2, heads=3, dim=4)
+    _check(values, edges, layout, parametrisation=parametrisation)
+    values = [layout(x) for x in values]
+    for x, y in zip(values, quadtree_solve(values, [layout(x) for x in edges], parametrisation=parametrisation,
+                                           backend='triton')):
+        assert y.stride() == x.stride() and y.data_ptr() != x.data_ptr()
+
+
+def test_gradients_and_values_that_share_memory():
+    """Broadcast values, and the gradient of a sum: strides of 0."""
+    values, edges = _inputs(5, 6, batch=2, heads=3)
+    values = [x[:, :, :1, :1].expand_as(x) for x in values]
+    edges = [x[:1].expand_as(x).requires_grad_() for x in edges]
+    found, wanted = (torch.autograd.grad(sum(x.sum() for x in quadtree_solve(values, edges, backend=backend)), edges)
+                     for backend in ('triton', 'portable'))
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    x = quadtree_solve(values, edges, backend='triton')
+    for found, wanted in zip(x, quadtree_solve(values, edges, backend='portable')):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('grid, shift', [((14, 14), (0, 0)), ((1, 60), (5, 3)), ((13, 18), (5, 3))], ids=str)
+def test_rows_sum_to_one(grid, shift):
+    """The Laplacian's, with edges up to 100 and edges of 4 * 4^level: what each node gets of all values is 1."""
+    levels = quadtree_levels(*grid, None, shift)
+    g = torch.Generator().manual_seed(0)
+    ones = [torch.ones(1, 1, x.height, x.width, 1, device=DEVICE) for x in levels]
+    for largest in (100.0, None):
+        edges = [(largest * torch.rand(x.shape[:-1], generator=g)).to(DEVICE) if largest else
+                 torch.full(x.shape[:-1], 4.0 * 4 ** n, device=DEVICE) for n, x in enumerate(ones[:-1])]
+        for x in quadtree_solve(ones, edges, shift=shift, backend='triton'):
+            assert (x - 1).abs().max() <= 1e-6
+
+
+def test_large_edges_and_none():
+    values, edges = _inputs(6, 7)
+    for edge in edges:
+        edge[..., ::2] = 0
+        edge[..., 1::3] = 1e6
+    x = quadtree_solve(values, edges, backend='triton')
+    for found, wanted in zip(x, quadtree_solve([v.double() for v in values], [e.double() for e in edges],
+                                               backend='reference')):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_results_are_the_same_every_time():
+    values, edges = _inputs(7, 11, batch=2, heads=2)
+    first, second = (_run(values, edges, 'triton') for _ in range(2))
+    assert all(torch.equal(x, y) for one, other in zip(first, second) for x, y in zip(one, other))
+
+
+@pytest.mark.parametrize('cut', [lambda x: x[:0], lambda x: x[:, :0]])
+def test_nothing_to_do(cut):
+    values, edges = ([cut(x) for x in tensors] for tensors in _inputs(3, 4))
+    solution, *gradients = _run(values, edges, 'triton')
+    assert [x.shape for x in solution] == [x.shape for x in values] == [x.shape for x in gradients[0]]
+    edges = _inputs(3, 4)[1]
+    values = [x.new_zeros((*x.shape, 0)) for x in (*edges, edges[-1][..., :1, :1])]       # heads without channels
+    assert all((x == 0).all() for x in _run(values, edges, 'triton')[2])
+
+
+# --- launches
+
+def test_launches(monkeypatch):
+    """A grid of up to 16 x 16 is one launch, one of up to 256 x 256 three; twice as many with the gradient."""
+    from subquad.kernels.tree_solve import triton
+    launched = []
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, programs):
+            return lambda *args, **constants: launched.append((self.name, *programs, constants['SIDE']))
+    for name in ('up', 'down'):
+        monkeypatch.setattr(triton, f'_quadtree_solve_{name}_kernel', Recorder(name))
+
+    def launches(height, width, shift=(0, 0), max_levels=None):
+        launched.clear()
+        levels = quadtree_levels(height, width, max_levels, shift)
+        values = [torch.empty(2, 3, x.height, x.width, 16, device='meta') for x in levels]
+        triton.forward(values, [x[..., 0] for x in values[:-1]], 'laplacian', shift)
+        return list(launched)
+    assert launches(1, 1) == []
+    assert launches(7, 7) == [('down', 6, 8)]
+    assert launches(14, 14) == launches(16, 16) == launches(7, 7, (2, 2)) == [('down', 6, 16)]
+    assert launches(14, 14, (5, 5)) == [('up', 6 * 9, 8), ('down', 6, 8), ('down', 6 * 9, 8)]
+    assert launches(56, 56) == [('up', 6 * 49, 8), ('down', 6, 8), ('down', 6 * 49, 8)]
+    assert [x[0] for x in launches(256, 256)] == ['up', 'down', 'down']
+    assert [x[0] for x in launches(512, 512)] == ['up', 'up', 'down', 'down', 'down']
+    assert launches(100, 33, (0, 0), 3) == [('down', 6 * 13 * 5, 8)]
+
+
+def test_spans_of_an_image():
+    from subquad.kernels.tree_solve import triton
+    values = [torch.empty(1, 64, 8192 >> n, 8192 >> n, 1, device='meta') for n in range(2)]
+    with pytest.raises(ValueError, match='spans 2.31 elements'):
+        triton.forward(values, [values[0][..., 0]], 'laplacian', [0, 0])
+
+
+# --- what PyTorch sees
+
+@pytest.mark.parametrize('parametrisation, shift, levels', [('laplacian', (0, 0), None), ('skew', (5, 3), 2)])
+def test_opcheck(parametrisation, shift, levels):
+    values, edges = _inputs(3, 5, parametrisation, shift, levels, dim=2, edge_dtype=torch.float64)
+    values = [x.permute(0, 1, 4, 2, 3).contiguous().permute(0, 1, 3, 4, 2) for x in values]
+    ops = torch.ops.subquad
+    solution = ops.quadtree_solve_fwd(values, edges, parametrisation, list(shift))
+    torch.library.opcheck(ops.quadtree_solve_bwd.default, (values, solution, edges, parametrisation, list(shift)))
+    leaves = [[x.detach().clone().requires_grad_() for x in tensors] for tensors in (values, edges)]
+    torch.library.opcheck(ops.quadtree_solve_fwd.default, (*leaves, parametrisation, list(shift)))
+
+
+def test_compiles_to_one_graph():
+    def call(values, edges):
+        return quadtree_solve(values, edges, shift=(1, 0), backend='triton')
+    values, edges = _inputs(5, 4, shift=(1, 0))
+    compiled = torch.compile(call, backend='aot_eager', fullgraph=True)
+    for x, y in zip(compiled(values, edges), call(values, edges)):
+        torch.testing.assert_close(x, y)
+
+
+def test_flop_counter():
+    values, edges = _inputs(4, 4)
+    with FlopCounterMode(display=False) as counter:
+        x = quadtree_solve([v.requires_grad_() for v in values], edges, backend='triton')
+    assert counter.get_total_flops() == 5 * (16 + 4 + 1) * 8
+    with FlopCounterMode(display=False) as counter:
+        x[0].sum().backward()
+    assert counter.get_total_flops() == 9 * (16 + 4 + 1) * 8
