@@ -39,6 +39,8 @@ class Nodes:
         self.tree: Tree = cached_sequence(length, arity, None, block)
         self.arity, self.lengths = arity, level_lengths(length, arity)
         self.level = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(device)
+        self.level.clamp_(max=_LEVELS - 1)
+        self.place = torch.cat([torch.arange(length) % arity for length in self.lengths]).to(device)   # among siblings
         self.parents = self.tree.parents.clamp(min=0).to(device)
         leaves = torch.ones(1, length, device=device) if mask is None else mask.to(torch.float32)
         self.counts = self._sums(leaves[..., None])                             # leaves below each node, (B, n, 1)
@@ -91,19 +93,24 @@ class TreeSequenceMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The timescales of S5 as moduli: heads from short to long range (laplacian: weights from 1 to 16, growing by
-        the arity from level to level; symmetric: rho_h = exp(-step_h), steps log-uniform in [1e-3, 1e-1])."""
+        """Heads from short to long range, the timescales of S5 as moduli (laplacian: weights from 1 to 16, growing by
+        the arity from level to level; symmetric: rho_h = exp(-step_h), steps log-uniform in [1e-3, 1e-1]), and random
+        from place to place among siblings: where all are alike, a parent knows its children's mean and not which is
+        which.
+        """
         low, high = (1.0, 16.0) if self.parametrisation == 'laplacian' else (0.5, 4.0)
-        first = torch.linspace(math.log(low), math.log(high), self.heads).exp()
+        first = torch.linspace(math.log(low), math.log(high), self.heads).exp()[:, None, None]
+        noise = torch.randn(*self.edge_bias.shape[:3], 1, 1)
         if self.parametrisation == 'laplacian' and self.block == 1:
-            first = torch.log(torch.expm1(first))                             # the inverse of softplus
+            first = torch.log(torch.expm1(first)) + noise                     # the inverse of softplus
+        else:
+            first = first * noise                                             # of both signs, like wavelets
         with torch.no_grad():
-            self.edge_bias.copy_(first[:, None, None] * torch.eye(self.block))
+            self.edge_bias.copy_(first * torch.eye(self.block))
 
     def edges(self, x: Tensor, nodes: Nodes) -> Tensor:
         """z of `tree_blocks`, (B or 1, heads, V, m, m), in float32 at least."""
-        place = torch.cat([torch.arange(length) % self.arity for length in nodes.lengths]).to(x.device)
-        z = self.edge_bias[nodes.level.clamp(max=_LEVELS - 1), place].transpose(0, 1)[None]     # (1, heads, V, m, m)
+        z = self.edge_bias[nodes.level, nodes.place].transpose(0, 1)[None]                       # (1, heads, V, m, m)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.query is not None:
             query, key = (linear(x).to(z.dtype).unflatten(2, (self.heads, self.block, _EDGE_DIM)).transpose(1, 2)
@@ -161,9 +168,10 @@ class MyoSequence(nn.Module):
         dim: channels. depth: layers. num_heads: of the trees; dim must be a multiple of num_heads * block_size.
         block_size: m of the tree's blocks. arity: children of a node.
         order: of an image's pixels: 'morton', 'snake' or 'raster'.
-        parametrisation: 'laplacian', 'symmetric' or 'skew'. static_edges: edges that do not depend on the input.
-        virtual_input: what inner nodes have at the start: 'mean' of their leaves and an embedding of their level, the
-            embedding alone ('embed'), or 'zero'.
+        parametrisation: 'symmetric' (the paper's), 'laplacian' or 'skew'. static_edges: edges that do not depend on the
+            input.
+        virtual_input: what inner nodes have at the start: 'mean' of their leaves or nothing ('embed'), and an embedding
+            of their level and place among siblings, which leaves get as well; or 'zero', no embedding either.
         readout_levels: how many levels, from the root, are averaged and read. readout: their 'mean' or 'concat'.
         mixer: 'tree', or 'scan' for the control: S5's recurrence over the sequence with `states` complex states in
             both directions, mean over the sequence.
@@ -175,8 +183,8 @@ class MyoSequence(nn.Module):
     """
 
     def __init__(self, num_classes: int = 10, in_chans: int = 3, vocab_size: Optional[int] = None, padding_idx: int = 0,
-                 dim: int = 64, depth: int = 4, num_heads: int = 4, block_size: int = 1, arity: int = 4,
-                 order: str = 'morton', parametrisation: str = 'laplacian', static_edges: bool = False,
+                 dim: int = 64, depth: int = 4, num_heads: int = 8, block_size: int = 1, arity: int = 4,
+                 order: str = 'morton', parametrisation: str = 'symmetric', static_edges: bool = False,
                  virtual_input: str = 'mean', readout_levels: int = 2, readout: str = 'concat', mixer: str = 'tree',
                  states: int = 32, mlp_ratio: float = 0., drop_rate: float = 0.,
                  img_size: Union[None, int, Tuple[int, int]] = None, global_pool: str = 'avg', device=None, dtype=None):
@@ -199,7 +207,7 @@ class MyoSequence(nn.Module):
         self.arity, self.block_size, self.order, self.virtual_input = arity, block_size, order, virtual_input
         self.tree, self.readout, self.readout_levels = mixer == 'tree', readout, readout_levels
         self.encoder = nn.Embedding(vocab_size, dim, **dd) if vocab_size else nn.Linear(in_chans, dim, **dd)
-        self.level_embedding = (nn.Parameter(torch.zeros(_LEVELS, dim, **dd))
+        self.level_embedding = (nn.Parameter(torch.zeros(_LEVELS, arity, dim, **dd))
                                 if self.tree and virtual_input != 'zero' else None)
         self.layers = nn.ModuleList(Layer(dim, TreeSequenceMixer(
             dim, num_heads, arity, block_size, parametrisation, static_edges, **dd) if self.tree
@@ -209,6 +217,8 @@ class MyoSequence(nn.Module):
         self.head_hidden_size = self.num_features
         self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes else nn.Identity()
         self.apply(_init)
+        if self.level_embedding is not None:
+            nn.init.normal_(self.level_embedding, std=0.5)
 
     def no_weight_decay(self) -> Set[str]:
         """What S5 takes out too: the recurrence's parameters; and edge biases and level embeddings."""
@@ -266,7 +276,7 @@ class MyoSequence(nn.Module):
             u = F.pad(leaves, (0, 0, 0, len(nodes.tree) - leaves.shape[1]))
         if self.level_embedding is None:
             return u
-        return u + self.level_embedding[nodes.level.clamp(max=_LEVELS - 1)].to(u.dtype)
+        return u + self.level_embedding[nodes.level, nodes.place].to(u.dtype)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return x if pre_logits else self.head(x)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve, why_not
-from subquad.kernels.tree_solve import PARAMETRISATIONS, means, portable, quadtree_levels, third
+from subquad.kernels.tree_solve import PARAMETRISATIONS, heights, means, portable, quadtree_levels, third
 from subquad.kernels.tree_solve.reference import quadtree_matrix
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
@@ -169,6 +169,26 @@ def test_third_moves_boundaries_of_all_levels():
             cells, height = [cell >> 1 for cell in cells], height + 1
         return height
     assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third(64, 64)) == 1
+
+
+@pytest.mark.parametrize('parametrisation, edge, rho, expected', [
+    ('symmetric', lambda n: 1e6, 0.5, [95, 5, 0, 0, 0, 0, 0]),
+    ('symmetric', lambda n: 1e6, 0.9, [77, 15, 5, 2, 1, 0, 0]),
+    ('symmetric', lambda n: 1e6, 1 - 1e-7, [63, 16, 8, 5, 3, 2, 2]),
+    ('laplacian', lambda n: 1, 0.5, [70, 24, 5, 1, 0, 0, 0]),
+    ('laplacian', lambda n: 100, 0.5, [4, 9, 19, 30, 24, 10, 4]),
+    ('laplacian', lambda n: 4 * 4 ** n, 0.5, [31, 15, 10, 7, 6, 9, 22]),
+    ('skew', lambda n: 2, 0.5, [33, 27, 12, 11, 7, 6, 5])])
+def test_range(parametrisation, edge, rho, expected):
+    """The model card's table: percent of a leaf's weight by the height at which it meets others, 64 x 64 leaves."""
+    levels = quadtree_levels(64, 64)
+    values = [torch.zeros(1, 1, x.height, x.width, 1, dtype=torch.float64) for x in levels]
+    values[0][0, 0, 27, 36] = 1
+    edges = [torch.full_like(x[..., 0], edge(n)) for n, x in enumerate(values[:-1])]
+    row = quadtree_solve(values, edges, parametrisation=parametrisation, rho=rho)[0][0, 0, :, :, 0].abs()
+    height = heights(levels, 27, 36)
+    shares = torch.stack([row[height == n].sum() for n in range(7)]) / row.sum()
+    assert [round(100 * share) for share in shares.tolist()] == expected
 
 
 def saved_bytes(call) -> int:

@@ -279,6 +279,9 @@ PRESETS = {
     'quadtree_solve-growth': Preset(
         'quad-tree solves of 50,176 tokens of 64 channels, in 64 images of 28 x 28 to one of 224 x 224', 15,
         partial(tree_growth, sides=(28, 56, 112, 224), tokens=224 * 224), processes=3),
+    'myo_tiny-224': Preset(
+        'Myo-Tiny and PPMA-Tiny on eight 224 x 224 images', 7,
+        partial(model, names=('myo_tiny', 'ppma_tiny'), size=(224, 224), batch=8)),
     'denoising': Preset(
         'denoising by one linear tree solve over the pixels in Morton, snake, raster and random order', 2,
         denoising, draw=draw_denoising),

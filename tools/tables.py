@@ -1,11 +1,12 @@
 """Write the tables of README.md and the model cards.
 
 Between `<!-- table: NAME -->` and `<!-- end of table -->` stands what this tool computes (`models`) or reads from
-committed benchmark records (`cpu`, `mobilevitv2`, `gpu`, `resources`), never a figure written by hand.
+committed records (`cpu`, `mobilevitv2`, `myo`, `gpu`, `trained`, `resources`), never a figure written by hand.
 """
 import argparse
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -86,14 +87,6 @@ def cpu_full_table(root: Path) -> str:
     return _cpu(root, only_targets=False)
 
 
-def mobilevitv2_table(root: Path) -> str:
-    """What the presets of MobileViTv2 and of its operator found on CPUs, figures only."""
-    names = ('mobilevit', 'separable_attention')
-    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'].startswith(names)]
-    return '\n'.join(_measured([{**r, 'times_ms': {}, 'floor': None} for r in records if r['cpu'] == cpu])
-                     for cpu in dict.fromkeys(r['cpu'] for r in records))
-
-
 def gpu_table(root: Path) -> str:
     """The newest record of each GPU preset; what has none is "not measured yet"."""
     from .presets import GPU_DEFAULTS, PRESETS
@@ -127,9 +120,27 @@ def resources_table(root: Path) -> str:
     return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)
 
 
-TABLES: Dict[str, Callable[[Path], str]] = {'models': models_table, 'cpu': cpu_table,
-                                            'cpu_full': cpu_full_table, 'gpu': gpu_table,
-                                            'mobilevitv2': mobilevitv2_table, 'resources': resources_table}
+def _figures_of(root: Path, prefixes: Sequence[str]) -> str:
+    """The newest CPU records of presets that begin so, figures only, a table for each processor."""
+    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'].startswith(tuple(prefixes))]
+    return '\n'.join(_measured([{**r, 'times_ms': {}, 'floor': None} for r in records if r['cpu'] == cpu])
+                     for cpu in dict.fromkeys(r['cpu'] for r in records))
+
+
+def trained_table(root: Path) -> str:
+    """What `subquad test --record` wrote: the newest result of each config and its options."""
+    lines = [json.loads(line) for line in (root / RECORDS / 'trained.jsonl').read_text().splitlines()]
+    newest = {(line['config'], line['options']): line for line in lines}
+    rows = [[f'`{config}`', options or '-', str(line['epochs']), f"{line['accuracy/top1']:.1f} %"]
+            for (config, options), line in sorted(newest.items())]
+    return markdown(['config', 'options', 'epochs', 'top-1 on the test part'], rows)
+
+
+TABLES: Dict[str, Callable[[Path], str]] = {
+    'models': models_table, 'cpu': cpu_table, 'cpu_full': cpu_full_table, 'gpu': gpu_table,
+    'mobilevitv2': partial(_figures_of, prefixes=('mobilevit', 'separable_attention')),
+    'myo': partial(_figures_of, prefixes=('quadtree_solve', 'myo', 'denoising')),
+    'trained': trained_table, 'resources': resources_table}
 
 
 def updated(text: str, root: Path) -> str:

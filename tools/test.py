@@ -2,6 +2,7 @@
 import argparse
 import json
 import tempfile
+from pathlib import Path
 from typing import Dict, List, Optional
 
 from .cli import UserError
@@ -15,14 +16,35 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     add_config_arguments(parser)
     parser.add_argument('checkpoint', help='weights: .safetensors of subquad train, or a .pth')
     parser.add_argument('--json', action='store_true', help='print JSON')
+    parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')
     args = parser.parse_args(argv)
-    metrics = evaluate(config_with_options(args), args.checkpoint)
+    config = config_with_options(args)
+    metrics = evaluate(config, args.checkpoint)
+    if args.record:
+        _record(args.record, config, args, metrics)
     if args.json:
         print(json.dumps(metrics))
     else:
         for name, value in metrics.items():
             print(f'{name}  {value:.2f} %')
     return 0
+
+
+def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, float]) -> None:
+    """Add what was tested, how and with what result to a file of JSON lines.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    from .config import expanded
+    from .measure import environment
+    from .records import append
+    options = ' '.join(f'{key}={value}' for key, value in (args.cfg_options or {}).items())
+    try:
+        append(expanded(path), {'config': Path(args.config).stem, 'options': options, 'model': config.model.name,
+                                'epochs': config.train_cfg.max_epochs, **metrics, **environment()})
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror or error}') from error
 
 
 def evaluate(config, checkpoint: str) -> Dict[str, float]:
