@@ -1,12 +1,7 @@
-# Path-X (table 3 of the Myosotis paper): 128 x 128 pixels, 16,384 of them in snake order. --data FOLDER with
-# Long Range Arena's pathfinder128.
-_base_ = '_base_/training.py'
+# Path-X (table 3 of the Myosotis paper): 128 x 128 pixels, 16,384 of them in snake order. --data FOLDER with Long Range
+# Arena's pathfinder128.
+_base_ = 'myo_pathfinder.py'
 
-_data = dict(type='LRAPathfinder', root='.', size=128)
-
-model = dict(num_classes=2, in_chans=1, dim=192, depth=6, num_heads=12, order='snake')
-train_dataloader = dict(dataset=_data)
-val_dataloader = dict(dataset=_data)
-test_dataloader = dict(dataset=_data)
-optim_wrapper = dict(optimizer=dict(lr=4e-3, weight_decay=0.03))
-train_cfg = dict(max_epochs=200)
+train_dataloader = dict(dataset=dict(size=128))
+val_dataloader = dict(dataset=dict(size=128))
+test_dataloader = dict(dataset=dict(size=128))
