@@ -75,12 +75,12 @@ class Myo(HierarchicalBackbone):
         Raises:
             ValueError: a place outside of the map.
         """
-        if not all(0 <= place < 1 for place in at):
+        if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
             raise ValueError(f'at must be two shares of height and width from 0 to below 1, got {at!r}')
         found: Dict[str, Influence] = {}
 
         def keep(name: str, mixer: TreeMixer, inputs: Tuple[Tensor, ...]) -> None:
-            tokens = inputs[0].detach()
+            tokens = inputs[0].detach().clone()          # not an inference tensor
             levels = mixer.levels(*tokens.shape[1:3])
             row, column = (int(place * size) for place, size in zip(at, tokens.shape[1:3]))
             with torch.no_grad():
@@ -96,8 +96,8 @@ class Myo(HierarchicalBackbone):
         modes = [(module, module.training) for module in self.modules()]
         try:
             self.eval()                                  # no running statistics change
-            with torch.no_grad():
-                self.forward_features(x)
+            with torch.inference_mode(False), torch.no_grad():
+                self.forward_features(x.clone())
         finally:
             for module, training in modes:
                 module.training = training

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..kernels import tree_solve
+from ..kernels.precision import without_autocast
 from ..kernels.tree_solve import ORDERS, PARAMETRISATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
-from .mixers.precision import without_autocast
 from .mixers.scan import ScanMixer
 from .weights import checkpoint_filter_fn
 
@@ -56,10 +57,11 @@ class Nodes:
 
     def means(self, leaves: Tensor) -> Tensor:
         """(B, L, C) -> (B, V, C): leaves, then the means over the leaves below each inner node."""
+        total = leaves.to(torch.promote_types(leaves.dtype, torch.float32))
         if self.present is not None:
-            leaves = leaves * self.counts[0]
-        levels = self._sums(leaves)
-        return torch.cat([leaves, *(x / count.clamp(min=1) for x, count in zip(levels[1:], self.counts[1:]))], 1)
+            total = total.masked_fill(self.counts[0] == 0, 0)
+        levels = self._sums(total)
+        return torch.cat([x / count.clamp(min=1) for x, count in zip(levels, self.counts)], 1).to(leaves.dtype)
 
     def top_means(self, x: Tensor, levels: int) -> List[Tensor]:
         """(B, V, C) -> (B, C) a level: means over the nodes of each of the top levels, root first."""
@@ -88,8 +90,6 @@ class TreeSequenceMixer(nn.Module):
         self.query, self.key = (None if static_edges else nn.Linear(dim, heads * block * _EDGE_DIM, bias=False, **dd)
                                 for _ in range(2))
         self.edge_bias = nn.Parameter(torch.empty(_LEVELS, arity, heads, block, block, **dd))
-        steps = torch.linspace(math.log(1e-3), math.log(1e-1), heads).exp()
-        self.register_buffer('rho', torch.exp(-steps).to(device=device)[:, None, None, None], persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,13 +122,14 @@ class TreeSequenceMixer(nn.Module):
             growth = self.arity ** nodes.level.to(z.dtype)[:, None, None]
             z = F.softplus(z) * growth if self.block == 1 else z * growth.sqrt()
         if nodes.present is not None:
-            z = z * nodes.present[:, None, :, None, None]
+            z = z.masked_fill(~nodes.present[:, None, :, None, None], 0)
         return z
 
     def forward(self, x: Tensor, nodes: Nodes) -> Tensor:
         with without_autocast(x):
             z = self.edges(x.to(self.edge_bias.dtype), nodes)
-            a, b, c = tree_blocks(nodes.tree, z, self.parametrisation, rho=self.rho.to(z.dtype))
+            steps = torch.linspace(math.log(1e-3), math.log(1e-1), self.heads, device=z.device, dtype=z.dtype).exp()
+            a, b, c = tree_blocks(nodes.tree, z, self.parametrisation, rho=torch.exp(-steps)[:, None, None, None])
             u = x.to(z.dtype).unflatten(2, (self.heads, self.block, -1)).transpose(1, 2)     # (B, heads, V, m, r)
             y = tree_solve(nodes.tree, a, b, c, u)
         return y.transpose(1, 2).flatten(2).to(x.dtype)
@@ -150,10 +151,11 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(dim, **dd), nn.Linear(dim, hidden, **dd), nn.GELU(),
                                  nn.Linear(hidden, dim, **dd)) if hidden else None
 
-    def forward(self, u: Tensor, nodes: Optional[Nodes]) -> Tensor:
+    def forward(self, u: Tensor, where: Union[None, Nodes, Tensor]) -> Tensor:
+        """where: what the mixer takes beside q, the tree's nodes or a recurrence's mask."""
         v = self.norm(u)
         q = self.value(v)
-        x = self.mixer(q, nodes) if nodes is not None else self.mixer(q)
+        x = self.mixer(q, where)
         u = u + self.drop(self.out(F.silu(self.gate(v)) * x + self.skip * q))
         return u if self.mlp is None else u + self.drop(self.mlp(u))
 
@@ -164,7 +166,7 @@ class MyoSequence(nn.Module):
     Args:
         num_classes: 0 for none. in_chans: channels of an image or a sequence.
         vocab_size: of sequences of tokens, which an embedding encodes; None for channels. padding_idx: the token of
-            padding, which reaches nothing.
+            padding, whose encoding reaches nothing. (The tree depends on the padded length: keep that the same.)
         dim: channels. depth: layers. num_heads: of the trees; dim must be a multiple of num_heads * block_size.
         block_size: m of the tree's blocks. arity: children of a node.
         order: of an image's pixels: 'morton', 'snake' or 'raster'.
@@ -196,15 +198,20 @@ class MyoSequence(nn.Module):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         for name, value, least in (('arity', arity, 2), ('readout_levels', readout_levels, 1), ('depth', depth, 1),
-                                   ('num_classes', num_classes, 0), ('in_chans', in_chans, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
+                                   ('num_classes', num_classes, 0), ('in_chans', in_chans, 1),
+                                   ('num_heads', num_heads, 1), ('block_size', block_size, 1), ('states', states, 1),
+                                   ('mlp_ratio', mlp_ratio, 0),
+                                   ('vocab_size', 1 if vocab_size is None else vocab_size, 1)):
+            if not isinstance(value, (int, float) if name == 'mlp_ratio' else int) or value < least:
+                kind = 'a number' if name == 'mlp_ratio' else 'an integer'
+                raise ValueError(f'{name} must be {kind} of at least {least}, got {value!r}')
         if dim % (num_heads * block_size):
             raise ValueError(f'dim must be a multiple of num_heads * block_size, got {dim}, {num_heads}, {block_size}')
         dd = {'device': device, 'dtype': dtype}
         self.num_classes, self.in_chans = num_classes, in_chans
         self.vocab_size, self.padding_idx = vocab_size, padding_idx
         self.arity, self.block_size, self.order, self.virtual_input = arity, block_size, order, virtual_input
+        self.grad_checkpointing = False
         self.tree, self.readout, self.readout_levels = mixer == 'tree', readout, readout_levels
         self.encoder = nn.Embedding(vocab_size, dim, **dd) if vocab_size else nn.Linear(in_chans, dim, **dd)
         self.level_embedding = (nn.Parameter(torch.zeros(_LEVELS, arity, dim, **dd))
@@ -225,11 +232,24 @@ class MyoSequence(nn.Module):
         ends = ('edge_bias', 'level_embedding', 'skip', 'log_rate', 'frequency', 'log_step')
         return {name for name, _ in self.named_parameters() if name.endswith(ends)}
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
+        """Patterns for layer decay: what encodes, then every layer."""
+        return dict(stem=r'^encoder|^level_embedding', blocks=[(r'^layers\.(\d+)', None), (r'^norm', (99999,))])
+
     def get_classifier(self) -> nn.Module:
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A new classifier (none for 0), its weights random."""
+        """A new classifier (none for 0), its weights random.
+
+        Raises:
+            ValueError: another pooling than 'avg'.
+        """
+        if global_pool not in (None, 'avg'):
+            raise ValueError(f"global_pool must be 'avg', got {global_pool!r}")
         weight = self.norm.weight
         self.num_classes = num_classes
         self.head = (nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
@@ -257,7 +277,10 @@ class MyoSequence(nn.Module):
         if nodes is not None:
             u = self._with_inner_nodes(u, nodes)
         for layer in self.layers:
-            u = layer(u, nodes)
+            if self.grad_checkpointing and not torch.jit.is_tracing():
+                u = checkpoint(layer, u, mask if nodes is None else nodes, use_reentrant=False)
+            else:
+                u = layer(u, mask if nodes is None else nodes)
         u = self.norm(u)
         if nodes is None:
             weight = torch.ones_like(u[..., :1]) if mask is None else mask[..., None].to(u.dtype)

@@ -55,6 +55,13 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+def recorded(x: Tensor) -> bool:
+    """Whether x stands for other tensors: a compiler's, a tracer's, those of torch.func. Nothing of theirs is kept from
+    call to call, written to or looked at."""
+    return (torch.compiler.is_compiling() or exporting() or type(x) is not Tensor
+            or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
     """The implementation of `op` that `backend` stands for.
 

@@ -1,12 +1,15 @@
 """Myo: the mixer's properties, the backbones, what reaches what; and the sequence network with its control."""
+import copy
 import math
 
 import pytest
 import timm
 import torch
+from timm.optim import param_groups_layer_decay
 
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
+from subquad.backbones.myo_sequence import Nodes, TreeSequenceMixer
 from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
 from subquad.tools.stats import count
 
@@ -64,6 +67,32 @@ def test_padding_reaches_nothing(parametrisation, shifted):
         torch.testing.assert_close(mixer(x, mask)[0, :7], mixer(x[:1, :7])[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize('padding', [float('inf'), float('nan'), 3e38])
+def test_padding_may_hold_anything(padding):
+    torch.manual_seed(0)
+    mixer, x, mask = TreeMixer(8, 2), torch.randn(1, 6, 6, 8), torch.zeros(1, 6, 6, dtype=torch.bool)
+    mask[:, :4, :5] = True
+    outputs = [mixer(torch.where(mask[..., None], x, value), mask)[mask] for value in (0.0, padding)]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-6
+
+
+def test_first_edges_grow_fourfold_and_shifted_layers_shift():
+    mixer = TreeMixer(16, 2, static_edges=True)
+    levels = mixer.levels(8, 8)
+    edges = mixer.edges(torch.randn(1, 8, 8, 16), levels)
+    for n, edge in enumerate(edges):
+        torch.testing.assert_close(edge, edges[0][:, :, :1, :1].expand_as(edge) * 4 ** n)
+    shifted = TreeMixer(16, 2, static_edges=True, shifted=True)
+    shifted.load_state_dict(mixer.state_dict())
+    assert shifted.levels(8, 8)[0][2:] == (2, 2)
+    x = torch.zeros(1, 8, 8, 16)
+    x[0, 3, 3] = 1
+    # The tokens at 3 and 4 have only the root in common, but a lower node in the shifted tree.
+    share = [mixer.influence(x, 4, 4, mixer.edges(x, mixer.levels(8, 8)))[0, 0, 3, 3],
+             shifted.influence(x, 4, 4, shifted.edges(x, shifted.levels(8, 8)))[0, 0, 3, 3]]
+    assert share[1] > 2 * share[0] and not torch.equal(mixer(x), shifted(x))
+
+
 def test_forest_sees_its_windows_alone():
     mixer = TreeMixer(16, 2, max_levels=3)
     x = torch.randn(1, 8, 8, 16)
@@ -113,8 +142,11 @@ def test_influences():
     solved = torch.einsum('bhyx,byxhd->bhd', weights, values).flatten(1)
     expected = mixer.out(torch.nn.functional.silu(mixer.gate(tokens[:, 2, 3])) * solved)
     torch.testing.assert_close(mixer(tokens)[:, 2, 3], expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match='shares of height and width'):
-        model.influences(x, (0.5, 1.0))
+    for at in ((0.5, 1.0), (0.5,), 'ab'):
+        with pytest.raises(ValueError, match='shares of height and width'):
+            model.influences(x, at)
+    with torch.inference_mode():
+        assert model.influences(x)['stages.0.blocks.0'].weights.isfinite().all()
 
 
 def test_heights():
@@ -152,6 +184,57 @@ def test_sequence_network(options):
         assert model(x).isfinite().all()
 
 
+@pytest.mark.parametrize('order', ['morton', 'snake', 'raster'])
+@pytest.mark.parametrize('mixer', ['tree', 'scan'])
+def test_images_are_read_in_their_order(order, mixer):
+    torch.manual_seed(0)
+    model = timm.create_model('myo_sequence', order=order, mixer=mixer, dim=16, depth=1).eval()
+    x = torch.randn(2, 3, 4, 4)
+    sequence = x.flatten(2)[:, :, grid_order(4, 4, order)].transpose(1, 2)
+    torch.testing.assert_close(model(x), model(sequence))
+    assert (model(x) - model(x.flatten(2).transpose(1, 2))).abs().max() > 1e-4 or order == 'raster'
+
+
+def test_nodes():
+    mask = torch.arange(9)[None] < torch.tensor([[9], [5]])
+    nodes = Nodes(9, 2, 1, mask, 'cpu')
+    assert nodes.lengths == [9, 5, 3, 2, 1] and len(nodes.tree) == 20
+    u = nodes.means(torch.arange(9.0).expand(2, 9)[..., None])
+    assert u[0, 9:, 0].tolist() == [0.5, 2.5, 4.5, 6.5, 8, 1.5, 5.5, 8, 3.5, 8, 4]
+    assert u[1, 9:, 0].tolist() == [0.5, 2.5, 4, 0, 0, 1.5, 4, 0, 2, 0, 2]
+    tops = nodes.top_means(torch.arange(20.0).expand(2, 20)[..., None], 2)
+    assert [top[:, 0].tolist() for top in tops] == [[19, 19], [17.5, 17]]         # the second node is not there
+
+
+def test_absent_nodes_reach_nothing_and_edges_grow():
+    torch.manual_seed(0)
+    mixer = TreeSequenceMixer(8, 2, 2, 1, 'laplacian', static_edges=False)
+    nodes = Nodes(9, 2, 1, torch.arange(9)[None] < 5, 'cpu')
+    x, present = torch.randn(1, 20, 8), nodes.present[0]
+    other = torch.where(present[:, None], x, 100.0)
+    torch.testing.assert_close(mixer(other, nodes)[0, present], mixer(x, nodes)[0, present])
+    static = TreeSequenceMixer(8, 2, 2, 1, 'laplacian', static_edges=True)
+    torch.nn.init.zeros_(static.edge_bias)
+    z = static.edges(x, Nodes(9, 2, 1, None, 'cpu'))[0, 0, :, 0, 0]
+    torch.testing.assert_close(z, math.log(2) * 2.0 ** nodes.level)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(mixer='scan'), dict(parametrisation='laplacian')], ids=str)
+def test_half_types_and_checkpointing(options):
+    torch.manual_seed(0)
+    model = timm.create_model('myo_sequence', dim=16, depth=2, **options)
+    x = torch.randn(2, 3, 5, 5)
+    for dtype in (torch.bfloat16, torch.float16):
+        y = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        assert y.dtype == dtype and y.isfinite().all()
+    expected = model(x)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(x), expected)
+    model(x).sum().backward()
+    groups = param_groups_layer_decay(model, layer_decay=0.5)
+    assert {group['lr_scale'] for group in groups} >= {1.0, 0.5}
+
+
 @pytest.mark.parametrize('mixer', ['tree', 'scan'])
 def test_padding_of_tokens(mixer):
     torch.manual_seed(0)
@@ -162,14 +245,16 @@ def test_padding_of_tokens(mixer):
     assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5
     with torch.no_grad():
         model.encoder.weight[0] += 10
-    if mixer == 'tree':                                    # what padding is encoded as reaches nothing
-        assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5
+    assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5        # what padding is encoded as reaches nothing
 
 
 def test_wrong_sequences():
     for options, message in ((dict(order='hilbert'), "order must be one of 'morton', 'snake', 'raster'"),
                              (dict(arity=1), 'arity must be'), (dict(dim=30), 'multiple of num_heads'),
-                             (dict(mixer='attention'), "mixer must be one of 'tree', 'scan'")):
+                             (dict(mixer='attention'), "mixer must be one of 'tree', 'scan'"),
+                             (dict(num_heads=0), 'num_heads must be'),
+                             (dict(mlp_ratio=-1), 'mlp_ratio must be a number'),
+                             (dict(vocab_size=0), 'vocab_size must be')):
         with pytest.raises(ValueError, match=message):
             timm.create_model('myo_sequence', **options)
     with pytest.raises(ValueError, match=r'images \(B, 3, H, W\) or sequences'):

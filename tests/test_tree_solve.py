@@ -257,6 +257,55 @@ def test_guarantees():
         assert torch.linalg.matrix_norm(assemble(tree, a, b, c)[0].inverse(), 2) <= 1 + 1e-6
 
 
+@pytest.mark.parametrize('tree, block', [(Tree([2, 2, -1]), 1), (Tree([2, 2, -1], 2), 2), (Tree.path(6), 1),
+                                         (Tree.path(6, sizes=2), 2)])
+def test_what_cannot_be_solved_is_named(tree, block):
+    z = torch.rand(len(tree), block, block)
+    a, b, c = tree_blocks(tree, z)
+    u = torch.rand(2, len(tree), block, 3)
+    for name, node in (('a', 0), ('b', 1), ('c', 1), ('a', len(tree) - 1)):
+        given = {'a': a.clone(), 'b': b.clone(), 'c': c.clone()}
+        given[name][node, 0, 0] = float('nan')
+        with pytest.raises(ValueError, match=f'{name} of node {node} is not finite'):
+            tree_solve(tree, *given.values(), u)
+    singular = a.clone()
+    singular[0] = 0
+    with pytest.raises(ValueError, match='the pivot of node 0, .* is singular'):
+        tree_solve(tree, singular, b, c, u)
+    b[-1], c[-1] = float('nan'), float('nan')                              # of the root: ignored
+    assert tree_solve(tree, a, b, c, u).isfinite().all()
+    assert not tree_solve(tree, a, b, c, u * float('nan')).isfinite().any()
+
+
+def test_forest_of_paths():
+    tree = Tree([2, -1, 4, 5, -1, -1, 7, -1], forest=True)
+    assert tree.chain is not None
+    b, c = (torch.randn(2, 8, 1, 1, dtype=torch.float64) / 3 for _ in range(2))
+    u = torch.randn(2, 8, 1, 2, dtype=torch.float64)
+    assert difference(tree_solve(tree, None, b, c, u), tree_solve(tree, None, b, c, u, backend='reference')) < 1e-12
+
+
+def test_what_stands_outside_of_blocks_is_ignored():
+    tree = Tree([2, 2, -1], [1, 2, 2])
+    a, b, c = tree_blocks(tree, torch.randn(3, 2, 2), 'laplacian')
+    u = torch.randn(3, 2, 1)
+    expected = tree_solve(tree, a, b, c, u)
+    for x, index in ((a, (0, 1, 0)), (b, (0, 1, 1)), (c, (0, 0, 1)), (u, (0, 1, 0))):
+        x[index] = float('nan')
+    torch.testing.assert_close(tree_solve(tree, a, b, c, u), expected)
+    assert expected[0, 1] == 0
+
+
+def test_precision_is_the_arguments():
+    tree, z = Tree([2, 2, -1], 2), torch.randn(3, 2, 2)
+    u = torch.randn(3, 2, 5)
+    expected = tree_solve(tree, *tree_blocks(tree, z), u)
+    with torch.autocast('cpu', torch.bfloat16):
+        torch.testing.assert_close(tree_solve(tree, *tree_blocks(tree, z), u), expected)
+    huge = tree_blocks(tree, torch.full((3, 2, 2), 1e30), 'symmetric')[1]
+    assert (huge[:2].abs() > 0.1).all()
+
+
 def test_paths_take_no_step_a_node():
     """16,384 nodes one after the other would be 16,384 steps; cyclic reduction takes 15."""
     calls = 0
@@ -278,7 +327,9 @@ def test_paths_take_no_step_a_node():
 
 @pytest.mark.parametrize('parents, sizes, message', [
     ([1, 0], 1, 'cycle'), ([5, -1], 1, 'parent of node 0 is 5'), ([], 1, 'at least one'), ([-2], 1, 'is -2'),
-    ([-1, 0], [1, 0], 'block size of at least 1'), ([-1, 0], [1, 1, 1], 'for each of 2 nodes')])
+    ([-1, 0], [1, 0], 'got 0 for node 1'), ([-1, 0], [1, 1, 1], 'for each of 2 nodes'),
+    ([-1, 0], [1.5, 2.0], 'integer block size'), ([-1, 0, -1], 1, 'nodes 0 and 2 are both roots'),
+    ([-1, 0.5], 1, 'integer'), ([2, -1, 0, 1, 0], 1, 'no root is above node 0')])
 def test_wrong_trees(parents, sizes, message):
     with pytest.raises(ValueError, match=message):
         Tree(parents, sizes)
@@ -305,7 +356,10 @@ def test_wrong_arguments():
         Tree.over_sequence(4, 1)
     with pytest.raises(ValueError, match='parametrisation'):
         tree_blocks(tree, b, 'dense')
-    with pytest.raises(ValueError, match='rho'):
-        tree_blocks(tree, b, 'symmetric', rho=1.0)
+    for rho in (1.0, 2):
+        with pytest.raises(ValueError, match='rho'):
+            tree_blocks(tree, b, 'symmetric', rho=rho)
+    with pytest.raises(ValueError, match='length must be at least 1'):
+        Tree.path(0)
     with pytest.raises(ValueError, match='order must be one of'):
         grid_order(2, 2, 'hilbert')

@@ -184,9 +184,27 @@ def _tree_solve(*tensors: Tensor, backend: str) -> Tensor:
 
 
 def loop_quadtree_solve(*tensors: Tensor) -> Tensor:
-    """Level by level with sums over children by pooling and values at children by interpolation, which autograd
-    differentiates: what one writes first, and what exporters are given."""
-    return _tree_solve(*tensors, backend='export')
+    """The Laplacian's solve level by level, which autograd differentiates: what one writes first."""
+    values, edges = _values(tensors), tensors[len(_values(tensors)):]
+
+    def fold(x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[3] % 2, 0, x.shape[2] % 2))
+        return x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).sum((3, 5))
+
+    def unfold(x: Tensor, like: Tensor) -> Tensor:
+        x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return x[:, :, :like.shape[2], :like.shape[3]]
+
+    right, scales, pulls, excess = [values[0]], [], [], torch.ones_like(values[0][..., :1])
+    for edge, value in zip((edge[..., None] for edge in edges), values[1:]):
+        scales.append(1 / (excess + edge))
+        pulls.append(edge * scales[-1])
+        right.append(value + fold(pulls[-1] * right[-1]))
+        excess = 1 + fold(pulls[-1] * excess)
+    x = right[-1] / excess
+    for r, scale, pull in zip(right[-2::-1], scales[::-1], pulls[::-1]):
+        x = r * scale + pull * unfold(x, r)
+    return x
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ def trained_table(root: Path) -> str:
     """What `subquad test --record` wrote: the newest result of each config and its options."""
     lines = [json.loads(line) for line in (root / RECORDS / 'trained.jsonl').read_text().splitlines()]
     newest = {(line['config'], line['options']): line for line in lines}
-    rows = [[f'`{config}`', options or '-', str(line['epochs']), f"{line['accuracy/top1']:.1f} %"]
+    rows = [[f'`{config}`', options or '-', f"{line['accuracy/top1']:.1f} %"]
             for (config, options), line in sorted(newest.items())]
-    return markdown(['config', 'options', 'epochs', 'top-1 on the test part'], rows)
+    return markdown(['config', 'options', 'top-1 on the test part'], rows)
 
 
 TABLES: Dict[str, Callable[[Path], str]] = {

@@ -19,7 +19,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')
     args = parser.parse_args(argv)
     config = config_with_options(args)
-    metrics = evaluate(config, args.checkpoint)
+    metrics = evaluate(config, args.checkpoint, as_configured=bool(args.record))
     if args.record:
         _record(args.record, config, args, metrics)
     if args.json:
@@ -42,19 +42,23 @@ def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, floa
     options = ' '.join(f'{key}={value}' for key, value in (args.cfg_options or {}).items())
     try:
         append(expanded(path), {'config': Path(args.config).stem, 'options': options, 'model': config.model.name,
-                                'epochs': config.train_cfg.max_epochs, **metrics, **environment()})
+                                **metrics, **environment()})
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror or error}') from error
 
 
-def evaluate(config, checkpoint: str) -> Dict[str, float]:
-    """Metrics of a checkpoint on the config's test data, in percent.
+def evaluate(config, checkpoint: str, as_configured: bool = False) -> Dict[str, float]:
+    """Metrics of a checkpoint on the config's test data, in percent. Options of the model are the checkpoint's.
+
+    Args:
+        config: mmengine Config. checkpoint: file.
+        as_configured: refuse a checkpoint whose options are not the config's.
 
     Raises:
         UserError: the config, the data or the checkpoint do not fit.
     """
     from ..backbones.weights import WeightsError, load_weights, read_checkpoint, some
-    from .classification.runner import build_runner, network
+    from .classification.runner import NOT_OF_THE_NETWORK, build_runner, network
     try:
         _, facts, _ = read_checkpoint(checkpoint)
     except WeightsError as error:
@@ -62,6 +66,11 @@ def evaluate(config, checkpoint: str) -> Dict[str, float]:
     if facts:        # options that change no weight's shape would go unnoticed: take them from the file
         if facts['model'] != config.model.name:
             raise UserError(f"{checkpoint} is of {facts['model']}, the config of {config.model.name} (--model NAME)")
+        given = {key: value for key, value in config.model.items() if key not in NOT_OF_THE_NETWORK}
+        other = [key for key in {**given, **facts['options']} if given.get(key) != facts['options'].get(key)]
+        if as_configured and other:
+            raise UserError(f"--record: {checkpoint} has {other[0]}={facts['options'].get(other[0])!r}, the config "
+                            f'{given.get(other[0])!r}')
         config.model.update(facts['options'])
     with tempfile.TemporaryDirectory() as folder:       # mmengine insists on a folder for its log
         runner = build_runner(config, folder, training=False)

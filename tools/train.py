@@ -20,7 +20,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             super().__call__(parser, namespace, values, option_string)
 
     parser.add_argument('config', help='a config file, or the name of one that comes with the package')
-    parser.add_argument('--data', metavar='FOLDER', help='image folder with train/CLASS/* and val/CLASS/*')
+    parser.add_argument('--data', metavar='FOLDER', help='image folder with train/CLASS/* and val/CLASS/*, or '
+                        'the files of MNIST, CIFAR-10 or Long Range Arena, as the config says')
     parser.add_argument('--model', metavar='NAME', help='another timm model than the config\'s')
     parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
                         help='change config entries, such as optim_wrapper.optimizer.lr=1e-3')
@@ -39,7 +40,7 @@ def config_with_options(args: argparse.Namespace):
     if args.data:
         loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
         if not any('root' in loader.dataset for loader in loaders):
-            raise UserError(f'{args.config} does not read its images from a folder; --data goes with ppma-tiny_folder')
+            raise UserError(f'{args.config} makes its data or has them already: it takes no --data')
         for loader in loaders:
             loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
     return config

@@ -1,6 +1,4 @@
 """What autocast should do to a part of a layer."""
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,3 @@ def cast_for_autocast(x: Tensor) -> Tensor:
     if x.dtype == torch.float64 or kind == 'meta' or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products on x's device keep the type of their arguments."""
-    return nullcontext() if x.device.type == 'meta' else torch.autocast(x.device.type, enabled=False)

@@ -4,13 +4,14 @@ Smith et al., "Simplified State Space Layers for Sequence Modeling", ICLR 2023: 
 step for each state, zero-order hold.
 """
 import math
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
+from ...kernels.precision import without_autocast
 from ...kernels.tree_solve import Tree, cached_path
-from .precision import without_autocast
 
 
 def hippo_normal_eigenvalues(states: int) -> Tensor:
@@ -56,12 +57,15 @@ class ScanMixer(nn.Module):
             self.frequency.copy_(eigenvalues.imag)
             self.log_step.uniform_(math.log(1e-3), math.log(1e-1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+        """mask: (B, L), true for elements that are there; the others leave the state to decay."""
         with without_autocast(x):                                               # complex numbers are float32's
             eigenvalues = torch.complex(-self.log_rate.float().exp(), self.frequency.float())
             decay = (eigenvalues * self.log_step.float().exp()).exp()
             inputs = torch.complex(*nn.functional.linear(x.float(), self.input.weight.float()).chunk(2, -1))
             inputs = inputs * ((decay - 1) / eigenvalues)                       # zero-order hold
+            if mask is not None:
+                inputs = inputs * mask[..., None]
             states = [self._recurrence(decay, inputs)]
             if self.directions == 2:
                 states.append(self._recurrence(decay, inputs.flip(1)).flip(1))

@@ -2,12 +2,15 @@
 2509.20503). Every function says its equation; `sweeps.py` has the recursion."""
 from typing import List, Optional, Sequence
 
+import torch
 from torch import Tensor
 
 from .. import checks
 from ..dispatch import choose
+from ..precision import without_autocast
 from . import operator, portable, reference, sweeps
 from .arguments import check_blocks, check_levels, own_parts
+from .diagnose import explain_quadtree, explain_tree, is_lost
 from .gaussian import tree_log_determinant, tree_marginal_variances, tree_sample
 from .grid import Level, fold, heights, leaf_counts, means, quadtree_levels, third, unfold
 from .orders import ORDERS, grid_order
@@ -43,7 +46,8 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
         (..., V, m, r).
 
     Raises:
-        ValueError: a shape, device or backend that does not fit.
+        ValueError: a shape, device or backend that does not fit; on a CPU also, with the node, a coefficient that
+            is not finite and a singular pivot.
         TypeError: a dtype other than float32, float64, complex64 and complex128, or several.
     """
     given = {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None}
@@ -54,7 +58,15 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
     functions = {'reference': reference.tree_solve, 'portable': sweeps.TreeSolve.apply}
     solve = choose('tree_solve', {**functions, 'triton': functions['portable'], 'export': functions['portable']},
                    backend, u)
-    return solve(tree, a, b, c, u)
+    try:
+        with without_autocast(u):
+            x = solve(tree, a, b, c, u)
+    except torch.linalg.LinAlgError:                    # it knows places in a batch, not nodes
+        explain_tree('tree_solve', tree, a, b, c)
+        raise
+    if is_lost(x.index_select(-3, tree.roots.to(x.device))):
+        explain_tree('tree_solve', tree, a, b, c)
+    return x
 
 
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrisation: str = 'laplacian',
@@ -86,7 +98,8 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         x of each level, like values.
 
     Raises:
-        ValueError: a shape, device, number of levels, shift, name or rho that does not fit.
+        ValueError: a shape, device, number of levels, shift, name or rho that does not fit; on a CPU also, with the
+            level, an edge that is not finite and a pivot of zero.
         TypeError: a dtype that is not allowed.
     """
     op = 'quadtree_solve'
@@ -96,10 +109,13 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
     if mask is not None:
         checks.shape(op, 'mask', mask, (values[0].shape[0], *values[0].shape[2:4]), 'one for each leaf')
         counts = leaf_counts(levels, edges[0].float() if edges else values[0].float(), mask)
-        edges = [edge * (count > 0).to(edge.dtype) for edge, count in zip(edges, counts)]
+        edges = [edge.masked_fill(count == 0, 0) for edge, count in zip(edges, counts)]
     if parametrisation == 'symmetric':
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
         edges = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
     solve = choose(op, _QUAD, backend, values[0])
-    return solve(values, edges, parametrisation, tuple(shift))
+    x = solve(values, edges, parametrisation, tuple(shift))
+    if is_lost(x[-1]):
+        explain_quadtree(op, edges, levels, parametrisation)
+    return x

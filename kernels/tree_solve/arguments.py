@@ -43,12 +43,12 @@ def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
     if tree.sizes is not None:
         own = tree.parts(u.device)
         above = own[tree.parents.clamp(min=0).to(u.device)]
-        b = b * (own[:, :, None] & above[:, None])
-        c = c * (above[:, :, None] & own[:, None])
-        u = u * own[..., None]
+        b = b.masked_fill(~(own[:, :, None] & above[:, None]), 0)
+        c = c.masked_fill(~(above[:, :, None] & own[:, None]), 0)
+        u = u.masked_fill(~own[..., None], 0)
         if a is not None:
             rest = torch.diag_embed((~own).to(a.dtype))
-            a = a * (own[:, :, None] & own[:, None]) + rest
+            a = a.masked_fill(~(own[:, :, None] & own[:, None]), 0) + rest
     u = u.expand(*batch, *u.shape[-3:])
     if tree.block > 1:        # blocks of size 1 are divided by, and may be shared by a batch
         a, b, c = (None if x is None else x.expand(*batch, *x.shape[-3:]) for x in (a, b, c))

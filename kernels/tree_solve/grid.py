@@ -114,7 +114,7 @@ def means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> 
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     counts = leaf_counts(levels, total, mask)
     if mask is not None:
-        total = total * counts[0]
+        total = total.masked_fill(counts[0] == 0, 0)     # whatever is there, NaN too
         x = total.to(x.dtype)
     result = [x]
     for level, count in zip(levels, counts[1:]):

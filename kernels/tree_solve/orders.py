@@ -24,11 +24,7 @@ def grid_order(height: int, width: int, order: str) -> Tensor:
         return torch.arange(height * width)
     if order == 'snake':
         return rows * width + torch.where(rows % 2 == 0, columns, width - 1 - columns)
-    return _interleaved(rows, columns).argsort()
-
-
-def _interleaved(rows: Tensor, columns: Tensor) -> Tensor:
     code = torch.zeros_like(rows)
-    for bit in range(max(int(rows.max()), int(columns.max())).bit_length()):
+    for bit in range((max(height, width) - 1).bit_length()):
         code += (rows >> bit & 1) << 2 * bit + 1 | (columns >> bit & 1) << 2 * bit
-    return code
+    return code.argsort()

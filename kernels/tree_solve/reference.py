@@ -50,7 +50,6 @@ def quadtree_matrix(edges: Sequence[Tensor], height: int, width: int, parametris
     matrix = matrix.to(edge.device)
     if parametrisation == 'laplacian':
         for ends in ((child, child), (parent, parent)):
-            index = (slice(None), slice(None), *ends)
             matrix = matrix.transpose(0, 2).transpose(1, 3).index_put(
                 ends, edge.permute(2, 0, 1), accumulate=True).transpose(1, 3).transpose(0, 2)
         up = down = -edge

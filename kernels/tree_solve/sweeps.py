@@ -7,12 +7,12 @@ Row of node v, with parent p and children ch(v):  A_v x_v + B_v x_p + sum over c
 
 Myosotis (arXiv 2509.20503), section 3, with the signs of its equations 9 and 10 throughout (its algorithm 1 loses one).
 """
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .tree import Tree
+from .tree import Generation, Tree
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
@@ -44,8 +44,9 @@ class Eliminated(NamedTuple):
     local: List[Tensor]
 
 
-def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) -> Eliminated:
-    """The upward sweep."""
+def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
+              check: Optional[Callable[[Generation, Tensor], None]] = None) -> Eliminated:
+    """The upward sweep; `check` sees each generation's pivots before they are divided by."""
     pivots, down, local = [], [], []
     m = b.shape[-1]
     below = None
@@ -60,6 +61,8 @@ def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) 
             push = -below.of(c)
             pivot = below.add_to_parents(pivot, product(push, down[-1]))
             right = below.add_to_parents(right, product(push, local[-1]))
+        if check is not None:
+            check(generation, pivot)
         if depth:
             w, y = divide(pivot, generation.of(b), right)
         else:

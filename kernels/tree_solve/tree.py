@@ -1,6 +1,6 @@
 """Rooted trees (and forests) by their parents, with what a solve by levels needs of them."""
-from functools import lru_cache
-from typing import List, NamedTuple, Optional, Sequence, Union
+from functools import cached_property, lru_cache
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -38,86 +38,99 @@ class Generation(NamedTuple):
 
 def _first(nodes: Tensor) -> Optional[int]:
     first = int(nodes[0])
-    return first if torch.equal(nodes, torch.arange(first, first + len(nodes))) else None
+    return first if torch.equal(nodes, torch.arange(first, first + len(nodes), device='cpu')) else None
 
 
 class Tree:
-    """A rooted tree or forest.
+    """A rooted tree, or a forest.
 
     Args:
         parents: the parent of each node, -1 for a root; any numbering.
         sizes: the block size of each node, or one for all.
+        forest: whether several roots are meant.
 
     Attributes:
-        parents: (V,) int64 on the CPU. generations: roots first. sizes: (V,) int64 or None (all `block`).
-        block: the largest block size. chain: (V,) nodes from leaf to root, path after path, where no node has two
-            children; None otherwise.
+        parents: (V,) int64 on the CPU. roots: their numbers. depths: (V,) edges to the root.
+        sizes: (V,) int64 or None (all `block`). block: the largest block size.
+        chain: (V,) nodes from leaf to root, path after path, where no node has two children; None otherwise.
 
     Raises:
-        ValueError: a parent out of range, a cycle, no node, or sizes that do not fit.
+        ValueError: a parent out of range, a cycle, two roots where no forest is meant, no node, or sizes that do not
+            fit; with the node.
     """
 
-    def __init__(self, parents: Union[Sequence[int], Tensor], sizes: Union[int, Sequence[int], Tensor] = 1):
-        parents = torch.as_tensor(parents, dtype=torch.int64, device='cpu')
-        if parents.ndim != 1 or not len(parents):
-            raise ValueError(f'Tree: parents must be a list of at least one number, got shape {tuple(parents.shape)}')
+    def __init__(self, parents: Union[Sequence[int], Tensor], sizes: Union[int, Sequence[int], Tensor] = 1,
+                 forest: bool = False):
+        parents = torch.as_tensor(parents, device='cpu')
+        if parents.ndim != 1 or not len(parents) or parents.is_floating_point():
+            raise ValueError('Tree: parents must be a list of at least one integer, got '
+                             f'{parents.dtype} of shape {tuple(parents.shape)}')
+        self.parents = parents = parents.to(torch.int64)
         wrong = (parents < -1) | (parents >= len(parents))
         if wrong.any():
             node = int(wrong.nonzero()[0])
             raise ValueError(f'Tree: the parent of node {node} is {int(parents[node])}; allowed are -1 for a root and '
                              f'0 to {len(parents) - 1}')
-        self.parents = parents
-        self.generations = self._generations()
-        if sum(len(generation.nodes) for generation in self.generations) < len(parents):
-            reached = torch.zeros(len(parents), dtype=torch.bool)
-            for generation in self.generations:
-                reached[generation.nodes] = True
-            raise ValueError(f'Tree: no root is above node {int((~reached).nonzero()[0])}: its parents form a cycle')
+        self.depths, self._root_of = self._to_the_root()
+        self.roots = (parents < 0).nonzero()[:, 0]
+        if len(self.roots) > 1 and not forest:
+            raise ValueError(f'Tree: nodes {int(self.roots[0])} and {int(self.roots[1])} are both roots (forest=True '
+                             'allows it)')
         self.block, self.sizes = self._blocks(sizes)
-        below = self.parents[self.parents >= 0]
+        below = parents[parents >= 0]
         self.chain = self._chain() if len(below.unique()) == len(below) else None
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    def _generations(self) -> List[Generation]:
+    def _to_the_root(self) -> Tuple[Tensor, Tensor]:
+        """Each node's depth and root, by doubling the stride of a walk upwards."""
+        above = self.parents.clone()
+        depths = (above >= 0).to(torch.int64)
+        roots = torch.where(above < 0, torch.arange(len(self), device='cpu'), above)
+        for _ in range(len(self).bit_length()):
+            moving = above >= 0
+            depths = depths + torch.where(moving, depths[above], 0)
+            roots = roots[roots]
+            above = torch.where(moving, above[above], -1)
+        if (above >= 0).any():
+            raise ValueError(f'Tree: no root is above node {int((above >= 0).nonzero()[0])}: its parents form a cycle')
+        return depths, roots
+
+    @cached_property
+    def generations(self) -> List[Generation]:
+        """The nodes by distance from the root, roots first."""
         children, order = self.parents.sort(stable=True)                 # numbers of nodes, grouped by parent
-        first = torch.searchsorted(children, torch.arange(len(self.parents) + 1))
-        roots = order[:first[0]]
-        generations = ([Generation(roots, torch.empty(0, dtype=torch.int64), None, _first(roots))] if len(roots)
-                       else [])
-        while generations:
-            nodes = generations[-1].nodes
+        first = torch.searchsorted(children, torch.arange(len(self) + 1, device='cpu'))
+        nodes = order[:first[0]]
+        generations = [Generation(nodes, nodes[:0], None, _first(nodes))]
+        while True:
             counts = first[nodes + 1] - first[nodes]
             if not counts.any():
-                break
-            parents = torch.repeat_interleave(torch.arange(len(nodes)), counts)
-            offset = torch.arange(len(parents)) - (counts.cumsum(0) - counts)[parents]
+                return generations
+            parents = torch.repeat_interleave(torch.arange(len(nodes), device='cpu'), counts)
+            offset = torch.arange(len(parents), device='cpu') - (counts.cumsum(0) - counts)[parents]
             arity = int(counts[0]) if (counts == counts[0]).all() else None
             nodes = order[first[nodes][parents] + offset]
             generations.append(Generation(nodes, parents, arity, _first(nodes)))
-        return generations
 
-    def _blocks(self, sizes: Union[int, Sequence[int], Tensor]):
-        sizes = torch.as_tensor(sizes, dtype=torch.int64, device='cpu')
-        if sizes.ndim == 0:
-            sizes = sizes.expand(len(self))
-        if sizes.shape != self.parents.shape or (sizes < 1).any():
-            raise ValueError(f'Tree: sizes must be a block size of at least 1 for each of {len(self)} nodes, or one '
-                             f'for all, got {sizes.tolist()}')
+    def _blocks(self, sizes: Union[int, Sequence[int], Tensor]) -> Tuple[int, Optional[Tensor]]:
+        sizes = torch.as_tensor(sizes, device='cpu')
+        fits = not sizes.is_floating_point() and sizes.shape in ((), self.parents.shape)
+        if not fits or (sizes < 1).any():
+            wrong = f'{sizes.dtype} of shape {tuple(sizes.shape)}'
+            if fits:
+                node = int((sizes.expand(len(self)) < 1).nonzero()[0])
+                wrong = f'{int(sizes.expand(len(self))[node])} for node {node}'
+            raise ValueError(f'Tree: sizes must be an integer block size of at least 1 for each of {len(self)} nodes, '
+                             f'or one for all, got {wrong}')
+        sizes = sizes.to(torch.int64).expand(len(self))
         block = int(sizes.max())
         return block, None if (sizes == block).all() else sizes
 
     def _chain(self) -> Tensor:
-        path = torch.full((len(self),), -1)                              # which path a node is on
-        path[self.generations[0].nodes] = torch.arange(len(self.generations[0].nodes))
-        for above, generation in zip(self.generations, self.generations[1:]):
-            path[generation.nodes] = path[above.nodes[generation.parents]]
-        paths: List[List[int]] = [[] for _ in self.generations[0].nodes]
-        for generation in reversed(self.generations):
-            for node in generation.nodes.tolist():
-                paths[path[node]].append(node)
-        return torch.tensor([node for nodes in paths for node in nodes])
+        """Path after path, the deepest node first: sorted by root, then by depth downwards."""
+        return (self._root_of * len(self) + (len(self) - 1 - self.depths)).argsort()
 
     def in_order(self, generations: Sequence[Tensor]) -> Tensor:
         """(..., V, m, r) by number of node, from the parts of the generations."""
@@ -129,13 +142,21 @@ class Tree:
 
     def parts(self, device) -> Tensor:
         """(V, block), true for the entries of each node's block."""
-        sizes = self.sizes if self.sizes is not None else torch.full((len(self),), self.block)
-        return (torch.arange(self.block) < sizes[:, None]).to(device)
+        sizes = self.sizes if self.sizes is not None else torch.full((len(self),), self.block, device='cpu')
+        return (torch.arange(self.block, device='cpu') < sizes[:, None]).to(device)
 
     @classmethod
     def path(cls, length: int, **kwargs) -> 'Tree':
-        """A chain: the parent of node n is n + 1, the root is the last."""
-        return cls([*range(1, length), -1], **kwargs)
+        """A chain: the parent of node n is n + 1, the root is the last.
+
+        Raises:
+            ValueError: a length below 1.
+        """
+        if length < 1:
+            raise ValueError(f'Tree.path: length must be at least 1, got {length}')
+        parents = torch.arange(1, length + 1, device='cpu')
+        parents[-1] = -1
+        return cls(parents, **kwargs)
 
     @classmethod
     def over_sequence(cls, length: int, arity: int, max_levels: Optional[int] = None, **kwargs) -> 'Tree':
@@ -143,12 +164,13 @@ class Tree:
         `arity` neighbours share a parent. With max_levels the trees of a forest end there.
 
         Raises:
-            ValueError: an arity below 2, or a length below 1.
+            ValueError: an arity below 2, or a length or number of levels below 1.
         """
-        if arity < 2 or length < 1:
-            raise ValueError('Tree.over_sequence: length must be at least 1 and arity at least 2, got '
-                             f'{length}, {arity}')
-        return cls(torch.cat([above for above in _levels_of_parents(length, arity, max_levels)]), **kwargs)
+        if arity < 2 or length < 1 or (max_levels is not None and max_levels < 1):
+            raise ValueError('Tree.over_sequence: length and max_levels must be at least 1 and arity at least 2, got '
+                             f'{length}, {max_levels}, {arity}')
+        parents = torch.cat(_levels_of_parents(length, arity, max_levels))
+        return cls(parents, forest=max_levels is not None, **kwargs)
 
     @classmethod
     def quad(cls, height: int, width: int, max_levels: Optional[int] = None, shift: Sequence[int] = (0, 0), **kwargs
@@ -157,11 +179,11 @@ class Tree:
         levels, parents, start = quadtree_levels(height, width, max_levels, shift), [], 0
         for level, above in zip(levels, levels[1:]):
             start += level.height * level.width
-            rows = (torch.arange(level.height) + level.top) // 2 - above.top
-            columns = (torch.arange(level.width) + level.left) // 2 - above.left
+            rows = (torch.arange(level.height, device='cpu') + level.top) // 2 - above.top
+            columns = (torch.arange(level.width, device='cpu') + level.left) // 2 - above.left
             parents.append((start + rows[:, None] * above.width + columns).flatten())
-        top = torch.full((levels[-1].height * levels[-1].width,), -1)
-        return cls(torch.cat([*parents, top]), **kwargs)
+        top = torch.full((levels[-1].height * levels[-1].width,), -1, device='cpu')
+        return cls(torch.cat([*parents, top]), forest=max_levels is not None, **kwargs)
 
 
 def level_lengths(length: int, arity: int, max_levels: Optional[int] = None) -> List[int]:
@@ -176,8 +198,8 @@ def _levels_of_parents(length: int, arity: int, max_levels: Optional[int]) -> Li
     lengths, start, result = level_lengths(length, arity, max_levels), 0, []
     for count in lengths[:-1]:
         start += count
-        result.append(start + torch.arange(count) // arity)
-    return [*result, torch.full((lengths[-1],), -1)]
+        result.append(start + torch.arange(count, device='cpu') // arity)
+    return [*result, torch.full((lengths[-1],), -1, device='cpu')]
 
 
 @lru_cache(maxsize=16)

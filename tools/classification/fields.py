@@ -1,5 +1,5 @@
-"""Random fields with a power-law spectrum, clean and with noise on top: what a denoiser with long range is good at."""
-from typing import Sequence, Tuple, Union
+"""Random fields with a power-law spectrum, like those of photographs."""
+from typing import Sequence, Union
 
 import numpy as np
 
@@ -34,20 +34,3 @@ def random_fields(count: int, height: int, width: int, exponent: float = 2., see
         values -= values.mean()
         field[...] = values / values.std()
     return fields
-
-
-def noisy_fields(count: int, height: int, width: int, noise: float = 1., exponent: float = 2.,
-                 seed: Seed = 0) -> Tuple[np.ndarray, np.ndarray]:
-    """Fields with white Gaussian noise of this standard deviation on them, and the clean ones: (noisy, clean).
-
-    clean equals random_fields with the same arguments. Both are float32 (count, height, width).
-
-    Raises:
-        ValueError: as random_fields; or a negative noise.
-    """
-    if noise < 0:
-        raise ValueError(f'noise must not be negative, got {noise}')
-    clean = random_fields(count, height, width, exponent, seed)
-    entropy = [seed] if isinstance(seed, (int, np.integer)) else list(seed)
-    rng = np.random.default_rng([*entropy, 1])                          # not the noise that the fields are made of
-    return clean + np.float32(noise) * rng.standard_normal(clean.shape, np.float32), clean

@@ -14,7 +14,7 @@ from ..config import writable_folder
 from .hooks import WeightsHook
 from .model import TimmClassifier
 
-_NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 
 
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
@@ -101,7 +101,7 @@ def _made(make: Callable[[], Any], name: str) -> Any:
 def _metadata(config: Config, classes) -> Dict[str, Any]:
     """What `subquad predict` needs to use the weights: the model, its options, its classes, its transform."""
     part = config.get('test_dataloader') or config.get('val_dataloader') or config.train_dataloader
-    options = {k: v for k, v in config.model.to_dict().items() if k not in _NOT_OF_THE_NETWORK}
+    options = {k: v for k, v in config.model.to_dict().items() if k not in NOT_OF_THE_NETWORK}
     transform = {k: v for k, v in part.dataset.to_dict().get('transform', {}).items() if k != 'is_training'}
     return dict(model=config.model.name, options=options, classes=list(classes), transform=transform)
 
