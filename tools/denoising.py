@@ -4,6 +4,7 @@ worth.
 A tree of four children over a Morton sequence groups squares, over a snake or raster sequence strips of a row. The
 weights of the solve depend on neither the picture nor the place: one edge a level and head.
 """
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -49,7 +50,7 @@ class LinearDenoiser(nn.Module):
         return torch.einsum('h,hin->ni', self.gain, x)[:, self.order.argsort()]
 
 
-def denoise(train: Tensor, test: Tensor, order: str, seed: int, noise: float = 1.0, steps: int = 40
+def denoise(train: Tensor, test: Tensor, order: str, seed: int, noise: float = 1.0, steps: int = 50
             ) -> Tuple[float, Tensor]:
     """Mean squared error on `test` of a denoiser fitted to `train`, as a share of the pictures' power; and the noisy
     and cleaned pictures of `test`, (2, n, SIDE, SIDE).
@@ -79,6 +80,13 @@ def denoise(train: Tensor, test: Tensor, order: str, seed: int, noise: float = 1
     return share, torch.stack([unseen_noisy, cleaned]).view(2, -1, SIDE, SIDE)
 
 
+@lru_cache(maxsize=1)
+def _digits() -> Tensor:
+    """(4000, 28, 28), kept: reading them takes longer than a fit."""
+    from .classification.data import mnist5k_arrays
+    return torch.from_numpy(mnist5k_arrays('train')[0]).float()
+
+
 def pictures(kind: str, seed: int, count: int = 128) -> List[Tensor]:
     """`count` pictures to train and as many to test, (count, 16, 16), each brought to mean 0 and variance 1.
 
@@ -90,8 +98,7 @@ def pictures(kind: str, seed: int, count: int = 128) -> List[Tensor]:
         from .classification.fields import random_fields
         images = torch.from_numpy(random_fields(2 * count, SIDE, SIDE, seed=seed))
     else:
-        from .classification.data import mnist5k_arrays
-        images = torch.from_numpy(mnist5k_arrays('train')[0]).float()
+        images = _digits()
         images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:2 * count]]
         images = F.interpolate(images[:, None], size=(SIDE, SIDE), mode='area')[:, 0]
         images = images - images.mean((1, 2), keepdim=True)
