@@ -37,6 +37,7 @@ class Nodes:
     """
 
     def __init__(self, length: int, arity: int, block: int, mask: Optional[Tensor], device):
+        length = int(length)                                                    # a tracer's numbers are tensors
         self.tree: Tree = cached_sequence(length, arity, None, block)
         self.arity, self.lengths = arity, level_lengths(length, arity)
         self.level = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(device)
@@ -179,6 +180,9 @@ class MyoSequence(nn.Module):
             both directions, mean over the sequence.
         mlp_ratio: of a feed-forward in each layer; 0 for none, as in the paper. drop_rate: in each layer.
         img_size: ignored (any size works). global_pool: 'avg'.
+
+    Before torch.jit.trace and torch.export call the model once with a sequence of that length: the tree over it is
+    built then, and kept. torch.compile takes it in several graphs.
 
     Raises:
         ValueError: an option that is not allowed.
@@ -327,6 +331,12 @@ default_cfgs = generate_default_cfgs({'myo_sequence.untrained': _cfg()})
 
 @register_model
 def myo_sequence(pretrained: bool = False, **kwargs: Any) -> MyoSequence:
-    """The paper's stack of tree solves over a flattened image or a sequence; every size is an option."""
+    """The paper's stack of tree solves over a flattened image or a sequence; every size is an option.
+
+    Raises:
+        ValueError: features_only, which a sequence has not.
+    """
+    if kwargs.pop('features_only', False):
+        raise ValueError('myo_sequence has no feature maps (features_only=True): myo_tiny, myo_small and myo_base have')
     return build_model_with_cfg(MyoSequence, 'myo_sequence', pretrained, pretrained_filter_fn=checkpoint_filter_fn,
                                 **kwargs)

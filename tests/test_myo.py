@@ -248,11 +248,23 @@ def test_padding_of_tokens(mixer):
     assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5        # what padding is encoded as reaches nothing
 
 
+@pytest.mark.parametrize('mixer', ['tree', 'scan'])
+def test_traced_and_exported_after_a_call(mixer):
+    model = timm.create_model('myo_sequence', dim=16, depth=1, mixer=mixer).eval()
+    x, y = torch.randn(2, 3, 6, 5), torch.randn(2, 3, 6, 5)
+    expected = model(y)
+    traced = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(y), expected)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(y), expected)
+    with pytest.raises((RuntimeError, IndexError)):
+        traced(torch.randn(2, 3, 5, 5))
+
+
 def test_wrong_sequences():
     for options, message in ((dict(order='hilbert'), "order must be one of 'morton', 'snake', 'raster'"),
                              (dict(arity=1), 'arity must be'), (dict(dim=30), 'multiple of num_heads'),
                              (dict(mixer='attention'), "mixer must be one of 'tree', 'scan'"),
-                             (dict(num_heads=0), 'num_heads must be'),
+                             (dict(num_heads=0), 'num_heads must be'), (dict(features_only=True), 'no feature maps'),
                              (dict(mlp_ratio=-1), 'mlp_ratio must be a number'),
                              (dict(vocab_size=0), 'vocab_size must be')):
         with pytest.raises(ValueError, match=message):

@@ -75,7 +75,7 @@ class ScanMixer(nn.Module):
     @staticmethod
     def _recurrence(decay: Tensor, inputs: Tensor) -> Tensor:
         """(states,) and (B, L, states) -> (B, L, states)."""
-        length = inputs.shape[1]
+        length = int(inputs.shape[1])                                            # a tracer's numbers are tensors
         tree: Tree = cached_path(length)
         c = -decay[:, None, None, None].expand(-1, length, 1, 1)
         u = inputs.transpose(1, 2)[..., None, None]                              # (B, states, L, 1, 1)

@@ -18,6 +18,8 @@ from .parametrise import RHO, sibling_normalised, tree_blocks
 from .tree import Tree, cached_path, cached_sequence, level_lengths
 
 PARAMETRISATIONS = portable.PARAMETRISATIONS
+# A tracer takes plain operations, not a Function.
+_TREE = {'reference': reference.tree_solve, 'portable': sweeps.TreeSolve.apply, 'export': sweeps.solve}
 _QUAD = {'reference': reference.quadtree_solve, 'portable': operator.quadtree_solve_portable,
          'triton': operator.quadtree_solve, 'export': portable.quadtree_solve_export}
 
@@ -55,9 +57,7 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
     if backend in ('triton', 'export'):
         raise ValueError(f"tree_solve: backend must be 'auto', 'portable' or 'reference', got {backend!r}")
     a, b, c, u = own_parts(tree, a, b, c, u)
-    functions = {'reference': reference.tree_solve, 'portable': sweeps.TreeSolve.apply}
-    solve = choose('tree_solve', {**functions, 'triton': functions['portable'], 'export': functions['portable']},
-                   backend, u)
+    solve = choose('tree_solve', _TREE, backend, u)
     try:
         with without_autocast(u):
             x = solve(tree, a, b, c, u)

@@ -17,6 +17,7 @@ def grid_order(height: int, width: int, order: str) -> Tensor:
     """
     if order not in ORDERS:
         raise ValueError(f"grid_order: order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
+    height, width = int(height), int(width)      # a tracer's numbers are tensors
     if height < 1 or width < 1:
         raise ValueError(f'grid_order: height and width must be at least 1, got {height} and {width}')
     rows, columns = (x.flatten() for x in torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij'))
