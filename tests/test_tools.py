@@ -99,7 +99,7 @@ def test_models_and_stats(capsys):
     models.main(['--json'])
     names = [row['name'] for row in json.loads(capsys.readouterr().out)]
     assert names[2:5] == ['ppma_base', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
-    assert names[-2:] == ['test_ppma', 'test_mobilevitv2']
+    assert names[-3:] == ['test_ppma', 'test_mobilevitv2', 'test_myo'] and 'myo_sequence' in names
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_100', '--set', 'width=0.5'])
@@ -131,7 +131,7 @@ def test_wrong_names():
     _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
     _fails(models.main, ['qqq'], 'no model matches')
     _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
-    _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'does not read its images from a folder')
+    _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'it takes no --data')
     _fails(train.main, ['test-ppma_digits', '--epochs', '0'], 'at least 1')
 
 
