@@ -39,8 +39,10 @@ def test_counts_agree_with_timms_model():
 
 
 def _randomised(name, **options):
-    """A model of timm with random norms, statistics and biases, in eval mode; always the same one. (Where a value lies
-    within rounding of a kink, ReLU's derivative is either in float32, in timm's network as in ours: seed 0 has such.)"""
+    """A model of timm with random norms, statistics and biases, in eval mode; always the same one.
+
+    Where a value lies within rounding of a kink, ReLU's derivative is either in float32, in timm's network as in ours:
+    seed 0 has such a value."""
     torch.manual_seed(1)
     model, g = timm.create_model(name, **options).eval(), torch.Generator().manual_seed(0)
     for module in model.modules():
