@@ -99,9 +99,10 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
     """
     if op not in OPERATORS:
         raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(OPERATORS)}")
-    if not tensors and _TRITON_INSTALLED and not torch.cuda.is_available():
+    has_kernel = _TRITON_INSTALLED and op not in _PORTABLE_ONLY
+    if not tensors and has_kernel and not torch.cuda.is_available():
         return f'{op} runs on the portable PyTorch path: torch finds no GPU here.'
-    if _TRITON_INSTALLED and tensors and tensors[0].device.type != 'cuda':
+    if has_kernel and tensors and tensors[0].device.type != 'cuda':
         return (f'{op} runs on the portable PyTorch path: its arguments are on {tensors[0].device}, and the Triton '
                 'kernels run on a GPU.')
     objection = _objection(op, *tensors)
