@@ -1,7 +1,9 @@
 import os
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,14 @@ if not torch.cuda.is_available() and 'triton' not in sys.modules:
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
 import subquad  # noqa: F401  (before timm: it mends a torchvision of another build)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """No test's numbers depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -203,7 +203,8 @@ def test_dynamic_export(dims):
 
 @pytest.mark.parametrize('options', [{}, dict(num_latent_tokens=2)], ids=str)
 def test_autocast(options):
-    model = timm.create_model('test_mobilevitv2', **options).eval()
+    # Not the test network: random and that narrow, it amplifies rounding up to five times as much.
+    model = timm.create_model('subquad_mobilevitv2_050', **options).eval()
     x = torch.rand(2, 3, 64, 96)
     with torch.autocast('cpu', torch.bfloat16):
         y = model(x)
