@@ -35,6 +35,9 @@ WIDTHS = (0.25, 2.5)
 CHANNELS = (64, 128, 256, 384, 512)
 # Transformer layers, half as wide as their stage, of the blocks at the end of stages 3, 4 and 5 (strides 8, 16 and 32).
 DEPTHS = (2, 4, 3)
+# The authors' networks by their names' ending, and ours for tests.
+ARCHS: Dict[str, Dict[str, Any]] = {
+    **{f'{width:03d}': dict(width=width / 100) for width in range(50, 225, 25)}, 'test': dict(width=0.25)}
 
 
 class ConvNormAct(nn.Module):
@@ -335,7 +338,7 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
             'paper_ids': 'arXiv:2206.02680', **kwargs}
 
 
-_SIZES = ('050', '075', '100', '125', '150', '175', '200')
+_SIZES = tuple(ARCHS)[:-1]
 _384 = dict(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0)
 default_cfgs = generate_default_cfgs({
     **{f'subquad_mobilevitv2_{size}.{tag}': _cfg(hf_hub_id=f'timm/mobilevitv2_{size}.{tag}', **options)
@@ -353,46 +356,46 @@ def _build(name: str, pretrained: bool, **kwargs: Any) -> MobileViTv2:
 @register_model
 def subquad_mobilevitv2_050(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-0.5: 1.4 M parameters, 0.5 GMACs at 256."""
-    return _build('subquad_mobilevitv2_050', pretrained, **{'width': 0.5, **kwargs})
+    return _build('subquad_mobilevitv2_050', pretrained, **{**ARCHS['050'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_075(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-0.75: 2.9 M parameters, 1.0 GMACs at 256."""
-    return _build('subquad_mobilevitv2_075', pretrained, **{'width': 0.75, **kwargs})
+    return _build('subquad_mobilevitv2_075', pretrained, **{**ARCHS['075'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_100(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-1.0: 4.9 M parameters, 1.8 GMACs at 256."""
-    return _build('subquad_mobilevitv2_100', pretrained, **{'width': 1.0, **kwargs})
+    return _build('subquad_mobilevitv2_100', pretrained, **{**ARCHS['100'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_125(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-1.25: 7.5 M parameters, 2.8 GMACs at 256."""
-    return _build('subquad_mobilevitv2_125', pretrained, **{'width': 1.25, **kwargs})
+    return _build('subquad_mobilevitv2_125', pretrained, **{**ARCHS['125'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_150(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-1.5: 10.6 M parameters, 4.0 GMACs at 256."""
-    return _build('subquad_mobilevitv2_150', pretrained, **{'width': 1.5, **kwargs})
+    return _build('subquad_mobilevitv2_150', pretrained, **{**ARCHS['150'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_175(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-1.75: 14.3 M parameters, 5.5 GMACs at 256."""
-    return _build('subquad_mobilevitv2_175', pretrained, **{'width': 1.75, **kwargs})
+    return _build('subquad_mobilevitv2_175', pretrained, **{**ARCHS['175'], **kwargs})
 
 
 @register_model
 def subquad_mobilevitv2_200(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """MobileViTv2-2.0: 18.4 M parameters, 7.2 GMACs at 256."""
-    return _build('subquad_mobilevitv2_200', pretrained, **{'width': 2.0, **kwargs})
+    return _build('subquad_mobilevitv2_200', pretrained, **{**ARCHS['200'], **kwargs})
 
 
 @register_model
 def test_mobilevitv2(pretrained: bool = False, **kwargs: Any) -> MobileViTv2:
     """A MobileViTv2 of a few hundred thousand parameters, for tests and demonstrations."""
-    return _build('test_mobilevitv2', pretrained, **{'width': 0.25, **kwargs})
+    return _build('test_mobilevitv2', pretrained, **{**ARCHS['test'], **kwargs})

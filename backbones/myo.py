@@ -20,14 +20,16 @@ from .weights import checkpoint_filter_fn
 __all__ = ['Myo']
 
 # Widths, depths and ratios of PPMA's.
-_TINY = dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
-             drop_path_rate=0.1)
-_SMALL = dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
-              drop_path_rate=0.15)
-_BASE = dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
-             drop_path_rate=0.4, layer_scale=(False, False, True, True))
-_TEST = dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
-             head_hidden_size=128)
+ARCHS: Dict[str, Dict[str, Any]] = {
+    'tiny': dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
+                 drop_path_rate=0.1),
+    'small': dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
+                  drop_path_rate=0.15),
+    'base': dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
+                 drop_path_rate=0.4, layer_scale=(False, False, True, True)),
+    'test': dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
+                 head_hidden_size=128),
+}
 
 
 class Influence(NamedTuple):
@@ -133,22 +135,22 @@ def _build(name: str, pretrained: bool, **kwargs: Any) -> Myo:
 @register_model
 def myo_tiny(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-T: 13.7 M parameters, 2.3 GMACs at 224."""
-    return _build('myo_tiny', pretrained, **{**_TINY, **kwargs})
+    return _build('myo_tiny', pretrained, **{**ARCHS['tiny'], **kwargs})
 
 
 @register_model
 def myo_small(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-S: 25.6 M parameters, 4.3 GMACs at 224."""
-    return _build('myo_small', pretrained, **{**_SMALL, **kwargs})
+    return _build('myo_small', pretrained, **{**ARCHS['small'], **kwargs})
 
 
 @register_model
 def myo_base(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-B: 51.4 M parameters, 9.5 GMACs at 224."""
-    return _build('myo_base', pretrained, **{**_BASE, **kwargs})
+    return _build('myo_base', pretrained, **{**ARCHS['base'], **kwargs})
 
 
 @register_model
 def test_myo(pretrained: bool = False, **kwargs: Any) -> Myo:
     """A Myo of a few hundred thousand parameters, for tests and demonstrations."""
-    return _build('test_myo', pretrained, **{**_TEST, **kwargs})
+    return _build('test_myo', pretrained, **{**ARCHS['test'], **kwargs})

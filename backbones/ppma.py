@@ -19,15 +19,17 @@ from .weights import checkpoint_filter_fn
 __all__ = ['PPMA']
 
 # The published entry points, drop path included. Criss-cross attention where maps are large, full attention after.
-_TINY = dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
-             attention=('crisscross', 'crisscross', 'full', 'full'), drop_path_rate=0.1)
-_SMALL = dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
-              attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.15)
-_BASE = dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
-             attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.4,
-             layer_scale=(False, False, True, True))
-_TEST = dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
-             attention=('crisscross', 'crisscross', 'full', 'full'), head_hidden_size=128)
+ARCHS: Dict[str, Dict[str, Any]] = {
+    'tiny': dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
+                 attention=('crisscross', 'crisscross', 'full', 'full'), drop_path_rate=0.1),
+    'small': dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
+                  attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.15),
+    'base': dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
+                 attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.4,
+                 layer_scale=(False, False, True, True)),
+    'test': dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
+                 attention=('crisscross', 'crisscross', 'full', 'full'), head_hidden_size=128),
+}
 
 
 class PPMA(HierarchicalBackbone):
@@ -118,22 +120,22 @@ def _build(name: str, pretrained: bool, **kwargs: Any) -> PPMA:
 @register_model
 def ppma_tiny(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-T: 14.3 M parameters, 2.7 GMACs at 224."""
-    return _build('ppma_tiny', pretrained, **{**_TINY, **kwargs})
+    return _build('ppma_tiny', pretrained, **{**ARCHS['tiny'], **kwargs})
 
 
 @register_model
 def ppma_small(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-S: 27.0 M parameters, 4.9 GMACs at 224."""
-    return _build('ppma_small', pretrained, **{**_SMALL, **kwargs})
+    return _build('ppma_small', pretrained, **{**ARCHS['small'], **kwargs})
 
 
 @register_model
 def ppma_base(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-B: 54.2 M parameters, 10.6 GMACs at 224."""
-    return _build('ppma_base', pretrained, **{**_BASE, **kwargs})
+    return _build('ppma_base', pretrained, **{**ARCHS['base'], **kwargs})
 
 
 @register_model
 def test_ppma(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """A PPMA of a few hundred thousand parameters, for tests and demonstrations."""
-    return _build('test_ppma', pretrained, **{**_TEST, **kwargs})
+    return _build('test_ppma', pretrained, **{**ARCHS['test'], **kwargs})

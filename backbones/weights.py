@@ -5,6 +5,7 @@ Nothing here ever leaves a weight random in silence: a file that does not fit th
 import argparse
 import json
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 PathLike = Union[str, Path]
 METADATA_KEY = 'subquad'
-# Where checkpoints keep the weights; an averaged copy first (PPMA's reported S and B figures are its).
-_WRAPPERS = ('model_ema', 'state_dict_ema', 'ema_state_dict', 'model', 'state_dict', 'model_state_dict')
+# Where checkpoints keep the weights; an averaged copy first (PPMA's reported S and B figures are its). mmengine's files
+# have it under state_dict, and what it is the average of under ema_state_dict.
+_WRAPPERS = ('model_ema', 'state_dict_ema', 'model', 'state_dict', 'ema_state_dict', 'model_state_dict')
 
 
 class WeightsError(ValueError):
@@ -33,7 +35,12 @@ def _harmless_types() -> List[Any]:
         from mmengine.logging import HistoryBuffer
     except ImportError:
         return types
-    return [*types, HistoryBuffer]
+    # A HistoryBuffer refers to its own methods, which is written as calls of getattr: these, and no other, are made.
+    def method(owner: Any, name: str) -> Any:
+        if owner is not HistoryBuffer or name not in ('mean', 'max', 'min', 'current'):
+            raise pickle.UnpicklingError(f'GLOBAL getattr of {name!r} is not allowed')
+        return getattr(owner, name)
+    return [*types, HistoryBuffer, (method, 'builtins.getattr'), (method, '__builtin__.getattr')]
 
 
 def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
@@ -163,8 +170,17 @@ def load_state_dict(model: nn.Module, weights: Dict[str, Tensor], name: str) -> 
     if not any(key.startswith('output_norms.') for key in weights):
         # A classifier's file for a dense backbone: its output norms start as they were made, as the identity.
         weights = {**{k: v for k, v in own.items() if k.startswith('output_norms.')}, **weights}
-    if getattr(model, 'num_classes', None) == 0:       # what needs no classifier needs no weights for one
+    if not getattr(model, 'num_classes', 0):       # what needs no classifier needs no weights for one
         weights = {k: v for k, v in weights.items() if k in own or not k.startswith('head.')}
+    problems = differences(own, weights)
+    if problems:
+        kind = getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
+        raise WeightsError(f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}")
+    model.load_state_dict(weights)
+
+
+def differences(own: Dict[str, Tensor], weights: Dict[str, Tensor]) -> List[str]:
+    """What keeps `weights` from being those of a model whose state dict is `own`: a phrase for each kind of trouble."""
     problems: List[str] = []
     for what, keys in (('missing', [k for k in own if k not in weights]),
                        ('not in the model', [k for k in weights if k not in own])):
@@ -174,10 +190,7 @@ def load_state_dict(model: nn.Module, weights: Dict[str, Tensor], name: str) -> 
               if k in weights and weights[k].shape != own[k].shape]
     if shapes:
         problems.append(f'{len(shapes)} shapes differ ({some(shapes)})')
-    if problems:
-        kind = getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
-        raise WeightsError(f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}")
-    model.load_state_dict(weights)
+    return problems
 
 
 def some(items: List[str], count: int = 3) -> str:
