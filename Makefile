@@ -1,4 +1,5 @@
 # make demo    train a small model on real images, and show what it sees (minutes, no GPU)
+# make mm      install MMDetection and MMSegmentation as well (compiles mmcv, 7 minutes once)
 # make test    install what the tests need and run them
 # The first call makes $(VENV); the next ones start at once. PYTHON= and VENV= choose the interpreter and the folder.
 PYTHON ?= python3
@@ -9,13 +10,15 @@ PY = $(VENV)/bin/python
 # the work. A short spin costs nothing measurable when the machine is idle.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo test test-slow test-timm lint clean
+.PHONY: help demo mm test test-slow test-timm lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(VENV)/.subquad-demo
 	$(PY) -m subquad.tools demo
+
+mm: $(VENV)/.subquad-mm
 
 test: $(VENV)/.subquad-test lint
 	$(PY) -m pytest -m 'not slow'

@@ -24,7 +24,10 @@ def packages():
 
 train = ['onedl-mmengine>=0.10.11', 'opencv-python-headless']     # mmengine imports cv2 without asking for it
 demo = [*train, 'scikit-learn>=1.4', 'matplotlib>=3.8', 'mlxtend>=0.23']
-test = [*demo, 'pytest>=8', 'ruff>=0.6']
+# Compiled on installation, by .ci/setup: see the README.
+mm = [*train, 'onedl-mmcv>=2.3', 'onedl-mmdetection>=3.5', 'onedl-mmsegmentation>=1.4', 'scikit-image>=0.24',
+      'scikit-learn>=1.4']
+test = [*demo, *mm, 'pytest>=8', 'ruff>=0.6']
 setup(
     name='subquad',
     version=version(),
@@ -35,12 +38,12 @@ setup(
     python_requires='>=3.10',
     packages=packages(),
     package_dir={'subquad': 'subquad', **{f'subquad.{folder}': folder for folder in FOLDERS}},
-    package_data={'subquad.configs': ['*/*.py', '*/_base_/*.py']},
+    package_data={'subquad.configs': ['*/*.py', '*/*.yml', '*/*.md', '*/_base_/*.py', '*/_base_/*/*.py']},
     install_requires=['torch>=2.9', 'timm>=1.0.20', 'safetensors>=0.4', 'huggingface_hub>=0.24', 'numpy', 'pillow',
                       'rich>=13', 'triton>=3.5; sys_platform == "linux"'],
     extras_require={
         'train': train,
-        'mm': [*train, 'onedl-mmcv>=2.3', 'onedl-mmdetection>=3.5', 'onedl-mmsegmentation>=1.4'],
+        'mm': mm,
         'export': ['onnx>=1.20', 'onnxscript>=0.5', 'onnxruntime>=1.23'],
         'demo': demo,
         'test': test,

@@ -1,0 +1,99 @@
+"""Learning rates that fall towards the stem, and bfloat16 training without a GPU."""
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class LayerDecayConstructor(DefaultOptimWrapperConstructor):
+    """mmengine's constructor, with a learning rate for each block of the backbone: base * layer_decay^n, n counted back
+    from 1 for the last block to the stem; everything after the backbone, its output norms included, has the base rate.
+    Parameters that the backbone exempts from weight decay take none.
+
+    Args:
+        optim_wrapper_cfg: as mmengine's.
+        paramwise_cfg: mmengine's options, and `layer_decay` (above 0, at most 1; default 1).
+
+    Raises:
+        ValueError: layer_decay out of range, or a backbone that has no `group_matcher`.
+    """
+
+    def __init__(self, optim_wrapper_cfg: Dict[str, Any], paramwise_cfg: Optional[Dict[str, Any]] = None):
+        options = dict(paramwise_cfg or {})
+        self.layer_decay = options.pop('layer_decay', 1.0)
+        if not isinstance(self.layer_decay, (int, float)) or not 0 < self.layer_decay <= 1:
+            raise ValueError(f'layer_decay must be above 0 and at most 1, got {self.layer_decay!r}')
+        super().__init__(optim_wrapper_cfg, options)
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        # An empty one would have mmengine put all parameters into one group.
+        self.paramwise_cfg.setdefault('bypass_duplicate', False)
+        return super().__call__(model)
+
+    def add_params(self, params: List[Dict[str, Any]], module: nn.Module, prefix: str = '', **kwargs: Any) -> None:
+        super().add_params(params, module, prefix=prefix, **kwargs)
+        if prefix:
+            return                                          # a child; the model itself comes last
+        backbone = getattr(module, 'backbone', None)
+        if not hasattr(backbone, 'group_matcher'):
+            raise ValueError(f'LayerDecayConstructor needs a backbone with group_matcher, got '
+                             f'{type(backbone).__name__}')
+        factors = self._factors(backbone)
+        exempt = {id(backbone.get_parameter(name)) for name in backbone.no_weight_decay()}
+        for group in params:
+            key = id(group['params'][0])
+            group['lr'] = group.get('lr', self.base_lr) * factors.get(key, 1.0)
+            if key in exempt and self.base_wd is not None:
+                group['weight_decay'] = 0.
+
+    def _factors(self, backbone: nn.Module) -> Dict[int, float]:
+        """Of the learning rate, by the parameter's id."""
+        layer_of = group_parameters(backbone, backbone.group_matcher(coarse=False), reverse=True)
+        inside = {name: layer for name, layer in layer_of.items() if not name.startswith('output_norms.')}
+        above = max(inside.values()) + 1
+        return {id(backbone.get_parameter(name)): self.layer_decay ** (above - layer) for name, layer in inside.items()}
+
+
+@OPTIM_WRAPPERS.register_module()
+class CPUAmpOptimWrapper(OptimWrapper):
+    """Training in bfloat16 autocast on a CPU; mmengine's AmpOptimWrapper wants a GPU. Of a detector or segmenter the
+    backbone and the neck, whose outputs come back in float32: mmcv's operators know no bfloat16 on a CPU. No loss
+    scale: bfloat16 has float32's range.
+
+    Args:
+        loss_scale: ignored; configs and tools that switch to mixed precision set it.
+        kwargs: of OptimWrapper.
+    """
+
+    def __init__(self, loss_scale: Any = None, **kwargs: Any):
+        super().__init__(**kwargs)
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        inner = getattr(model, 'module', model)
+        parts = [part for name in ('backbone', 'neck') if (part := getattr(inner, name, None)) is not None]
+        with super().optim_context(model):
+            if not parts:
+                with torch.autocast('cpu', torch.bfloat16):
+                    yield
+                return
+            for part in parts:
+                part.forward = _in_bfloat16(part.forward)
+            try:
+                yield
+            finally:
+                for part in parts:
+                    del part.forward                      # the class's again
+
+
+def _in_bfloat16(forward: Callable[..., Sequence[Tensor]]) -> Callable[..., Tuple[Tensor, ...]]:
+    def run(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+        with torch.autocast('cpu', torch.bfloat16):
+            maps = forward(*args, **kwargs)
+        return tuple(x.float() for x in maps)
+    return run

@@ -1,0 +1,285 @@
+"""The backbones of detectors and segmenters: arguments, freezing, checkpointing, and weights that are really loaded."""
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+pytest.importorskip('mmcv')
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_checkpoint as lax_load
+from mmengine.runner.checkpoint import save_checkpoint
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import subquad.backbones.mm as mm
+from subquad.backbones.weights import WeightsError, save_weights
+
+FAMILIES = {'PPMA': ('test_ppma', 4), 'Myo': ('test_myo', 4), 'MobileViTv2': ('test_mobilevitv2', 5)}
+
+
+def _build(family, **kwargs):
+    return MODELS.build(dict(type=family, arch='test', **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    """mmengine logs a line for each weight."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_levels_equal_the_classifiers_stages(family):
+    name, count = FAMILIES[family]
+    classifier = timm.create_model(name).eval()
+    backbone = _build(family, out_indices=range(count), output_norms=False).eval()
+    backbone.load_state_dict({k: v for k, v in classifier.state_dict().items() if not k.startswith('head.')})
+    x = torch.rand(2, 3, 75, 98)
+    expected = classifier.forward_intermediates(x, intermediates_only=True)
+    levels = backbone(x)
+    assert backbone.out_channels == [y.shape[1] for y in levels]
+    for level, other in zip(levels, expected, strict=True):
+        torch.testing.assert_close(level, other)
+    keys = {k for k in classifier.state_dict() if not k.startswith('head.')}
+    assert set(backbone.state_dict()) == keys, 'detectors and classifiers share their key names'
+
+
+@pytest.mark.parametrize('indices', [(0,), (3,), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_any_subset_of_levels(family, indices):
+    whole = _build(family, out_indices=(0, 1, 2, 3), output_norms=True).eval()
+    part = _build(family, out_indices=indices, output_norms=True).eval()
+    part.load_state_dict({k: v for k, v in whole.state_dict().items() if k in part.state_dict()})
+    x = torch.rand(1, 3, 64, 96)
+    for n, level in zip(indices, part(x), strict=True):
+        torch.testing.assert_close(level, whole(x)[n])
+    sum(y.sum() for y in part.train()(torch.rand(2, 3, 64, 64))).backward()
+    unused = [name for name, p in part.named_parameters() if p.grad is None]
+    assert not unused, 'a parameter without gradient stops distributed training'
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_output_norms(family):
+    backbone = _build(family, output_norms=True).eval()
+    for level, channels in zip(backbone(torch.rand(1, 3, 64, 64)), backbone.out_channels, strict=True):
+        assert level.shape[1] == channels
+        torch.testing.assert_close(level.mean(1), torch.zeros_like(level[:, 0]), atol=1e-5, rtol=0)
+    assert backbone.output_norms[-1].eps == 1e-5
+
+
+@pytest.mark.parametrize('frozen', [-1, 0, 1, 3])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_frozen_stages(family, frozen):
+    backbone = _build(family, frozen_stages=frozen, drop_path_rate=0.5).train()
+    still = [backbone.stem, *list(backbone.stages)[:frozen]] if frozen >= 0 else []
+    before = copy.deepcopy(backbone.state_dict())
+    sum(y.square().sum() for y in backbone(torch.rand(2, 3, 64, 64))).backward()
+    frozen_ids = {id(p) for module in still for p in module.parameters()}
+    for name, p in backbone.named_parameters():
+        assert (p.grad is None) == (id(p) in frozen_ids) != p.requires_grad, name
+    for module in still:
+        for child in module.modules():
+            assert not child.training
+    moved = {name for name, value in backbone.state_dict().items()
+             if name.endswith('running_mean') and not torch.equal(value, before[name])}
+    assert not any(name.startswith(('stem', *(f'stages.{n}.' for n in range(frozen)))) for name in moved) or frozen < 0
+    assert moved, 'statistics of the stages that train'
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_norm_eval(family):
+    backbone = _build(family, norm_eval=True).train()
+    norms = [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
+    assert norms and not any(norm.training for norm in norms) and backbone.training
+    assert all(p.requires_grad for p in backbone.parameters())
+    assert all(norm.training for norm in _build(family).train().modules() if isinstance(norm, _BatchNorm))
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_checkpointing_changes_nothing(family):
+    results = []
+    backbone = _build(family, norm_eval=True).train()
+    checkpointed = _build(family, norm_eval=True, with_cp=True).train()
+    checkpointed.load_state_dict(backbone.state_dict())
+    for model in (backbone, checkpointed):
+        levels = model(torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(1)))
+        sum(y.square().mean() for y in levels).backward()
+        results.append([*levels, *(p.grad for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_bfloat16_autocast(family):
+    # A random MobileViTv2 amplifies rounding level by level, timm's as well, and the test network most.
+    backbone = MODELS.build(dict(type=family, arch='050' if family == 'MobileViTv2' else 'test')).eval()
+    x = torch.rand(2, 3, 64, 96)
+    with torch.autocast('cpu', torch.bfloat16):
+        levels = backbone(x)
+        loss = sum(y.float().square().mean() for y in levels)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone.parameters())
+    with torch.no_grad():
+        for level, exact in zip(levels, backbone(x)):
+            limit = 0.2 if family == 'MobileViTv2' else 0.02
+            assert (level.float() - exact).norm() <= limit * exact.norm()
+
+
+def test_strides_of_mobilevitv2():
+    for stride in (8, 16, 32):
+        backbone = _build('MobileViTv2', output_stride=stride)
+        assert backbone.out_strides == [4, 8, min(16, stride), stride]
+        assert [64 // y.shape[2] for y in backbone(torch.rand(2, 3, 64, 64))] == backbone.out_strides
+
+
+# ---- weights
+
+def _first_stage(model):
+    return [value for name, value in model.state_dict().items() if name.startswith('stages.0.')]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_pretrained_by_a_classifiers_file(family, tmp_path):
+    classifier = timm.create_model(FAMILIES[family][0])
+    for module in classifier.modules():                # weights that no constructor gives
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, _BatchNorm)):
+            nn.init.normal_(module.weight)
+    save_weights(classifier, tmp_path / 'c.safetensors')
+    detector = nn.Module()
+    detector.backbone = _build(family, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'c.safetensors')))
+    detector.backbone.init_weights()
+    for ours, theirs in zip(_first_stage(detector.backbone), _first_stage(classifier), strict=True):
+        assert torch.equal(ours, theirs)
+    # ... and by a detector's, of which it is a part.
+    path = str(tmp_path / 'detector.pth')
+    save_checkpoint(dict(state_dict=detector.state_dict(), meta={}), path)
+    for options in (dict(prefix='backbone.'), dict(prefix='backbone'), {}):
+        other = _build(family, init_cfg=dict(type='Pretrained', checkpoint=path, **options))
+        other.init_weights()
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, detector.backbone.state_dict()[name]), name
+
+
+def test_pretrained_by_published_keys(tmp_path):
+    """The authors' classifier: other key names, a Relpos buffer, and a head that detectors do not have."""
+    from safetensors import safe_open
+    path = 'no golden data here'
+    import pathlib
+    for folder in (pathlib.Path(__file__).parents[2] / 'shared' / 'golden',):
+        path = next(iter(sorted(folder.glob('ppma_*.safetensors'))), path)
+    if not isinstance(path, pathlib.Path):
+        pytest.skip(path)
+    import json
+    with safe_open(path, 'pt') as file:
+        state = {key.removeprefix('state/'): file.get_tensor(key) for key in file.keys() if key.startswith('state/')}
+        config = json.loads(file.metadata()['config'])
+    state.update((f'{key.removesuffix("running_mean")}num_batches_tracked', torch.tensor(0)) for key in list(state)
+                 if key.endswith('running_mean'))       # published files have them
+    attention = ['crisscross' if on else 'full' for on in config['chunkwise_recurrents']]
+    torch.save({'model': {k: v for k, v in state.items() if not k.startswith('outnorm')}}, tmp_path / 'published.pth')
+    arch = dict(dims=config['embed_dims'], depths=config['depths'], num_heads=config['num_heads'],
+                mlp_ratios=config['mlp_ratios'], attention=attention,
+                layer_scale=config.get('layerscales', (False,) * 4))
+    backbone = mm.PPMA(arch, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'published.pth')))
+    backbone.init_weights()
+    theirs = state['layers.0.blocks.0.retention.q_proj.weight']
+    assert torch.equal(backbone.state_dict()['stages.0.blocks.0.mixer.q.weight'], theirs)
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda w: w.pop('stem.conv1.conv.weight'), r'1 keys missing \(.*stem.conv1.conv.weight'),
+    (lambda w: w.update({'stem.conv1.konv.weight': w.pop('stem.conv1.conv.weight')}), 'stem.conv1.conv.weight'),
+    (lambda w: w.update({'stem.conv1.conv.weight': torch.zeros(1)}), r'1 shapes differ .*\(1,\) instead of'),
+    (lambda w: w.pop('output_norms.1.weight'), 'output_norms.1.weight'),
+    (lambda w: w.clear(), 'keys missing')])
+def test_gaps_are_refused_however_weights_come(change, message, tmp_path):
+    backbone = _build('PPMA')
+    weights = dict(backbone.state_dict())
+    change(weights)
+    before = copy.deepcopy(backbone.state_dict())
+    path = str(tmp_path / 'w.pth')
+    torch.save(dict(state_dict={f'backbone.{k}': v for k, v in weights.items()}), path)
+    detector = nn.Module()
+    detector.backbone = backbone
+    with pytest.raises(WeightsError, match=message):
+        lax_load(detector, path)                       # as a Runner's load_from and resume do
+    with pytest.raises(WeightsError, match=message):
+        backbone.load_state_dict(weights, strict=False)
+    if weights:
+        torch.save(weights, path)
+        with pytest.raises(WeightsError, match=message):
+            _build('PPMA', init_cfg=dict(type='Pretrained', checkpoint=path)).init_weights()
+    for name, value in backbone.state_dict().items():
+        assert torch.equal(value, before[name]), 'nothing may be half loaded'
+
+
+def test_pretrained_files_that_do_not_fit(tmp_path):
+    save_weights(timm.create_model('test_myo'), tmp_path / 'myo.safetensors')
+    (tmp_path / 'cut.safetensors').write_bytes((tmp_path / 'myo.safetensors').read_bytes()[:5000])
+    for checkpoint, options, message in (
+            ('myo.safetensors', {}, 'is not a checkpoint of this PPMA'), ('cut.safetensors', {}, 'damaged'),
+            ('none.pth', {}, 'no weight file'),
+            ('myo.safetensors', dict(prefix='neck.'), "begin with 'neck.'.*stages.")):
+        cfg = dict(type='Pretrained', checkpoint=str(tmp_path / checkpoint), **options)
+        with pytest.raises(WeightsError, match=message):
+            _build('PPMA', init_cfg=cfg).init_weights()
+    with pytest.raises(WeightsError, match='path of a file, got https://'):
+        _build('PPMA', init_cfg=dict(type='Pretrained', checkpoint='https://nowhere/x.pth')).init_weights()
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(arch='huge'), "arch must be one of 'tiny', 'small', 'base', 'test' or a dict, got 'huge'"),
+    (dict(out_indices=(2, 1)), r'out_indices must be rising numbers of stages, from 0 to 3, got \(2, 1\)'),
+    (dict(out_indices=()), 'out_indices'), (dict(out_indices=(0, 4)), 'out_indices'),
+    (dict(out_indices=(1, 1)), 'rising'),
+    (dict(frozen_stages=5), 'frozen_stages must be from -1 to 4, got 5'), (dict(drop_path_rate=2.), 'drop_path_rate'),
+    (dict(attention='none'), 'attention'), (dict(deep_stem=True), 'deep_stem')])
+def test_wrong_arguments(kwargs, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        _ = MODELS.build({**dict(type='PPMA', arch='test'), **kwargs})
+
+
+# ---- optimisers
+
+class _Detector(nn.Module):
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_layer_decay(family):
+    model = _Detector(_build(family, output_norms=True, frozen_stages=0))
+    wrapper = mm.LayerDecayConstructor(
+        dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1.0, weight_decay=0.1)),
+        dict(layer_decay=0.5, norm_decay_mult=0.))(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(group['params'][0])]: group for group in wrapper.optimizer.param_groups}
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
+    rates = {name: group['lr'] for name, group in found.items()}
+    assert rates['head.weight'] == 1 and rates['backbone.output_norms.3.weight'] == 1
+    part = '' if family == 'MobileViTv2' else 'blocks.'
+    blocks = [f'{i}.{part}{j}' for i, stage in enumerate(model.backbone.stages)
+              for j in range(len(getattr(stage, 'blocks', stage)))]
+    for n, block in enumerate(reversed(blocks), 1):
+        rate = {rates[name] for name in rates if name.startswith(f'backbone.stages.{block}.')}
+        assert rate == {0.5 ** n}, block
+    for name, group in found.items():
+        if name.removeprefix('backbone.') in model.backbone.no_weight_decay() or 'output_norms' in name:
+            assert group['weight_decay'] == 0, name
+    assert found['head.weight']['weight_decay'] == 0.1
+
+
+@pytest.mark.parametrize('decay', [0, 1.5, '0.9'])
+def test_layer_decay_out_of_range(decay):
+    with pytest.raises(ValueError, match=f'layer_decay must be above 0 and at most 1, got {decay!r}'):
+        mm.LayerDecayConstructor(dict(optimizer=dict(type='SGD', lr=1.)), dict(layer_decay=decay))
+
+
+def test_layer_decay_of_another_backbone():
+    constructor = mm.LayerDecayConstructor(dict(optimizer=dict(type='SGD', lr=1.)), dict(layer_decay=0.9))
+    with pytest.raises(ValueError, match='needs a backbone with group_matcher, got Linear'):
+        constructor(_Detector(nn.Linear(2, 2)))
