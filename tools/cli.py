@@ -1,16 +1,19 @@
 """`subquad NAME ...`: one line a tool, and one clear line for an error that the user can mend."""
+import contextlib
 import difflib
 import importlib
+import io
 import sys
-from typing import Callable, List, NoReturn, Optional
+from typing import Callable, Iterator, List, NoReturn, Optional
 
 # In the order in which a newcomer meets them.
 TOOLS = {
     'models': 'list the models: names, parameters, what they are',
     'stats': 'parameters and MACs of any model at any size, beside the authors\' figures',
-    'train': 'train a classifier from a config file',
+    'make-dataset': 'make a small data set for detection and segmentation, without network',
+    'train': 'train a classifier, detector or segmenter from a config file',
     'test': 'evaluate a checkpoint on a config\'s test data',
-    'predict': 'classify image files with a checkpoint',
+    'predict': 'classify, detect or segment in image files with a checkpoint',
     'visualize': 'draw what a model looks at over images',
     'demo': 'train a small PPMA on real images in minutes, and show what it sees',
     'benchmark': 'time and memory of operators and models, beside the floor',
@@ -23,6 +26,13 @@ class UserError(Exception):
     """Something the user can mend, in one sentence that says how."""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What other people's code prints inside goes nowhere: the standard output is for results."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
 def one_line(error: BaseException) -> str:
     """An exception's message in one line."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -30,7 +40,7 @@ def one_line(error: BaseException) -> str:
 
 
 def usage() -> str:
-    lines = [f'  {name:10s} {what}' for name, what in TOOLS.items()]
+    lines = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
     return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
                       'subquad NAME --help   what a tool takes', 'subquad --version     the version'])
 
@@ -71,4 +81,4 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
     if name not in TOOLS:
         print(f"error: unknown tool {name!r}{nearest(name, list(TOOLS))} (subquad --help lists them)", file=sys.stderr)
         sys.exit(2)
-    run(importlib.import_module(f'subquad.tools.{name}').main, rest)
+    run(importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main, rest)

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest, one_line
+from .cli import UserError, nearest, one_line, quiet
 
 
 def configs_folder() -> Path:
@@ -44,7 +44,8 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
     from mmengine.config import Config
     path = find(name)
     try:
-        config = Config.fromfile(str(path))
+        with quiet():                              # imports what the config names
+            config = Config.fromfile(str(path))
         for key in overrides or {}:
             root = key.split('.')[0]
             if root not in config and root not in _runner_keys():
@@ -80,7 +81,8 @@ def check_keys(config, path: Path) -> None:
 
 def _runner_keys() -> List[str]:
     from mmengine.runner import Runner
-    return [*inspect.signature(Runner.__init__).parameters][1:] + ['custom_imports', 'tta_model', 'tta_pipeline']
+    return [*inspect.signature(Runner.__init__).parameters][1:] + ['custom_imports', 'tta_model', *(
+        f'{part}_pipeline' for part in ('train', 'val', 'test', 'tta'))]
 
 
 def expanded(name: str) -> Path:

@@ -2,22 +2,24 @@
 import random
 import sys
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import numpy as np
 import torch
 from mmengine.dist import get_rank, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ...backbones.weights import save_weights
+from ..backbones.weights import WeightsError, read_checkpoint, save_weights
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """On a terminal a bar with loss, learning rate and the time left; elsewhere a line for each tenth of the epochs."""
+    """On a terminal a bar with loss, learning rate and the time left; elsewhere a line for each tenth of the epochs, or
+    of the iterations where the loop does not count epochs."""
 
     priority = 'VERY_LOW'
 
@@ -40,19 +42,31 @@ class ProgressHook(Hook):
         if self.progress:
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
                                  loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
+        elif not isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._line(runner, 'iteration', runner.iter + 1, runner.max_iters)
 
     def after_train_epoch(self, runner) -> None:
-        every = max(1, runner.max_epochs // 10)
-        if not self.progress and is_main_process() and ((runner.epoch + 1) % every == 0
-                                                        or runner.epoch + 1 == runner.max_epochs):
-            print(f'epoch {runner.epoch + 1}/{runner.max_epochs}  loss {np.mean(self.losses):.3f}  '
-                  f'lr {self._lr(runner):.1e}', file=sys.stderr, flush=True)
+        if isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._line(runner, 'epoch', runner.epoch + 1, runner.max_epochs)
+            self.losses.clear()
+
+    def _line(self, runner, unit: str, done: int, total: int) -> None:
+        if done % max(1, total // 10) and done != total:
+            return
+        if not self.progress and is_main_process():
+            print(f'{unit} {done}/{total}  loss {np.mean(self.losses):.3f}  lr {self._lr(runner):.1e}',
+                  file=sys.stderr, flush=True)
         self.losses.clear()
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         if is_main_process() and metrics:
-            text = '  '.join(f'{name} {value:.2f}' for name, value in metrics.items())
-            (self.progress.console.print if self.progress else print)(f'validation  {text}')
+            # COCO's -1: there are no such objects.
+            text = '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}' for name, value in metrics.items()
+                             if value >= 0)
+            if self.progress:
+                self.progress.console.print(f'validation  {text}')
+            else:
+                print(f'validation  {text}', file=sys.stderr, flush=True)
 
     def after_train(self, runner) -> None:
         self.stop()
@@ -85,25 +99,38 @@ class SeedHook(Hook):
 @HOOKS.register_module()
 class WeightsHook(Hook):
     """Writes `last.safetensors` at the end of training, and `best.safetensors` whenever the metric improves in
-    validation, with the metadata that `subquad predict` needs.
+    validation, with the metadata that `subquad predict` needs: of the timm model in a classifier, of a whole detector
+    or segmenter.
 
     Args:
         metadata: facts to keep in the file.
-        metric: name of the metric, the higher the better.
+        metrics: names of metrics, the higher the better; the first that validation reports counts.
     """
 
     priority = 'LOW'
 
-    def __init__(self, metadata: Optional[Dict[str, Any]] = None, metric: str = 'accuracy/top1'):
-        self.metadata, self.metric, self.best = metadata or {}, metric, -float('inf')
+    def __init__(self, metadata: Optional[Dict[str, Any]] = None,
+                 metrics: Sequence[str] = ('accuracy/top1', 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')):
+        self.metadata, self.metrics, self.best = metadata or {}, tuple(metrics), -float('inf')
         self.best_file: Optional[Path] = None
         self.last_file: Optional[Path] = None
 
+    def before_train(self, runner) -> None:
+        """A resumed run does not replace a better file of its first part."""
+        path = Path(runner.work_dir) / 'best.safetensors'
+        if runner.iter and path.is_file():
+            try:
+                _, facts, _ = read_checkpoint(path)
+            except WeightsError:
+                return                                       # damaged: the next validation replaces it
+            self.best = max((facts[name] for name in self.metrics if name in facts), default=self.best)
+            self.best_file = path
+
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
-        value = (metrics or {}).get(self.metric)
-        if value is not None and value > self.best:
-            self.best = value
-            self.best_file = self._save(runner, 'best.safetensors', {self.metric: value, 'epoch': runner.epoch})
+        name = next((name for name in self.metrics if name in (metrics or {})), None)
+        if name is not None and metrics[name] > self.best:
+            self.best = float(metrics[name])
+            self.best_file = self._save(runner, 'best.safetensors', {name: self.best, 'epoch': runner.epoch})
 
     def after_train(self, runner) -> None:
         self.last_file = self._save(runner, 'last.safetensors', {'epoch': runner.epoch})
@@ -112,5 +139,5 @@ class WeightsHook(Hook):
         path = Path(runner.work_dir) / name
         if is_main_process():
             model = getattr(runner.model, 'module', runner.model)
-            save_weights(model.net, path, {**self.metadata, **facts})
+            save_weights(getattr(model, 'net', model), path, {**self.metadata, **facts})
         return path

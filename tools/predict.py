@@ -1,10 +1,12 @@
-"""Classify image files, or all images of a folder, with a checkpoint: the likeliest classes as a table or JSON."""
+"""Classify image files, or all images of a folder, with a checkpoint: the likeliest classes as a table or JSON. With a
+detection or segmentation config before the checkpoint: drawn pictures, and boxes and masks as JSON."""
 import argparse
 import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .cli import UserError
+from .config import known_configs
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
 
@@ -109,22 +111,68 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad predict', description=__doc__)
-    parser.add_argument('checkpoint', help='weights of subquad train (.safetensors), or other weights with --model')
+    parser.add_argument('checkpoint', metavar='[CONFIG] CHECKPOINT', help='weights of subquad train (.safetensors), or '
+                        'other weights with --model; or a detection or segmentation config and its weights')
     parser.add_argument('images', nargs='+', help='image files or folders')
     parser.add_argument('--model', metavar='NAME', help='timm name, for a checkpoint that does not know its model')
     parser.add_argument('--topk', type=int, default=3, help='classes to show (default: 3)')
+    parser.add_argument('--out', metavar='FOLDER', help='for pictures and predictions.json of detectors and segmenters '
+                        '(default: predictions)')
+    parser.add_argument('--score', type=float, default=0.3, help='objects that score less are left out (default: 0.3)')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     if args.topk < 1:
         raise UserError(f'--topk must be at least 1, got {args.topk}')
-    files = image_files(args.images)
-    model, transform, classes = load_classifier(args.checkpoint, args.model)
-    results = classify(model, transform, classes, files, args.topk)
+    if not 0 <= args.score <= 1:
+        raise UserError(f'--score must be from 0 to 1, got {args.score}')
+    if args.checkpoint.endswith('.py') or args.checkpoint in known_configs():
+        results, show_results = _predict_dense(args), _show_dense
+    else:
+        if args.out:
+            raise UserError('--out is for detectors and segmenters: subquad predict CONFIG CHECKPOINT IMAGES --out '
+                            'FOLDER')
+        files = image_files(args.images)
+        results = classify(*load_classifier(args.checkpoint, args.model), files, args.topk)
+        show_results = show
     if args.json:
         print(json.dumps(results, indent=2))
         return 0
-    show(results)
+    show_results(results)
     return 0
+
+
+def _predict_dense(args: argparse.Namespace) -> List[Dict[str, Any]]:
+    """Detect or segment, write the pictures and predictions.json, return what it holds."""
+    from .config import load, writable_folder
+    from .train import is_classifier
+    config = load(args.checkpoint)
+    if is_classifier(config):
+        raise UserError(f'{args.checkpoint} is a classification config: subquad predict CHECKPOINT IMAGES')
+    checkpoint, *images = args.images
+    if not images:
+        raise UserError(f'subquad predict {args.checkpoint} CHECKPOINT IMAGES: no images given')
+    files = image_files(images)
+    out = writable_folder(args.out or 'predictions')
+    from .dense.predict import predict
+    results = predict(config, checkpoint, files, out, args.score)
+    (out / 'predictions.json').write_text(json.dumps(results, indent=2))
+    return results
+
+
+def _show_dense(results: List[Dict[str, Any]]) -> None:
+    """Print what was found as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    table = Table('image', 'found', 'picture')
+    for row in results:
+        if 'classes' in row:
+            largest = sorted(row['classes'], key=lambda c: -c['share'])
+            found = ', '.join(f"{c['name']} {c['share']:.1%}" for c in largest)
+        else:
+            names = [item['class'] for item in row['objects']]
+            found = ', '.join(f'{names.count(name)} {name}' for name in dict.fromkeys(names)) or 'nothing'
+        table.add_row(row['file'], found, row['picture'])
+    Console().print(table)
 
 
 def show(results: List[Dict[str, Any]]) -> None:

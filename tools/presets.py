@@ -210,6 +210,19 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
           for name, peak in peaks.items())]}
 
 
+def detector(repeats: int, **options: Any) -> Dict[str, Any]:
+    """`dense.benchmark.detector`, whose libraries are imported when it is asked for.
+
+    Raises:
+        UserError: they are not installed.
+    """
+    try:
+        from .dense.benchmark import detector as measure
+    except ImportError as error:
+        raise UserError(f'this preset needs MMDetection (make mm): {error}') from error
+    return measure(repeats, **options)
+
+
 @dataclass(frozen=True)
 class Preset:
     """What is measured, how many rounds by default, the measurement (rounds -> record without environment), where, in
@@ -282,6 +295,9 @@ PRESETS = {
     'myo_tiny-224': Preset(
         'Myo-Tiny and PPMA-Tiny on eight 224 x 224 images', 7,
         partial(model, names=('myo_tiny', 'ppma_tiny'), size=(224, 224), batch=8)),
+    'mask-rcnn_ppma-t-800x1280': Preset(
+        'Mask R-CNN on PPMA-Tiny, inference on one 800 x 1280 image: memory, and the share of the backbone', 3,
+        partial(detector, config='mask-rcnn_ppma-t_fpn_1x_coco', size=(800, 1280))),
     'denoising': Preset(
         'denoising by one linear tree solve over the pixels in Morton, snake, raster and random order', 2,
         denoising, draw=draw_denoising),

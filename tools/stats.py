@@ -1,9 +1,10 @@
-"""Parameters and MACs of any timm model at any input size, beside the authors' figures.
+"""Parameters and MACs of any timm model, or of a detection or segmentation config, beside the authors' figures.
 
 Three counts, because papers differ in which they print: `all` is every multiply-add of convolutions, linear layers and
 products of tokens with tokens; `weights` leaves the products of tokens with tokens out (attention, scans); `with norms`
 is `weights` and what fvcore, a common counting tool, adds for norms (2 for each element in BatchNorm, 5 in GroupNorm
-and LayerNorm) and for bilinear resizing (4).
+and LayerNorm) and for bilinear resizing (4). Of a config the nearest count is named and how far off it is, and
+parameters of an auxiliary head come after a plus; tools/stats_config.py says what of a config is counted.
 """
 import argparse
 import ast
@@ -45,30 +46,44 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
         UserError: unknown model, or an option or size that it refuses.
     """
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     from .zoo import create, default_size, size_options
     height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
-    model = create(name, device='meta', **{**size_options(name, (height, width)), **options}).eval()
-    image = torch.empty(1, model.pretrained_cfg['input_size'][0], height, width, device='meta')
-    def flops_of(**options: Any) -> Dict[str, int]:
-        with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
-            model(image)
-        return {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts()['Global'].items()}
-
+    model = create(name, device='meta', **{**size_options(name, (height, width)), **options})
+    channels = model.pretrained_cfg['input_size'][0]
     try:
-        flops = flops_of()
-        # In training mode, where norms are not folded into convolutions.
-        model.train()
-        norms = flops_of(custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
+        counts = three_counts(model, lambda images: model(torch.empty(images, channels, height, width, device='meta')))
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
-    weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS)
-    parameters = sum(p.numel() for p in model.parameters())
-    return dict(model=name, size=[height, width], options=options, parameters=parameters,
-                macs=sum(flops.values()) // 2, macs_of_weights=weights // 2,
-                macs_with_norms=weights // 2 + sum(norms.get(op, 0) for op in _NORMS),
+    return dict(model=name, size=[height, width], options=options,
+                parameters=sum(p.numel() for p in model.parameters()), **counts,
                 reported_by_authors=dict(zip(('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ()))))
+
+
+def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
+    """`macs`, `macs_of_weights` and `macs_with_norms` of one image; the model is left in training mode.
+
+    Args:
+        model: an nn.Module.
+        forward: runs the model on that many images.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops_of(images: int, **options: Any) -> Dict[str, int]:
+        with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
+            forward(images)
+        return {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts().get('Global', {}).items()}
+
+    model.eval()
+    flops = flops_of(1)
+    # In training mode, where norms are not folded into convolutions; two images, for maps of a single pixel.
+    for module in model.modules():
+        module.training = True
+    norms = flops_of(2, custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
+    weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS) // 2
+    return dict(macs=sum(flops.values()) // 2, macs_of_weights=weights,
+                macs_with_norms=weights + sum(norms.get(op, 0) for op in _NORMS) // 2)
 
 
 def _elements(each: int) -> Callable[..., int]:
@@ -95,16 +110,19 @@ def _options(pairs: List[str]) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
+    from .stats_config import count_config, is_config, reported
     from .zoo import our_models
     parser = argparse.ArgumentParser('subquad stats', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('model', nargs='*', help='timm names (default: all of ours)')
+    parser.add_argument('model', nargs='*', help='timm names, names or paths of configs (default: all of our models)')
     parser.add_argument('--size', help='224 or HEIGHTxWIDTH (default: what each model is made for)')
-    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE', help='model options, such as paths=none')
+    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
+                        help="a model's options, such as paths=none; of a config model.backbone.paths=none")
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     height, width = size(args.size) if args.size else (None, None)
-    rows = [count(name, height, width, **_options(args.set)) for name in args.model or our_models()]
+    rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.set))
+            for name in args.model or our_models()]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -113,12 +131,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     table = Table(Column('model', no_wrap=True), 'image', 'parameters', Column('GMACs: all', no_wrap=True), 'weights',
                   'with norms', Column('reported by the authors', min_width=20))
     for row in rows:
-        theirs = row['reported_by_authors']
-        reported = f"{theirs['parameters_M']} M, {theirs['gmacs']} G, top-1 {theirs['top1']}" if theirs else '-'
-        table.add_row(row['model'], '{}x{}'.format(*row['size']), f"{row['parameters']:,}",
-                      *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')), reported)
+        auxiliary = row.get('parameters_of_auxiliary_head')
+        table.add_row(row['model'], '{}x{}'.format(*row['size']),
+                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''),
+                      *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')),
+                      reported(row))
     console = Console()
-    Console(width=None if console.is_terminal else 120).print(table)
+    Console(width=None if console.is_terminal else 160).print(table)
     return 0
 
 

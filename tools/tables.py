@@ -128,19 +128,54 @@ def _figures_of(root: Path, prefixes: Sequence[str]) -> str:
 
 
 def trained_table(root: Path) -> str:
-    """What `subquad test --record` wrote: the newest result of each config and its options."""
+    """What `subquad test --record` wrote: the newest result of each config and its
+    options."""
     lines = [json.loads(line) for line in (root / RECORDS / 'trained.jsonl').read_text().splitlines()]
     newest = {(line['config'], line['options']): line for line in lines}
     rows = [[f'`{config}`', options or '-', f"{line['accuracy/top1']:.1f} %"]
-            for (config, options), line in sorted(newest.items())]
+            for (config, options), line in sorted(newest.items()) if 'accuracy/top1' in line]
     return markdown(['config', 'options', 'top-1 on the test part'], rows)
+
+
+def shapes_table(root: Path) -> str:
+    """What `subquad test --record` wrote of detectors and segmenters: the newest result of each config and its
+    options."""
+    lines = [json.loads(line) for line in (root / RECORDS / 'trained.jsonl').read_text().splitlines()]
+    newest = {(line['config'], line['options']): line for line in lines if 'accuracy/top1' not in line}
+    measures = (('coco/bbox_mAP_50', 'box AP50', 100), ('coco/segm_mAP_50', 'mask AP50', 100), ('mIoU', 'mIoU', 1))
+    rows = [[f'`{config}`', options.removeprefix('experiment_name=') or '-',
+             *(f'{line[key] * scale:.1f}' if key in line else '-' for key, _, scale in measures)]
+            for (config, options), line in sorted(newest.items())]
+    return markdown(['config', 'options', *(f'{name}, %' for _, name, _ in measures)], rows)
+
+
+def dense_table(root: Path) -> str:
+    """Parameters and MACs of the detectors and segmenters whose MACs the authors report, beside their figures.
+
+    Raises:
+        UserError: MMDetection or MMSegmentation is not installed.
+    """
+    from .stats_config import COUNTS, REPORTED, count_config
+    rows = []
+    for name, theirs in REPORTED.items():
+        if 'gmacs' not in theirs:
+            continue
+        row = count_config(name)
+        extra = row.get('parameters_of_auxiliary_head')
+        rows.append([f'`{name}`', '{} x {}'.format(*row['size']),
+                     f"{row['parameters']:,}" + (f' + {extra:,}' if extra else ''),
+                     *(f'{row[key] / 1e9:.2f}' for key in COUNTS), f"{theirs['parameters_M']} M, {theirs['gmacs']} G",
+                     f"{COUNTS[row['nearest_count']]}, {row['deviation_percent']:+.1f} %"])
+    return markdown(['config', 'image', 'parameters (+ auxiliary head)', 'GMACs: all', 'weights', 'with norms',
+                     'reported by the authors', 'nearest count'], rows)
 
 
 TABLES: Dict[str, Callable[[Path], str]] = {
     'models': models_table, 'cpu': cpu_table, 'cpu_full': cpu_full_table, 'gpu': gpu_table,
     'mobilevitv2': partial(_figures_of, prefixes=('mobilevit', 'separable_attention')),
     'myo': partial(_figures_of, prefixes=('quadtree_solve', 'myo', 'denoising')),
-    'trained': trained_table, 'resources': resources_table}
+    'trained': trained_table, 'shapes': shapes_table, 'dense': dense_table,
+    'detector': partial(_figures_of, prefixes=('mask-rcnn',)), 'resources': resources_table}
 
 
 def updated(text: str, root: Path) -> str:

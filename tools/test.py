@@ -1,6 +1,7 @@
-"""Evaluate a checkpoint on a config's test data: accuracy, as a table or JSON."""
+"""Evaluate a checkpoint on a config's test data: accuracy, box and mask AP, or mIoU, as a table or JSON."""
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Dict, List, Optional
@@ -11,22 +12,37 @@ from .cli import UserError
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
 
-    from .train import add_config_arguments, config_with_options
+    from .train import add_config_arguments, config_with_options, is_classifier
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
     add_config_arguments(parser)
     parser.add_argument('checkpoint', help='weights: .safetensors of subquad train, or a .pth')
+    parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of detections or segmentations '
+                        'beside what was annotated')
+    parser.add_argument('--tta', action='store_true', help='several scales and flips, as the config\'s tta_model says')
     parser.add_argument('--json', action='store_true', help='print JSON')
     parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')
     args = parser.parse_args(argv)
     config = config_with_options(args)
-    metrics = evaluate(config, args.checkpoint, as_configured=bool(args.record))
+    if is_classifier(config):
+        if args.show_dir or args.tta:
+            raise UserError('--show-dir and --tta are for detectors and segmenters (subquad visualize draws for '
+                            'classifiers)')
+        metrics, unit = evaluate(config, args.checkpoint, as_configured=bool(args.record)), ' %'
+    else:
+        from .dense.evaluate import evaluate as evaluate_dense
+        metrics, unit = evaluate_dense(config, args.checkpoint, args.show_dir, args.tta), ''
+    from mmengine.dist import is_main_process
+    if not is_main_process():
+        return 0
+    if not metrics:
+        print('nothing was found in any image: no metrics', file=sys.stderr)
     if args.record:
         _record(args.record, config, args, metrics)
     if args.json:
         print(json.dumps(metrics))
     else:
         for name, value in metrics.items():
-            print(f'{name}  {value:.2f} %')
+            print(f'{name}  {value:.{2 if unit else 3}f}{unit}')
     return 0
 
 
@@ -41,7 +57,8 @@ def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, floa
     from .records import append
     options = ' '.join(f'{key}={value}' for key, value in (args.cfg_options or {}).items())
     try:
-        append(expanded(path), {'config': Path(args.config).stem, 'options': options, 'model': config.model.name,
+        append(expanded(path), {'config': Path(args.config).stem, 'options': options,
+                                'model': config.model.get('name') or config.model.backbone.type,
                                 **metrics, **environment()})
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror or error}') from error

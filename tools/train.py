@@ -1,10 +1,11 @@
-"""Train a classifier from a config file."""
+"""Train a classifier, a detector or a segmenter from a config file."""
 import argparse
+import contextlib
 import shutil
 from pathlib import Path
-from typing import List, Optional, Set
+from typing import Any, List, Optional, Set
 
-from .cli import UserError, one_line
+from .cli import UserError, one_line, quiet
 from .config import known_configs, load
 
 
@@ -20,9 +21,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             super().__call__(parser, namespace, values, option_string)
 
     parser.add_argument('config', help='a config file, or the name of one that comes with the package')
-    parser.add_argument('--data', metavar='FOLDER', help='image folder with train/CLASS/* and val/CLASS/*, or '
-                        'the files of MNIST, CIFAR-10 or Long Range Arena, as the config says')
-    parser.add_argument('--model', metavar='NAME', help='another timm model than the config\'s')
+    parser.add_argument('--data', metavar='FOLDER', help='where the data lie: an image folder with train/CLASS/* and '
+                        'val/CLASS/*, the files of MNIST, CIFAR-10 or Long Range Arena, or a detection or segmentation '
+                        'config\'s data_root')
+    parser.add_argument('--model', metavar='NAME', help='another timm model than the config\'s (classifiers)')
     parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
                         help='change config entries, such as optim_wrapper.optimizer.lr=1e-3')
 
@@ -36,14 +38,42 @@ def config_with_options(args: argparse.Namespace):
     changes = dict(args.cfg_options or {})
     config = load(args.config, changes)
     if args.model:
+        if not is_classifier(config):
+            raise UserError('--model is for classifiers; a detector\'s or segmenter\'s backbone: --cfg-options '
+                            'model.backbone.arch=small')
         config.model.name = args.model
     if args.data:
-        loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
-        if not any('root' in loader.dataset for loader in loaders):
-            raise UserError(f'{args.config} makes its data or has them already: it takes no --data')
-        for loader in loaders:
-            loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
+        _move_data(config, args)
     return config
+
+
+def is_classifier(config) -> bool:
+    """Whether the config is one of this package's for classification, or of MMDetection or MMSegmentation."""
+    return config.model.get('type') == 'TimmClassifier'
+
+
+def _move_data(config, args: argparse.Namespace) -> None:
+    """Read the data of --data."""
+    if not is_classifier(config):
+        if 'data_root' not in config:
+            raise UserError(f'{args.config} has no data_root: it takes no --data')
+        old, new = str(config.data_root), str(Path(args.data).expanduser())
+        config.merge_from_dict(_moved(config.to_dict(), old, new + '/' * old.endswith('/')))
+        return
+    loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
+    if not any('root' in loader.dataset for loader in loaders):
+        raise UserError(f'{args.config} makes its data or has them already: it takes no --data')
+    for loader in loaders:
+        loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """The value with every path below folder `old` below `new`: evaluators have paths of their own."""
+    if isinstance(value, dict):
+        return {key: _moved(item, old, new) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, old, new) for item in value)
+    return new + value[len(old):] if isinstance(value, str) and value.startswith(old) else value
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -55,6 +85,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--work-dir', metavar='FOLDER', help='where everything is written (default: runs/CONFIG)')
     parser.add_argument('--epochs', type=int, help='train for so many epochs instead of the config\'s')
     parser.add_argument('--seed', type=int, help='seed of weights, order and augmentation (default: the config\'s)')
+    parser.add_argument('--amp', action='store_true', help='mixed precision: bfloat16 where the device has it')
+    parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
+                        help='go on from a .pth of an earlier run (default: the last one in the work folder)')
     parser.add_argument('--verbose', action='store_true', help='mmengine\'s own log on the screen as well')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
@@ -66,13 +99,60 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         scale_schedule(config, args.epochs)
     if args.seed is not None:
         config.randomness = dict(seed=args.seed)
-    run_training(config, args.work_dir or str(Path('runs') / Path(args.config).stem),
-                 log_level='INFO' if args.verbose else 'ERROR')
+    work_dir = args.work_dir or str(Path('runs') / Path(args.config).stem)
+    if args.amp:
+        use_mixed_precision(config)
+    if args.resume is not None:
+        config.load_from, config.resume = checkpoint_to_resume(work_dir, args.resume), True
+    run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR')
     return 0
 
 
+def use_mixed_precision(config) -> None:
+    """bfloat16 on CPUs and on GPUs that have it, else float16 with a loss scale."""
+    import torch
+
+    import subquad.backbones.mm  # noqa: F401  (registers the wrapper for CPUs)
+    if not torch.cuda.is_available():
+        config.optim_wrapper.update(type='CPUAmpOptimWrapper')
+    elif torch.cuda.is_bf16_supported():
+        config.optim_wrapper.update(type='AmpOptimWrapper', dtype='bfloat16')
+    else:
+        config.optim_wrapper.update(type='AmpOptimWrapper', dtype='float16', loss_scale='dynamic')
+
+
+def checkpoint_to_resume(work_dir: str, name: str) -> str:
+    """The checkpoint to go on from, found to hold weights and state and nothing that runs.
+
+    Raises:
+        UserError: none there, or not one of a Runner.
+    """
+    from mmengine.runner import find_latest_checkpoint
+
+    from ..backbones.weights import WeightsError, read_checkpoint
+    path = name or find_latest_checkpoint(str(Path(work_dir).expanduser()))
+    if not path:
+        raise UserError(f'--resume: no checkpoint in {work_dir} (--work-dir, or --resume CHECKPOINT)')
+    if Path(path).suffix == '.safetensors':
+        raise UserError(f'--resume: {path} holds weights alone; the .pth files beside it hold the state of '
+                        'training, too')
+    try:
+        _, _, source = read_checkpoint(path)
+    except WeightsError as error:
+        raise UserError(f'--resume: {error}') from error
+    if source != 'state_dict':
+        raise UserError(f'--resume: {path} is no checkpoint of a training run')
+    return str(path)
+
+
 def scale_schedule(config, epochs: int) -> None:
-    """Train for `epochs` with a schedule of the same shape; phases that would be shorter than an epoch are left out."""
+    """Train for `epochs` with a schedule of the same shape; phases that would be shorter than an epoch are left out.
+
+    Raises:
+        UserError: the config counts iterations.
+    """
+    if 'max_epochs' not in config.train_cfg:
+        raise UserError('the config trains by iterations: --cfg-options train_cfg.max_iters=N in place of --epochs')
     factor = epochs / config.train_cfg.max_epochs
     config.train_cfg.max_epochs = epochs
     schedulers = config.get('param_scheduler') or []
@@ -89,24 +169,32 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
     Raises:
         UserError: the config, the data or the folder do not fit; nothing has been written then.
     """
-    from .classification.hooks import ProgressHook, WeightsHook
-    from .classification.runner import build_runner
+    from mmengine.dist import is_main_process
+
+    from .hooks import ProgressHook, WeightsHook
+    if is_classifier(config):
+        from .classification.runner import build_runner
+    else:
+        from .dense.runner import build_runner
     folder = Path(work_dir).expanduser()
     before = set(folder.iterdir()) if folder.is_dir() else None
     progress, weights = ProgressHook(), WeightsHook()
     try:
-        build_runner(config, str(folder), training=True, hooks=[progress, weights], log_level=log_level).train()
+        with quiet() if log_level == 'ERROR' else contextlib.nullcontext():
+            build_runner(config, str(folder), training=True, hooks=[progress, weights], log_level=log_level).train()
     except Exception as error:
         progress.stop()
         if progress.started:
             raise
         # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
-        _undo(folder, before)
+        if is_main_process():
+            _undo(folder, before)
         raise error if isinstance(error, UserError) else UserError(f'config: {one_line(error)}') from error
     finally:
         progress.stop()
     path = folder / (weights.best_file or weights.last_file).name
-    print(f'weights: {path}')
+    if is_main_process():
+        print(f'weights: {path}')
     return path
 
 

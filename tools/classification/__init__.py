@@ -7,4 +7,5 @@ Importing it registers everything the configs in configs/classification name. Wh
     resuming           Runner(resume=True); SeedHook makes the epochs after it the same as without a break
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric are distributed already
 """
-from . import data, hooks, model, sequences  # noqa: F401
+from .. import hooks  # noqa: F401
+from . import data, model, sequences  # noqa: F401

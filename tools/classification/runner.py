@@ -1,7 +1,7 @@
 """From a config to a Runner: model and data are built, and found to fit, before anything is written."""
 import time
 from copy import deepcopy
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Dict, Sequence
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
@@ -9,9 +9,10 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
-from ..cli import UserError, one_line
+from ..building import build, made, process_options
+from ..cli import UserError
 from ..config import writable_folder
-from .hooks import WeightsHook
+from ..hooks import WeightsHook
 from .model import TimmClassifier
 
 NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
@@ -42,7 +43,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         if loader is not None:
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
-            loader['dataset'] = _build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
+            loader['dataset'] = build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
             arguments[f'{part}_dataloader'] = loader
             arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
             if part != 'train':
@@ -58,13 +59,13 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
     randomness = config.get('randomness', dict(seed=0))
     set_random_seed(randomness.get('seed'))
-    model = _build(MODELS, config.model.to_dict(), 'model')
+    model = build(MODELS, config.model.to_dict(), 'model')
     hooks = [dict(type='SeedHook'), *hooks]
     if training:
         optimizer = config.get('optim_wrapper')
         if optimizer is None:
             raise UserError('the config has no optim_wrapper')
-        arguments.update(optim_wrapper=_made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
+        arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
                          param_scheduler=config.get('param_scheduler'),
                          default_hooks=config.get('default_hooks'))
         for hook in hooks:
@@ -73,29 +74,10 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     writable_folder(work_dir)
     # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
-    return _made(lambda: Runner(
+    return made(lambda: Runner(
         model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
-        launcher=config.get('launcher', 'none'), env_cfg=config.get('env_cfg', dict(dist_cfg=dict(backend='gloo'))),
-        log_level=log_level, default_scope='mmengine', cfg=config, experiment_name=name),
-        'config')
-
-
-def _build(registry, config: Optional[Dict[str, Any]], name: str) -> Any:
-    return _made(lambda: registry.build(config), name)
-
-
-def _made(make: Callable[[], Any], name: str) -> Any:
-    """make(), its errors as a UserError that names the part of the config."""
-    try:
-        return make()
-    except UserError:
-        raise
-    except Exception as error:
-        # mmengine wraps what a constructor raised in another exception of the same kind.
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, UserError):
-            raise UserError(f'{name}: {cause}') from error
-        raise UserError(f'{name}: {one_line(error)}') from error
+        load_from=config.get('load_from'), resume=config.get('resume', False), log_level=log_level,
+        default_scope='mmengine', cfg=config, experiment_name=name, **process_options(config)), 'config')
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:

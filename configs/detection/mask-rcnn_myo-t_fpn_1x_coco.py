@@ -1,0 +1,4 @@
+# PPMA's config but for the mixer.
+_base_ = 'mask-rcnn_ppma-t_fpn_1x_coco.py'
+
+model = dict(backbone=dict(type='Myo'))

@@ -1,0 +1,1 @@
+_base_ = '_base_/ssdlite_mobilevitv2.py'

@@ -1,0 +1,18 @@
+# ADE20K for DeepLabv3 and PSPNet: 4 images on each of 4 GPUs.
+_base_ = 'mobilevitv2.py'
+
+data_root = 'data/ade/ADEChallengeData2016'
+train_dataloader = dict(
+    # The last batch of an epoch may have a single image, which BatchNorm cannot take in the pooled branches.
+    batch_size=4, num_workers=4, persistent_workers=True, drop_last=True,
+    sampler=dict(type='DefaultSampler', shuffle=True),
+    dataset=dict(
+        type='ADE20KDataset', data_root=data_root, pipeline=_base_.train_pipeline,
+        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training')))
+val_dataloader = dict(
+    batch_size=1, num_workers=4, persistent_workers=True, sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(
+        type='ADE20KDataset', data_root=data_root, pipeline=_base_.test_pipeline,
+        data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation')))
+test_dataloader = val_dataloader
+auto_scale_lr = dict(enable=False, base_batch_size=16)

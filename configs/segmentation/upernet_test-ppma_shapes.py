@@ -1,0 +1,14 @@
+# A small PPMA and a narrow UPerNet on generated shapes.
+_base_ = '_base_/shapes.py'
+
+classes = 6
+model = dict(
+    type='EncoderDecoder',
+    data_preprocessor=dict(type='SegDataPreProcessor', mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375],
+                           bgr_to_rgb=True, size_divisor=32, test_cfg=dict(size_divisor=32)),
+    backbone=dict(type='PPMA', arch='test'),
+    decode_head=dict(
+        type='UPerHead', in_channels=[32, 48, 64, 96], in_index=[0, 1, 2, 3], pool_scales=(1, 2), channels=64,
+        dropout_ratio=0.1, num_classes=classes, norm_cfg=dict(type='BN'), align_corners=False,
+        loss_decode=dict(type='CrossEntropyLoss')),
+    train_cfg=dict(), test_cfg=dict(mode='whole'))

@@ -1,0 +1,284 @@
+"""Detectors and segmenters by the tools, ours and the libraries' own: train, resume, test, predict, two processes."""
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip('mmcv')
+pytest.importorskip('mmdet')
+pytest.importorskip('mmseg')
+from pycocotools import mask as rle
+
+from subquad.backbones.weights import read_checkpoint
+from subquad.tools import make_dataset, predict, test, train
+from subquad.tools.cli import UserError
+from subquad.tools.config import find, known_configs, load
+from subquad.tools.dense.runner import build_runner
+
+MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
+SHORT = ['--cfg-options', 'randomness.seed=1']
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    """24 images to train on, 8 to test on."""
+    folder = tmp_path_factory.mktemp('dense') / 'shapes'
+    make_dataset.main(['shapes', str(folder), '--train', '24', '--val', '8', '--size', '96'])
+    for part in ('train', 'val'):                          # as VOC lists its images
+        names = sorted(path.stem for path in (folder / 'images' / part).iterdir())
+        (folder / f'{part}.txt').write_text('\n'.join(names))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def trained(data, tmp_path_factory):
+    """{config: its work folder} after two epochs and, resumed, one more."""
+    folders = {}
+    for name in (MASK_RCNN, UPERNET):
+        folders[name] = folder = tmp_path_factory.mktemp('runs') / name
+        arguments = [name, '--data', str(data), '--work-dir', str(folder), *SHORT]
+        assert train.main([*arguments, '--epochs', '2']) == 0
+        assert train.main([*arguments, '--epochs', '3', '--resume']) == 0
+    return folders
+
+
+@pytest.mark.parametrize('name, metrics', [(MASK_RCNN, ['coco/bbox_mAP_50', 'coco/segm_mAP_50']), (UPERNET, ['mIoU'])])
+def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
+    folder = trained[name]
+    assert {'last.safetensors', 'best.safetensors', 'epoch_3.pth'} <= set(os.listdir(folder))
+    last, facts, _ = read_checkpoint(folder / 'last.safetensors')
+    state, _, source = read_checkpoint(folder / 'epoch_3.pth')         # no code runs, although a Runner wrote it
+    assert source == 'state_dict' and facts['epoch'] == 3 and facts['config'] == name
+    assert set(last) == set(state) and all(torch.equal(last[key], state[key]) for key in last)
+    for file in ('last.safetensors', 'epoch_3.pth'):
+        arguments = [name, str(folder / file), '--data', str(data), '--json']
+        assert test.main([*arguments, '--show-dir', str(tmp_path / file)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert all(found[metric] >= 0 for metric in metrics)
+        assert len(list((tmp_path / file).glob('*.png'))) == 8
+        if file == 'last.safetensors':
+            expected = found
+    assert found == expected
+
+
+def test_resuming_is_as_training_without_a_break(data, trained, tmp_path):
+    options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=3',
+               'default_hooks.checkpoint.max_keep_ckpts=3']
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    train.main([*options, '--work-dir', str(whole)])
+    parts.mkdir()
+    shutil.copy(whole / 'epoch_1.pth', parts)              # what is there when it is stopped in its second epoch
+    train.main([*options, '--work-dir', str(parts), '--resume', str(parts / 'epoch_1.pth')])
+    one, other = (read_checkpoint(folder / 'last.safetensors')[0] for folder in (whole, parts))
+    for key in one:
+        torch.testing.assert_close(other[key], one[key], msg=key)
+
+
+@pytest.mark.parametrize('name', [MASK_RCNN, UPERNET])
+def test_predict(name, trained, data, tmp_path, capsys):
+    images = data / 'images' / 'val'
+    assert predict.main([name, str(trained[name] / 'last.safetensors'), str(images), '--out', str(tmp_path), '--json',
+                         '--score', '0']) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == json.loads((tmp_path / 'predictions.json').read_text()) and len(rows) == 8
+    for row in rows:
+        assert Image.open(row['picture']).size == (96, 96)
+        if name == UPERNET:
+            masks = sum(rle.decode(item['mask']).astype(int) for item in row['classes'])
+            assert (masks == 1).all(), 'each pixel has one class'
+            assert sum(item['share'] for item in row['classes']) == pytest.approx(1, abs=1e-5)
+        else:
+            scores = [item['score'] for item in row['objects']]
+            assert scores == sorted(scores, reverse=True) and scores
+            for item in row['objects']:
+                x1, y1, x2, y2 = item['box']
+                assert 0 <= x1 <= x2 <= 96 and 0 <= y1 <= y2 <= 96 and rle.decode(item['mask']).shape == (96, 96)
+                assert item['class'] in ('circle', 'ring', 'triangle', 'square', 'star')
+
+
+def test_mixed_precision_on_a_cpu(data, tmp_path):
+    assert train.main(['mask-rcnn_test-myo_shapes', '--amp', '--data', str(data), '--epochs', '1', '--work-dir',
+                       str(tmp_path / 'amp'), *SHORT]) == 0
+    weights, _, _ = read_checkpoint(tmp_path / 'amp' / 'last.safetensors')
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+@pytest.mark.parametrize('name', ['ssdlite_test-mobilevitv2_shapes', 'deeplabv3_test-mobilevitv2_shapes'])
+def test_the_other_networks_run(name, data, tmp_path, capsys):
+    work = tmp_path / 'run'
+    assert train.main([name, '--data', str(data), '--epochs', '1', '--work-dir', str(work), *SHORT]) == 0
+    assert test.main([name, str(work / 'last.safetensors'), '--data', str(data), '--json']) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def _run(command, **options):
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path)), 'OMP_NUM_THREADS': '1'}
+    return subprocess.run([sys.executable, '-W', 'ignore', *map(str, command)], capture_output=True, text=True,
+                          env=environment, **options)
+
+
+@pytest.mark.parametrize('library, name', [('mmdet', MASK_RCNN), ('mmseg', UPERNET)])
+def test_the_libraries_own_tools(library, name, data, tmp_path):
+    """Their train.py and test.py, as installed, on our config unchanged, from another folder."""
+    tools = Path(sys.modules[library].__path__[0]) / '.mim' / 'tools'
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data' / 'shapes').symlink_to(data)
+    done = _run([tools / 'train.py', find(name), '--work-dir', 'work', '--cfg-options', 'train_cfg.max_epochs=1'],
+                cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    checkpoint = tmp_path / 'work' / 'epoch_1.pth'
+    done = _run([tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested'], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search('coco/bbox_mAP: |mIoU: ', done.stdout + done.stderr)
+    # ... and a checkpoint of another network ends in an error, not in a test of random weights.
+    done = _run([tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested',
+                 '--cfg-options', 'model.backbone.arch=tiny'], cwd=tmp_path)
+    assert done.returncode and 'not a checkpoint of this PPMA backbone' in done.stderr
+
+
+def test_two_processes(data, tmp_path):
+    """torchrun on CPUs: one set of checkpoints, one result, that of one process."""
+    torchrun = ['-m', 'torch.distributed.run', '--nproc_per_node', '2', '--master_port', '29517', '-m', 'subquad.tools']
+    work = tmp_path / 'work'
+    done = _run([*torchrun, 'train', MASK_RCNN, '--data', data, '--epochs', '1', '--work-dir', work])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count('weights: ') == 1 and done.stderr.count('validation ') == 1
+    assert sorted(path.name for path in work.glob('*.*t*')) == ['best.safetensors', 'epoch_1.pth', 'last.safetensors']
+    done = _run([*torchrun, 'test', MASK_RCNN, work / 'last.safetensors', '--data', data, '--json'])
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = json.loads(done.stdout)
+    done = _run(['-m', 'subquad.tools', 'test', MASK_RCNN, work / 'last.safetensors', '--data', data, '--json'])
+    assert json.loads(done.stdout) == pytest.approx(two, abs=2e-3)
+
+
+# ---- every config's data
+
+def _pointed_at(dataset, folder, part):
+    """The data set's config, reading the generated images."""
+    dataset = copy.deepcopy(dataset)
+    if 'datasets' in dataset:
+        dataset['datasets'] = [_pointed_at(one, folder, part) for one in dataset['datasets']]
+    elif 'dataset' in dataset:
+        dataset['dataset'] = _pointed_at(dataset['dataset'], folder, part)
+    elif 'Coco' in dataset['type']:
+        dataset.update(data_root=str(folder), ann_file=f'annotations/instances_{part}.json',
+                       data_prefix=dict(img=f'images/{part}/'), metainfo=dict(classes=('circle', 'star')))
+    else:
+        dataset.update(data_root=str(folder), ann_file=f'{part}.txt', img_suffix='.jpg', seg_map_suffix='.png',
+                       data_prefix=dict(img_path=f'images/{part}', seg_map_path=f'annotations_seg/{part}'))
+    return dataset
+
+
+@pytest.mark.parametrize('name', [name for name in known_configs()
+                                  if find(name).parent.name in ('detection', 'segmentation')])
+def test_every_configs_pipeline(name, data):
+    from mmengine.registry import DATASETS, init_default_scope
+    config = load(name)
+    init_default_scope(config.default_scope)
+    for part in ('train', 'val'):
+        dataset = DATASETS.build(_pointed_at(config[f'{part}_dataloader'].dataset.to_dict(), data, part))
+        item = dataset[1]
+        assert item['inputs'].ndim == 3 and item['inputs'].shape[0] == 3
+        if part == 'train' and config.default_scope == 'mmseg':
+            assert item['data_samples'].gt_sem_seg.shape == item['inputs'].shape[1:]
+        elif part == 'train':
+            assert len(item['data_samples'].gt_instances.bboxes) == len(item['data_samples'].gt_instances.labels)
+
+
+# ---- what a user can get wrong
+
+def _error(main, arguments, message):
+    with pytest.raises(UserError, match=message):
+        main([str(argument) for argument in arguments])
+
+
+def test_wrong_inputs_write_nothing(data, trained, tmp_path):
+    folder = tmp_path / 'kept'
+    folder.mkdir()
+    (folder / 'mine.txt').write_text('mine')
+    options = ['--data', data, '--work-dir', folder]
+    for name, changes, message in (
+            (MASK_RCNN, ['--cfg-options', 'train_dataloder.batch_size=1'], "no 'train_dataloder'.*train_dataloader"),
+            (MASK_RCNN, ['--cfg-options', 'model.backbone.depth=3'], "model: .*unexpected keyword argument 'depth'"),
+            (MASK_RCNN, ['--cfg-options', 'model.backbone.arch=huge'], "arch must be one of 'tiny'.* got 'huge'"),
+            (MASK_RCNN, ['--cfg-options', 'model.roi_head.bbox_head.num_classes=4'],
+             'model.roi_head.bbox_head.num_classes is 4, the data set has 5 classes'),
+            (UPERNET, ['--cfg-options', 'model.decode_head.num_classes=5'], 'num_classes is 5, the data set has 6'),
+            (MASK_RCNN, ['--model', 'ppma_tiny'], '--model is for classifiers'),
+            (MASK_RCNN, ['--resume'], 'no checkpoint in'),
+            (MASK_RCNN, ['--resume', trained[MASK_RCNN] / 'last.safetensors'], 'hold the state of training'),
+            ('mask-rcnn_test-pmpa_shapes', [], "no config file 'mask-rcnn_test-pmpa_shapes'; did you mean")):
+        _error(train.main, [name, *options, *changes], message)
+    _error(train.main, [MASK_RCNN, '--data', tmp_path / 'nothing', '--work-dir', folder], 'instances_train.json')
+    _error(train.main, [UPERNET, '--data', tmp_path / 'nothing', '--work-dir', folder], 'No such file|no images found')
+    assert os.listdir(folder) == ['mine.txt']
+    last = trained[MASK_RCNN] / 'last.safetensors'
+    _error(test.main, ['mask-rcnn_test-myo_shapes', last, '--data', data],
+           'is not a checkpoint of this MaskRCNN on Myo: .* keys missing')
+    _error(test.main, [UPERNET, last, '--data', data], 'knows the classes circle, .* the data has background, circle')
+    _error(test.main, [MASK_RCNN, tmp_path / 'none.pth', '--data', data], 'no weight file')
+    _error(test.main, [MASK_RCNN, last, '--data', data, '--tta'], 'no tta_model')
+    _error(predict.main, [MASK_RCNN, last], 'the following arguments|no images given')
+    _error(predict.main, [MASK_RCNN, last, data / 'dataset.json', '--out', tmp_path / 'out'], 'is not an image')
+
+
+def test_a_class_too_many(data, tmp_path):
+    """In the annotations: mmdet would leave it out in silence, mmseg stop in the middle of an epoch."""
+    other = tmp_path / 'shapes'
+    shutil.copytree(data, other)
+    path = other / 'annotations' / 'instances_train.json'
+    annotations = json.loads(path.read_text())
+    annotations['categories'].append(dict(id=9, name='hexagon'))
+    path.write_text(json.dumps(annotations))
+    label_map = sorted((other / 'annotations_seg' / 'train').iterdir())[0]
+    Image.fromarray(np.full((96, 96), 6, np.uint8)).save(label_map)
+    work = tmp_path / 'work'
+    _error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work], "has a category 'hexagon' that metainfo")
+    _error(train.main, [UPERNET, '--data', other, '--work-dir', work], 'has label 6, the data set has 6 classes')
+    assert not work.exists()
+    annotations['categories'] = annotations['categories'][1:5]
+    path.write_text(json.dumps(annotations))
+    _error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work], "has no category 'circle'; it has ring")
+
+
+def test_images_without_objects_and_single_images(data):
+    """A batch of one image with nothing on it: losses are finite, and nothing is found where nothing is learned."""
+    config = load(MASK_RCNN)
+    config.merge_from_dict({'data_root': str(data)})
+    for name in (MASK_RCNN, 'mask-rcnn_test-myo_shapes', 'ssdlite_test-mobilevitv2_shapes'):
+        from mmdet.structures import DetDataSample
+        from mmengine.registry import MODELS, init_default_scope
+        from mmengine.structures import InstanceData
+        init_default_scope('mmdet')
+        model = MODELS.build(load(name).model).train()
+        sample = DetDataSample(metainfo=dict(img_shape=(90, 70), ori_shape=(90, 70), scale_factor=(1., 1.),
+                                             batch_input_shape=(90, 70), pad_shape=(90, 70)))
+        sample.gt_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+        if 'mask' in name:
+            from mmdet.structures.mask import BitmapMasks
+            sample.gt_instances.masks = BitmapMasks(np.zeros((0, 90, 70), np.uint8), 90, 70)
+        for module in model.modules():               # one value a channel has no variance
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        data_batch = model.data_preprocessor(dict(inputs=[torch.zeros(3, 90, 70, dtype=torch.uint8)],
+                                                  data_samples=[sample]), training=True)
+        losses, _ = model.parse_losses(model(**data_batch, mode='loss'))
+        losses.backward()
+        assert losses.isfinite(), name
+
+
+def test_runner_needs_a_test_part(data, tmp_path):
+    config = load(MASK_RCNN)
+    config.pop('test_dataloader')
+    with pytest.raises(UserError, match='the config has no test_dataloader'):
+        build_runner(config, str(tmp_path / 'x'), training=False)
+    assert not (tmp_path / 'x').exists()

@@ -1,0 +1,331 @@
+"""The MobileViTv2 authors' segmentation heads, and every segmentation config: counts, formulas, losses, data."""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip('mmseg')
+
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
+from mmengine.structures import PixelData
+from mmseg.registry import MODELS
+from mmseg.structures import SegDataSample
+
+import subquad.backbones.mm
+import subquad.configs
+
+FOLDER = Path(subquad.configs.__path__[0]) / 'segmentation'
+CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
+WIDTHS = ('050', '075', '100', '125', '150', '175', '200')
+# Without the auxiliary head, for ADE20K at stride 8 and VOC at stride 16, and the auxiliary head for ADE20K, by width.
+TOTALS = {
+    ('deeplabv3', 'ade20k'): (6_308_495, 9_576_455, 13_384_831, 17_733_623, 22_622_831, 28_052_455, 34_022_495),
+    ('deeplabv3', 'voc12-coco'): (6_242_318, 9_510_278, 13_318_654, 17_667_446, 22_556_654, 27_986_278, 33_956_318),
+    ('pspnet', 'ade20k'): (3_616_911, 6_246_151, 9_448_575, 13_224_183, 17_572_975, 22_494_951, 27_990_111),
+    ('pspnet', 'voc12-coco'): (3_550_734, 6_179_974, 9_382_398, 13_158_006, 17_506_798, 22_428_774, 27_923_934)}
+AUXILIARY = (240_790, 351_382, 461_974, 572_566, 768_534, 1_041_750, 1_356_438)
+SMALL = {'model.backbone.arch': 'test', 'model.decode_head.in_channels': 128, 'model.auxiliary_head.in_channels': 96,
+         'model.decode_head.channels': 24, 'model.data_preprocessor.size': (96, 96)}
+
+
+def config_of(name, **options):
+    config = Config.fromfile(FOLDER / f'{name}.py')
+    config.merge_from_dict(options)
+    init_default_scope('mmseg')
+    return config
+
+
+def on_meta(config):
+    with torch.device('meta'):
+        return MODELS.build(config.model)
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def small(head, data='ade20k'):
+    """(config, network of random statistics) for `head` on the smallest MobileViTv2."""
+    config = config_of(f'{head}_mobilevitv2-100_{data}-512x512', **SMALL)
+    model = MODELS.build(config.model)
+    shake(model)
+    return config, model.eval()
+
+
+def shake(model):
+    """Norms that do something in evaluation."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.3)
+            module.running_var.uniform_(0.5, 2)
+            module.weight.data.uniform_(0.5, 2)
+            module.bias.data.normal_(std=0.3)
+
+
+def sample(height, width, classes=150, ignored=20):
+    """An image's data: `ignored` rows without label."""
+    labels = torch.randint(classes, (1, height, width))
+    labels[:, :ignored] = 255
+    return SegDataSample(gt_sem_seg=PixelData(data=labels), metainfo=dict(img_shape=(height, width)))
+
+
+@pytest.mark.parametrize('head, data', TOTALS)
+def test_parameters_are_the_published(head, data):
+    for width, total, auxiliary in zip(WIDTHS, TOTALS[head, data], AUXILIARY):
+        model = on_meta(config_of(f'{head}_mobilevitv2-{width}_{data}-512x512'))
+        assert count(model) - count(model.auxiliary_head) == total, width
+        m = model.auxiliary_head.channels
+        classes = 150 if data == 'ade20k' else 21
+        assert count(model.auxiliary_head) == auxiliary - (m + 1) * (150 - classes), width
+        assert model.decode_head.num_classes == model.auxiliary_head.num_classes == classes
+        assert model.backbone.out_strides == ([8, 8] if data == 'ade20k' else [16, 16])
+        if head == 'deeplabv3':
+            assert model.decode_head.dilations == ((12, 24, 36) if data == 'ade20k' else (6, 12, 18))
+
+
+def test_upernet_parameters_are_the_papers():
+    """The paper's 43, 56 and 83 M have the auxiliary head in them: without it PPMA-T's would be 42 M."""
+    totals = [count(on_meta(config_of(f'upernet_ppma-{size}_160k_ade20k-512x512'))) for size in 'tsb']
+    assert totals == [43_092_460, 55_726_660, 83_120_736]
+    assert [round(total / 1e6) for total in totals] == [43, 56, 83]
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_every_config_builds(name):
+    config = config_of(name)
+    model = on_meta(config)
+    heads = [model.decode_head, *([model.auxiliary_head] if model.with_auxiliary_head else [])]
+    for head in heads:
+        indices = [head.in_index] if isinstance(head.in_index, int) else head.in_index
+        channels = [head.in_channels] if isinstance(head.in_channels, int) else list(head.in_channels)
+        assert channels == [model.backbone.out_channels[i] for i in indices]
+    for loader, pipeline in (('train', 'train'), ('val', 'test'), ('test', 'test')):
+        dataset = config[f'{loader}_dataloader'].dataset
+        for part in dataset.get('datasets', [dataset]):
+            assert part.pipeline == config[f'{pipeline}_pipeline']
+    for pipeline in ('train_pipeline', 'test_pipeline', 'tta_pipeline'):
+        if pipeline in config:
+            Compose(config[pipeline])
+    assert 'upernet_ppma' not in name or 'tta_pipeline' in config
+
+
+def test_windows_of_the_published_tests():
+    for size in 'tsb':
+        ade, city = (config_of(f'upernet_ppma-{size}_160k_{data}').model.test_cfg
+                     for data in ('ade20k-512x512', 'cityscapes-1024x1024'))
+        assert (ade.mode, ade.crop_size, ade.stride) == ('slide', (512, 512), (341, 341))
+        assert (city.mode, city.crop_size) == ('slide', (1024, 1024))
+        assert city.stride == ((768, 768) if size == 't' else (341, 341))
+
+
+def unit(module, x, dilation=1):
+    """Convolution, BatchNorm in evaluation, ReLU, by the formula."""
+    conv, norm = module.conv, module.bn
+    assert conv.bias is None
+    x = F.conv2d(x, conv.weight, padding=conv.kernel_size[0] // 2 * dilation, dilation=dilation)
+    x = (x - norm.running_mean[:, None, None]) / (norm.running_var[:, None, None] + 1e-5).sqrt()
+    return (x * norm.weight[:, None, None] + norm.bias[:, None, None]).clamp(min=0)
+
+
+def resized(x, size, align_corners):
+    return F.interpolate(x, size, mode='bilinear', align_corners=align_corners)
+
+
+@pytest.mark.parametrize('size', [(9, 13), (5, 4)])
+def test_heads_by_the_formula(size):
+    init_default_scope('mmseg')
+    maps = [torch.randn(2, 8, 3, 3).double(), torch.randn(2, 80, *size).double()]
+    x = maps[1]
+    common = dict(in_channels=80, in_index=1, channels=24, num_classes=7)
+    deeplab = MODELS.build(dict(type='DeepLabv3Head', dilations=(2, 3, 5), **common)).double().eval()
+    pspnet = MODELS.build(dict(type='PSPNetHead', **common)).double().eval()
+    for head in (deeplab, pspnet):
+        shake(head)
+        assert head.dropout.p == 0.1 and isinstance(head.dropout, torch.nn.Dropout2d) and head.align_corners
+        torch.nn.init.normal_(head.conv_seg.weight)
+    with torch.no_grad():
+        branches = [unit(deeplab.aspp[0], x), *(unit(deeplab.aspp[n], x, d) for n, d in ((1, 2), (2, 3), (3, 5)))]
+        branches.append(resized(unit(deeplab.aspp[4], x.mean((2, 3), keepdim=True)), size, False))
+        y = unit(deeplab.project, torch.cat(branches, 1))
+        expected = F.conv2d(y, deeplab.conv_seg.weight, deeplab.conv_seg.bias)
+        torch.testing.assert_close(deeplab(maps), expected)
+        assert expected.std() > 0.1
+
+        levels = [resized(unit(module, F.adaptive_avg_pool2d(x, n)), size, True)
+                  for n, module in zip((1, 2, 3, 6), pspnet.branches)]
+        assert [level.shape[1] for level in levels] == [16] * 4       # 80 / 4, down to a multiple of 16
+        y = unit(pspnet.fusion, torch.cat([x, *levels], 1))
+        torch.testing.assert_close(pspnet(maps), F.conv2d(y, pspnet.conv_seg.weight, pspnet.conv_seg.bias))
+
+
+@pytest.mark.parametrize('head', ['deeplabv3', 'pspnet'])
+def test_losses(head):
+    """Of one image: mean over its labelled pixels, at the image's size, the auxiliary head's times 0.4."""
+    _, model = small(head)
+    x, data = torch.rand(1, 3, 64, 96), sample(64, 96)
+    with torch.no_grad():
+        losses = model.loss(x, [data])
+        levels = model.backbone(x)
+        for name, part, weight in (('decode', model.decode_head, 1.), ('aux', model.auxiliary_head, 0.4)):
+            logits = resized(part(levels), (64, 96), True)
+            expected = weight * F.cross_entropy(logits, data.gt_sem_seg.data, ignore_index=255)
+            torch.testing.assert_close(losses[f'{name}.loss_ce'], expected)
+    model.train()
+    losses = model.loss(torch.rand(2, 3, 64, 64), [sample(64, 64), sample(64, 64)])
+    sum(value for key, value in losses.items() if 'loss' in key).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+    with pytest.raises(ValueError, match='more than 1 value per channel'):
+        model.loss(x, [data])
+
+
+@pytest.mark.parametrize('head, data, size', [('deeplabv3', 'ade20k', (136, 104)), ('pspnet', 'voc12-coco', (75, 100)),
+                                              ('deeplabv3', 'voc12-coco', (33, 190))])
+def test_any_size(head, data, size):
+    """Logits at the image's size, and a prediction at the size before resizing."""
+    _, model = small(head, data)
+    image = torch.randint(256, (3, *size), dtype=torch.uint8)
+    meta = dict(ori_shape=(50, 61), img_shape=size, padding_size=[0, 0, 0, 0])
+    with torch.no_grad():
+        prediction, = model.test_step(dict(inputs=[image], data_samples=[SegDataSample(metainfo=meta)]))
+        x = image.flip(0)[None] / 255.                                # RGB from BGR, no mean or deviation
+        logits = resized(model.decode_head(model.backbone(x)), size, True)
+    expected = resized(logits, (50, 61), True)[0]
+    torch.testing.assert_close(prediction.seg_logits.data, expected)
+    assert prediction.pred_sem_seg.data.shape == (1, 50, 61) and expected.isfinite().all()
+
+
+def test_pretrained_by_options(tmp_path):
+    import timm
+
+    from subquad.backbones.weights import save_weights
+    classifier = timm.create_model('test_mobilevitv2', num_classes=3)
+    save_weights(classifier, tmp_path / 'w.safetensors')
+    config = config_of('pspnet_mobilevitv2-100_ade20k-512x512', **SMALL, **{
+        'model.backbone.init_cfg.type': 'Pretrained',
+        'model.backbone.init_cfg.checkpoint': str(tmp_path / 'w.safetensors')})
+    model = MODELS.build(config.model)
+    model.init_weights()
+    own = classifier.state_dict()
+    assert all(torch.equal(value, own[key]) for key, value in model.backbone.state_dict().items())
+
+
+def test_augmentation(tmp_path):
+    from mmcv import imwrite
+    config = config_of('deeplabv3_mobilevitv2-100_ade20k-512x512')
+    rng = np.random.default_rng(0)
+    image = rng.integers(1, 256, (60, 90, 3), dtype=np.uint8)
+    image[..., 2] = 255                                               # BGR
+    imwrite(image, str(tmp_path / 'image.png'))
+    imwrite(np.full((60, 90), 7, np.uint8), str(tmp_path / 'labels.png'))
+    data = dict(img_path=str(tmp_path / 'image.png'), seg_map_path=str(tmp_path / 'labels.png'), label_map=None,
+                reduce_zero_label=True)
+    pipeline = Compose(config.train_pipeline)
+    for _ in range(8):
+        done = pipeline(dict(data, seg_fields=[]))
+        labels = done['data_samples'].gt_sem_seg.data[0]
+        assert done['inputs'].shape == (3, 512, 512) and done['inputs'].dtype == torch.uint8
+        assert labels.shape == (512, 512) and set(labels.unique().tolist()) <= {6, 255}
+        assert (labels == 6).sum() >= 0.8 * 256 * 384                 # a short side of 256 or more, rotated
+    for kind in ('RandomGaussianBlur', 'RandomChannelOrder'):
+        never, always = Compose([dict(type=kind, prob=0.)]), Compose([dict(type=kind, prob=1.)])
+        assert never(dict(img=image))['img'] is image
+        changed = [always(dict(img=image))['img'] for _ in range(20)]
+        assert all(x.shape == image.shape and x.dtype == np.uint8 for x in changed)
+        assert any((x != image).any() for x in changed)
+        places = {tuple(int(c) for c in np.flatnonzero((x == 255).all((0, 1)))) for x in changed}
+        assert places == ({(2,)} if 'Blur' in kind else {(0,), (1,), (2,)})
+        sums = [sorted(x.sum((0, 1)).tolist()) == sorted(image.sum((0, 1)).tolist()) for x in changed]
+        assert all(sums) if 'Order' in kind else not all(sums)
+
+
+def test_no_decay_on_norms():
+    for name, biases in (('upernet_ppma-t_160k_ade20k-512x512', True),
+                         ('pspnet_mobilevitv2-100_ade20k-512x512', False)):
+        config = config_of(name)
+        model = on_meta(config)
+        decay = config.optim_wrapper.optimizer.weight_decay
+        norms = {id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+                 if isinstance(module, (torch.nn.BatchNorm2d, torch.nn.LayerNorm, torch.nn.GroupNorm))}
+        for group in build_optim_wrapper(model, config.optim_wrapper).optimizer.param_groups:
+            parameter, = group['params']
+            free = id(parameter) in norms or not biases and parameter.ndim == 1
+            assert group['weight_decay'] == (0 if free else decay)
+
+
+def test_learning_rates():
+    """After a warm-up, a cosine of the epoch: not of the iteration."""
+    def rates(name, epochs, iterations):
+        config = config_of(name)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], config.optim_wrapper.optimizer.lr)
+        schedulers = [PARAM_SCHEDULERS.build(dict(cfg, optimizer=optimizer)) for cfg in config.param_scheduler]
+        seen = []
+        for _ in range(epochs):
+            for _ in range(iterations):
+                seen.append(optimizer.param_groups[0]['lr'])
+                [scheduler.step() for scheduler in schedulers if not scheduler.by_epoch]
+            [scheduler.step() for scheduler in schedulers if scheduler.by_epoch]
+        return np.array(seen).reshape(epochs, iterations)
+
+    def cosine(epochs, highest, lowest):
+        return lowest + (highest - lowest) * (1 + np.cos(np.pi * np.arange(epochs) / epochs)) / 2
+    ade = rates('deeplabv3_mobilevitv2-050_ade20k-512x512', 120, 2)
+    np.testing.assert_allclose(ade, np.repeat(cosine(120, 0.02, 0.0002)[:, None], 2, 1))
+    voc = rates('pspnet_mobilevitv2-050_voc12-coco-512x512', 50, 600)
+    np.testing.assert_allclose(voc[0, [0, 499]], [5e-5, 5e-4], rtol=0.01)
+    np.testing.assert_allclose(voc[1:, 0], cosine(50, 5e-4, 1e-6)[1:])
+    np.testing.assert_allclose(voc[1:].std(1), 0, atol=1e-9)
+
+
+def test_cocos_annotations_become_vocs(tmp_path):
+    """The code in the README, on an image with a bus under a person, a giraffe, and on one without instances."""
+    pytest.importorskip('pycocotools')
+    from PIL import Image
+
+    def rectangle(n, category, x, y, width, height):
+        polygon = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+        return dict(id=n, image_id=25, category_id=category, segmentation=polygon, area=width * height, iscrowd=0,
+                    bbox=[x, y, width, height])
+    content = dict(
+        images=[dict(id=n, file_name=f'{n:012}.jpg', height=20, width=30) for n in (25, 9)],
+        categories=[dict(id=n, name=str(n)) for n in (1, 6, 25)],
+        annotations=[rectangle(1, 1, 0, 0, 10, 10), rectangle(2, 6, 5, 5, 10, 10), rectangle(3, 25, 20, 0, 10, 20)])
+    (tmp_path / 'data/coco/annotations').mkdir(parents=True)
+    (tmp_path / 'data/coco/annotations/instances_train2017.json').write_text(json.dumps(content))
+    code = (FOLDER / 'README.md').read_text().split('```python\n')[1].split('```')[0]
+    before = os.getcwd()
+    try:
+        os.chdir(tmp_path)
+        exec(code, {})
+    finally:
+        os.chdir(before)
+    folder = tmp_path / 'data/coco/voc21'
+    assert (folder / 'train2017.txt').read_text() == '000000000009\n000000000025\n'
+    expected = np.zeros((20, 30), np.uint8)
+    expected[5:15, 5:15] = 6                                          # bus
+    expected[:10, :10] = 15                                           # person
+    np.testing.assert_array_equal(np.array(Image.open(folder / 'train2017/000000000025.png')), expected)
+    assert not np.array(Image.open(folder / 'train2017/000000000009.png')).any()
+
+
+def test_metafile():
+    yaml = pytest.importorskip('yaml')
+    content = yaml.safe_load((FOLDER / 'metafile.yml').read_text())
+    entries = {entry['Name']: entry for entry in content['Models']}
+    assert list(entries) == [entry['Name'] for entry in content['Models']]
+    assert set(entries) == {name for name in CONFIGS if 'shapes' not in name}
+    collections = {collection['Name'] for collection in content['Collections']}
+    for name, entry in entries.items():
+        assert entry['Config'] == f'configs/segmentation/{name}.py' and entry['In Collection'] in collections
+        assert ('Results' in entry) == ('Reported By' in entry)
+    metrics = {name: entry['Results'][0]['Metrics'] for name, entry in entries.items() if 'Results' in entry}
+    assert metrics['upernet_ppma-b_160k_ade20k-512x512'] == {'mIoU': 52.3, 'mIoU(ms+flip)': 53.0}
+    assert metrics['deeplabv3_mobilevitv2-200_ade20k-512x512'] == {'mIoU': 40.94}
+    assert len(metrics) == 3 + 3 + 7 + 6 + 4 + 6

@@ -1,0 +1,62 @@
+"""Test a detector or segmenter: metrics of its config's evaluator, and pictures."""
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Optional, Sequence
+
+import mmcv
+from mmengine.config import Config, ConfigDict
+from mmengine.hooks import Hook
+
+from ...backbones.mm.checkpoints import load_checkpoint
+from ...backbones.weights import WeightsError
+from ..cli import UserError, quiet
+from ..config import writable_folder
+from .runner import build_runner, classes_of
+
+
+class PicturesHook(Hook):
+    """Writes each test image with what was found, beside what was annotated.
+
+    Args:
+        folder: where; a picture has its image's name and the ending .png.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def after_test_iter(self, runner, batch_idx: int, data_batch: Any = None,
+                        outputs: Optional[Sequence[Any]] = None) -> None:
+        for sample in outputs or ():
+            image = mmcv.imread(sample.img_path, channel_order='rgb')
+            path = self.folder / f'{Path(sample.img_path).stem}.png'
+            runner.visualizer.add_datasample(path.stem, image, sample, draw_gt=True, show=False, out_file=str(path))
+
+
+def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False) -> Dict[str, float]:
+    """Metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
+
+    Args:
+        config: as `subquad.tools.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
+        tta: test as the config's `tta_model` and `tta_pipeline` say.
+
+    Raises:
+        UserError: the config, the data, the checkpoint or the folder do not fit.
+    """
+    if tta:
+        if 'tta_model' not in config or 'tta_pipeline' not in config:
+            raise UserError('--tta: the config has no tta_model and tta_pipeline')
+        config = Config(config.to_dict())
+        config.test_dataloader.dataset.pipeline = config.tta_pipeline
+        config.model = ConfigDict(**config.tta_model, module=config.model)
+    hooks = [PicturesHook(writable_folder(show_dir))] if show_dir else []
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        runner = build_runner(config, folder, training=False, hooks=hooks)
+        model = getattr(runner.model, 'module', runner.model)        # of several processes
+        try:
+            load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset))
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+        metrics = runner.test()
+        for handler in list(runner.logger.handlers):
+            handler.close()
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,114 @@
+"""Detect or segment in image files: drawn pictures, and results as plain dicts."""
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import mmcv
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
+from pycocotools import mask as rle
+from torch import nn
+
+from ...backbones.mm.checkpoints import load_checkpoint
+from ...backbones.weights import WeightsError
+from ..building import build
+from ..cli import UserError
+from .runner import classes_of, known_metainfo
+
+
+class Predictor:
+    """A detector or segmenter with its weights, ready for image files.
+
+    Args:
+        config: as `subquad.tools.config.load` returns it. checkpoint: file.
+        device: torch device; a GPU where there is one by default.
+
+    Raises:
+        UserError: the config cannot be built, or the checkpoint is not its.
+    """
+
+    def __init__(self, config: Config, checkpoint: str, device: str = ''):
+        init_default_scope(config.get('default_scope', 'mmengine'))
+        model: nn.Module = build(MODELS, config.model, 'model')
+        dataset = config.test_dataloader.dataset
+        self.classes = classes_of(dataset)
+        try:
+            load_checkpoint(model, checkpoint, self.classes)
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+        self.model = model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval()
+        # Annotations are not there.
+        self.pipeline = Compose([step for step in dataset.pipeline if 'Annotations' not in str(step['type'])])
+        self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
+                                              'name': f'predict_{time.time_ns()}'},
+                                'visualizer')
+        self.visualizer.dataset_meta = dict(classes=self.classes, palette=known_metainfo(dataset).get('palette'))
+
+    def __call__(self, file: Path) -> Any:
+        """The data sample that the model makes of an image file.
+
+        Raises:
+            UserError: a file that is no image.
+        """
+        try:
+            data = self.pipeline(dict(img_path=str(file), img_id=0, seg_fields=[]))
+        except (OSError, ValueError, AttributeError, AssertionError) as error:      # what a loader finds to say
+            raise UserError(f'{file} is not an image that can be read') from error
+        with torch.inference_mode():
+            return self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))[0].cpu()
+
+    def draw(self, file: Path, sample: Any, path: Path, score: float) -> None:
+        """Write the image with what was found, objects of at least that score, as a picture."""
+        image = mmcv.imread(str(file), channel_order='rgb')
+        options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
+        self.visualizer.add_datasample(path.stem, image, sample, draw_gt=False, show=False, out_file=str(path),
+                                       **options)
+
+    def facts(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
+        """dict(file, height, width, and objects or classes), JSON-able.
+
+        objects: for each, the likeliest first, class, score, box [x1, y1, x2, y2] in pixels and, from models that have
+        masks, mask. classes: for each that is there, its share of the pixels and mask. A mask is COCO's run-length
+        encoding, dict(size=[height, width], counts).
+        """
+        height, width = sample.ori_shape
+        result: Dict[str, Any] = dict(file=str(file), height=height, width=width)
+        if 'pred_sem_seg' in sample:
+            labels = sample.pred_sem_seg.data[0].numpy()
+            result['classes'] = [dict(name=self.classes[n], share=round(float((labels == n).mean()), 6),
+                                      mask=_rle(labels == n)) for n in np.unique(labels)]
+            return result
+        found = sample.pred_instances
+        order = [n for n in found.scores.argsort(descending=True).tolist() if found.scores[n] >= score]
+        result['objects'] = [{'class': self.classes[found.labels[n]], 'score': round(float(found.scores[n]), 4),
+                              'box': [round(x, 2) for x in found.bboxes[n].tolist()],
+                              **({'mask': _rle(found.masks[n].numpy())} if 'masks' in found else {})} for n in order]
+        return result
+
+
+def _rle(mask: np.ndarray) -> Dict[str, Any]:
+    code = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
+    return dict(size=[int(n) for n in code['size']], counts=code['counts'].decode('ascii'))
+
+
+def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float) -> List[Dict[str, Any]]:
+    """Draw every file into the folder `out`, and return their `Predictor.facts`."""
+    predictor = Predictor(config, checkpoint)
+    results = []
+    for file, name in zip(files, picture_names(files)):
+        sample = predictor(file)
+        predictor.draw(file, sample, out / name, score)
+        results.append(dict(predictor.facts(file, sample, score), picture=str(out / name)))
+    return results
+
+
+def picture_names(files: Sequence[Path]) -> List[str]:
+    """NAME.png for each file, numbered where images of several folders have one name."""
+    names, seen = [], {}
+    for file in files:
+        seen[file.stem] = seen.get(file.stem, 0) + 1
+        names.append(f'{file.stem}.png' if seen[file.stem] == 1 else f'{file.stem}-{seen[file.stem]}.png')
+    return names

@@ -1,0 +1,168 @@
+"""From a detection or segmentation config to a Runner: data and model are built, and found to fit, before anything is
+written."""
+import json
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+import numpy as np
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.runner import Runner, set_random_seed
+from PIL import Image
+
+from ...backbones.weights import some
+from ..building import build, made, process_options
+from ..cli import UserError
+from ..config import writable_folder
+from ..hooks import SeedHook, WeightsHook
+
+# Below these a `num_classes` is not that of the data set.
+_NOT_OF_THE_DATA = ('rpn_head',)
+# Bytes of an annotation file that is not read a second time (COCO's have 450 MB, and the classes that everybody knows).
+_LARGE = 100_000_000
+# Label maps that are looked at before training.
+_LOOKED_AT = 20
+
+
+def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
+                 log_level: str = 'ERROR') -> Runner:
+    """A Runner whose model and data sets exist already; arguments as for `classification.runner.build_runner`.
+
+    Raises:
+        UserError: a part that cannot be built, or classes that do not fit.
+    """
+    config = deepcopy(config)
+    init_default_scope(config.get('default_scope', 'mmengine'))
+    for part in ('train', 'val') if training else ('test',):
+        loader = config.get(f'{part}_dataloader')
+        if loader is None and part != 'val':
+            raise UserError(f'the config has no {part}_dataloader')
+        if loader is not None:
+            # Not kept: a data set that lives in the config would be copied and printed with it.
+            check_dataset(build(DATASETS, loader.dataset, f'{part}_dataloader.dataset'), config, part)
+    for other in ('train',) if not training else ('test',):
+        for key in ('dataloader', 'cfg', 'evaluator') + (('optim_wrapper',) if other == 'train' else ()):
+            config.pop(key if key == 'optim_wrapper' else f'{other}_{key}', None)
+    if not training:
+        for key in ('val_dataloader', 'val_cfg', 'val_evaluator', 'param_scheduler', 'auto_scale_lr'):
+            config.pop(key, None)
+    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    config.setdefault('randomness', dict(seed=0))
+    set_random_seed(config.randomness.get('seed') or 0)
+    model = build(MODELS, config.model, 'model')
+    config.work_dir = str(writable_folder(work_dir))
+    config.log_level = log_level
+    # mmengine keeps loggers and visualisers by name: a second run in one process would write to the first's.
+    config.setdefault('experiment_name', f"{Path(config.filename or 'config').stem}_{time.time_ns()}")
+    if 'visualizer' in config:
+        config.visualizer.name = config.experiment_name
+    for key, value in process_options(config).items():
+        config[key] = value
+    for hook in hooks:
+        if isinstance(hook, WeightsHook):
+            hook.metadata = metadata(config)
+    runner = made(lambda: _runner(model, config), 'config')
+    for hook in (SeedHook(), *hooks):
+        runner.register_hook(hook)
+    return runner
+
+
+def _runner(model: Any, config: Config) -> Runner:
+    # from_cfg copies the config whole, which a module in it would not survive.
+    keys = ('work_dir', 'train_dataloader', 'val_dataloader', 'test_dataloader', 'train_cfg', 'val_cfg', 'test_cfg',
+            'auto_scale_lr', 'optim_wrapper', 'param_scheduler', 'val_evaluator', 'test_evaluator', 'default_hooks',
+            'custom_hooks', 'load_from', 'resume', 'launcher', 'env_cfg', 'log_processor', 'log_level', 'visualizer',
+            'default_scope', 'randomness', 'experiment_name')
+    return Runner(model, cfg=config, **{key: config[key] for key in keys if config.get(key) is not None})
+
+
+def check_dataset(dataset: Any, config: Config, part: str) -> None:
+    """Refuse data whose classes are not the model's.
+
+    Raises:
+        UserError: no images; another number of classes than a head; a class that the annotation file does not have.
+    """
+    parts = getattr(dataset, 'datasets', [dataset])              # of a ConcatDataset
+    for piece in parts:
+        piece = getattr(piece, 'dataset', piece)                 # of a RepeatDataset and its like
+        classes = list(piece.metainfo.get('classes') or ())
+        if not len(piece):
+            raise UserError(f'{part}_dataloader.dataset: no images found; check data_root and data_prefix '
+                            f'({getattr(piece, "data_root", None)!r}, {dict(getattr(piece, "data_prefix", {}))})')
+        for path, count in heads(config.model):
+            if classes and count != len(classes):
+                raise UserError(f'{path}.num_classes is {count}, the data set has {len(classes)} classes '
+                                f'({some(classes, 6)})')
+        if hasattr(piece, 'cat_ids'):
+            _check_categories(piece, classes, config.get('allow_other_classes', False))
+        elif hasattr(piece, 'reduce_zero_label'):
+            _check_labels(piece, len(classes))
+
+
+def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) -> None:
+    """mmdet leaves out what it does not know, and counts classes wrongly where one is not there."""
+    path = Path(dataset.ann_file)
+    if len(dataset.cat_ids) == len(classes) and (others_allowed or path.stat().st_size > _LARGE):
+        return
+    known = [category['name'] for category in json.loads(path.read_bytes())['categories']]
+    missing = [name for name in classes if name not in known]
+    if missing:
+        raise UserError(f"{path} has no category {missing[0]!r}; it has {some(known, 8)}")
+    surplus = [name for name in known if name not in classes]
+    if surplus and not others_allowed:
+        raise UserError(f"{path} has a category {surplus[0]!r} that metainfo.classes ({some(classes, 8)}) do not name; "
+                        'allow_other_classes=True in the config leaves its objects out')
+
+
+def _check_labels(dataset: Any, classes: int) -> None:
+    """Look at a few label maps, from the first to the last: one class too many would end training in the middle."""
+    ignored = dataset.ignore_index
+    for n in sorted({round(k * (len(dataset) - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)}):
+        path = dataset.get_data_info(n).get('seg_map_path')
+        if path is None:
+            return
+        labels = np.unique(np.asarray(Image.open(path))).astype(int)
+        if dataset.reduce_zero_label:
+            labels = labels[labels > 0] - 1
+        labels = labels[labels != ignored]
+        if labels.size and labels.max() >= classes:
+            raise UserError(f'{path} has label {labels.max()}, the data set has {classes} classes: labels are 0 to '
+                            f'{classes - 1}, and {ignored} for what is left out')
+
+
+def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
+    """(path in the config, num_classes) of every head that predicts the data set's classes."""
+    items = model.items() if isinstance(model, dict) else enumerate(model) if isinstance(model, (list, tuple)) else ()
+    for key, value in items:
+        if key in _NOT_OF_THE_DATA:
+            continue
+        if key == 'num_classes' and isinstance(value, int):
+            yield path, value
+        else:
+            yield from heads(value, f'{path}.{key}')
+
+
+def metadata(config: Config) -> Dict[str, Any]:
+    """What is kept with the weights: the config's name, and the classes."""
+    loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
+                  if (loader := config.get(key)) is not None)
+    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset))
+
+
+def classes_of(dataset: Any) -> List[str]:
+    """The class names that a data set's config says or its type has."""
+    return list(known_metainfo(dataset)['classes'])
+
+
+def known_metainfo(dataset: Any) -> Dict[str, Any]:
+    """What a data set's config and type say of its classes, without building it."""
+    while 'metainfo' not in dataset and ('dataset' in dataset or 'datasets' in dataset):
+        dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
+    with DATASETS.switch_scope_and_registry(None) as registry:
+        kind = registry.get(dataset['type'])
+    own = dict(dataset.get('metainfo') or {})
+    # The palette of other classes is not theirs.
+    return {**({} if 'classes' in own else kind.METAINFO), **own}
