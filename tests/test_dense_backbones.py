@@ -135,6 +135,18 @@ def test_strides_of_mobilevitv2():
         assert [64 // y.shape[2] for y in backbone(torch.rand(2, 3, 64, 64))] == backbone.out_strides
 
 
+@pytest.mark.parametrize('family', FAMILIES)
+def test_regions_are_read_as_they_lie(family):
+    """mmcv's RoIAlign takes memory for rows of a channel, whatever the strides say."""
+    from mmcv.ops import roi_align
+    levels = _build(family).eval()(torch.rand(2, 3, 64, 96))
+    convolution = nn.Conv2d(levels[0].shape[1], 4, 1)
+    regions = torch.tensor([[0., 2., 1., 14., 11.], [1., 0., 3., 9., 15.]])
+    for y in (levels[0], convolution(levels[0])):
+        torch.testing.assert_close(roi_align(y, regions, (3, 3)), roi_align(y.clone(
+            memory_format=torch.contiguous_format), regions, (3, 3)))
+
+
 # ---- weights
 
 def _first_stage(model):

@@ -77,8 +77,11 @@ class DenseBackbone:
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         """(B, in_chans, H, W) -> one map (B, C, H / stride, W / stride), rounded up, for each of `out_indices`."""
-        return tuple(self.forward_intermediates(x, list(self.out_indices), norm=True, stop_early=True,
-                                                intermediates_only=True))
+        maps = self.forward_intermediates(x, list(self.out_indices), norm=True, stop_early=True,
+                                          intermediates_only=True)
+        # The families work channels-last, convolutions after them would go on so, and mmcv's RoIAlign then reads the
+        # memory in the wrong order: no error, wrong regions.
+        return tuple(y.contiguous() for y in maps)
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
