@@ -1,10 +1,12 @@
 """The command line as a newcomer meets it: training, testing, predicting, and one clear error for each mistake."""
 import json
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from subquad.backbones import weights as weights_module
@@ -234,7 +236,10 @@ def test_wrong_predictions(trained, tmp_path, images):
     _fails(predict.main, [tmp_path / 'none.pth', image], 'no weight file')
     _fails(predict.main, [weights, image, '--topk', '0'], '--topk must be at least 1')
     _fails(predict.main, [weights, image, '--model', 'ppma_tiny'], 'not a checkpoint of this ppma_tiny', 'shapes')
-    _fails(predict.main, [trained[0] / 'epoch_2.pth', image, '--model', 'test_ppma'], 'could run code',
+    predict.main([str(trained[0] / 'epoch_2.pth'), str(image), '--model', 'test_ppma'])      # of the Runner: harmless
+    shutil.copy(weights, tmp_path / 'last.safetensors')
+    torch.save({'model': print}, tmp_path / 'foreign.pth')
+    _fails(predict.main, [tmp_path / 'foreign.pth', image, '--model', 'test_ppma'], 'could run code',
            'last.safetensors')
     import timm
     save_weights(timm.create_model('test_ppma'), tmp_path / 'plain.safetensors')

@@ -132,3 +132,26 @@ def test_a_failed_write_leaves_the_old_file(model, tmp_path, monkeypatch):
     with pytest.raises(OSError, match='disk full'):
         save_weights(model, path)
     assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+
+
+class _Reach:
+    """Pickled as getattr(owner, name)."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_getattr_reaches_a_runners_statistics_and_nothing_else(tmp_path):
+    """Checkpoints of mmengine's Runner hold HistoryBuffers, whose pickles call getattr for their own methods."""
+    buffer = pytest.importorskip('mmengine.logging').HistoryBuffer
+    path = tmp_path / 'w.pth'
+    log = buffer([1., 2.], [1, 1])
+    torch.save({'state_dict': {'w': torch.ones(1)}, 'message_hub': {'loss': log}}, path)
+    assert read_checkpoint(path)[0].keys() == {'w'}
+    for owner, name in ((buffer, '__init__'), (buffer, '__globals__'), (np.ndarray, 'tofile'), (log, 'mean')):
+        torch.save({'state_dict': {'w': torch.ones(1)}, 'x': _Reach(owner, name)}, path)
+        with pytest.raises(WeightsError, match='could run code|damaged'):
+            read_checkpoint(path)
