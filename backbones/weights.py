@@ -113,10 +113,15 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
 
 
 def save_weights(model: nn.Module, path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
-    """Write a model's state dict as safetensors, whole or not at all.
+    """`save_state_dict` of a model's state dict."""
+    save_state_dict(model.state_dict(), path, metadata)
+
+
+def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
+    """Write weights as safetensors, whole or not at all.
 
     Args:
-        model: its state dict is written.
+        weights: by name.
         path: the file, replaced atomically.
         metadata: JSON-able facts kept in the file, such as the model's name and classes.
 
@@ -127,7 +132,7 @@ def save_weights(model: nn.Module, path: PathLike, metadata: Optional[Dict[str, 
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix='.part')
     os.close(handle)
     try:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(tensors, temporary, {METADATA_KEY: json.dumps(metadata or {})})
         umask = os.umask(0)
         os.umask(umask)

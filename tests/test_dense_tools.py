@@ -105,6 +105,69 @@ def test_predict(name, trained, data, tmp_path, capsys):
                 assert item['class'] in ('circle', 'ring', 'triangle', 'square', 'star')
 
 
+def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
+    """With EMAHook our files hold what validation saw and what the Runner's own hold."""
+    config = tmp_path / 'averaged.py'
+    config.write_text(f"_base_ = [{str(find(UPERNET))!r}]\ncustom_hooks = [dict(type='EMAHook', momentum=0.5)]\n"
+                      "train_cfg = dict(max_epochs=2, val_interval=2)\n")
+    work = tmp_path / 'work'
+    train.main([str(config), '--data', str(data), '--work-dir', str(work)])
+    reported = float(re.search(r'validation .*mIoU ([\d.]+)', capsys.readouterr().err)[1])
+    kept = read_checkpoint(work / 'epoch_2.pth')[0]
+    for name in ('best', 'last'):
+        weights, facts, _ = read_checkpoint(work / f'{name}.safetensors')
+        assert all(torch.equal(weights[key], kept[key]) for key in weights), name
+    test.main([str(config), str(work / 'best.safetensors'), '--data', str(data), '--json'])
+    assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(reported, abs=0.02)
+    # The config beside the weights is whole: it trains, tests and predicts.
+    beside = work / 'averaged.py'
+    test.main([str(beside), str(work / 'best.safetensors'), '--json', '--cfg-options', f'load_from={work}/none.pth'])
+    assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(reported, abs=0.02), 'load_from is for training'
+
+
+@pytest.mark.parametrize('name, epochs, expected', [
+    ('mask-rcnn_ppma-t_fpn_1x_coco', 6, dict(milestones=[4, 6])), (UPERNET, 3, dict(T_max=3, end=3)),
+    ('ssdlite_mobilevitv2-050_coco-320', 20, dict(T_max=20, end=20))])
+def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
+    config = load(name)
+    warm_up = [s for s in load(name).param_scheduler if not s.by_epoch]
+    train.scale_schedule(config, epochs)
+    main = [s for s in config.param_scheduler if s.by_epoch][-1]
+    assert {key: main[key] for key in expected} == expected and config.train_cfg.max_epochs == epochs
+    assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up
+
+
+def test_workers_draw_anew_in_each_epoch_and_resume(data, tmp_path):
+    options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=2', 'train_dataloader.num_workers=1',
+               'train_dataloader.persistent_workers=True', 'default_hooks.checkpoint.max_keep_ckpts=2']
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    train.main([*options, '--work-dir', str(whole)])
+    train.main([*options, '--work-dir', str(parts), '--resume', str(whole / 'epoch_1.pth')])
+    one, other = (read_checkpoint(folder / 'last.safetensors')[0] for folder in (whole, parts))
+    for key in one:
+        torch.testing.assert_close(other[key], one[key], msg=key)
+
+
+def test_mixed_precision_reaches_backbone_and_neck():
+    from subquad.backbones.mm import CPUAmpOptimWrapper
+    seen = []
+
+    class Part(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append(y.dtype)
+            return (y,)
+
+    model = torch.nn.Module()
+    model.backbone, model.neck, model.head = Part(2, 2), Part(2, 2), torch.nn.Linear(2, 2)
+    wrapper = CPUAmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), 1.), loss_scale='dynamic')
+    with pytest.raises(ZeroDivisionError), wrapper.optim_context(model):
+        y = model.neck(model.backbone(torch.ones(1, 2))[0])[0]
+        assert seen == [torch.bfloat16] * 2 and y.dtype == model.head(y).dtype == torch.float32
+        raise ZeroDivisionError
+    assert model.backbone(torch.ones(1, 2))[0].dtype == torch.float32, 'the class\'s forward again, also after an error'
+
+
 def test_mixed_precision_on_a_cpu(data, tmp_path):
     assert train.main(['mask-rcnn_test-myo_shapes', '--amp', '--data', str(data), '--epochs', '1', '--work-dir',
                        str(tmp_path / 'amp'), *SHORT]) == 0
@@ -147,7 +210,7 @@ def test_the_libraries_own_tools(library, name, data, tmp_path):
 
 def test_two_processes(data, tmp_path):
     """torchrun on CPUs: one set of checkpoints, one result, that of one process."""
-    torchrun = ['-m', 'torch.distributed.run', '--nproc_per_node', '2', '--master_port', '29517', '-m', 'subquad.tools']
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'subquad.tools']
     work = tmp_path / 'work'
     done = _run([*torchrun, 'train', MASK_RCNN, '--data', data, '--epochs', '1', '--work-dir', work])
     assert done.returncode == 0, done.stderr[-2000:]
@@ -229,6 +292,60 @@ def test_wrong_inputs_write_nothing(data, trained, tmp_path):
     _error(test.main, [MASK_RCNN, last, '--data', data, '--tta'], 'no tta_model')
     _error(predict.main, [MASK_RCNN, last], 'the following arguments|no images given')
     _error(predict.main, [MASK_RCNN, last, data / 'dataset.json', '--out', tmp_path / 'out'], 'is not an image')
+
+
+def test_what_lies_in_the_work_folder_stays(data, trained, tmp_path):
+    work = tmp_path / 'work'
+    shutil.copytree(trained[UPERNET], work)
+    (work / 'notes').mkdir()
+    before = {path: path.read_bytes() if path.is_file() else None for path in work.rglob('*')}
+    for changes, message in ((['optim_wrapper.optimizer.type=Nonsense'], 'optim_wrapper: '),
+                             (['val_evaluator.type=Nonsense'], 'Nonsense'),
+                             ([f'load_from={tmp_path / "none.pth"}'], 'no weight file')):
+        _error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--cfg-options', *changes], message)
+        assert {path: path.read_bytes() if path.is_file() else None for path in work.rglob('*')} == before
+    torch.save({'state_dict': {}, 'x': print}, tmp_path / 'code.pth')
+    for key in ('load_from', 'model.backbone.init_cfg.checkpoint'):
+        changes = [f'{key}={tmp_path / "code.pth"}', 'model.backbone.init_cfg.type=Pretrained']
+        if key == 'load_from':
+            changes.pop()
+        _error(train.main, [UPERNET, '--data', data, '--work-dir', tmp_path / 'new', '--cfg-options', *changes],
+               'could run code')
+    _error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--resume', '--cfg-options',
+                        'model.decode_head.channels=32'], 'is not a checkpoint of this EncoderDecoder: .*differ')
+    assert not (tmp_path / 'new').exists()
+
+
+def test_pictures_replace_no_image(data, trained, tmp_path):
+    images = tmp_path / 'images'
+    images.mkdir()
+    for name in ('x.png', 'x-2.png'):
+        Image.open(next((data / 'images' / 'val').iterdir())).save(images / name)
+    last = trained[MASK_RCNN] / 'last.safetensors'
+    _error(predict.main, [MASK_RCNN, last, images, '--out', images], 'x-2.png is one of the images')
+    _error(test.main, [MASK_RCNN, last, '--data', data, '--show-dir', images], 'is not empty')
+    from subquad.tools.dense.predict import PictureNames
+    names = PictureNames()
+    assert [names(Path(file)) for file in ('a/x.png', 'b/x.png', 'c/x-2.png')] == ['x.png', 'x-2.png', 'x-2-2.png']
+
+
+def test_classes_of_a_file_and_labels_as_training_sees_them(data, tmp_path):
+    from mmengine.registry import DATASETS, init_default_scope
+
+    from subquad.tools.dense.runner import check_dataset, classes_of
+    init_default_scope('mmseg')
+    (tmp_path / 'classes.txt').write_text('sky\ntree\n')
+    known = dict(type='BaseSegDataset', metainfo=dict(classes=str(tmp_path / 'classes.txt')))
+    assert classes_of(known) == ['sky', 'tree']
+    with pytest.raises(UserError, match='has no classes'):
+        classes_of(dict(type='BaseSegDataset'))
+    # ADE20K's zero is no class, and classes that are left out are none of the labels.
+    config = load('upernet_ppma-t_160k_ade20k-512x512')
+    part = _pointed_at(config.train_dataloader.dataset.to_dict(), data, 'train')
+    part['metainfo'] = dict(classes=('wall', 'building'))
+    for head in (config.model.decode_head, config.model.auxiliary_head):
+        head.num_classes = 2
+    check_dataset(DATASETS.build(part), config, 'train')
 
 
 def test_a_class_too_many(data, tmp_path):

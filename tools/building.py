@@ -35,11 +35,13 @@ def process_options(config: Config) -> Dict[str, Any]:
     if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
         launcher = 'pytorch'
     gpu = torch.cuda.is_available()
-    environment = {**config.get('env_cfg', {}), 'dist_cfg': dict(backend='nccl' if gpu else 'gloo')}
+    environment = dict(config.get('env_cfg', {}))
+    environment['dist_cfg'] = {**environment.get('dist_cfg', {}), 'backend': 'nccl' if gpu else 'gloo'}
     if launcher == 'pytorch' and not gpu:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group('gloo')
         config.sync_bn = None                     # there is none for CPUs
-        config.setdefault('model_wrapper_cfg', dict(type='MMDistributedDataParallel', device_ids=None,
-                                                    broadcast_buffers=False))
+        config.setdefault('model_wrapper_cfg', dict(
+            type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False,
+            find_unused_parameters=config.get('find_unused_parameters', False)))
     return dict(launcher=launcher, env_cfg=environment)

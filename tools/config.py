@@ -29,7 +29,7 @@ def find(name: str) -> Path:
     if path.is_file():
         return path
     for candidate in configs_folder().glob('*/*.py'):
-        if candidate.stem == path.name.removesuffix('.py'):
+        if path.parent == Path() and candidate.stem == path.name.removesuffix('.py'):
             return candidate
     known = known_configs()
     raise UserError(f"no config file {name!r}{nearest(path.stem, known) or '; there are ' + ', '.join(known)}")
@@ -81,8 +81,8 @@ def check_keys(config, path: Path) -> None:
 
 def _runner_keys() -> List[str]:
     from mmengine.runner import Runner
-    return [*inspect.signature(Runner.__init__).parameters][1:] + ['custom_imports', 'tta_model', *(
-        f'{part}_pipeline' for part in ('train', 'val', 'test', 'tta'))]
+    return [*list(inspect.signature(Runner.__init__).parameters)[1:], 'custom_imports', 'allow_other_classes',
+            'tta_model', *(f'{part}_pipeline' for part in ('train', 'val', 'test', 'tta'))]
 
 
 def expanded(name: str) -> Path:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from mmengine.dist import get_rank, is_main_process
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
+from mmengine.registry import FUNCTIONS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..backbones.weights import WeightsError, read_checkpoint, save_weights
+from ..backbones.weights import WeightsError, read_checkpoint, save_state_dict
 
 
 @HOOKS.register_module()
@@ -82,10 +82,17 @@ class ProgressHook(Hook):
         return max(runner.optim_wrapper.get_lr()['lr'])
 
 
+@FUNCTIONS.register_module()
+def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
+    """Nothing: torch seeds its workers from the generator that SeedHook sets at each epoch. mmengine's own function
+    would give every epoch the same augmentations."""
+
+
 @HOOKS.register_module()
 class SeedHook(Hook):
     """Seeds torch, numpy and random from (seed, epoch, rank) at each epoch's start: epochs do not depend on what ran
-    before them, so a resumed run repeats an unbroken one. Workers follow torch's generator."""
+    before them, so a resumed run repeats an unbroken one, with workers as `workers_as_torch_seeds_them` leaves them. A
+    loop that counts iterations is one epoch here: resumed, it draws other augmentations than an unbroken one."""
 
     priority = 'VERY_HIGH'
 
@@ -130,14 +137,24 @@ class WeightsHook(Hook):
         name = next((name for name in self.metrics if name in (metrics or {})), None)
         if name is not None and metrics[name] > self.best:
             self.best = float(metrics[name])
-            self.best_file = self._save(runner, 'best.safetensors', {name: self.best, 'epoch': runner.epoch})
+            self.best_file = self._save(runner, 'best.safetensors', {name: self.best, **self._when(runner)})
 
     def after_train(self, runner) -> None:
-        self.last_file = self._save(runner, 'last.safetensors', {'epoch': runner.epoch})
+        self.last_file = self._save(runner, 'last.safetensors', self._when(runner))
+
+    @staticmethod
+    def _when(runner) -> Dict[str, int]:
+        epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
+        return {'epoch': runner.epoch} if epochs else {'iteration': runner.iter}
 
     def _save(self, runner, name: str, facts: Dict[str, Any]) -> Path:
         path = Path(runner.work_dir) / name
         if is_main_process():
             model = getattr(runner.model, 'module', runner.model)
-            save_weights(getattr(model, 'net', model), path, {**self.metadata, **facts})
+            # What the Runner's own checkpoints hold: EMAHook puts the average there, which is what validation saw.
+            checkpoint = {'state_dict': model.state_dict()}
+            runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
+            part = 'net.' if hasattr(model, 'net') else ''
+            save_state_dict({key.removeprefix(part): value for key, value in checkpoint['state_dict'].items()}, path,
+                            {**self.metadata, **facts})
         return path

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .cli import UserError
-from .config import known_configs
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
 
@@ -125,7 +124,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'--topk must be at least 1, got {args.topk}')
     if not 0 <= args.score <= 1:
         raise UserError(f'--score must be from 0 to 1, got {args.score}')
-    if args.checkpoint.endswith('.py') or args.checkpoint in known_configs():
+    # Weights have an ending; a misspelt name of a config has none.
+    if args.checkpoint.endswith('.py') or not Path(args.checkpoint).suffix and not Path(args.checkpoint).exists():
         results, show_results = _predict_dense(args), _show_dense
     else:
         if args.out:
@@ -145,6 +145,8 @@ def _predict_dense(args: argparse.Namespace) -> List[Dict[str, Any]]:
     """Detect or segment, write the pictures and predictions.json, return what it holds."""
     from .config import load, writable_folder
     from .train import is_classifier
+    if args.model:
+        raise UserError('--model is for classifiers; a detection or segmentation config names its own')
     config = load(args.checkpoint)
     if is_classifier(config):
         raise UserError(f'{args.checkpoint} is a classification config: subquad predict CHECKPOINT IMAGES')

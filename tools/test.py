@@ -55,7 +55,7 @@ def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, floa
     from .config import expanded
     from .measure import environment
     from .records import append
-    options = ' '.join(f'{key}={value}' for key, value in (args.cfg_options or {}).items())
+    options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()] + ['--tta'] * args.tta)
     try:
         append(expanded(path), {'config': Path(args.config).stem, 'options': options,
                                 'model': config.model.get('name') or config.model.backbone.type,

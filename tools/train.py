@@ -1,9 +1,10 @@
 """Train a classifier, a detector or a segmenter from a config file."""
 import argparse
 import contextlib
+import re
 import shutil
 from pathlib import Path
-from typing import Any, List, Optional, Set
+from typing import Any, Dict, Iterator, List, Optional
 
 from .cli import UserError, one_line, quiet
 from .config import known_configs, load
@@ -57,8 +58,10 @@ def _move_data(config, args: argparse.Namespace) -> None:
     if not is_classifier(config):
         if 'data_root' not in config:
             raise UserError(f'{args.config} has no data_root: it takes no --data')
-        old, new = str(config.data_root), str(Path(args.data).expanduser())
-        config.merge_from_dict(_moved(config.to_dict(), old, new + '/' * old.endswith('/')))
+        old, new = str(config.data_root).rstrip('/'), str(Path(args.data).expanduser())
+        if not old:
+            raise UserError(f'{args.config} has an empty data_root: it takes no --data')
+        config.merge_from_dict(_moved(config.to_dict(), old, new))
         return
     loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
     if not any('root' in loader.dataset for loader in loaders):
@@ -73,7 +76,8 @@ def _moved(value: Any, old: str, new: str) -> Any:
         return {key: _moved(item, old, new) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(item, old, new) for item in value)
-    return new + value[len(old):] if isinstance(value, str) and value.startswith(old) else value
+    below = isinstance(value, str) and (value == old or value.startswith(old + '/'))
+    return new + value[len(old):] if below else value
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -102,8 +106,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     work_dir = args.work_dir or str(Path('runs') / Path(args.config).stem)
     if args.amp:
         use_mixed_precision(config)
-    if args.resume is not None:
-        config.load_from, config.resume = checkpoint_to_resume(work_dir, args.resume), True
+    if args.resume is not None or config.get('resume') and not config.get('load_from'):
+        config.load_from, config.resume = checkpoint_to_resume(work_dir, args.resume or ''), True
     run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR')
     return 0
 
@@ -156,11 +160,17 @@ def scale_schedule(config, epochs: int) -> None:
     factor = epochs / config.train_cfg.max_epochs
     config.train_cfg.max_epochs = epochs
     schedulers = config.get('param_scheduler') or []
+    schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
     for scheduler in schedulers:
-        for key in ('begin', 'end'):
-            if key in scheduler:
-                scheduler[key] = round(scheduler[key] * factor)
-    config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)]
+        if not scheduler.get('by_epoch', True):              # a warm-up of so many iterations stays one
+            continue
+        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
+            if isinstance(scheduler.get(key), (list, tuple)):
+                scheduler[key] = [max(1, round(step * factor)) for step in scheduler[key]]
+            elif key in scheduler:
+                scheduler[key] = max(key in ('T_max', 'step_size'), round(scheduler[key] * factor))
+    config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)
+                              or not s.get('by_epoch', True)]
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
@@ -177,18 +187,22 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
     else:
         from .dense.runner import build_runner
     folder = Path(work_dir).expanduser()
-    before = set(folder.iterdir()) if folder.is_dir() else None
+    vet_pretrained(config)
+    before = _contents(folder) if folder.is_dir() else None
     progress, weights = ProgressHook(), WeightsHook()
     try:
         with quiet() if log_level == 'ERROR' else contextlib.nullcontext():
             build_runner(config, str(folder), training=True, hooks=[progress, weights], log_level=log_level).train()
     except Exception as error:
         progress.stop()
-        if progress.started:
+        outside = re.search(r'Target (\d+) is out of bounds', str(error))
+        if progress.started and not outside:
             raise
-        # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
-        if is_main_process():
+        if is_main_process() and not progress.started:
+            # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
             _undo(folder, before)
+        if outside:
+            raise UserError(f'a label map has label {outside[1]}, more than the classes of the data set') from error
         raise error if isinstance(error, UserError) else UserError(f'config: {one_line(error)}') from error
     finally:
         progress.stop()
@@ -198,13 +212,56 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR') -> Path:
     return path
 
 
-def _undo(folder: Path, before: Optional[Set[Path]]) -> None:
-    """Remove what has come into the folder, and the folder where it was not there."""
-    if before is None:
-        shutil.rmtree(folder, ignore_errors=True)
+def vet_pretrained(config) -> None:
+    """Refuse files that run code when they are read: what the config starts from goes through mmengine, which reads a
+    pickle in the old way where the safe one fails.
+
+    Raises:
+        UserError: such a file, or one that is missing or damaged.
+    """
+    from ..backbones.weights import WeightsError, read_checkpoint
+    for path in _pretrained(config.to_dict()):
+        if '://' in path:                                    # a name or an address of mmengine's
+            continue
+        try:
+            read_checkpoint(Path(path).expanduser())
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+
+
+def _pretrained(value: Any) -> Iterator[str]:
+    """The files that init_cfg and load_from name."""
+    if isinstance(value, dict):
+        for key in ('load_from', 'checkpoint'):
+            path = value.get(key)
+            if isinstance(path, str) and path and (key == 'load_from' or value.get('type') == 'Pretrained'):
+                yield path
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _pretrained(item)
+
+
+def _contents(folder: Path) -> Dict[Path, Optional[bytes]]:
+    """What is in the folder; of config files, which mmengine writes over, their bytes."""
+    return {path: path.read_bytes() if path.suffix == '.py' else None for path in folder.iterdir()}
+
+
+def _undo(folder: Path, before: Optional[Dict[Path, Optional[bytes]]]) -> None:
+    """Remove what a Runner writes before it trains, its config and its folder of logs, and the work folder where it was
+    not there and has become empty; bring back the config that was there."""
+    if not folder.is_dir():
         return
-    for path in set(folder.iterdir()) - before:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    for path in set(folder.iterdir()) - set(before or ()):
+        if path.is_dir() and re.fullmatch(r'\d{8}_\d{6}', path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == '.py':
+            path.unlink()
+    for path, content in (before or {}).items():
+        if content is not None:
+            path.write_bytes(content)
+    if before is None and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 if __name__ == '__main__':

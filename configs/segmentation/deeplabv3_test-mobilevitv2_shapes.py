@@ -10,5 +10,5 @@ model = dict(
     # The map has 16 cells a side, a quarter of the published one's: so are the dilations, nearly.
     decode_head=dict(
         type='DeepLabv3Head', in_channels=128, in_index=0, channels=64, dilations=(2, 4, 6), dropout_ratio=0.1,
-        num_classes=6, loss_decode=dict(type='CrossEntropyLoss')),
+        num_classes=6, loss_decode=dict(type='CrossEntropyLoss', class_weight=[0.2] + [1.] * 5)),
     train_cfg=dict(), test_cfg=dict(mode='whole'))

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import timm.data
-from mmengine.registry import DATASETS, FUNCTIONS
+from mmengine.registry import DATASETS
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -15,12 +15,6 @@ from ..cli import UserError
 
 # So many images of a folder are looked at before anything starts; those after them when their turn comes.
 CHECKED = 20_000
-
-
-@FUNCTIONS.register_module()
-def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
-    """Nothing: torch seeds its workers from the generator that SeedHook sets at each epoch. mmengine's own function
-    would give every epoch the same augmentations."""
 
 
 def build_transform(options: Dict[str, Any]):

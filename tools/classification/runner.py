@@ -76,8 +76,9 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     return made(lambda: Runner(
         model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
-        load_from=config.get('load_from'), resume=config.get('resume', False), log_level=log_level,
-        default_scope='mmengine', cfg=config, experiment_name=name, **process_options(config)), 'config')
+        load_from=config.get('load_from') if training else None, resume=training and config.get('resume', False),
+        log_level=log_level, default_scope='mmengine', cfg=config, experiment_name=name, **process_options(config)),
+        'config')
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:

@@ -9,8 +9,10 @@ from mmengine.hooks import Hook
 
 from ...backbones.mm.checkpoints import load_checkpoint
 from ...backbones.weights import WeightsError
+from ..building import made
 from ..cli import UserError, quiet
 from ..config import writable_folder
+from .predict import PictureNames
 from .runner import build_runner, classes_of
 
 
@@ -22,13 +24,13 @@ class PicturesHook(Hook):
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.names = folder, PictureNames()
 
     def after_test_iter(self, runner, batch_idx: int, data_batch: Any = None,
                         outputs: Optional[Sequence[Any]] = None) -> None:
         for sample in outputs or ():
             image = mmcv.imread(sample.img_path, channel_order='rgb')
-            path = self.folder / f'{Path(sample.img_path).stem}.png'
+            path = self.folder / self.names(Path(sample.img_path))
             runner.visualizer.add_datasample(path.stem, image, sample, draw_gt=True, show=False, out_file=str(path))
 
 
@@ -48,7 +50,11 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
         config = Config(config.to_dict())
         config.test_dataloader.dataset.pipeline = config.tta_pipeline
         config.model = ConfigDict(**config.tta_model, module=config.model)
-    hooks = [PicturesHook(writable_folder(show_dir))] if show_dir else []
+    hooks = []
+    if show_dir:
+        if any(writable_folder(show_dir).iterdir()):
+            raise UserError(f'--show-dir: {show_dir} is not empty; pictures could replace what is in it')
+        hooks = [PicturesHook(writable_folder(show_dir))]
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=False, hooks=hooks)
         model = getattr(runner.model, 'module', runner.model)        # of several processes
@@ -56,6 +62,7 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
             load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset))
         except WeightsError as error:
             raise UserError(str(error)) from error
+        made(lambda: runner.test_loop, 'test_evaluator')         # read now, not after minutes
         metrics = runner.test()
         for handler in list(runner.logger.handlers):
             handler.close()

@@ -1,7 +1,8 @@
 """Detect or segment in image files: drawn pictures, and results as plain dicts."""
+import colorsys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Set
 
 import mmcv
 import numpy as np
@@ -32,6 +33,8 @@ class Predictor:
 
     def __init__(self, config: Config, checkpoint: str, device: str = ''):
         init_default_scope(config.get('default_scope', 'mmengine'))
+        if config.get('test_dataloader') is None:
+            raise UserError('the config has no test_dataloader, which says how images are prepared')
         model: nn.Module = build(MODELS, config.model, 'model')
         dataset = config.test_dataloader.dataset
         self.classes = classes_of(dataset)
@@ -45,7 +48,10 @@ class Predictor:
         self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
                                               'name': f'predict_{time.time_ns()}'},
                                 'visualizer')
-        self.visualizer.dataset_meta = dict(classes=self.classes, palette=known_metainfo(dataset).get('palette'))
+        palette = known_metainfo(dataset).get('palette') or [
+            tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / len(self.classes), 0.8, 0.9))
+            for n in range(len(self.classes))]
+        self.visualizer.dataset_meta = dict(classes=self.classes, palette=palette)
 
     def __call__(self, file: Path) -> Any:
         """The data sample that the model makes of an image file.
@@ -95,20 +101,36 @@ def _rle(mask: np.ndarray) -> Dict[str, Any]:
 
 
 def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float) -> List[Dict[str, Any]]:
-    """Draw every file into the folder `out`, and return their `Predictor.facts`."""
+    """Draw every file into the folder `out`, and return their `Predictor.facts`.
+
+    Raises:
+        UserError: a picture would replace one of the images; see `Predictor`.
+    """
+    names = PictureNames()
+    pictures = {file: out / names(file) for file in files}
+    inputs = {file.resolve() for file in files}
+    for picture in pictures.values():
+        if picture.resolve() in inputs:
+            raise UserError(f'--out: {picture} is one of the images; choose another folder')
     predictor = Predictor(config, checkpoint)
     results = []
-    for file, name in zip(files, picture_names(files)):
+    for file, picture in pictures.items():
         sample = predictor(file)
-        predictor.draw(file, sample, out / name, score)
-        results.append(dict(predictor.facts(file, sample, score), picture=str(out / name)))
+        predictor.draw(file, sample, picture, score)
+        results.append(dict(predictor.facts(file, sample, score), picture=str(picture)))
     return results
 
 
-def picture_names(files: Sequence[Path]) -> List[str]:
-    """NAME.png for each file, numbered where images of several folders have one name."""
-    names, seen = [], {}
-    for file in files:
-        seen[file.stem] = seen.get(file.stem, 0) + 1
-        names.append(f'{file.stem}.png' if seen[file.stem] == 1 else f'{file.stem}-{seen[file.stem]}.png')
-    return names
+class PictureNames:
+    """NAME.png for each image file, numbered where images of several folders have one name."""
+
+    def __init__(self) -> None:
+        self.used: Set[str] = set()
+
+    def __call__(self, file: Path) -> str:
+        number, name = 1, f'{file.stem}.png'
+        while name in self.used:
+            number += 1
+            name = f'{file.stem}-{number}.png'
+        self.used.add(name)
+        return name

@@ -1,6 +1,7 @@
 """From a detection or segmentation config to a Runner: data and model are built, and found to fit, before anything is
 written."""
 import json
+import sys
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -8,19 +9,26 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 from mmengine.config import Config
+from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.runner import Runner, set_random_seed
-from PIL import Image
+from torch import nn
 
-from ...backbones.weights import some
+from ...backbones.weights import WeightsError, differences, read_checkpoint, some
 from ..building import build, made, process_options
 from ..cli import UserError
 from ..config import writable_folder
 from ..hooks import SeedHook, WeightsHook
 
-# Below these a `num_classes` is not that of the data set.
-_NOT_OF_THE_DATA = ('rpn_head',)
+_COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
+           'visualizer', 'default_scope', 'randomness', 'experiment_name')
+_TRAINING = ('train_dataloader', 'train_cfg', 'val_dataloader', 'val_cfg', 'val_evaluator', 'optim_wrapper',
+             'param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
+_TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
+# Heads whose `num_classes` is that of the data set.
+_HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
 # Bytes of an annotation file that is not read a second time (COCO's have 450 MB, and the classes that everybody knows).
 _LARGE = 100_000_000
 # Label maps that are looked at before training.
@@ -41,18 +49,15 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         if loader is None and part != 'val':
             raise UserError(f'the config has no {part}_dataloader')
         if loader is not None:
-            # Not kept: a data set that lives in the config would be copied and printed with it.
+            # Not kept: a data set that lives in the config would be copied and written with it.
             check_dataset(build(DATASETS, loader.dataset, f'{part}_dataloader.dataset'), config, part)
-    for other in ('train',) if not training else ('test',):
-        for key in ('dataloader', 'cfg', 'evaluator') + (('optim_wrapper',) if other == 'train' else ()):
-            config.pop(key if key == 'optim_wrapper' else f'{other}_{key}', None)
-    if not training:
-        for key in ('val_dataloader', 'val_cfg', 'val_evaluator', 'param_scheduler', 'auto_scale_lr'):
-            config.pop(key, None)
     # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
     config.setdefault('randomness', dict(seed=0))
     set_random_seed(config.randomness.get('seed') or 0)
     model = build(MODELS, config.model, 'model')
+    if training:
+        _check_training(config, model)
+        _seed_workers(config.train_dataloader)
     config.work_dir = str(writable_folder(work_dir))
     config.log_level = log_level
     # mmengine keeps loggers and visualisers by name: a second run in one process would write to the first's.
@@ -64,19 +69,43 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     for hook in hooks:
         if isinstance(hook, WeightsHook):
             hook.metadata = metadata(config)
-    runner = made(lambda: _runner(model, config), 'config')
+    keys = (*_COMMON, *(_TRAINING if training else _TESTING))
+    # cfg is written to the work folder, whole, for other tools to use. (from_cfg would copy the model with it.)
+    runner = made(lambda: Runner(model, cfg=config, **{key: config[key] for key in keys
+                                                       if config.get(key) is not None}), 'config')
     for hook in (SeedHook(), *hooks):
         runner.register_hook(hook)
     return runner
 
 
-def _runner(model: Any, config: Config) -> Runner:
-    # from_cfg copies the config whole, which a module in it would not survive.
-    keys = ('work_dir', 'train_dataloader', 'val_dataloader', 'test_dataloader', 'train_cfg', 'val_cfg', 'test_cfg',
-            'auto_scale_lr', 'optim_wrapper', 'param_scheduler', 'val_evaluator', 'test_evaluator', 'default_hooks',
-            'custom_hooks', 'load_from', 'resume', 'launcher', 'env_cfg', 'log_processor', 'log_level', 'visualizer',
-            'default_scope', 'randomness', 'experiment_name')
-    return Runner(model, cfg=config, **{key: config[key] for key in keys if config.get(key) is not None})
+def _check_training(config: Config, model: nn.Module) -> None:
+    """Refuse an optimiser that cannot be made, and a file to start from that runs code or is not this model's.
+
+    Raises:
+        UserError: see above. Weights that `load_from` leaves out, which may be meant, are named on stderr.
+    """
+    if config.get('optim_wrapper') is None:
+        raise UserError('the config has no optim_wrapper')
+    made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
+    if not config.get('load_from'):
+        return
+    try:
+        weights, _, _ = read_checkpoint(config.load_from)
+    except WeightsError as error:
+        raise UserError(f'load_from: {error}') from error
+    problems = differences(model.state_dict(), weights)
+    if problems and config.get('resume'):
+        raise UserError(f"{config.load_from} is not a checkpoint of this {type(model).__name__}: {'; '.join(problems)}")
+    if problems and is_main_process():
+        print(f"load_from: {config.load_from}: {'; '.join(problems)}", file=sys.stderr)
+
+
+def _seed_workers(loader: Dict[str, Any]) -> None:
+    """Workers that are made anew at each epoch and seeded as torch says, which SeedHook has seeded: mmengine's own
+    function gives them the same numbers in every epoch, and workers that persist cannot be resumed."""
+    if loader.get('num_workers'):
+        loader.setdefault('worker_init_fn', dict(type='workers_as_torch_seeds_them'))
+        loader['persistent_workers'] = False
 
 
 def check_dataset(dataset: Any, config: Config, part: str) -> None:
@@ -119,29 +148,29 @@ def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) ->
 
 def _check_labels(dataset: Any, classes: int) -> None:
     """Look at a few label maps, from the first to the last: one class too many would end training in the middle."""
-    ignored = dataset.ignore_index
+    load = next((step for step in getattr(dataset.pipeline, 'transforms', ())
+                 if type(step).__name__ == 'LoadAnnotations'), None)
+    if load is None:
+        return
     for n in sorted({round(k * (len(dataset) - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)}):
-        path = dataset.get_data_info(n).get('seg_map_path')
-        if path is None:
-            return
-        labels = np.unique(np.asarray(Image.open(path))).astype(int)
-        if dataset.reduce_zero_label:
-            labels = labels[labels > 0] - 1
-        labels = labels[labels != ignored]
+        facts = load({**dataset.get_data_info(n), 'seg_fields': []})        # labels as training sees them
+        labels = np.unique(facts['gt_seg_map']).astype(int)
+        labels = labels[labels != dataset.ignore_index]
         if labels.size and labels.max() >= classes:
-            raise UserError(f'{path} has label {labels.max()}, the data set has {classes} classes: labels are 0 to '
-                            f'{classes - 1}, and {ignored} for what is left out')
+            raise UserError(f"{facts['seg_map_path']} has label {labels.max()}, the data set has {classes} classes: "
+                            f'labels are 0 to {classes - 1}, and {dataset.ignore_index} for what is left out')
 
 
 def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
     """(path in the config, num_classes) of every head that predicts the data set's classes."""
     items = model.items() if isinstance(model, dict) else enumerate(model) if isinstance(model, (list, tuple)) else ()
     for key, value in items:
-        if key in _NOT_OF_THE_DATA:
-            continue
-        if key == 'num_classes' and isinstance(value, int):
-            yield path, value
-        else:
+        if isinstance(value, dict) and key in _HEADS and isinstance(value.get('num_classes'), int):
+            yield f'{path}.{key}', value['num_classes']
+        elif key != 'auxiliary_head':                    # several of them may have tasks of their own
+            parts = value if key in _HEADS and isinstance(value, (list, tuple)) else ()      # a cascade's
+            yield from ((f'{path}.{key}.{n}', part['num_classes']) for n, part in enumerate(parts)
+                        if isinstance(part.get('num_classes'), int))
             yield from heads(value, f'{path}.{key}')
 
 
@@ -163,6 +192,11 @@ def known_metainfo(dataset: Any) -> Dict[str, Any]:
         dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
     with DATASETS.switch_scope_and_registry(None) as registry:
         kind = registry.get(dataset['type'])
+    if not hasattr(kind, '_load_metainfo'):
+        raise UserError(f"no data set of type {dataset['type']!r} that knows its classes")
     own = dict(dataset.get('metainfo') or {})
+    metainfo = kind._load_metainfo(own)                  # mmengine's: classes may be a file of names
+    if not metainfo.get('classes'):
+        raise UserError(f"the data set {dataset['type']} has no classes: metainfo=dict(classes=(...))")
     # The palette of other classes is not theirs.
-    return {**({} if 'classes' in own else kind.METAINFO), **own}
+    return {**metainfo, 'palette': own.get('palette') if 'classes' in own else metainfo.get('palette')}

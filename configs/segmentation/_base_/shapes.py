@@ -2,7 +2,7 @@
 _base_ = 'runtime.py'
 
 data_root = 'data/shapes/'
-epochs = 15
+epochs = 28
 # Label 0, the background, is a class like the others.
 _metainfo = dict(classes=('background', 'circle', 'ring', 'triangle', 'square', 'star'),
                  palette=[[0, 0, 0], [228, 26, 28], [77, 175, 74], [55, 126, 184], [255, 217, 47], [231, 41, 138]])
@@ -29,7 +29,7 @@ val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(type='OptimWrapper', clip_grad=dict(max_norm=5.0),
-                     optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.05),
+                     optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.05),
                      paramwise_cfg=dict(norm_decay_mult=0.))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=100),
