@@ -116,7 +116,8 @@ def use_mixed_precision(config) -> None:
     """bfloat16 on CPUs and on GPUs that have it, else float16 with a loss scale."""
     import torch
 
-    import subquad.backbones.mm  # noqa: F401  (registers the wrapper for CPUs)
+    with quiet():
+        import subquad.backbones.mm  # noqa: F401  (registers the wrapper for CPUs)
     if not torch.cuda.is_available():
         config.optim_wrapper.update(type='CPUAmpOptimWrapper')
     elif torch.cuda.is_bf16_supported():
