@@ -50,7 +50,6 @@ def detector(repeats: int, *, config: str, size: Tuple[int, int]) -> Dict[str, A
     return {'times_ms': times, 'peak_mb': peaks, 'floor': None, 'figures': [
         *(figure(f'peak memory, {name}', peak, 'MB') for name, peak in peaks.items()),
         figure("peak memory of the backbone alone over the detector's", peaks['backbone'] / peaks['detector'], 'x'),
-        figure("time of the backbone over the detector's", times['backbone']['p50'] / times['detector']['p50'], 'x'),
         figure('objects with a mask', masks, '')]}
 
 
