@@ -16,8 +16,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
     add_config_arguments(parser)
     parser.add_argument('checkpoint', help='weights: .safetensors of subquad train, or a .pth')
-    parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of detections or segmentations '
-                        'beside what was annotated')
+    parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of what was found, beside the image and '
+                        'its annotations where the config loads them')
     parser.add_argument('--tta', action='store_true', help='several scales and flips, as the config\'s tta_model says')
     parser.add_argument('--json', action='store_true', help='print JSON')
     parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')

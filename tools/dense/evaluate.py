@@ -17,7 +17,8 @@ from .runner import build_runner, classes_of
 
 
 class PicturesHook(Hook):
-    """Writes each test image with what was found, beside what was annotated.
+    """Writes each test image with what was found, beside the image with what was annotated, where the test pipeline
+    loads it.
 
     Args:
         folder: where; a picture has its image's name and the ending .png.
