@@ -6,7 +6,7 @@ committed records (`cpu`, `mobilevitv2`, `myo`, `gpu`, `trained`, `resources`), 
 import argparse
 import json
 import re
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -22,6 +22,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines) + '\n'
 
 
+@lru_cache        # it stands in four files, and counting takes its time
 def models_table(root: Path) -> str:
     """Parameters and MACs of our models, counted, and the authors' figures."""
     from .stats import count
