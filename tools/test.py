@@ -101,6 +101,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False) -> Dict[str, 
         metrics = runner.test()
         for handler in list(runner.logger.handlers):
             handler.close()
+            runner.logger.removeHandler(handler)        # mmengine would go on writing to it
     return {name: float(value) for name, value in metrics.items()}
 
 

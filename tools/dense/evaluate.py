@@ -67,4 +67,5 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
         metrics = runner.test()
         for handler in list(runner.logger.handlers):
             handler.close()
+            runner.logger.removeHandler(handler)        # mmengine would go on writing to it
     return {name: float(value) for name, value in metrics.items()}
