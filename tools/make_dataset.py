@@ -141,7 +141,7 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
     except FileNotFoundError as error:
         if error.errno is not None:
             raise UserError(f'cannot write to {folder} ({error.strerror})') from error
-        raise UserError(f'{error}: pip install "subquad[demo]"') from error
+        raise UserError(f'{error}: pip install "subquad[mm]"') from error
     except OSError as error:
         raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
     finally:
