@@ -16,13 +16,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 REFERENCE_DTYPE = torch.float64
 
 
+def bounded(steps: Tensor) -> Tensor:
+    """Step logs from -80 to 0, with no gradient beyond. Positive ones would make a scan grow without bound, and in a
+    difference of sums they would cancel others."""
+    return steps.clamp(STEP_LOG_MIN, 0.0)
+
+
 def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Inclusive cumulative sum of step logs along `dim`, in at least float32; same shape.
 
     In float32 a difference of two sums is as exact as their size allows: 1e-6 for decays as networks learn them, 1.5e-4
     in the output where small steps follow two hundred of -80 on one line (measured; float64 input has no such limit).
     """
-    return steps.to(compute_dtype(dtype)).clamp(min=STEP_LOG_MIN).cumsum(dim)
+    return bounded(steps.to(compute_dtype(dtype))).cumsum(dim)
 
 
 def row_log_decay(a: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,7 +45,7 @@ def column_log_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounded_sums(steps: Tensor, dim: int) -> Tensor:
     """`cumulative` for the fused kernels: added up in float64, then rounded once to dense float32."""
-    return steps.clamp(min=STEP_LOG_MIN).cumsum(dim, dtype=torch.float64).float().contiguous()
+    return bounded(steps).cumsum(dim, dtype=torch.float64).float().contiguous()
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

@@ -25,7 +25,8 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *, axis: str = '
     Args:
         q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a: (B, heads, H, W) step logs along the axis, <= 0; values below -80 count as -80.
+        a: (B, heads, H, W) step logs along the axis, <= 0; values below -80 count as -80, and positive ones, where they
+            are not refused, as 0; neither has a gradient.
         axis: 'row' (tokens of one grid row attend to each other) or 'column'.
         mask: 'logit' or 'product'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
@@ -34,8 +35,9 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *, axis: str = '
         (B, heads, H, W, Dv) in the dtype of v.
 
     Raises:
-        ValueError: a shape, device, axis, mask or backend that does not fit.
-        TypeError: a dtype that is not allowed.
+        ValueError: a shape, device, axis, mask or backend that does not fit, a size beyond the memory; on a CPU outside
+            of graphs also a positive step log.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
     checks.attention('decay_attention', q, k, v, a=a)
     checks.one_of('decay_attention', 'axis', axis, AXES)
@@ -55,7 +57,7 @@ def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     Args:
         q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0.
+        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `decay_attention`.
         mask: 'logit' (published weights) or 'product' (paper).
         order: 'both', 'row_first' or 'column_first'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
@@ -64,8 +66,7 @@ def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
         (B, heads, H, W, Dv) in the dtype of v.
 
     Raises:
-        ValueError: a shape, device, mask, order or backend that does not fit.
-        TypeError: a dtype that is not allowed.
+        ValueError, TypeError: as `decay_attention`.
     """
     checks.attention('crisscross_attention', q, k, v, a=a, b=b)
     checks.one_of('crisscross_attention', 'mask', mask, MASKS)

@@ -26,7 +26,8 @@ def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
     Args:
         q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a: (B, heads, H, W) horizontal step logs, <= 0; a[..., 0] is never used. Values below -80 count as -80.
+        a: (B, heads, H, W) horizontal step logs, <= 0; a[..., 0] is never used. Values below -80 count as -80,
+            and positive ones, where they are not refused, as 0; neither has a gradient.
         b: (B, heads, H, W) vertical step logs, <= 0; b[..., 0, :] is never used.
         mask: 'logit' or 'product'.
         paths: 'both', 'v2h' or 'h2v'.
@@ -36,8 +37,9 @@ def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
         (B, heads, H, W, Dv) in the dtype of v.
 
     Raises:
-        ValueError: a shape, device, mask, path or backend that does not fit.
-        TypeError: a dtype that is not allowed.
+        ValueError: a shape, device, mask, path or backend that does not fit, a size beyond the memory; on a CPU outside
+            of graphs also a positive step log.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
     checks.attention('polyline_attention', q, k, v, a=a, b=b)
     checks.one_of('polyline_attention', 'mask', mask, MASKS)

@@ -24,7 +24,8 @@ def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *
 
     Args:
         x: (B, heads, H, W, D), or (B, heads, Z, H, W, D) with c; float32, float64, float16 or bfloat16, any strides.
-        a, b: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count as -80.
+        a, b: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count as -80, and
+            positive ones, where they are not refused, as 0; neither has a gradient.
         c: step logs along Z, of the same shape, or None in two dimensions.
         order: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
@@ -33,14 +34,16 @@ def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *
         A tensor like x.
 
     Raises:
-        ValueError: a shape, device, order or backend that does not fit.
-        TypeError: a dtype that is not allowed.
+        ValueError: a shape, device, order or backend that does not fit, a size beyond the memory; on a CPU outside of
+            graphs also a positive step log.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
     logs = dict(a=a, b=b) if c is None else dict(a=a, b=b, c=c)
     rank = 5 if c is None else 6
     checks.tensors('polyline_scan', {'x': rank, **dict.fromkeys(logs, rank - 1)}, x=x, **logs)
     for name, log in logs.items():
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
+    checks.step_logs('polyline_scan', **logs)
     checks.one_of('polyline_scan', 'order', order, ORDERS)
     return choose('polyline_scan', _SCAN, backend, x, *logs.values())(x, list(logs.values()), order)
 
@@ -55,7 +58,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
     Args:
         q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0.
+        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `polyline_scan`.
         order: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
@@ -63,8 +66,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
         (B, heads, H, W, Dv) in the dtype of v.
 
     Raises:
-        ValueError: a shape, device, order or backend that does not fit.
-        TypeError: a dtype that is not allowed.
+        ValueError, TypeError: as `polyline_scan`.
     """
     checks.attention('polyline_linear_attention', q, k, v, a=a, b=b)
     checks.one_of('polyline_linear_attention', 'order', order, ORDERS)

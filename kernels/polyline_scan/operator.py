@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..decay import STEP_LOG_MIN
+from ..decay import bounded
 
 # State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: 512 MB in float32.
 GPU_STATE_ELEMENTS = 1 << 27
@@ -64,7 +64,7 @@ def _count(shape) -> int:
 def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     if x.numel() == 0:
         return x.clone()
-    steps = [log.float().clamp(min=STEP_LOG_MIN).contiguous() for log in logs]
+    steps = [bounded(log.float()).contiguous() for log in logs]
     passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..blocks import keep_freed_memory, ranges
-from ..decay import STEP_LOG_MIN, compute_dtype
+from ..decay import bounded, compute_dtype
 
 CHUNK = 32
 # Up to this length an axis is one chunk: the carries would cost more than the larger matrix.
@@ -120,14 +120,14 @@ def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     if x.numel() == 0:
         return torch.zeros_like(x)
     dtype = compute_dtype(x.dtype)
-    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in logs]
+    logs = [bounded(_grouped(steps.to(dtype))) for steps in logs]
     return _scan_groups(_grouped(x.to(dtype)), logs, order).reshape(x.shape).to(x.dtype)
 
 
 def polyline_scan_export(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     """One dense matrix an axis, no loop over the data; in two dimensions every tensor but x of rank 4 at most."""
     dtype = compute_dtype(x.dtype)
-    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in logs]
+    logs = [bounded(_grouped(steps.to(dtype))) for steps in logs]
     return _scan(_grouped(x.to(dtype)), logs, order, dense_axis_scan).reshape(x.shape).to(x.dtype)
 
 
@@ -150,7 +150,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
         return torch.zeros_like(v)
     dtype = compute_dtype(q.dtype)
     q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
-    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in (a, b)]
+    logs = [bounded(_grouped(steps.to(dtype))) for steps in (a, b)]
     step = max(1, min(q.shape[-1], STATE_ELEMENTS // values.numel()))
     parts = [_linear_attention(query, key, values, logs, order, axis_scan)
              for query, key in zip(q.split(step, -1), k.split(step, -1))]
@@ -161,5 +161,5 @@ def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor,
     """As `polyline_scan_export`: no loop over the data, every tensor but the arguments of rank 4 at most."""
     dtype = compute_dtype(q.dtype)
     q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
-    logs = [_grouped(steps.to(dtype)).clamp(min=STEP_LOG_MIN) for steps in (a, b)]
+    logs = [bounded(_grouped(steps.to(dtype))) for steps in (a, b)]
     return _linear_attention(q, k, values, logs, order, dense_axis_scan).reshape(v.shape).to(v.dtype)

@@ -43,13 +43,15 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
         float64), which sum to 1 within each group.
 
     Raises:
-        ValueError: a shape, device, patch size, sampling or backend that does not fit, or no tokens.
-        TypeError: a dtype that is not allowed.
+        ValueError: a shape, device, patch size, sampling or backend that does not fit, a size beyond the memory, or no
+            tokens.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
     patch = grid.patch('separable_attention', patch_size)
     # Tracing would record the checks, or warn of each.
     if not torch.jit.is_tracing() and not _plain(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
+    checks.fits('separable_attention', 'value', value, value.shape)
     y = choose('separable_attention', _IMPLEMENTATIONS, backend, query, key, value)(
         query, key, value, key_weight, key_bias, patch, sampling)
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
@@ -61,8 +63,11 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight:
     as long as the arithmetic on a small map."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or value.ndim != 4:
         return False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return False
     batch, height, width, dim = value.shape
-    return (query.dtype == key.dtype == value.dtype and value.dtype in checks.DTYPES and sampling in SAMPLINGS
+    return (query.layout is key.layout is value.layout is torch.strided
+            and query.dtype == key.dtype == value.dtype and value.dtype in checks.DTYPES and sampling in SAMPLINGS
             and query.device == key.device == value.device and height > 0 and width > 0 and query.ndim == 4
             and key.shape == value.shape and query.shape[:3] == value.shape[:3] and query.shape[3] > 0
             and (key_weight is None if key_bias is None else

@@ -48,9 +48,10 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
         (..., V, m, r).
 
     Raises:
-        ValueError: a shape, device or backend that does not fit; on a CPU also, with the node, a coefficient that
-            is not finite and a singular pivot.
-        TypeError: a dtype other than float32, float64, complex64 and complex128, or several.
+        ValueError: a shape, device or backend that does not fit, a size beyond the memory; on a CPU also, with the
+            node, a coefficient that is not finite and a singular pivot.
+        TypeError: a dtype other than float32, float64, complex64 and complex128, or several, or a tensor that is not
+            dense.
     """
     given = {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None}
     check_blocks('tree_solve', tree, given)
@@ -89,8 +90,8 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         edges: of each level but the last, between a node and its parent, (B, heads, H_l, W_l), of any of these dtypes.
         parametrisation: 'laplacian', 'symmetric' or 'skew'.
         rho: of 'symmetric', in (0, 1).
-        mask: (B, H, W), true for leaves that are there (the padding of a batch is not); no edge leads to what is not
-            there, so that x within the mask does not depend on u without.
+        mask: (B, H, W), booleans, true for leaves that are there (the padding of a batch is not); no edge leads to what
+            is not there, so that x within the mask does not depend on u without.
         shift: rows and columns that the grid is moved against the tree.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
@@ -98,18 +99,23 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         x of each level, like values.
 
     Raises:
-        ValueError: a shape, device, number of levels, shift, name or rho that does not fit; on a CPU also, with the
-            level, an edge that is not finite and a pivot of zero.
-        TypeError: a dtype that is not allowed.
+        ValueError: a shape, device, number of levels, shift, name or rho that does not fit, a size beyond the memory;
+            on a CPU outside of graphs also, with the level, a negative edge of 'laplacian', an edge that is not finite
+            and a pivot of zero.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
     op = 'quadtree_solve'
     values, edges = list(values), list(edges)
     levels = check_levels(op, values, edges, shift)
     checks.one_of(op, 'parametrisation', parametrisation, PARAMETRISATIONS)
     if mask is not None:
+        checks.boolean(op, 'mask', mask, values[0])
         checks.shape(op, 'mask', mask, (values[0].shape[0], *values[0].shape[2:4]), 'one for each leaf')
         counts = leaf_counts(levels, edges[0].float() if edges else values[0].float(), mask)
         edges = [edge.masked_fill(count == 0, 0) for edge, count in zip(edges, counts)]
+    if parametrisation == 'laplacian':
+        for n, edge in enumerate(edges):
+            checks.not_negative(op, f'edges[{n}]', edge, "weights of a graph's edges, whose Laplacian is solved with")
     if parametrisation == 'symmetric':
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')

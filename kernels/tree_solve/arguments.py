@@ -18,6 +18,7 @@ def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f'{op}: {name} must be a float32, float64, complex64 or complex128 tensor, got {came}')
+        checks.dense(op, name, x)
         expected = (len(tree), tree.block, x.shape[-1] if name == 'u' and x.ndim else tree.block)
         if x.ndim < 3 or tuple(x.shape[-3:]) != expected:
             last = 'r' if name == 'u' else tree.block
@@ -30,10 +31,12 @@ def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{op}: {', '.join(given)} must share a device, got "
                          f"{', '.join(str(x.device) for x in tensors)}")
     try:
-        torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
     except RuntimeError:
         raise ValueError(f"{op}: the leading dimensions of {', '.join(given)} must broadcast, got "
                          f"{', '.join(str(tuple(x.shape[:-3])) for x in tensors)}") from None
+    for name, x in given.items():
+        checks.fits(op, f'{name}, with the leading dimensions of all arguments,', x, (*batch, *x.shape[-3:]))
 
 
 def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor

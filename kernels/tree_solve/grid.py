@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import checks
+
 
 class Level(NamedTuple):
     """One grid: its size, and the row and column of the tree's coordinates that its first cell has."""
@@ -100,8 +102,16 @@ def unfold(x: Tensor, level: Level) -> Tensor:
 
 
 def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = None) -> List[Tensor]:
-    """How many leaves (with a mask (B, H, W): valid ones) each cell covers, (1 or B, 1, H_l, W_l), in like's dtype."""
+    """How many leaves (with a mask (B, H, W): valid ones) each cell covers, (1 or B, 1, H_l, W_l), in like's dtype.
+
+    Raises:
+        TypeError: a mask that is not of booleans.
+        ValueError: a mask of another shape.
+    """
     first = levels[0]
+    if mask is not None:
+        checks.boolean('quadtree_solve', 'mask', mask, like)
+        checks.shape('quadtree_solve', 'mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf')
     counts = [like.new_ones(1, 1, first.height, first.width) if mask is None else mask[:, None].to(like.dtype)]
     for level in levels[:-1]:
         counts.append(fold(counts[-1], level))

@@ -5,6 +5,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..precision import without_autocast
 from .grid import Level, fold, unfold
 from .sweeps import dagger
@@ -45,7 +46,8 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
 
     Args:
         tree: with V nodes and a largest block size m.
-        z: (..., V, m, m), real or complex; what it holds for roots is ignored.
+        z: (..., V, m, m), real or complex, not negative for 'laplacian' with blocks of size 1; what it holds for roots
+            is ignored.
         rho: of 'symmetric', in (0, 1); a tensor for one each of the leading dimensions, (..., 1, 1, 1).
         hermitian: of 'symmetric'. The phases of a Hermitian matrix are a change of basis on a tree; those of a complex
             symmetric one are not.
@@ -54,7 +56,8 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         a (None for identities), b, c.
 
     Raises:
-        ValueError: an unknown name, a shape or a rho that does not fit.
+        ValueError: an unknown name, a shape or a rho that does not fit; on a CPU outside of graphs also a negative
+            weight.
     """
     if parametrisation not in ('laplacian', 'symmetric', 'skew'):
         raise ValueError("tree_blocks: parametrisation must be 'laplacian', 'symmetric' or 'skew', got "
@@ -69,6 +72,9 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
     both = own & own[parents] & child
     if parametrisation == 'laplacian':
         z = z.masked_fill(~(both[:, :, None] & both[:, None]), 0)
+        if tree.block == 1:
+            checks.not_negative('tree_blocks', 'z', z.real if z.is_complex() else z,
+                                "weights of a graph's edges, whose Laplacian these blocks are")
         with without_autocast(z):
             weight = z if tree.block == 1 else z @ dagger(z)
         identity = torch.eye(tree.block, dtype=z.dtype, device=z.device)
