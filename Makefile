@@ -5,12 +5,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
+# Processes that `make test` runs side by side, with one thread each.
+JOBS ?= auto
 
 # libgomp's threads wait for each other by spinning; where other programs want the same cores, that costs tens of times
 # the work. A short spin costs nothing measurable when the machine is idle.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo mm test test-slow test-timm lint clean
+.PHONY: help demo mm test test-slow test-lowest test-timm lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -21,10 +23,16 @@ demo: $(VENV)/.subquad-demo
 mm: $(VENV)/.subquad-mm
 
 test: $(VENV)/.subquad-test lint
-	$(PY) -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 
-test-slow: $(VENV)/.subquad-test
-	$(PY) -m pytest
+# Everything, the long tests one after the other and with all threads.
+test-slow: $(VENV)/.subquad-test test-lowest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
+	$(PY) -m pytest -m slow
+
+# The models on the lowest versions that setup.py allows.
+test-lowest:
+	.ci/lowest '$(PYTHON)' '$(VENV)-lowest'
 
 # timm's own test-suite, from its source distribution, on our names.
 test-timm: $(VENV)/.subquad-test

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale
 from timm.models import register_notrace_function
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .inference import in_parts
-
-MIN_SIZE = 32
+from .options import MIN_SIZE
 
 
 @register_notrace_function
@@ -17,9 +17,12 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
     """x itself, if it is a batch of images that a stride-32 network can take.
 
     Raises:
-        TypeError: not a floating tensor.
+        TypeError: not a floating tensor, or a proxy of a tracer that does not know timm's leaves.
         ValueError: not (B, in_chans, H, W) with H, W >= 32.
     """
+    if isinstance(x, Proxy):
+        raise TypeError('torch.fx cannot trace this network by itself: use features_only=True, or timm.models.'
+                        "create_feature_extractor in place of torchvision's")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         came = f'a {x.dtype} tensor' if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f'the input must be a floating-point tensor (B, {in_chans}, H, W), got {came}')
@@ -140,6 +143,13 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.ffn(self.norm2(x))))
 
 
+def check_pool(global_pool: str, num_classes: int) -> None:
+    """Raises ValueError for a classifier without pooling."""
+    if not global_pool and num_classes:
+        raise ValueError(f"global_pool must name a pooling, such as 'avg', for a classifier, got '' with {num_classes} "
+                         'classes (num_classes=0 makes no classifier)')
+
+
 class ProjectionHead(nn.Module):
     """Linear, BatchNorm, SiLU on every token, then mean over tokens and a classifier: (B, C, H, W) -> (B, classes).
 
@@ -158,14 +168,17 @@ class ProjectionHead(nn.Module):
 
     def reset(self, num_classes: int, global_pool: Optional[str] = None, in_features: Optional[int] = None, device=None,
               dtype=None) -> None:
-        """A new classifier; with `in_features` for as many features as they come, without projection."""
+        """A new classifier; with `in_features` for as many features as they come, without projection.
+
+        Raises:
+            ValueError: an unknown pooling, or none for a classifier.
+        """
+        if global_pool is not None:              # None keeps '', too, as in timm
+            check_pool(global_pool, num_classes)
+            self.global_pool = global_pool
         if in_features is not None:
             self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
             self.num_features = in_features
-        if global_pool is not None:
-            if global_pool not in ('avg', ''):
-                raise ValueError(f"global_pool must be 'avg' or '', got {global_pool!r}")
-            self.global_pool = global_pool
         self.fc = (nn.Linear(self.num_features, num_classes, device=device, dtype=dtype) if num_classes > 0
                    else nn.Identity())
         self.fc.train(self.training)

@@ -3,7 +3,7 @@
 A family brings a mixer for each block; stem, convolutions, feed-forward, downsampling and head are the same, so that a
 comparison between families compares mixers.
 """
-from typing import Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.layers import calculate_drop_path_rates
@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
 from .inference import in_parts
+from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, or_none
 from .staged import StagedBackbone, init_linear
 
 STRIDES = (4, 8, 16, 32)
+# Options of the skeleton; a family adds its mixer's.
+OPTIONS: Options = {
+    **COMMON, 'dims': each_stage(integer(8, 8192)), 'depths': each_stage(integer(1, 256)),
+    'num_heads': each_stage(integer(1, 1024)), 'mlp_ratios': each_stage(number(0.125, 64)),
+    'layer_scale': each_stage(flag()), 'layer_scale_init': number(0, 10),
+    'head_hidden_size': or_none(integer(1, 65_536)), 'output_norms': flag(), 'global_pool': one_of('avg', ''),
+    'output_stride': one_of(STRIDES[-1])}
 
 
 class Stage(nn.Module):
@@ -53,30 +61,34 @@ class HierarchicalBackbone(StagedBackbone):
             `forward_intermediates(norm=True)`.
         num_classes: 0 for no classifier.
         in_chans: input channels.
-        global_pool: 'avg', or '' for a map of logits.
+        global_pool: 'avg', or '' without a classifier.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth, linearly from 0 in the first block to this in the last.
         img_size: ignored but for a check, since any size of at least 32 x 32 works; for timm's sake.
         output_stride: 32.
         device, dtype: of the parameters.
+        mixer_options: of the family, which are checked here and used by `mixer`.
 
     Raises:
-        ValueError: sequences that are not four long, or an option that is not allowed.
+        ValueError: a value that the family's `OPTIONS` do not allow.
+        TypeError: an option that is not in them.
     """
+
+    OPTIONS: ClassVar[Options] = OPTIONS
 
     def __init__(self, mixer: Callable[..., nn.Module], dims: Sequence[int], depths: Sequence[int],
                  num_heads: Sequence[int], mlp_ratios: Sequence[float],
                  layer_scale: Sequence[bool] = (False, False, False, False), layer_scale_init: float = 1e-6,
                  head_hidden_size: Optional[int] = 1024, output_norms: bool = False, num_classes: int = 1000,
                  in_chans: int = 3, global_pool: str = 'avg', drop_rate: float = 0., drop_path_rate: float = 0.,
-                 img_size: Union[None, int, Tuple[int, int]] = None, output_stride: int = 32, device=None, dtype=None):
-        super().__init__(num_classes, in_chans, img_size, drop_rate, drop_path_rate)
-        for name, value in (('dims', dims), ('depths', depths), ('num_heads', num_heads), ('mlp_ratios', mlp_ratios),
-                            ('layer_scale', layer_scale)):
-            if len(value) != len(STRIDES):
-                raise ValueError(f'{name} must have one value for each of {len(STRIDES)} stages, got {value!r}')
-        if output_stride != STRIDES[-1]:
-            raise ValueError(f'output_stride must be {STRIDES[-1]}, got {output_stride}')
+                 img_size: Union[None, int, Tuple[int, int]] = None, output_stride: int = 32, device=None, dtype=None,
+                 **mixer_options: Any):
+        check(type(self).__name__, self.OPTIONS, dict(
+            dims=dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios, layer_scale=layer_scale,
+            layer_scale_init=layer_scale_init, head_hidden_size=head_hidden_size, output_norms=output_norms,
+            num_classes=num_classes, in_chans=in_chans, global_pool=global_pool, drop_rate=drop_rate,
+            drop_path_rate=drop_path_rate, img_size=img_size, output_stride=output_stride, **mixer_options))
+        super().__init__(num_classes, in_chans)
         dd = {'device': device, 'dtype': dtype}
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]
         self.stem = Stem(in_chans, dims[0], **dd)

@@ -3,12 +3,11 @@
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680, and its
 authors' library cvnets. Parameter names are timm's, so that the weights on its hub load as they are; the authors' own
 files are translated. Differences from timm's model, none of which changes a published network: tokens are unfolded for
-exporters only, keys are mapped after they are summed up, stochastic depth acts on residual branches only, and new
-networks start as the authors' do.
+exporters only, keys are mapped after they are summed up, stochastic depth acts on residual branches only, and
+new networks start otherwise (`weight_init`).
 """
-import re
 from functools import partial
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, ClassVar, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +17,24 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import exporting
 from ..kernels.separable_attention.grid import fold, unfold
-from ._timm import checkpoint_seq
-from .blocks import check_image, folded, is_plain
+from ._timm import checkpoint_seq, pooled_width
+from .blocks import check_image, check_pool, folded, is_plain
 from .inference import in_parts
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
-from .staged import StagedBackbone, init_linear
-from .weights import checkpoint_filter_fn
+from .mixers.separable import check_source
+from .mobilevitv2_keys import DEPTHS, translated
+from .options import COMMON, Options, check, flag, number, one_of
+from .staged import StagedBackbone, init_kaiming, init_xavier
+from .weights import pretrained_filter
 
 __all__ = ['MobileViTv2']
 
 ATTENTIONS = ('separable', 'mha', 'linformer')
-SAMPLINGS = ('pixel', 'patch')
 POOLINGS = ('avg', 'max', 'avgmax', 'catavgmax', '')
 PATCH = (2, 2)
 WIDTHS = (0.25, 2.5)
+WEIGHT_INITS = ('kaiming', 'authors')
 CHANNELS = (64, 128, 256, 384, 512)
-# Transformer layers, half as wide as their stage, of the blocks at the end of stages 3, 4 and 5 (strides 8, 16 and 32).
-DEPTHS = (2, 4, 3)
 # The authors' networks by their names' ending, and ours for tests.
 ARCHS: Dict[str, Dict[str, Any]] = {
     **{f'{width:03d}': dict(width=width / 100) for width in range(50, 225, 25)}, 'test': dict(width=0.25)}
@@ -125,8 +125,11 @@ class MobileViTv2Block(nn.Module):
         x = self.conv_1x1(self.conv_kxk(x))
         separable = isinstance(self.transformer[0].attn, SeparableSelfAttention)
         rows, columns = x.shape[2:]
+        seen = x if source is None else check_source(x, source)
+        if isinstance(self.transformer[0].attn, LinformerSelfAttention):
+            self.transformer[0].attn.check_grid(*(-(-n // p) for n, p in zip(seen.shape[2:], PATCH)))
         # Exporters and the other attention units want a row of tokens for each group.
-        even = not any(n % p for y in (x, x if source is None else source) for n, p in zip(y.shape[2:], PATCH))
+        even = not any(n % p for y in (x, seen) for n, p in zip(y.shape[2:], PATCH))
         fold_tokens = not separable or even and (self.exportable or exporting())
         if fold_tokens:
             x = fold(x, PATCH, self.sampling)
@@ -178,26 +181,35 @@ class MobileViTv2(StagedBackbone):
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth, rising over the blocks of a stage and over stages; a block's layers share it.
         img_size: what 'linformer' is made for (default 256); otherwise only checked.
+        weight_init: how new weights are drawn. 'kaiming': what the authors' configurations name, convolutions by He et
+            al. with the fan of the output, biases 0, the classifier from a normal distribution of standard deviation
+            0.02. 'authors': what their library really starts with, since its initialization receives a generator where
+            it expects modules and changes nothing: PyTorch's defaults, and a classifier by Glorot & Bengio (Xavier).
         device, dtype: of the parameters.
 
     Raises:
         ValueError: an option that is not allowed.
     """
 
+    OPTIONS: ClassVar[Options] = {
+        **COMMON, **SeparableSelfAttention.OPTIONS, 'width': number(*WIDTHS), 'attention': one_of(*ATTENTIONS),
+        'exact_size': flag(), 'output_stride': one_of(8, 16, 32), 'global_pool': one_of(*POOLINGS),
+        'weight_init': one_of(*WEIGHT_INITS)}
+
     def __init__(self, width: float = 1.0, num_latent_tokens: int = 1, attention: str = 'separable',
                  sampling: str = 'pixel', exact_size: bool = False, output_stride: int = 32, num_classes: int = 1000,
                  in_chans: int = 3, global_pool: str = 'avg', drop_rate: float = 0., drop_path_rate: float = 0.,
-                 img_size: Union[None, int, Tuple[int, int]] = None, device=None, dtype=None):
-        super().__init__(num_classes, in_chans, img_size, drop_rate, drop_path_rate)
-        if isinstance(width, bool) or not isinstance(width, (int, float)) or not WIDTHS[0] <= width <= WIDTHS[1]:
-            raise ValueError(f'width must be a number from {WIDTHS[0]} to {WIDTHS[1]}, got {width!r}')
-        for name, value, allowed in (('attention', attention, ATTENTIONS), ('sampling', sampling, SAMPLINGS),
-                                     ('output_stride', output_stride, (8, 16, 32))):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+                 img_size: Union[None, int, Tuple[int, int]] = None, weight_init: str = 'kaiming', device=None,
+                 dtype=None):
+        check(type(self).__name__, self.OPTIONS, dict(
+            width=width, num_latent_tokens=num_latent_tokens, attention=attention, sampling=sampling,
+            exact_size=exact_size, output_stride=output_stride, num_classes=num_classes, in_chans=in_chans,
+            global_pool=global_pool, drop_rate=drop_rate, drop_path_rate=drop_path_rate, img_size=img_size,
+            weight_init=weight_init))
+        super().__init__(num_classes, in_chans)
         if attention != 'separable' and (exact_size or num_latent_tokens != 1):
             raise ValueError(f"exact_size and num_latent_tokens go with attention='separable', got {attention!r}")
-        _check_pool(global_pool)
+        check_pool(global_pool, num_classes)
         dd = {'device': device, 'dtype': dtype}
         # The authors' rounding; it changes nothing at the published widths.
         stem = make_divisible(min(max(32 * width, 16), 64), 8)
@@ -217,7 +229,7 @@ class MobileViTv2(StagedBackbone):
                 blocks.append(InvertedResidual(chs, chs, drop_path=rate[1], **dd))
             if n >= 2:
                 dim = make_divisible(CHANNELS[n] // 2 * width, 8)
-                tokens = -(-size[0] // (stride * PATCH[0])) * -(-size[1] // (stride * PATCH[1]))
+                tokens = tuple(-(-n // (stride * p)) for n, p in zip(size, PATCH))
                 units = tuple(_attention(attention, dim, num_latent_tokens, sampling, tokens, **dd)
                               for _ in range(DEPTHS[n - 2]))
                 blocks.append(MobileViTv2Block(chs, dim, units, dilation, rate[1], sampling, exact_size, **dd))
@@ -227,13 +239,25 @@ class MobileViTv2(StagedBackbone):
         self.stages = nn.Sequential(*stages)
         self.num_features = in_chs
         self.head = ClassifierHead(in_chs, num_classes, global_pool, drop_rate, **dd)
-        self.head_hidden_size = self.head.num_features
-        self.apply(_init_weights)
+        self.head_hidden_size = pooled_width(self.head)
+        self.weight_init = weight_init
+        if weight_init == 'kaiming':
+            self.apply(init_kaiming)
+        else:
+            self.head.apply(init_xavier)
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling."""
-        _check_pool('avg' if global_pool is None else global_pool)
+        """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling.
+
+        Raises:
+            ValueError: a number of classes or a pooling that is not allowed.
+        """
+        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes})
+        if global_pool is not None:
+            check_pool(global_pool, num_classes)
         super().reset_classifier(num_classes, global_pool)
+        if self.weight_init == 'authors':
+            self.head.apply(init_xavier)
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
         """Patterns for layer decay: the stem, then every stage or every block."""
@@ -281,54 +305,14 @@ class MobileViTv2(StagedBackbone):
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """timm's key names, from those of the authors' files: of a classifier, or of the `encoder.` of their detectors
         and segmenters, whose heads are left out."""
-        if any(key.startswith('encoder.') for key in weights):
-            weights = {key.removeprefix('encoder.'): value for key, value in weights.items()
-                       if key.startswith('encoder.')}
-        if not any(key.startswith('conv_1.') for key in weights):
-            return weights
-        return {_translated(key): value for key, value in weights.items()}
+        return translated(weights)
 
 
-def _check_pool(global_pool: str) -> None:
-    """Raises ValueError for a pooling that there is not."""
-    if global_pool not in POOLINGS:
-        raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLINGS))}, got {global_pool!r}")
-
-
-def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: int, **dd: Any) -> nn.Module:
+def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any
+               ) -> nn.Module:
     if kind == 'separable':
         return SeparableSelfAttention(dim, num_latent_tokens, PATCH[0], sampling, **dd)
     return MultiHeadSelfAttention(dim, **dd) if kind == 'mha' else LinformerSelfAttention(dim, tokens, **dd)
-
-
-def _init_weights(module: nn.Module) -> None:
-    """As the authors: convolutions by He et al. with the fan of the output, linear layers as `init_linear`."""
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode='fan_out')
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    init_linear(module)
-
-
-_LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 'attn.qkv_proj.',
-          'pre_norm_attn.1.out_proj.block.conv.': 'attn.out_proj.', 'pre_norm_ffn.0.': 'norm2.',
-          'pre_norm_ffn.1.block.conv.': 'mlp.fc1.', 'pre_norm_ffn.3.block.conv.': 'mlp.fc2.'}
-_CONVOLUTIONS = {'exp_1x1': 'conv1_1x1', 'conv_3x3': 'conv2_kxk', 'red_1x1': 'conv3_1x1'}
-
-
-def _translated(key: str) -> str:
-    """A key of the authors' library in timm's words; others as they are, for the loader to name."""
-    key = re.sub(r'^classifier\.(\d+\.)?', 'head.fc.', key)
-    key = re.sub(r'^conv_1\.', 'stem.', key)
-    key = re.sub(r'^layer_(\d)\.', lambda m: f'stages.{int(m[1]) - 1}.', key)
-    key = re.sub(r'\.block\.(exp_1x1|conv_3x3|red_1x1)\.', lambda m: f'.{_CONVOLUTIONS[m[1]]}.', key)
-    key = re.sub(r'\.local_rep\.0\.', '.conv_kxk.', key).replace('.local_rep.1.block.conv.', '.conv_1x1.')
-    for stage, depth in enumerate(DEPTHS, 2):
-        key = key.replace(f'stages.{stage}.1.global_rep.{depth}.', f'stages.{stage}.1.norm.')
-    key = re.sub(r'\.global_rep\.(\d+)\.', r'.transformer.\1.', key)
-    for theirs, ours in _LAYER.items():
-        key = key.replace(theirs, ours)
-    return key.replace('.block.conv.', '.conv.').replace('.block.norm.', '.bn.').replace('stem.block.', 'stem.')
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:
@@ -349,7 +333,7 @@ default_cfgs = generate_default_cfgs({
 
 
 def _build(name: str, pretrained: bool, **kwargs: Any) -> MobileViTv2:
-    return build_model_with_cfg(MobileViTv2, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+    return build_model_with_cfg(MobileViTv2, name, pretrained, pretrained_filter_fn=pretrained_filter(**kwargs),
                                 feature_cfg=dict(out_indices=(0, 1, 2, 3, 4), flatten_sequential=True), **kwargs)
 
 

@@ -5,7 +5,7 @@ sequences (`MyoSequence`), these backbones are ours: the macro-architecture of P
 published weights. See backbones/mixers/tree.py for the layer.
 """
 from functools import partial
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -13,9 +13,10 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from ..kernels.tree_solve import heights
-from .hierarchical import HierarchicalBackbone
+from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
-from .weights import checkpoint_filter_fn
+from .options import Options, flag
+from .weights import pretrained_filter
 
 __all__ = ['Myo']
 
@@ -57,12 +58,15 @@ class Myo(HierarchicalBackbone):
         TypeError: an unknown option.
     """
 
+    OPTIONS: ClassVar[Options] = {**OPTIONS, **TreeMixer.OPTIONS, 'shift': flag()}
+
     def __init__(self, parametrisation: str = 'laplacian', static_edges: bool = False,
                  max_levels: Optional[int] = None, shift: bool = True, **kwargs: Any):
         def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
             return TreeMixer(dim, num_heads, parametrisation, static_edges, max_levels, shift and block % 2 == 1, **dd)
 
-        super().__init__(mixer, **kwargs)
+        super().__init__(mixer, parametrisation=parametrisation, static_edges=static_edges, max_levels=max_levels,
+                         shift=shift, **kwargs)
 
     def influences(self, x: Tensor, at: Tuple[float, float] = (0.5, 0.5)) -> Dict[str, Influence]:
         """What every token of each layer contributes to one of them, in evaluation mode.
@@ -128,7 +132,7 @@ default_cfgs = generate_default_cfgs({
 def _build(name: str, pretrained: bool, **kwargs: Any) -> Myo:
     # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
     wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
-    return build_model_with_cfg(Myo, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+    return build_model_with_cfg(Myo, name, pretrained, pretrained_filter_fn=pretrained_filter(**kwargs),
                                 feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
 
 

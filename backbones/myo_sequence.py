@@ -5,7 +5,7 @@ The paper says little more (specification of Myo, A3, A4): how edges come from t
 start and what is read out are options here, with our defaults.
 """
 import math
-from typing import Any, Dict, List, Optional, Set, Tuple, Union
+from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from ..kernels import tree_solve
 from ..kernels.precision import without_autocast
 from ..kernels.tree_solve import ORDERS, PARAMETRISATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
 from .mixers.scan import ScanMixer
-from .weights import checkpoint_filter_fn
+from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
+from .weights import pretrained_filter
 
 __all__ = ['MyoSequence']
 
@@ -188,27 +189,29 @@ class MyoSequence(nn.Module):
         ValueError: an option that is not allowed.
     """
 
+    OPTIONS: ClassVar[Options] = {
+        **{name: COMMON[name] for name in ('num_classes', 'in_chans', 'drop_rate')},
+        'vocab_size': or_none(integer(1, 10_000_000)), 'padding_idx': integer(-1, 10_000_000),
+        'dim': integer(1, 65_536), 'depth': integer(1, 1024), 'num_heads': integer(1, 65_536),
+        'block_size': integer(1, 64), 'arity': integer(2, 1024), 'order': one_of(*ORDERS),
+        'parametrisation': one_of(*PARAMETRISATIONS), 'static_edges': flag(), 'virtual_input': one_of(*VIRTUAL_INPUTS),
+        'readout_levels': integer(1, 64), 'readout': one_of('mean', 'concat'), 'mixer': one_of('tree', 'scan'),
+        'states': integer(1, 65_536), 'mlp_ratio': number(0, 64), 'img_size': or_none(image_size(1)),
+        'global_pool': one_of('avg')}
+
     def __init__(self, num_classes: int = 10, in_chans: int = 3, vocab_size: Optional[int] = None, padding_idx: int = 0,
                  dim: int = 64, depth: int = 4, num_heads: int = 8, block_size: int = 1, arity: int = 4,
                  order: str = 'morton', parametrisation: str = 'symmetric', static_edges: bool = False,
                  virtual_input: str = 'mean', readout_levels: int = 2, readout: str = 'concat', mixer: str = 'tree',
                  states: int = 32, mlp_ratio: float = 0., drop_rate: float = 0.,
                  img_size: Union[None, int, Tuple[int, int]] = None, global_pool: str = 'avg', device=None, dtype=None):
+        check(type(self).__name__, self.OPTIONS, dict(
+            num_classes=num_classes, in_chans=in_chans, vocab_size=vocab_size, padding_idx=padding_idx, dim=dim,
+            depth=depth, num_heads=num_heads, block_size=block_size, arity=arity, order=order,
+            parametrisation=parametrisation, static_edges=static_edges, virtual_input=virtual_input,
+            readout_levels=readout_levels, readout=readout, mixer=mixer, states=states, mlp_ratio=mlp_ratio,
+            drop_rate=drop_rate, img_size=img_size, global_pool=global_pool))
         super().__init__()
-        for name, value, allowed in (('order', order, ORDERS), ('parametrisation', parametrisation, PARAMETRISATIONS),
-                                     ('virtual_input', virtual_input, VIRTUAL_INPUTS),
-                                     ('mixer', mixer, ('tree', 'scan')), ('readout', readout, ('mean', 'concat')),
-                                     ('global_pool', global_pool, ('avg',))):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name, value, least in (('arity', arity, 2), ('readout_levels', readout_levels, 1), ('depth', depth, 1),
-                                   ('num_classes', num_classes, 0), ('in_chans', in_chans, 1),
-                                   ('num_heads', num_heads, 1), ('block_size', block_size, 1), ('states', states, 1),
-                                   ('mlp_ratio', mlp_ratio, 0),
-                                   ('vocab_size', 1 if vocab_size is None else vocab_size, 1)):
-            if not isinstance(value, (int, float) if name == 'mlp_ratio' else int) or value < least:
-                kind = 'a number' if name == 'mlp_ratio' else 'an integer'
-                raise ValueError(f'{name} must be {kind} of at least {least}, got {value!r}')
         if dim % (num_heads * block_size):
             raise ValueError(f'dim must be a multiple of num_heads * block_size, got {dim}, {num_heads}, {block_size}')
         dd = {'device': device, 'dtype': dtype}
@@ -250,10 +253,10 @@ class MyoSequence(nn.Module):
         """A new classifier (none for 0), its weights random.
 
         Raises:
-            ValueError: another pooling than 'avg'.
+            ValueError: a number of classes that is not allowed, or another pooling than 'avg'.
         """
-        if global_pool not in (None, 'avg'):
-            raise ValueError(f"global_pool must be 'avg', got {global_pool!r}")
+        pooling = {} if global_pool is None else {'global_pool': global_pool}
+        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes, **pooling})
         weight = self.norm.weight
         self.num_classes = num_classes
         self.head = (nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
@@ -338,5 +341,5 @@ def myo_sequence(pretrained: bool = False, **kwargs: Any) -> MyoSequence:
     """
     if kwargs.pop('features_only', False):
         raise ValueError('myo_sequence has no feature maps (features_only=True): myo_tiny, myo_small and myo_base have')
-    return build_model_with_cfg(MyoSequence, 'myo_sequence', pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-                                **kwargs)
+    return build_model_with_cfg(MyoSequence, 'myo_sequence', pretrained,
+                                pretrained_filter_fn=pretrained_filter(**kwargs), **kwargs)

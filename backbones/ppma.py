@@ -6,15 +6,16 @@ paper's: the mask is added to the logits as its logarithm (`mask='logit'`) inste
 (`mask='product'`). See backbones/mixers/polyline.py for every option.
 """
 import re
-from typing import Any, Dict, Sequence, Set, Union
+from typing import Any, ClassVar, Dict, Sequence, Set, Union
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from .hierarchical import HierarchicalBackbone
+from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import PolylineMixer
-from .weights import checkpoint_filter_fn
+from .options import Options, one_or_each_stage
+from .weights import pretrained_filter
 
 __all__ = ['PPMA']
 
@@ -30,6 +31,9 @@ ARCHS: Dict[str, Dict[str, Any]] = {
     'test': dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
                  attention=('crisscross', 'crisscross', 'full', 'full'), head_hidden_size=128),
 }
+# Criss-cross attention in every stage: its cost grows as N^1.5 with the number N of tokens, full attention's as N^2.
+ARCHS.update({f'{size}_crisscross': {**ARCHS[size], 'attention': ('crisscross',) * 4}
+              for size in ('tiny', 'small', 'base')})
 
 
 class PPMA(HierarchicalBackbone):
@@ -47,17 +51,17 @@ class PPMA(HierarchicalBackbone):
         TypeError: an unknown option.
     """
 
+    OPTIONS: ClassVar[Options] = {**OPTIONS, **PolylineMixer.OPTIONS,
+                                  'attention': one_or_each_stage(PolylineMixer.OPTIONS['attention'])}
+
     def __init__(self, attention: Union[str, Sequence[str]] = 'full', mask: str = 'logit', paths: str = '2d',
                  shared_decay: bool = False, **kwargs: Any):
-        attention = (attention,) * 4 if isinstance(attention, str) else tuple(attention)
-        if len(attention) != 4:
-            raise ValueError(f'attention must be one name or one for each of 4 stages, got {attention!r}')
-
         def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            return PolylineMixer(dim, num_heads, attention[stage], mask, paths, shared_decay,
+            kind = attention if isinstance(attention, str) else attention[stage]
+            return PolylineMixer(dim, num_heads, kind, mask, paths, shared_decay,
                                  rmt_range=(4.0, 4.0, 6.0, 6.0)[stage], **dd)
 
-        super().__init__(mixer, **kwargs)
+        super().__init__(mixer, attention=attention, mask=mask, paths=paths, shared_decay=shared_decay, **kwargs)
 
     def no_weight_decay(self) -> Set[str]:
         """A_log and dt_bias, as in the published classification training."""
@@ -105,7 +109,7 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs({
-    'ppma_tiny.untrained': _cfg(), 'ppma_small.untrained': _cfg(), 'ppma_base.untrained': _cfg(),
+    **{f'ppma_{size}.untrained': _cfg() for size in ARCHS if size != 'test'},
     'test_ppma.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
 })
 
@@ -113,7 +117,7 @@ default_cfgs = generate_default_cfgs({
 def _build(name: str, pretrained: bool, **kwargs: Any) -> PPMA:
     # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
     wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
-    return build_model_with_cfg(PPMA, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+    return build_model_with_cfg(PPMA, name, pretrained, pretrained_filter_fn=pretrained_filter(**kwargs),
                                 feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
 
 
@@ -133,6 +137,24 @@ def ppma_small(pretrained: bool = False, **kwargs: Any) -> PPMA:
 def ppma_base(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-B: 54.2 M parameters, 10.6 GMACs at 224."""
     return _build('ppma_base', pretrained, **{**ARCHS['base'], **kwargs})
+
+
+@register_model
+def ppma_tiny_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-T with criss-cross attention in every stage: 14.3 M parameters, 2.6 GMACs at 224. No published weights."""
+    return _build('ppma_tiny_crisscross', pretrained, **{**ARCHS['tiny_crisscross'], **kwargs})
+
+
+@register_model
+def ppma_small_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-S with criss-cross attention in every stage: 27.0 M parameters, 4.9 GMACs at 224. No published weights."""
+    return _build('ppma_small_crisscross', pretrained, **{**ARCHS['small_crisscross'], **kwargs})
+
+
+@register_model
+def ppma_base_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
+    """PPMA-B with criss-cross attention in every stage: 54.2 M parameters, 10.6 GMACs at 224. No published weights."""
+    return _build('ppma_base_crisscross', pretrained, **{**ARCHS['base_crisscross'], **kwargs})
 
 
 @register_model

@@ -1,11 +1,12 @@
 """What makes a stem, stages and a head a model of timm: timm's methods, once for all families."""
-from typing import Any, Dict, List, Optional, Set, Tuple, Union
+from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Union
 
 from timm.layers import get_device_dtype, trunc_normal_
 from torch import Tensor, nn
 
-from ._timm import feature_take_indices
-from .blocks import MIN_SIZE
+from ._timm import feature_take_indices, narrow_head, pooled_width
+from .mixers import LinformerSelfAttention
+from .options import COMMON, Options, check
 
 
 class StagedBackbone(nn.Module):
@@ -15,31 +16,32 @@ class StagedBackbone(nn.Module):
     Args:
         num_classes: 0 for no classifier.
         in_chans: input channels.
-        img_size: checked; any size of at least 32 x 32 works.
-        drop_rate, drop_path_rate: checked.
 
-    Raises:
-        ValueError: a value that no family takes.
+    Attributes:
+        OPTIONS: every option of the family; see `subquad.backbones.options`.
     """
 
-    def __init__(self, num_classes: int, in_chans: int, img_size: Union[None, int, Tuple[int, int]], drop_rate: float,
-                 drop_path_rate: float):
+    OPTIONS: ClassVar[Options] = COMMON
+
+    def __init__(self, num_classes: int, in_chans: int):
         super().__init__()
-        sizes = [img_size] if isinstance(img_size, int) else list(img_size or ())
-        if not all(isinstance(size, int) and size >= MIN_SIZE for size in sizes):
-            raise ValueError(f'img_size must be integers of at least {MIN_SIZE}, height and width, got {img_size!r}')
-        for name, value, least in (('in_chans', in_chans, 1), ('num_classes', num_classes, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
-        for name, value in (('drop_rate', drop_rate), ('drop_path_rate', drop_path_rate)):
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f'{name} must be a number from 0 to below 1, got {value!r}')
         self.num_classes, self.in_chans = num_classes, in_chans
         self.output_norms: Optional[nn.ModuleList] = None
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Weights under this model's key names, from those of published files; families with such files override it."""
         return weights
+
+    def set_input_size(self, img_size: Union[None, int, Tuple[int, int]] = None) -> None:
+        """Check a size, as timm's models of a fixed size change theirs: no weight here depends on it.
+
+        Raises:
+            ValueError: a side below 32, or a network with Linformer attention, which is made for one size.
+        """
+        check(type(self).__name__, self.OPTIONS, {'img_size': img_size})
+        if img_size is not None and any(isinstance(module, LinformerSelfAttention) for module in self.modules()):
+            raise ValueError(f'Linformer attention is made for one image size: pass img_size={img_size!r} to '
+                             'timm.create_model')
 
     def no_weight_decay(self) -> Set[str]:
         """Names of parameters that take no weight decay whatever their rank; families add theirs."""
@@ -53,10 +55,16 @@ class StagedBackbone(nn.Module):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling."""
-        self.num_classes = num_classes
+        """A new classifier (none for 0), its weights random; `global_pool` None keeps the pooling.
+
+        Raises:
+            ValueError: a number of classes or a pooling that is not allowed.
+        """
+        pooling = {} if global_pool is None else {'global_pool': global_pool}
+        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes, **pooling})
         self.head.reset(num_classes, global_pool, **get_device_dtype(self))
-        self.head_hidden_size = self.head.num_features
+        self.num_classes = num_classes
+        self.head_hidden_size = pooled_width(self.head)
         self.head.fc.apply(init_linear)
 
     def forward_intermediates(self, x: Tensor, indices: Union[None, int, List[int]] = None, norm: bool = False,
@@ -100,7 +108,7 @@ class StagedBackbone(nn.Module):
             self.output_norms = self.output_norms[:last + 1]
         if shorter or prune_head:
             self.num_features = self.feature_info[last]['num_chs']
-            self.head.reset(0, '', in_features=self.num_features)
+            narrow_head(self.head, self.num_features)
             self.reset_classifier(0)
         return take
 
@@ -123,3 +131,19 @@ def init_linear(module: nn.Module) -> None:
         trunc_normal_(module.weight, std=.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def init_kaiming(module: nn.Module) -> None:
+    """Convolutions by He et al. with the fan of the output, linear layers as `init_linear`."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode='fan_out')
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    init_linear(module)
+
+
+def init_xavier(module: nn.Module) -> None:
+    """Linear layers by Glorot & Bengio; no bias."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)

@@ -1,3 +1,4 @@
+import functools
 import os
 import random
 import subprocess
@@ -20,6 +21,15 @@ def seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope='session')
+def metafiles_read_once():
+    """mmengine reads MMDetection's hundred metafiles for each base of each config."""
+    import mmengine.config.utils
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mmengine.config.utils, 'load', functools.lru_cache(None)(mmengine.config.utils.load))
+        yield
 
 
 @pytest.fixture

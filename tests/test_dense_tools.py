@@ -26,6 +26,7 @@ from subquad.tools.dense.runner import build_runner
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']
+pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 
 
 @pytest.fixture(scope='module')
@@ -340,7 +341,7 @@ def test_classes_of_a_file_and_labels_as_training_sees_them(data, tmp_path):
     with pytest.raises(UserError, match='has no classes'):
         classes_of(dict(type='BaseSegDataset'))
     # ADE20K's zero is no class, and classes that are left out are none of the labels.
-    config = load('upernet_ppma-t_160k_ade20k-512x512')
+    config = load('upernet_ppma-t_8xb2-160k_ade20k-512x512')
     part = _pointed_at(config.train_dataloader.dataset.to_dict(), data, 'train')
     part['metainfo'] = dict(classes=('wall', 'building'))
     for head in (config.model.decode_head, config.model.auxiliary_head):

@@ -3,6 +3,7 @@ import functools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -12,11 +13,10 @@ from torch import nn
 pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 
-import mmengine.config.utils
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, DefaultScope
 
-from subquad.tools import stats
+from subquad.tools import building, stats
 from subquad.tools.cli import UserError
 from subquad.tools.config import configs_folder, load
 from subquad.tools.stats_config import REPORTED, count_config
@@ -27,39 +27,33 @@ NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))
 ROWS = {
     'mask-rcnn_ppma-t_fpn_1x_coco': 'macs_with_norms', 'mask-rcnn_ppma-s_fpn_1x_coco': 'macs_with_norms',
     'mask-rcnn_ppma-b_fpn_1x_coco': 'macs_with_norms',
-    'upernet_ppma-t_160k_ade20k-512x512': 'macs', 'upernet_ppma-s_160k_ade20k-512x512': 'macs',
-    'upernet_ppma-b_160k_ade20k-512x512': 'macs',
+    'upernet_ppma-t_8xb2-160k_ade20k-512x512': 'macs', 'upernet_ppma-s_8xb2-160k_ade20k-512x512': 'macs',
+    'upernet_ppma-b_8xb2-160k_ade20k-512x512': 'macs',
     'ssdlite_mobilevitv2-050_coco-320': 'macs', 'ssdlite_mobilevitv2-075_coco-320': 'macs_of_weights',
     'ssdlite_mobilevitv2-175_coco-320': 'macs_with_norms',
-    'deeplabv3_mobilevitv2-075_ade20k-512x512': 'macs_with_norms',
-    'deeplabv3_mobilevitv2-200_ade20k-512x512': 'macs_with_norms',
-    'pspnet_mobilevitv2-050_ade20k-512x512': 'macs_with_norms', 'pspnet_mobilevitv2-175_ade20k-512x512': 'macs'}
+    'deeplabv3_mobilevitv2-075_4xb4-120e_ade20k-512x512': 'macs_with_norms',
+    'deeplabv3_mobilevitv2-200_4xb4-120e_ade20k-512x512': 'macs_with_norms',
+    'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512': 'macs_with_norms',
+    'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512': 'macs'}
 # Exact parameters without the auxiliary head, multiply-adds of the weights, and fvcore's count, both in G: measured on
 # the authors' own code (cvnets).
 CVNETS = {
     'ssdlite_mobilevitv2-050_coco-320': (2_035_395, 0.8907, 0.9164),
     'ssdlite_mobilevitv2-075_coco-320': (3_584_955, 1.8012, 1.8393),
     'ssdlite_mobilevitv2-175_coco-320': (14_923_163, 8.8655, 8.9532),
-    'deeplabv3_mobilevitv2-075_ade20k-512x512': (9_576_455, 39.67, 40.03),
-    'deeplabv3_mobilevitv2-200_ade20k-512x512': (34_022_495, 146.32, 146.95),
-    'pspnet_mobilevitv2-050_ade20k-512x512': (3_616_911, 15.11, 15.39),
-    'pspnet_mobilevitv2-175_ade20k-512x512': (22_494_951, 95.84, 96.42)}
+    'deeplabv3_mobilevitv2-075_4xb4-120e_ade20k-512x512': (9_576_455, 39.67, 40.03),
+    'deeplabv3_mobilevitv2-200_4xb4-120e_ade20k-512x512': (34_022_495, 146.32, 146.95),
+    'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512': (3_616_911, 15.11, 15.39),
+    'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512': (22_494_951, 95.84, 96.42)}
 
 
 config_of = functools.lru_cache(None)(load)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def metafiles_read_once():
-    """mmengine reads MMDetection's hundred metafiles anew for each base of each config."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mmengine.config.utils, 'load', functools.lru_cache(None)(mmengine.config.utils.load))
-        yield
+pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 
 
 def build(config):
     with DefaultScope.overwrite_default_scope(config.default_scope), torch.device('meta'):
-        return MODELS.build(config.model)
+        return building.build(MODELS, config.model, 'model')
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -80,11 +74,22 @@ def test_every_config_builds_and_its_parts_fit(name):
 def test_the_folder_has_the_networks_of_the_papers():
     sizes = [f'{kind}_{name}-{size}_fpn_{schedule}_coco' for size in 'tsb' for kind, name, schedule in (
         ('mask-rcnn', 'ppma', '1x'), ('mask-rcnn', 'ppma', '3x-ms'), ('cascade-mask-rcnn', 'ppma', '3x-ms'),
-        ('retinanet', 'ppma', '1x'), ('mask-rcnn', 'myo', '1x'))]
-    assert {*sizes, 'mask-rcnn_mobilevitv2-100_fpn_1x_coco'} <= {*NAMES}
+        ('retinanet', 'ppma', '1x'), ('mask-rcnn', 'myo', '1x'), ('mask-rcnn', 'myo', '3x-ms'),
+        ('cascade-mask-rcnn', 'myo', '3x-ms'))]
+    widths = [f'mask-rcnn_mobilevitv2-{width}_fpn_1x_coco' for width in ('050', '100', '150', '200')]
+    assert {*sizes, *widths, *STOCK} <= {*NAMES}
 
 
-@pytest.mark.parametrize('name, epochs', [('mask-rcnn_ppma-t_fpn_1x_coco', 12), ('retinanet_ppma-b_fpn_1x_coco', 12),
+def test_no_variable_is_left_over():
+    """What only helps to write a config is not in the one that mmengine reads and writes to the work folder."""
+    for name in ('mask-rcnn_ppma-t_fpn_3x-ms_coco', 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes',
+                 'ssdlite_test-mobilevitv2_shapes', 'myo_listops', 'myo_zmnist', 'myo_listops-short'):
+        config = config_of(name)
+        assert not [key for key in config if key.startswith('_') or key in ('resize', 'crop', 'roi_extractor')]
+        assert '_resize' not in config.pretty_text and '_dataset =' not in config.pretty_text
+
+
+@pytest.mark.parametrize('name, epochs', [('mask-rcnn_ppma-b_fpn_1x_coco', 12), ('retinanet_ppma-b_fpn_1x_coco', 12),
                                           ('cascade-mask-rcnn_ppma-s_fpn_3x-ms_coco', 36),
                                           ('mask-rcnn_mobilevitv2-100_fpn_1x_coco', 12)])
 def test_recipe(name, epochs):
@@ -92,7 +97,8 @@ def test_recipe(name, epochs):
     assert config.train_cfg.max_epochs == epochs and config.train_dataloader.batch_size == 2
     assert config.auto_scale_lr.base_batch_size == 16
     warm_up, steps = config.param_scheduler
-    assert warm_up.type == 'LinearLR' and (steps.milestones, steps.end) == (
+    assert (warm_up.type, warm_up.begin, warm_up.end, warm_up.start_factor) == ('LinearLR', 0, 500, 0.001)
+    assert (steps.milestones, steps.end) == (
         ([8, 11], 12) if epochs == 12 else ([27, 33], 36))
     shape = {12: 'Resize', 36: 'RandomChoice'}[epochs]
     assert shape in [step.type for step in config.train_dataloader.dataset.pipeline]
@@ -103,8 +109,79 @@ def test_recipe(name, epochs):
     decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     norms = {id(p) for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm))
              for p in m.parameters()}
-    assert norms and all(decays[id(p)] == (0 if id(p) in norms else 0.05) for p in model.parameters())
+    # The authors of PPMA spare names with "norm" in them; their stem's BatchNorm layers are called by numbers.
+    stem = {id(p) for p in model.backbone.stem.parameters()} & norms if 'ppma' in name else set()
+    assert len(stem) == (8 if 'ppma' in name else 0) and norms > stem
+    assert all(decays[id(p)] == (0 if id(p) in norms - stem else 0.05) for p in model.parameters())
     assert {group['lr'] for group in optimizer.param_groups} == {1e-4}
+
+
+# MMDetection's own recipes with PPMA-T, and options that keep the network small enough to run here.
+STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco': {},
+         'dino-4scale_ppma-t_8xb2-12e_coco': {'model.num_queries': 20},
+         'mask2former_ppma-t_8xb2-lsj-50e_coco': {'model.data_preprocessor.batch_augments': None}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', STOCK)
+def test_stock_detectors_learn(name):
+    """The losses of two small images are finite, and every parameter has a gradient, as distributed training wants."""
+    from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
+    from mmengine.structures import InstanceData
+    config = load(name, STOCK[name])
+    with DefaultScope.overwrite_default_scope('mmdet'):
+        model = MODELS.build(config.model)
+        model.init_weights()
+        height, width = 64, 96
+        sample = DetDataSample(metainfo=dict(img_shape=(height, width), ori_shape=(height, width),
+                                             scale_factor=(1., 1.)))
+        sample.gt_instances = InstanceData(bboxes=torch.tensor([[10., 8, 50, 40], [40, 20, 90, 60]]),
+                                           labels=torch.tensor([3, 7]))
+        if 'mask2former' in name:
+            masks = np.zeros((2, height, width), np.uint8)
+            masks[0, 8:40, 10:50] = masks[1, 20:60, 40:90] = 1
+            sample.gt_instances.masks = BitmapMasks(masks, height, width)
+        images = torch.randint(256, (2, 3, height, width), dtype=torch.uint8)
+        data = model.data_preprocessor(dict(inputs=list(images), data_samples=[sample, sample.clone()]), training=True)
+        losses, _ = model.train().parse_losses(model(**data, mode='loss'))
+    losses.backward()
+    assert losses.isfinite()
+    for path, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), path
+
+
+def test_building_leaves_the_config_as_it_is():
+    config = load('dino-4scale_ppma-t_8xb2-12e_coco')
+    before = config.model.to_dict()
+    for _ in range(2):
+        build(config)
+    assert config.model.to_dict() == before
+
+
+def test_stock_detectors_keep_their_recipe():
+    """The backbone's learning rate, the norms' decay, and images as PPMA's classifiers take them."""
+    for name in STOCK:
+        config = config_of(name)
+        preprocessor = config.model.data_preprocessor
+        assert preprocessor.bgr_to_rgb and [round(mean) for mean in preprocessor.mean] == [124, 116, 104]
+        assert config.model.backbone.get('init_cfg') is None and 'http' not in str(config.get('checkpoint'))
+    for name, factor, decay, of_norms in (('dino-4scale_ppma-t_8xb2-12e_coco', 0.1, 1e-4, 1e-4),
+                                          ('mask2former_ppma-t_8xb2-lsj-50e_coco', 0.1, 0.05, 0),
+                                          ('rtmdet-s_ppma-t_8xb32-300e_coco', 1, 0.05, 0)):
+        config = config_of(name)
+        model = build(config)
+        with DefaultScope.overwrite_default_scope('mmdet'):
+            optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
+        groups = {id(p): group for group in optimizer.param_groups for p in group['params']}
+        norms = [p for m in model.backbone.modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm))
+                 for p in m.parameters()]
+        assert len(norms) > 50
+        assert {groups[id(p)]['weight_decay'] for p in norms} == {of_norms}, name
+        weights = [p for p in model.backbone.parameters() if p.ndim > 1]
+        assert {groups[id(p)]['weight_decay'] for p in weights} == {decay}, name
+        rate = config.optim_wrapper.optimizer.lr
+        assert {groups[id(p)]['lr'] for p in model.backbone.parameters()} == {rate * factor}, name
 
 
 def test_weights_and_colours_are_the_classifiers():
@@ -156,7 +233,7 @@ def test_heads_are_counted():
 
 
 def test_table_json_and_other_sizes(capsys):
-    stats.main(['mask-rcnn_ppma-t_fpn_1x_coco', 'test_ppma', 'deeplabv3_mobilevitv2-050_ade20k-512x512'])
+    stats.main(['mask-rcnn_ppma-t_fpn_1x_coco', 'test_ppma', 'deeplabv3_mobilevitv2-050_4xb4-120e_ade20k-512x512'])
     table = capsys.readouterr().out
     for words in ('800x1280', '32,935,856', '33 M, 218 G (with norms +0.01 %)', 'mask AP', '64x64', '487,182',
                   '6,308,495 + 240,790', 'mIoU 31.93'):
@@ -181,6 +258,8 @@ def test_a_users_config_of_the_same_name(tmp_path):
     (['mask-rcnn_ppma-x_fpn_1x_coco'], ['no config file', 'mask-rcnn_ppma-t_fpn_1x_coco']),
     (['ppma_tiny', 'nowhere/mask-rcnn_ppma-t.py'], ['nowhere/mask-rcnn_ppma-t.py', 'mask-rcnn_ppma-t_fpn_1x_coco']),
     (['test-ppma_digits'], ['trains a classifier', 'subquad stats test_ppma']),
+    (['dino-4scale_ppma-t_8xb2-12e_coco'], ['with queries', 'DINO', 'not counted']),
+    (['mask2former_ppma-t_8xb2-lsj-50e_coco'], ['with queries', 'Mask2Former', 'not counted']),
     (['mask-rcnn_test-ppma_shapes'], ['cannot tell the image size', '--size']),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.backbone.arch=huge'], ["'tiny', 'small', 'base'", "'huge'"]),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'modle.backbone.arch=tiny'], ["no 'modle'", 'model']),
@@ -205,7 +284,17 @@ def test_metafile_and_readme_have_the_reported_figures():
         assert (metadata.get('Parameters (M)'), metadata.get('FLOPs (G)')) == (theirs.get('parameters_M'),
                                                                                theirs.get('gmacs'))
         assert bool(theirs) == ('the authors' in metadata.get('Reported By', ''))
-        assert config_of(name).train_cfg.max_epochs == metadata['Epochs']
+        assert bool(theirs) == ('Published File' in model), name
+        if 'ssdlite' in name and theirs:
+            width = str(int(name.split('-')[1][:3]) / 100)                  # '0.5', '0.75', '1.0'
+            assert model['Published File'] == f'detection/mobilevitv2/coco-ssd-mobilevitv2-{width}.pt'
+        elif theirs:
+            size = {'t': 'tiny', 's': 'small', 'b': 'base'}[name[len('mask-rcnn_ppma-')]]
+            end = {12: '1x_coco/epoch_12.pth', 36: '3x_coco/epoch_36.pth'}[metadata['Epochs']]
+            assert model['Published File'] == f'checkpoints/detection/mask_rcnn_ppma_{size}_fpn_{end}'
+        length = config_of(name).train_cfg
+        assert (length.get('max_epochs'), length.get('max_iters')) == (metadata.get('Epochs'),
+                                                                       metadata.get('Iterations'))
         line, = (line for line in readme.splitlines() if f'({name}.py)' in line)
         assert all(f' {value} ' in line for value in theirs.values()), line
     assert all(Path(FOLDER, f'{name}.py').is_file() for name in models)

@@ -246,7 +246,7 @@ def test_on_the_kernels():
     (dict(output_stride=4), 'output_stride must be one of 8, 16, 32, got 4'),
     (dict(attention='mha', num_latent_tokens=2), "num_latent_tokens go with attention='separable', got 'mha'"),
     (dict(attention='mha', exact_size=True), "exact_size and num_latent_tokens go with attention='separable'"),
-    (dict(num_classes=-1), 'num_classes must be an integer of at least 0'),
+    (dict(num_classes=-1), 'num_classes must be an integer from 0 to'),
     (dict(drop_path_rate=1.0), 'drop_path_rate must be a number from 0 to below 1'),
     (dict(img_size=16), 'img_size must be integers of at least 32')])
 def test_wrong_options(options, message):

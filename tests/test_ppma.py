@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from subquad import kernels
+from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import checkpoint_filter_fn
 from subquad.kernels import launch
@@ -245,8 +246,8 @@ def test_inference_in_parts_equals_the_whole(monkeypatch):
     (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
     (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
     (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),
-    (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'even integer'),
-    (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be 'avg' or ''")])
+    (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'each an integer from 1'),
+    (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be one of 'avg', ''")])
 def test_wrong_options(kwargs, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('test_ppma', **kwargs)
@@ -260,3 +261,26 @@ def test_wrong_inputs():
                               (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), TypeError, 'torch.uint8')):
         with pytest.raises(error, match=message):
             model(x)
+
+
+@pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
+def test_crisscross_variants(size):
+    """The published sizes with criss-cross attention everywhere, under names of their own."""
+    model = timm.create_model(f'ppma_{size}_crisscross', device='meta')
+    published = timm.create_model(f'ppma_{size}', device='meta')
+    assert {m.attention for m in model.modules() if isinstance(m, PolylineMixer)} == {'crisscross'}
+    shapes = [{key: value.shape for key, value in m.state_dict().items()} for m in (model, published)]
+    assert shapes[0] == shapes[1]
+    with pytest.raises(RuntimeError, match=f'No pretrained weights exist for ppma_{size}_crisscross'):
+        timm.create_model(f'ppma_{size}_crisscross', pretrained=True)
+
+
+def test_what_is_sub_quadratic():
+    """From 896 to 1792 the tokens N grow fourfold, so that N^1.5 grows eightfold and N^2 sixteenfold."""
+    growth = {}
+    for name in ('ppma_tiny', 'ppma_tiny_crisscross'):
+        rows = [count(name, side, side) for side in (896, 1792)]
+        attention = [row['macs'] - row['macs_of_weights'] for row in rows]
+        growth[name] = attention[1] / attention[0]
+    assert growth['ppma_tiny_crisscross'] == pytest.approx(8, rel=0.02)
+    assert growth['ppma_tiny'] > 14

@@ -208,6 +208,10 @@ def test_the_authors_file_loads_and_computes_the_same(width):
     encoder = [value for key, value in weights.items() if key.startswith('encoder.')]
     own = list(model.backbone.state_dict().values())                    # in the same order
     assert len(encoder) == len(own) == 267 and all(torch.equal(a, b) for a, b in zip(encoder, own))
+    for value in model.state_dict().values():
+        value.zero_()
+    model.load_state_dict(weights)                       # any tool's load takes the authors' names
+    assert all(torch.equal(value, translated[key]) for key, value in model.state_dict().items())
     torch.manual_seed(1)
     l4, l5 = (torch.randn(2, int(c * scale), n, n) for c, n in ((384, 20), (512, 10)))
     ours, theirs = rows_of(*model.bbox_head(model.neck((l4, l5)))), authors_ssd(weights, l4, l5)
@@ -363,7 +367,7 @@ def test_the_authors_segmenters_load(kind):
     pytest.importorskip('mmseg')
     weights = authors_file(_encoder(0.5), _segmenter(0.5, kind))
     assert len(weights) == (313 if kind == 'deeplabv3' else 307)
-    cfg = Config.fromfile(CONFIGS / 'segmentation' / f'{kind}_mobilevitv2-050_ade20k-512x512.py').model
+    cfg = Config.fromfile(CONFIGS / 'segmentation' / f'{kind}_mobilevitv2-050_4xb4-120e_ade20k-512x512.py').model
     model = build(cfg, 'mmseg')
     translated = cvnets.translate(weights, model)
     assert translated.keys() == model.state_dict().keys() and model.load_state_dict(translated)

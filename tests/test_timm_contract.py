@@ -35,7 +35,8 @@ def model(family):
 
 
 def test_registered_like_a_built_in():
-    assert timm.list_models('ppma*') == ['ppma_base', 'ppma_small', 'ppma_tiny']
+    assert timm.list_models('ppma*') == [f'ppma_{size}{variant}' for size in ('base', 'small', 'tiny')
+                                         for variant in ('', '_crisscross')]
     assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
     for family in (PPMA, MOBILEVITV2, MYO):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
@@ -78,10 +79,10 @@ def test_classifier_and_pooling(model, family):
     assert timm.create_model(family.name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
     assert timm.create_model(family.name, num_classes=0, global_pool='')(x).shape == (2, model.head_hidden_size, 2, 2)
     timm.create_model(family.name, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
-    if family in (PPMA, MYO):
+    with pytest.raises(ValueError, match="global_pool must name a pooling, .* got '' with 4 classes"):
         model.reset_classifier(4, '')
-        assert model(x).shape == (2, 4, 2, 2)
-    else:
+    assert model.num_classes == 0 and model(x).shape == (2, model.head_hidden_size)
+    if family not in (PPMA, MYO):
         model.reset_classifier(4, 'catavgmax')
         assert model(x).shape == (2, 4) and model.head_hidden_size == 2 * model.num_features
 
@@ -129,6 +130,9 @@ def test_compile_is_one_graph(model):
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
+    if type(model).__name__ == 'Myo' and tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):
+        pytest.skip('torch 2.9 and 2.10 give the fake gradient of softplus another layout than the real one; aot_eager '
+                    'fails on it, inductor decomposes the operator')
     compiled = torch.compile(copy.deepcopy(model).train(), backend='aot_eager', fullgraph=True)
     compiled(x).sum().backward()
 

@@ -78,10 +78,11 @@ def test_configs_load_and_augmentation_never_fails(images):
     from subquad.tools.classification.data import ImageFolder
     from subquad.tools.config import known_configs, load
     names = known_configs()
-    dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_voc12-coco-512x512', '_shapes')
+    dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_cityscapes-512x1024',
+             '_voc12-coco-512x512', '_shapes')
     assert [name for name in names if not name.startswith('myo_') and not name.endswith(dense)] == [
-        'ppma-tiny_folder', *(f'test-{model}_{data}' for model in ('mobilevitv2', 'myo', 'ppma')
-                              for data in ('digits', 'mnist5k'))]
+        'ppma-tiny-crisscross_folder', 'ppma-tiny_finetune-folder', 'ppma-tiny_folder',
+        *(f'test-{model}_{data}' for model in ('mobilevitv2', 'myo', 'ppma') for data in ('digits', 'mnist5k'))]
     for model, size in (('ppma', 32), ('mobilevitv2', 64), ('myo', 32)):
         config = load(f'test-{model}_mnist5k')
         dataset, test = config.train_dataloader.dataset, config.test_dataloader.dataset
@@ -97,11 +98,13 @@ def test_configs_load_and_augmentation_never_fails(images):
 def test_models_and_stats(capsys):
     assert models.main(['ppma', '--json']) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [r['name'] for r in rows] == ['ppma_tiny', 'ppma_small', 'ppma_base', 'test_ppma']
+    assert [r['name'] for r in rows] == [
+        'ppma_tiny', 'ppma_small', 'ppma_base', *(f'ppma_{size}_crisscross' for size in ('base', 'small', 'tiny')),
+        'test_ppma']
     assert rows[0]['parameters'] == 14_335_272
     models.main(['--json'])
     names = [row['name'] for row in json.loads(capsys.readouterr().out)]
-    assert names[2:5] == ['ppma_base', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
+    assert names[5:8] == ['ppma_tiny_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
     assert names[-3:] == ['test_ppma', 'test_mobilevitv2', 'test_myo'] and 'myo_sequence' in names
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
@@ -144,7 +147,6 @@ def test_wrong_configs_write_nothing(tmp_path):
     import subquad.configs
     digits = f'{subquad.configs.__path__[0]}/classification/test-ppma_digits.py'
     cases = [
-        ('train_dataloder = dict(batch_size=3)', "unknown key 'train_dataloder'; did you mean 'train_dataloader'?"),
         ('model = dict(mask="logits")', "mask must be one of 'logit', 'product', got 'logits'"),
         ('model = dict(msk="logit")', 'msk'),
         ('model = dict(name="ppma_tine")', "unknown model 'ppma_tine'"),
@@ -189,8 +191,9 @@ def test_wrong_folders(tmp_path, images):
     (images / 'val' / 'dark').rename(images / 'val' / 'grey')
     _fails(train.main, arguments, 'different classes: dark, grey not in both')
     (images / 'val' / 'grey').rename(images / 'val' / 'dark')
-    (images / 'val' / 'dark' / '3.png').write_text('no image')
-    _fails(train.main, arguments, '3.png is not an image')
+    for file in (images / 'val' / 'dark').iterdir():
+        file.write_text('no image')
+    _fails(train.main, arguments, 'no image of the class dark can be read')
     for part in ('train', 'val'):
         (images / part / 'dark').rename(tmp_path / f'{part}_dark')
     _fails(train.main, arguments, 'images of 1 class')

@@ -2,13 +2,15 @@
 import argparse
 import os
 import pickle
+import re
+import zipfile
 
 import numpy as np
 import pytest
 import timm
 import torch
 
-from subquad.backbones.weights import WeightsError, load_weights, read_checkpoint, save_weights
+from subquad.backbones.weights import WeightsError, check_finite, load_weights, read_checkpoint, save_weights
 
 
 @pytest.fixture
@@ -51,6 +53,7 @@ def test_what_training_wraps_around_the_names_comes_off(model, tmp_path):
     assert load_weights(other, tmp_path / 'w.pth') == 'state_dict_ema' and _same(model, other)
 
 
+@pytest.mark.filterwarnings('ignore:.*has no output norms')
 def test_only_output_norms_and_a_spare_classifier_may_differ(model, tmp_path):
     save_weights(model, tmp_path / 'w.safetensors')
     dense = timm.create_model('test_ppma', num_classes=0, output_norms=True)
@@ -128,7 +131,7 @@ def test_a_failed_write_leaves_the_old_file(model, tmp_path, monkeypatch):
 
     def fail(*args):
         raise OSError('disk full')
-    monkeypatch.setattr('subquad.backbones.weights.save_file', fail)
+    monkeypatch.setattr('subquad.backbones.weights.files.save_file', fail)
     with pytest.raises(OSError, match='disk full'):
         save_weights(model, path)
     assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
@@ -155,3 +158,122 @@ def test_getattr_reaches_a_runners_statistics_and_nothing_else(tmp_path):
         torch.save({'state_dict': {'w': torch.ones(1)}, 'x': _Reach(owner, name)}, path)
         with pytest.raises(WeightsError, match='could run code|damaged'):
             read_checkpoint(path)
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_nan_and_infinities_are_named(value, dtype):
+    weights = {'a': torch.ones(3, dtype=dtype), 'count': torch.ones(2, dtype=torch.int64)}
+    check_finite(weights, 'w.pth')
+    weights['b.bias'] = torch.tensor([1., value], dtype=dtype)
+    with pytest.raises(WeightsError, match=r'w.pth holds NaN or infinite values in 1 of 3 tensors \(b.bias\)'):
+        check_finite(weights, 'w.pth')
+
+
+def _refused(content, path, older=False):
+    torch.save(content, path, _use_new_zipfile_serialization=not older)
+    with pytest.raises(WeightsError) as caught:
+        read_checkpoint(path)
+    assert '\n' not in str(caught.value) and len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+ODD_TENSORS = {
+    'is sparse (torch.sparse_coo)': lambda: torch.eye(3).to_sparse(),
+    'is sparse (torch.sparse_csr)': lambda: torch.eye(3).to_sparse_csr(),
+    'is a meta tensor, without data': lambda: torch.empty(3, device='meta'),
+    'is quantised': lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    'nested': lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    'expands to 20,000,000,000 bytes': lambda: torch.zeros(1).expand(5_000_000_000),
+    'expands to 20,000,000,000': lambda: torch.zeros(()).expand(100_000, 50_000)}
+
+
+@pytest.mark.filterwarnings('ignore')       # torch's, of formats that are experimental or deprecated
+@pytest.mark.parametrize('kind', ODD_TENSORS)
+def test_tensors_that_are_not_plain_are_named(kind, tmp_path):
+    message = _refused({'ok': torch.ones(2), 'odd.weight': ODD_TENSORS[kind]()}, tmp_path / 'w.pth')
+    assert 'odd.weight' in message and kind in message
+
+
+def test_a_small_expanded_tensor_is_read(tmp_path):
+    torch.save({'a': torch.ones(1).expand(8)}, tmp_path / 'w.pth')
+    assert read_checkpoint(tmp_path / 'w.pth')[0]['a'].shape == (8,)
+
+
+@pytest.mark.parametrize('content', [{0: torch.ones(1)}, {'model': {1: torch.ones(1)}}, {None: torch.ones(1)},
+                                     {('a', 1): torch.ones(1), 'b': torch.ones(1)}], ids=str)
+def test_names_that_are_not_strings(content, tmp_path):
+    assert 'names of weights must be strings, got ' in _refused(content, tmp_path / 'w.pth')
+
+
+@pytest.mark.parametrize('content', [[], 3, None, torch.ones(3), {'model': {}}, {'a': 1.0}, 'x', {}], ids=str)
+def test_a_checkpoint_without_weights(content, tmp_path):
+    assert 'holds no weights' in _refused(content, tmp_path / 'w.pth')
+
+
+def test_paths_that_cannot_be_read(tmp_path):
+    for path, reason in (('x' * 5000 + '.pth', 'File name too long'), ('a/' * 3000 + 'w.safetensors', 'too long'),
+                         (tmp_path, 'is not a file'), ('a\0b.pth', 'no weight file at'), ('', 'is not a file'),
+                         (tmp_path / 'w.pth' / 'x', 'no weight file at')):
+        with pytest.raises(WeightsError, match=reason) as caught:
+            read_checkpoint(path)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize('older', [False, True])
+@pytest.mark.parametrize('protocol', [2, 3, 4, 5])
+def test_a_pickle_that_names_code_is_called_unsafe(older, protocol, tmp_path):
+    """Whatever torch's message says: it stops at the first operation that it does not know."""
+    path, marker = tmp_path / 'w.pth', tmp_path / 'was_run'
+    for content in ({'w': torch.ones(1), 'x': _Code(marker)}, {'x': _Code(marker)}, _Code(marker)):
+        torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=not older)
+        with pytest.raises(WeightsError, match=r'is a pickle that could run code \(\w+\.mkdir\): refused; '):
+            read_checkpoint(path)
+    for content in ({'x': _Code(marker)}, _Code(marker)):
+        path.write_bytes(pickle.dumps(content, protocol))
+        with pytest.raises(WeightsError, match=r'could run code .*mkdir.*: refused'):
+            read_checkpoint(path)
+    assert not marker.exists()
+
+
+def test_reduces_and_classes_that_are_not_allowed_are_unsafe(tmp_path):
+    for content in (pickle.UnpicklingError('x'), os.path.join, print, torch.nn.Linear(2, 2), torch.load):
+        assert 'could run code' in _refused({'w': torch.ones(1), 'x': content}, tmp_path / 'w.pth')
+    (tmp_path / 'w.pth').write_bytes(b'cos\nsystem\n(S"true"\ntR.')
+    with pytest.raises(WeightsError, match=r'could run code \((os|posix).system\)'):
+        read_checkpoint(tmp_path / 'w.pth')
+    torch.save({'w': torch.ones(1)}, tmp_path / 'w.pth')
+    damaged = (tmp_path / 'w.pth').read_bytes()
+    (tmp_path / 'w.pth').write_bytes(damaged[:len(damaged) // 2])
+    with pytest.raises(WeightsError, match='is damaged'):
+        read_checkpoint(tmp_path / 'w.pth')
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
+    torch.save({'w': torch.zeros(5_000_000)}, tmp_path / 'plain.pth')
+    with zipfile.ZipFile(tmp_path / 'plain.pth') as source, zipfile.ZipFile(tmp_path / 'w.pth', 'w') as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(WeightsError, match='is a compressed archive .20,0'):
+        read_checkpoint(tmp_path / 'w.pth')
+
+
+def test_a_torchscript_file_is_unsafe(tmp_path):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), str(tmp_path / 'w.pt'))
+    with pytest.raises(WeightsError, match='could run code .TorchScript'):
+        read_checkpoint(tmp_path / 'w.pt')
+
+
+@pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
+def test_numbers_of_either_numpy_are_read(module, tmp_path):
+    """NumPy 2 renamed the module that pickles name."""
+    content = {'w': torch.ones(1), 'best': np.float64(3), 'log': np.arange(3.), 'n': np.int64(2), 'ok': np.bool_(True)}
+    torch.save(content, tmp_path / 'w.pth')
+    with zipfile.ZipFile(tmp_path / 'w.pth') as source, zipfile.ZipFile(tmp_path / 'other.pth', 'w') as target:
+        for entry in source.infolist():
+            data = source.read(entry)
+            if entry.filename.endswith('data.pkl'):
+                assert b'core.multiarray\n' in data
+                data = re.sub(rb'numpy\._?core\.multiarray\n', module.encode() + b'\n', data)
+            target.writestr(entry.filename, data)
+    assert read_checkpoint(tmp_path / 'other.pth')[0].keys() == {'w'}

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
-from rich.console import Console
 
 from . import contestants, networks
 from .cli import UserError, nearest
 from .measure import OtherLoad, environment
+from .output import dumps, print_table
 from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
 from .records import append, medians, prepare, table
 
@@ -189,7 +189,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.list:
         return _list()
     if args.one:
-        print(json.dumps(measure_here(args.one, args.jobs[args.one], args.threads, args.repeats), allow_nan=False))
+        print(dumps(measure_here(args.one, args.jobs[args.one], args.threads, args.repeats)))
         return None
     paths = {} if args.no_save else {job.device: prepare(args.out, job.device) for job in args.jobs.values()}
     records, failures = [], []
@@ -209,8 +209,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                     print(f"drew {args.out / f'{name}.png'}")
     finally:                                                     # what was measured is shown, come what may
         if records:
-            console = Console()
-            Console(width=None if console.is_terminal else 140).print(table(records))
+            print_table(table(records))
     if paths and records:
         print(f"added {len(records)} line(s) to {', '.join(map(str, paths.values()))}")
     if failures:

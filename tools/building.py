@@ -1,5 +1,6 @@
 """What every Runner here needs: parts built with errors that name them, and processes that find each other."""
 import os
+from copy import deepcopy
 from typing import Any, Callable, Dict, Optional
 
 import torch
@@ -10,8 +11,9 @@ from .cli import UserError, one_line
 
 
 def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> Any:
-    """registry.build(config), its errors as by `made`."""
-    return made(lambda: registry.build(config), name)
+    """registry.build of a copy of the config, its errors as by `made`."""
+    # Of a copy: DINO, for one, writes into its config, which goes to the work folder and could not be built again.
+    return made(lambda: registry.build(deepcopy(config)), name)
 
 
 def made(make: Callable[[], Any], name: str) -> Any:

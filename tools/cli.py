@@ -1,25 +1,15 @@
-"""`subquad NAME ...`: one line a tool, and one clear line for an error that the user can mend."""
+"""What the tools share: errors in one line, names on a screen, and how a tool's `main` is run."""
 import contextlib
-import difflib
-import importlib
 import io
+import os
 import sys
 from typing import Callable, Iterator, List, NoReturn, Optional
 
-# In the order in which a newcomer meets them.
-TOOLS = {
-    'models': 'list the models: names, parameters, what they are',
-    'stats': 'parameters and MACs of any model at any size, beside the authors\' figures',
-    'make-dataset': 'make a small data set for detection and segmentation, without network',
-    'train': 'train a classifier, detector or segmenter from a config file',
-    'test': 'evaluate a checkpoint on a config\'s test data',
-    'predict': 'classify, detect or segment in image files with a checkpoint',
-    'visualize': 'draw what a model looks at over images',
-    'demo': 'train a small PPMA on real images in minutes, and show what it sees',
-    'benchmark': 'time and memory of operators and models, beside the floor',
-    'kernels': 'which operators run on Triton kernels here, and what the kernels take',
-    'tables': 'write the tables of README and model cards (for developers)',
-}
+from subquad_cli import TOOLS, leave, main, nearest
+
+__all__ = ['TOOLS', 'UserError', 'leave', 'main', 'nearest', 'one_line', 'quiet', 'run', 'shown']
+
+_LONGEST = 500                  # characters of a name in a sentence
 
 
 class UserError(Exception):
@@ -39,46 +29,48 @@ def one_line(error: BaseException) -> str:
     return ' '.join(text.split()) or type(error).__name__
 
 
-def usage() -> str:
-    lines = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
-    return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
-                      'subquad NAME --help   what a tool takes', 'subquad --version     the version'])
+def shown(name: object, longest: int = _LONGEST) -> str:
+    """A file's name, or another text of somebody else's, for the screen: what cannot be printed as an escape, and what
+    is longer than `longest` without its middle."""
+    text = os.fsencode(str(name)).decode(errors='backslashreplace') if _encodable(str(name)) else repr(str(name))[1:-1]
+    text = ''.join(letter if letter.isprintable() else letter.encode('unicode_escape').decode() for letter in text)
+    return text if len(text) <= longest else f'{text[:longest // 2]}...{text[-(longest // 4):]}'
+
+
+def _encodable(text: str) -> bool:
+    """Whether a text is one that a file system can hold: lone surrogates stand for bytes that are not UTF-8."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[List[str]] = None) -> NoReturn:
-    """Run a tool's main and exit: 0 when done, 2 with one line on stderr for a UserError, 130 when interrupted."""
+    """Run a tool's main and exit: 0 when done, 2 with one line on stderr for a UserError, 130 when interrupted. A tool
+    may return another code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='backslashreplace')    # names of files may be anything
     try:
-        sys.exit(main(argv) or 0)
+        code = main(argv) or 0
+    except SystemExit as error:                               # argparse's, after --help for one
+        code = error.code
     except UserError as error:
-        # Out of a data loader's worker an error comes as a traceback that ends with it.
-        print(f"error: {str(error).strip().splitlines()[-1].removeprefix(f'{UserError.__module__}.UserError: ')}",
-              file=sys.stderr)
-        sys.exit(2)
+        print(f'error: {_sentence(error)}', file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:       # `subquad models | head`
-        sys.stderr.close()
-        sys.exit(0)
+        code = 130
+    except BrokenPipeError:                                   # `subquad models | head`
+        code = 0
+    leave(code)
 
 
-def nearest(word: str, known: List[str], count: int = 3) -> str:
-    """'; did you mean a, b?' or nothing."""
-    close = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
-    return f"; did you mean {', '.join(close)}?" if close else ''
-
-
-def main(argv: Optional[List[str]] = None) -> NoReturn:
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ('-h', '--help', 'help'):
-        print(usage())
-        sys.exit(0)
-    name, *rest = argv
-    if name == '--version':
-        import subquad
-        print(subquad.__version__)
-        sys.exit(0)
-    if name not in TOOLS:
-        print(f"error: unknown tool {name!r}{nearest(name, list(TOOLS))} (subquad --help lists them)", file=sys.stderr)
-        sys.exit(2)
-    run(importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main, rest)
+def _sentence(error: UserError) -> str:
+    """A UserError's sentence. Out of a data loader's worker it comes at the end of a traceback."""
+    text = str(error).strip()
+    if 'Traceback (most recent call last)' in text:
+        kind, _, rest = text.splitlines()[-1].partition(': ')
+        text = rest if kind.startswith(f'{__package__}.') else f'{kind}: {rest}'
+    return shown(' '.join(text.split()), longest=2000)

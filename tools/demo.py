@@ -39,21 +39,6 @@ def write_images(folder: Path) -> List[Tuple[Path, int]]:
     return written
 
 
-def decay_factors(model, transform, files: List[Path]):
-    """Mean over heads of exp(a) and exp(b) in the first block, for each file: two tensors (n, H, W)."""
-    import torch
-    from PIL import Image
-    mixer, seen = model.stages[0].blocks[0].mixer, []
-    handle = mixer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    try:
-        with torch.inference_mode():
-            model(torch.stack([transform(Image.open(file).convert('RGB')) for file in files]))
-            a, b = mixer.decay_logs(seen[0])
-    finally:
-        handle.remove()
-    return a.exp().mean(1), b.exp().mean(1)
-
-
 def draw(path: Path, files: List[Tuple[Path, int]], predictions: List[str], horizontal, vertical, title: str) -> None:
     """A row each of images with labels, of horizontal and of vertical decay factors."""
     import matplotlib
@@ -96,7 +81,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except ImportError as error:
         raise UserError('the digits come with scikit-learn, which is not installed: pip install "subquad[demo]"'
                         ) from error
+    import torch
+
     from .config import load, writable_folder
+    from .images import open_image
+    from .pictures import decay_factors
     from .predict import classify, load_classifier, show
     from .test import evaluate
     from .train import run_training
@@ -115,7 +104,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     model, transform, classes = load_classifier(str(weights))
     results = classify(model, transform, classes, [file for file, _ in files], topk=3)
     show(results)
-    horizontal, vertical = decay_factors(model, transform, [file for file, _ in files])
+    inputs = torch.stack([transform(open_image(file)) for file, _ in files])
+    horizontal, vertical = decay_factors(model, inputs)['stages.0.blocks.0']
     picture = out / 'digits.png'
     draw(picture, files, [row['classes'][0]['name'] for row in results], horizontal, vertical,
          f'{config.model.name} on digits: {accuracy:.1f} % right. Where attention paths fade, in the first block')

@@ -150,9 +150,12 @@ def draw(record: Dict[str, Any], path: Path) -> None:
         for row, (title, images) in enumerate(rows):
             for column in range(shown):
                 axis = axes[row, n * shown + column]
-                axis.imshow(images[column], cmap='gray', vmin=-2, vmax=2)
+                drawn = axis.imshow(images[column], cmap='gray', vmin=-2, vmax=2)
                 axis.set(xticks=[], yticks=[])
             axes[row, n * shown].set_title(f'{kind}: {title}' if row == 0 else title, fontsize=9, loc='left')
+    page.suptitle('Noise taken out by one linear tree solve, in Morton and in snake order', fontsize=10)
+    bar = page.colorbar(drawn, ax=axes, shrink=0.6, extend='both')
+    bar.set_label('value, in standard deviations of a clean picture', fontsize=8)
     try:
         page.savefig(path, dpi=110)
     except OSError as error:

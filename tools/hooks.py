@@ -1,6 +1,8 @@
-"""Hooks: a progress bar with the time left, seeds for each epoch, and weights as safetensors."""
+"""Hooks: what is trained and how far it is, seeds, evaluation before training, and weights as safetensors."""
+import math
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
@@ -14,20 +16,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..backbones.weights import WeightsError, read_checkpoint, save_state_dict
+from .engine.summary import Estimate, summary
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """On a terminal a bar with loss, learning rate and the time left; elsewhere a line for each tenth of the epochs, or
-    of the iterations where the loop does not count epochs."""
+    """Says what is trained and, after a few steps, how long it will take. Then it shows, on a terminal, a bar with
+    loss, learning rate and the time left; elsewhere a line for each tenth of the epochs, or of the iterations where the
+    loop does not count epochs.
+
+    Args:
+        start: what the weights are when training starts, for the first line.
+    """
 
     priority = 'VERY_LOW'
 
-    def __init__(self):
+    def __init__(self, start: str = 'random weights'):
         self.progress: Optional[Progress] = None
-        self.losses, self.started = [], False
+        self.start, self.losses, self.started, self.estimate = start, [], False, Estimate()
 
     def before_train(self, runner) -> None:
+        self._print(summary(runner, self.start))
         if is_main_process() and sys.stderr.isatty():
             self.progress = Progress(TextColumn('epoch {task.fields[epoch]}'), BarColumn(), TextColumn(
                 '{task.completed}/{task.total}  loss {task.fields[loss]:.3f}  lr {task.fields[lr]:.1e}'),
@@ -39,6 +48,9 @@ class ProgressHook(Hook):
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.started = True
         self.losses.append(outputs['loss'].item())
+        left = self.estimate.after_step(time.perf_counter(), runner.max_iters - runner.iter - 1)
+        if left:
+            self._print(left)
         if self.progress:
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
                                  loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
@@ -53,20 +65,21 @@ class ProgressHook(Hook):
     def _line(self, runner, unit: str, done: int, total: int) -> None:
         if done % max(1, total // 10) and done != total:
             return
-        if not self.progress and is_main_process():
-            print(f'{unit} {done}/{total}  loss {np.mean(self.losses):.3f}  lr {self._lr(runner):.1e}',
-                  file=sys.stderr, flush=True)
+        if not self.progress:
+            self._print(f'{unit} {done}/{total}  loss {np.mean(self.losses):.3f}  lr {self._lr(runner):.1e}')
         self.losses.clear()
 
+    def _print(self, text: str) -> None:
+        if self.progress:
+            self.progress.console.print(text, markup=False, highlight=False)
+        elif is_main_process():
+            print(text, file=sys.stderr, flush=True)
+
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
-        if is_main_process() and metrics:
+        if metrics:
             # COCO's -1: there are no such objects.
-            text = '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}' for name, value in metrics.items()
-                             if value >= 0)
-            if self.progress:
-                self.progress.console.print(f'validation  {text}')
-            else:
-                print(f'validation  {text}', file=sys.stderr, flush=True)
+            self._print('validation  ' + '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}'
+                                                   for name, value in metrics.items() if not value < 0))
 
     def after_train(self, runner) -> None:
         self.stop()
@@ -104,6 +117,17 @@ class SeedHook(Hook):
 
 
 @HOOKS.register_module()
+class EvaluateAtStartHook(Hook):
+    """Validates before the first step, so that what training adds to the weights it starts from can be seen."""
+
+    priority = 'LOWEST'
+
+    def before_train(self, runner) -> None:
+        if runner.val_loop is not None and not runner.iter:
+            runner.val_loop.run()
+
+
+@HOOKS.register_module()
 class WeightsHook(Hook):
     """Writes `last.safetensors` at the end of training, and `best.safetensors` whenever the metric improves in
     validation, with the metadata that `subquad predict` needs: of the timm model in a classifier, of a whole detector
@@ -111,7 +135,7 @@ class WeightsHook(Hook):
 
     Args:
         metadata: facts to keep in the file.
-        metrics: names of metrics, the higher the better; the first that validation reports counts.
+        metrics: names of metrics, the higher the better; the first that validation reports counts. NaN is never best.
     """
 
     priority = 'LOW'
@@ -130,12 +154,13 @@ class WeightsHook(Hook):
                 _, facts, _ = read_checkpoint(path)
             except WeightsError:
                 return                                       # damaged: the next validation replaces it
-            self.best = max((facts[name] for name in self.metrics if name in facts), default=self.best)
+            known = [facts[name] for name in self.metrics if isinstance(facts.get(name), (int, float))]
+            self.best = max(filter(math.isfinite, known), default=self.best)
             self.best_file = path
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         name = next((name for name in self.metrics if name in (metrics or {})), None)
-        if name is not None and metrics[name] > self.best:
+        if name is not None and math.isfinite(metrics[name]) and metrics[name] > self.best:
             self.best = float(metrics[name])
             self.best_file = self._save(runner, 'best.safetensors', {name: self.best, **self._when(runner)})
 

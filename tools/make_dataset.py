@@ -78,7 +78,7 @@ def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
                         'give --force to replace it, or another folder')
     if expected - there:
         raise UserError(f'{folder} lacks files of its data set, such as {min(expected - there)}: give --force to make '
-                        'it anew')
+                        'it again')
     return True
 
 

@@ -1,10 +1,10 @@
 """List the models of this package: name, parameters, input size, what they are."""
 import argparse
 import fnmatch
-import json
 from typing import Any, Dict, List, Optional
 
 from .cli import UserError, nearest
+from .output import add_row, dumps, print_table
 
 
 def facts(name: str) -> Dict[str, Any]:
@@ -32,14 +32,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'no model matches {args.filter!r}{nearest(args.filter, our_models())}')
     rows = [facts(name) for name in names]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(dumps(rows, indent=2))
         return 0
-    from rich.console import Console
     from rich.table import Table
     table = Table('model', 'parameters', 'input', 'what it is')
     for row in rows:
-        table.add_row(row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'])), row['description'])
-    Console().print(table)
+        add_row(table, row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'])), row['description'])
+    print_table(table)
     return 0
 
 

@@ -1,13 +1,14 @@
 """Benchmark records: a JSON line each, added to a file, and shown as a table or a plot."""
-import json
 import os
 from pathlib import Path
 from statistics import median
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.table import Table
+from rich.text import Text
 
 from .cli import UserError
+from .output import add_row, dumps
 
 FILES = {'cpu': 'cpu.jsonl', 'cuda': 'gpu.jsonl'}
 
@@ -34,7 +35,7 @@ def append(path: Path, record: Dict[str, Any]) -> None:
     Raises:
         UserError: the disk did not take it.
     """
-    line = json.dumps(record, allow_nan=False).encode() + b'\n'
+    line = dumps(record).encode() + b'\n'
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         with os.fdopen(os.dup(descriptor), 'rb') as file:
@@ -65,17 +66,22 @@ def medians(records: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     last = records[-1]
     if len(records) == 1:
         return last
-    middle = {name: {p: median(record['times_ms'][name][p] for record in records) for p in taken}
+    middle = {name: {p: _median([record['times_ms'][name][p] for record in records]) for p in taken}
               for name, taken in last['times_ms'].items()}
     results = []
     for n, f in enumerate(last['figures']):
         values = [record['figures'][n]['value'] for record in records]
         bound = {f['bound'].replace(' ', '_'): f['target']} if f['bound'] else {}
-        value = None if None in values else median(values)
+        value = _median(values)
         results.append({**figure(f['name'], value, f['unit'], **bound), 'values': values})
     floors = sorted((record['floor'] for record in records), key=lambda low: low['ms']) if last['floor'] else [None]
     return {**last, 'times_ms': middle, 'figures': results, 'floor': floors[len(floors) // 2],
             'processes': len(records), 'other_cpus': max(record['other_cpus'] or 0 for record in records)}
+
+
+def _median(values: Sequence[Optional[float]]) -> Optional[float]:
+    """The median, or None where one of the values was not measured."""
+    return None if None in values else median(values)
 
 
 def _number(value: Optional[float]) -> str:
@@ -116,14 +122,15 @@ def conditions(record: Dict[str, Any]) -> str:
 
 def table(records: Sequence[Dict[str, Any]]) -> Table:
     """The figures of the records for a screen; what other programs disturbed is marked."""
-    result = Table('preset', 'figure', 'value', 'target', 'met', title=conditions(records[0]))
+    result = Table('preset', 'figure', 'value', 'target', 'met', title=Text(conditions(records[0])))
     for record in records:
         rows = figures(record)
         if disturbed(record):
-            rows.append(('[bold]disturbed[/bold]', f"others used {record['other_cpus']:.2g} of {record['cpus']} CPUs: "
-                                                   'measure again', '', ''))
+            rows.append(('disturbed', f"others used {record['other_cpus']:.2g} of {record['cpus']} CPUs: measure again",
+                         '', ''))
         for n, row in enumerate(rows):
-            result.add_row(record['preset'] if n == 0 else '', *row, end_section=n == len(rows) - 1)
+            add_row(result, record['preset'] if n == 0 else '', *row)
+        result.add_section()
     return result
 
 
@@ -159,8 +166,8 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         for axes in memory_axes:
             axes.plot(tokens, [float('nan') if peak is None else max(peak, 0.01) for peak in peaks], marker='o',
                       label=label)
-    for axes, title in zip((time_axes, *memory_axes), ('time, ms', 'memory beyond input and output, MB')):
-        axes.set(xscale='log', yscale='log', xlabel='tokens', title=title)
+    for axes, title, unit in zip((time_axes, *memory_axes), ('time', 'memory beyond input and output'), ('ms', 'MB')):
+        axes.set(xscale='log', yscale='log', xlabel='tokens', ylabel=unit, title=title)
         axes.grid(alpha=0.3)
         axes.legend()
     page.suptitle(conditions(record), fontsize=9)

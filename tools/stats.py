@@ -8,11 +8,11 @@ parameters of an auxiliary head come after a plus; tools/stats_config.py says wh
 """
 import argparse
 import ast
-import json
 import math
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .cli import UserError
+from .output import add_row, dumps, print_table
 
 # Reported by the authors, at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
@@ -20,6 +20,7 @@ REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_b
             'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
             'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),
             'subquad_mobilevitv2_200': (18.5, 7.2, 81.2)}
+LARGEST_SIDE = 100_000
 # Operators with weights on one side. Everything else that a flop counter sees multiplies tokens with tokens.
 _WITH_WEIGHTS = ('convolution', '_convolution', 'mm', 'addmm')
 # Multiply-adds an element of the input, or of the output of a resizing, as fvcore counts them.
@@ -31,6 +32,8 @@ def size(text: str) -> Tuple[int, int]:
     parts = text.lower().split('x')
     if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f'a size is a number or HEIGHTxWIDTH, got {text!r}')
+    if any(int(part) > LARGEST_SIDE for part in parts):
+        raise UserError(f'a side has at most {LARGEST_SIDE:,} pixels, got {text!r}')
     return int(parts[0]), int(parts[-1])
 
 
@@ -124,20 +127,16 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.set))
             for name in args.model or our_models()]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(dumps(rows, indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Column, Table
-    table = Table(Column('model', no_wrap=True), 'image', 'parameters', Column('GMACs: all', no_wrap=True), 'weights',
-                  'with norms', Column('reported by the authors', min_width=20))
+    from rich.table import Table
+    table = Table('model', 'image', 'parameters', 'GMACs: all', 'weights', 'with norms', 'reported by the authors')
     for row in rows:
         auxiliary = row.get('parameters_of_auxiliary_head')
-        table.add_row(row['model'], '{}x{}'.format(*row['size']),
-                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''),
-                      *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')),
-                      reported(row))
-    console = Console()
-    Console(width=None if console.is_terminal else 160).print(table)
+        add_row(table, row['model'], '{}x{}'.format(*row['size']),
+                f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''),
+                *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')), reported(row))
+    print_table(table)
     return 0
 
 

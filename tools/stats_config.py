@@ -126,6 +126,8 @@ def _forward(name: str, model, images) -> None:
     elif hasattr(model, 'roi_head'):
         model.rpn_head(model.extract_feat(images))
         _forward_regions(name, model.roi_head, len(images))
+    elif hasattr(model, 'decoder') or hasattr(model, 'panoptic_head'):
+        raise UserError(f'{name}: detectors with queries, such as {type(model).__name__}, are not counted')
     else:
         model(images, mode='tensor')
 
@@ -166,19 +168,19 @@ _DETECTORS = {
         '050': (2.0, 0.9, 21.24), '075': (3.6, 1.8, 24.57), '100': (5.6, None, 26.47), '125': (8.2, None, 27.85),
         '150': (11.3, None, 28.83), '175': (14.9, 9.0, 29.52), '200': (19.1, None, 30.21)}.items()}}
 _SEGMENTERS = {
-    'upernet_ppma-t_160k_ade20k-512x512': (43, 983, 48.7), 'upernet_ppma-s_160k_ade20k-512x512': (56, 984, 51.1),
-    'upernet_ppma-b_160k_ade20k-512x512': (83, 1137, 52.3), **{
-        f'upernet_ppma-{size}_160k_cityscapes-1024x1024': (None, None, miou)
+    **{f'upernet_ppma-{size}_8xb2-160k_ade20k-512x512': figures for size, figures in {
+        't': (43, 983, 48.7), 's': (56, 984, 51.1), 'b': (83, 1137, 52.3)}.items()},
+    **{f'upernet_ppma-{size}_8xb1-160k_cityscapes-1024x1024': (None, None, miou)
         for size, miou in (('t', 82.7), ('s', 83.7), ('b', 83.9))},
-    **{f'pspnet_mobilevitv2-{width}_ade20k-512x512': figures for width, figures in {
+    **{f'pspnet_mobilevitv2-{width}_4xb4-120e_ade20k-512x512': figures for width, figures in {
         '050': (3.6, 15.4, 31.77), '075': (6.2, None, 35.22), '100': (9.4, None, 36.57), '125': (13.2, None, 38.76),
         '150': (17.6, None, 38.74), '175': (22.5, 95.9, 39.82)}.items()},
-    **{f'deeplabv3_mobilevitv2-{width}_ade20k-512x512': figures for width, figures in {
+    **{f'deeplabv3_mobilevitv2-{width}_4xb4-120e_ade20k-512x512': figures for width, figures in {
         '050': (6.3, None, 31.93), '075': (9.6, 40.0, 34.70), '100': (13.4, None, 37.06), '125': (17.7, None, 38.42),
         '150': (22.6, None, 38.91), '175': (28.1, None, 39.53), '200': (34.0, 147.0, 40.94)}.items()},
-    **{f'pspnet_mobilevitv2-{width}_voc12-coco-512x512': (None, None, miou) for width, miou in (
+    **{f'pspnet_mobilevitv2-{width}_4xb32-50e_voc12-coco-512x512': (None, None, miou) for width, miou in (
         ('050', 74.62), ('075', 77.44), ('100', 78.92), ('125', 79.40), ('150', 79.93), ('175', 80.2))},
-    **{f'deeplabv3_mobilevitv2-{width}_voc12-coco-512x512': (None, None, miou) for width, miou in (
+    **{f'deeplabv3_mobilevitv2-{width}_4xb32-50e_voc12-coco-512x512': (None, None, miou) for width, miou in (
         ('050', 75.07), ('100', 78.94), ('125', 79.68), ('150', 80.30))}}
 REPORTED = {name: {key: value for key, value in zip(keys, figures) if value is not None}
             for table, keys in ((_DETECTORS, ('parameters_M', 'gmacs', 'box_AP', 'mask_AP')),

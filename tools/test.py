@@ -1,12 +1,14 @@
 """Evaluate a checkpoint on a config's test data: accuracy, box and mask AP, or mIoU, as a table or JSON."""
 import argparse
-import json
+import math
 import sys
 import tempfile
 from pathlib import Path
 from typing import Dict, List, Optional
 
+from . import images
 from .cli import UserError
+from .output import dumps
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -19,34 +21,56 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of what was found, beside the image and '
                         'its annotations where the config loads them')
     parser.add_argument('--tta', action='store_true', help='several scales and flips, as the config\'s tta_model says')
-    parser.add_argument('--json', action='store_true', help='print JSON')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='test weights that hold NaN or infinities, too')
+    parser.add_argument('--json', action='store_true', help='print JSON (null for a metric that is not finite)')
     parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')
     args = parser.parse_args(argv)
-    config = config_with_options(args)
+    config, unreadable = config_with_options(args), images.reported()
     if is_classifier(config):
         if args.show_dir or args.tta:
             raise UserError('--show-dir and --tta are for detectors and segmenters (subquad visualize draws for '
                             'classifiers)')
+        if not args.allow_nonfinite:
+            _refuse_nonfinite(args.checkpoint)
         metrics, unit = evaluate(config, args.checkpoint, as_configured=bool(args.record)), ' %'
     else:
         from .dense.evaluate import evaluate as evaluate_dense
-        metrics, unit = evaluate_dense(config, args.checkpoint, args.show_dir, args.tta), ''
+        metrics, unit = evaluate_dense(config, args.checkpoint, args.show_dir, args.tta,
+                                       args.allow_nonfinite), ''
+    images.say_count(unreadable)
     from mmengine.dist import is_main_process
     if not is_main_process():
         return 0
     if not metrics:
         print('nothing was found in any image: no metrics', file=sys.stderr)
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     if args.record:
-        _record(args.record, config, args, metrics)
+        _record(args.record, config, args, finite)
     if args.json:
-        print(json.dumps(metrics))
+        print(dumps(metrics))
     else:
         for name, value in metrics.items():
             print(f'{name}  {value:.{2 if unit else 3}f}{unit}')
     return 0
 
 
-def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, float]) -> None:
+def _refuse_nonfinite(checkpoint: str) -> None:
+    """Refuse weights that hold NaN or infinities: their metrics mean nothing.
+
+    Raises:
+        UserError: such a file, or one that cannot be read.
+    """
+    from ..backbones.weights import NonFiniteError, WeightsError, check_finite, read_checkpoint
+    try:
+        weights, _, _ = read_checkpoint(checkpoint)
+        check_finite(weights, checkpoint)
+    except NonFiniteError as error:
+        raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+
+
+def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, Optional[float]]) -> None:
     """Add what was tested, how and with what result to a file of JSON lines.
 
     Raises:
@@ -76,23 +100,26 @@ def evaluate(config, checkpoint: str, as_configured: bool = False) -> Dict[str, 
     """
     from ..backbones.weights import WeightsError, load_weights, read_checkpoint, some
     from .classification.runner import NOT_OF_THE_NETWORK, build_runner, network
+    from .engine.start import network_options
     try:
         _, facts, _ = read_checkpoint(checkpoint)
     except WeightsError as error:
         raise UserError(str(error)) from error
     if facts:        # options that change no weight's shape would go unnoticed: take them from the file
-        if facts['model'] != config.model.name:
-            raise UserError(f"{checkpoint} is of {facts['model']}, the config of {config.model.name} (--model NAME)")
+        if facts.get('model') != config.model.name:
+            raise UserError(f"{checkpoint} is of {facts.get('model')}, the config of {config.model.name} "
+                            '(--model NAME)')
         given = {key: value for key, value in config.model.items() if key not in NOT_OF_THE_NETWORK}
-        other = [key for key in {**given, **facts['options']} if given.get(key) != facts['options'].get(key)]
+        options = network_options(facts, checkpoint)
+        other = [key for key in {**given, **options} if given.get(key) != options.get(key)]
         if as_configured and other:
-            raise UserError(f"--record: {checkpoint} has {other[0]}={facts['options'].get(other[0])!r}, the config "
+            raise UserError(f'--record: {checkpoint} has {other[0]}={options.get(other[0])!r}, the config '
                             f'{given.get(other[0])!r}')
-        config.model.update(facts['options'])
+        config.model.update(options)
     with tempfile.TemporaryDirectory() as folder:       # mmengine insists on a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
-        if facts and facts['classes'] != classes:
+        if facts and facts.get('classes', classes) != classes:
             raise UserError(f"{checkpoint} knows the classes {some(facts['classes'])}, the data has {some(classes)}")
         try:
             load_weights(network(runner), checkpoint)

@@ -1,73 +1,16 @@
-"""Draw what a model looks at over images: the context scores of MobileViTv2's layers (appendix D of its paper), or
-which tokens reach one of them in Myo's layers, over what height of the tree, and the edges on the way."""
+"""Draw what a model looks at over images: the context scores of MobileViTv2's layers (appendix D of its paper), the
+factors by which attention fades with each step in PPMA's blocks, or which tokens reach one of them in Myo's layers,
+over what height of the tree, and the edges on the way."""
 import argparse
-from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from .cli import UserError, nearest
+from . import pictures
+from .cli import UserError, nearest, shown
+from .images import LeftOut
 
-
-def overlay(image, scores):
-    """An image (H, W, 3) of 0 to 1 under a map of scores (h, w), red where they are largest: (H, W, 3) array. The image
-    alone where all scores are the same."""
-    import matplotlib
-    import torch
-    import torch.nn.functional as F
-    low, high = scores.amin(), scores.amax()
-    if high - low <= 1e-5 * high:
-        return image.numpy()
-    scaled = (scores - low) / (high - low)
-    scaled = F.interpolate(scaled[None, None], size=image.shape[:2], mode='nearest')[0, 0]
-    colours = torch.from_numpy(matplotlib.colormaps['jet'](scaled.numpy())[..., :3]).to(image.dtype)
-    return (0.45 * image + 0.55 * colours).numpy()
-
-
-def draw(path: Path, names: Sequence[str], images, maps: Dict[str, 'object'], titles: Sequence[str]) -> None:
-    """A row for each image: the image, then its maps.
-
-    Args:
-        path: of the picture.
-        names: of the images.
-        images: (B, 3, H, W) tensor of 0 to 1.
-        maps: by layer, (B, L, h, w); the mean over latent tokens is drawn.
-        titles: of the layers.
-
-    Raises:
-        UserError: the picture cannot be written.
-    """
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    columns = 1 + len(maps)
-    figure, axes = plt.subplots(len(images), columns, figsize=(1.25 * columns + 0.6, 1.35 * len(images) + 0.5),
-                                layout='constrained', squeeze=False)
-    for row, image in enumerate(images):
-        pixels = image.permute(1, 2, 0)
-        axes[row, 0].imshow(pixels.numpy())
-        axes[row, 0].set_ylabel(names[row], fontsize=8)
-        for column, scores in enumerate(maps.values(), 1):
-            axes[row, column].imshow(overlay(pixels, scores[row].mean(0)))
-    for column, title in enumerate(['image', *titles]):
-        axes[0, column].set_title(title, fontsize=8)
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
-    save(figure, path)
-
-
-def save(figure, path: Path) -> None:
-    """Write a picture, and let go of the figure.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    import matplotlib.pyplot as plt
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f'cannot write {path}: {error.strerror or error}') from error
-    finally:
-        plt.close(figure)
+TITLES = {'influences': 'influence on the token under the cross, mean over heads',
+          'context_scores': 'context scores, mean over latent tokens',
+          'decay_factors': 'how attention paths fade with each step, mean over heads'}
 
 
 def _chosen(layers: Sequence[str], wanted: Optional[List[str]]) -> List[str]:
@@ -89,12 +32,16 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('checkpoint', help='weights of subquad train (.safetensors), or other weights with --model')
     parser.add_argument('images', nargs='+', help='image files or folders')
     parser.add_argument('--model', metavar='NAME', help='timm name, for a checkpoint that does not know its model')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='take weights that hold NaN or infinities')
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
                         help='only layers whose name holds one of these, such as stages.2 or transformer.0')
     parser.add_argument('--most', type=int, default=8, metavar='N', help='draw N images at most (default: 8)')
-    parser.add_argument('--at', nargs=2, type=float, default=(0.5, 0.5), metavar=('Y', 'X'),
+    parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
                         help='of Myo: the token that is looked at, as shares of height and width (default: 0.5 0.5)')
-    parser.add_argument('--out', metavar='FILE', help='the picture (default: context_scores.png or influences.png)')
+    parser.add_argument('--out', metavar='FILE', help='the picture (default: context_scores.png, decay_factors.png or '
+                        'influences.png)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: it is '
+                        'named on stderr and left out, and the exit code is 1)')
     args = parser.parse_args(argv)
     if args.most < 1:
         raise UserError(f'--most must be at least 1, got {args.most}')
@@ -104,31 +51,57 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
     import torch
 
-    from . import influences
     from .config import expanded, writable_folder
     from .predict import image_files, load_classifier, load_images
     files = image_files(args.images)[:args.most]
-    model, transform, _ = load_classifier(args.checkpoint, args.model)
-    trees = hasattr(model, 'influences')
-    if not trees and not hasattr(model, 'context_scores'):
-        raise UserError(f'{type(model).__name__} has nothing to draw here: MobileViTv2 has context scores, Myo '
-                        'influences')
-    out = expanded(args.out or ('influences.png' if trees else 'context_scores.png'))
+    model, transform, _ = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
+    what = _drawable(model)
+    if args.at and what != 'influences':
+        raise UserError(f'--at chooses a token of Myo; {type(model).__name__} is drawn for all tokens')
+    out = expanded(args.out or f'{what}.png')
     if out.suffix.lower() not in ('.png', '.jpg', '.jpeg', '.pdf', '.svg'):
         raise UserError(f'--out must end in .png, .jpg, .pdf or .svg, got {args.out!r}')
-    inputs = torch.stack(load_images(files, transform))
+    left_out = LeftOut(len(files), args.strict)
+    read = list(load_images(files, transform, left_out))
+    code = left_out.code()
+    inputs = torch.stack([image for _, image in read])
     try:
-        maps = model.influences(inputs, tuple(args.at)) if trees else model.context_scores(inputs)
+        maps, draw = _maps(what, model, inputs, tuple(args.at or (0.5, 0.5)))
     except ValueError as error:
         raise UserError(str(error)) from error
     maps = {layer: maps[layer] for layer in _chosen(list(maps), args.layers)}
     writable_folder(str(out.parent))
-    low, high = inputs.amin((1, 2, 3), keepdim=True), inputs.amax((1, 2, 3), keepdim=True)
-    titles = [name.replace('.blocks.', '\nblock ') if trees else name.replace('.1.', '.1\n') for name in maps]
-    drawn = influences.draw if trees else draw
-    drawn(out, [file.stem for file in files], (inputs - low) / (high - low).clamp(min=1e-6), maps, titles)
-    print(f'drew {out}: {len(files)} image(s), {len(maps)} layer(s)')
-    return 0
+    name = getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
+    draw(out, [file.stem for file, _ in read], pictures.unnormalized(inputs, transform), maps,
+         pictures.layer_titles(list(maps)), f'{name}: {TITLES[what]}')
+    print(f'drew {shown(out)}: {len(read)} image(s), {len(maps)} layer(s)')
+    return code
+
+
+def _drawable(model: Any) -> str:
+    """What is drawn of a model, a key of TITLES.
+
+    Raises:
+        UserError: it is of none of our families.
+    """
+    from ..backbones import PPMA
+    for what in ('influences', 'context_scores'):
+        if hasattr(model, what):
+            return what
+    if isinstance(model, PPMA):
+        return 'decay_factors'
+    raise UserError(f'{type(model).__name__} has nothing to draw here: MobileViTv2 has context scores, Myo influences, '
+                    'PPMA decay factors')
+
+
+def _maps(what: str, model: Any, inputs: Any, at: Tuple[float, ...]) -> Tuple[Dict[str, Any], Callable[..., None]]:
+    """What is drawn, by layer, and the function that draws it."""
+    if what == 'influences':
+        from . import influences
+        return model.influences(inputs, at), influences.draw
+    if what == 'context_scores':
+        return model.context_scores(inputs), pictures.draw_scores
+    return pictures.decay_factors(model, inputs), pictures.draw_decays
 
 
 if __name__ == '__main__':

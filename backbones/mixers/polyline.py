@@ -5,7 +5,7 @@ differ: the code adds the logarithm of the mask to the logits (`mask='logit'`, w
 with), the paper multiplies the softmax by the mask (`mask='product'`). The default is the code's.
 """
 import math
-from typing import Callable, Tuple
+from typing import Callable, ClassVar, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
 from ...kernels.dispatch import exporting
 from ..blocks import DepthwiseConv
+from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat
 
 ATTENTIONS = ('full', 'crisscross', 'linear', 'decomposed')
@@ -78,13 +79,14 @@ class PolylineMixer(nn.Module):
         ValueError: a name or a size that does not fit.
     """
 
+    OPTIONS: ClassVar[Options] = {'attention': one_of(*ATTENTIONS), 'mask': one_of(*MASKS), 'paths': one_of(*PATHS),
+                                  'shared_decay': flag()}
+
     def __init__(self, dim: int, num_heads: int, attention: str = 'full', mask: str = 'logit', paths: str = '2d',
                  shared_decay: bool = False, lepe_kernel: int = 5, rmt_range: float = 4.0, device=None, dtype=None):
         super().__init__()
-        for name, value, allowed in (('attention', attention, ATTENTIONS), ('mask', mask, MASKS),
-                                     ('paths', paths, PATHS)):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        check('PolylineMixer', self.OPTIONS, dict(attention=attention, mask=mask, paths=paths,
+                                                  shared_decay=shared_decay))
         if num_heads < 1 or dim % num_heads or dim // num_heads % 2:
             raise ValueError(f'dim / num_heads must be an even integer, got dim={dim}, num_heads={num_heads}')
         dd = {'device': device, 'dtype': dtype}

@@ -3,7 +3,7 @@
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680. Unlike the
 other mixers, these take images channels first, (B, C, H, W), as their 1 x 1 convolutions and phones like it.
 """
-from typing import Optional, Tuple
+from typing import ClassVar, Optional, Tuple, Union
 
 import torch.nn.functional as F
 from timm.layers import is_exportable
@@ -12,11 +12,25 @@ from torch import Tensor, nn
 
 from ...kernels import separable_attention
 from ...kernels.dispatch import exporting
+from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
 from ..blocks import is_plain
+from ..options import Options, check, integer, one_of
 from .precision import cast_for_autocast
 
 MAX_LATENT_TOKENS = 64
+
+
+def check_source(x: Tensor, source: Tensor) -> Tensor:
+    """source itself, if tokens (B, C, ...) can take their context from it.
+
+    Raises:
+        ValueError: another batch, rank or number of channels than x.
+    """
+    if source.ndim != x.ndim or source.shape[:2] != x.shape[:2]:
+        raise ValueError(f'source must be tokens (B, C, H, W) with B={x.shape[0]} and C={x.shape[1]}, as those that '
+                         f'attend to it, got {tuple(source.shape)}')
+    return source
 
 
 @register_notrace_module
@@ -36,15 +50,15 @@ class SeparableSelfAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: a number of latent tokens that is not allowed.
+        ValueError: a number of latent tokens or a sampling that is not allowed.
     """
+
+    OPTIONS: ClassVar[Options] = {'num_latent_tokens': integer(1, MAX_LATENT_TOKENS), 'sampling': one_of(*SAMPLINGS)}
 
     def __init__(self, dim: int, num_latent_tokens: int = 1, patch_size: int = 2, sampling: str = 'pixel', device=None,
                  dtype=None):
         super().__init__()
-        if not isinstance(num_latent_tokens, int) or not 1 <= num_latent_tokens <= MAX_LATENT_TOKENS:
-            raise ValueError(f'num_latent_tokens must be an integer from 1 to {MAX_LATENT_TOKENS}, got '
-                             f'{num_latent_tokens!r}')
+        check('SeparableSelfAttention', self.OPTIONS, dict(num_latent_tokens=num_latent_tokens, sampling=sampling))
         self.num_latent_tokens, self.patch_size, self.sampling = num_latent_tokens, patch_size, sampling
         self.qkv_proj = nn.Conv2d(dim, num_latent_tokens + 2 * dim, 1, device=device, dtype=dtype)
         self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
@@ -71,7 +85,7 @@ class SeparableSelfAttention(nn.Module):
             folded: x and source come as (B, C, P, N), each row one group.
         """
         x = cast_for_autocast(x)
-        source = x if source is None else cast_for_autocast(source)
+        source = x if source is None else cast_for_autocast(check_source(x, source))
         groups = dict(patch_size=(self.patch_size ** 2, 1)) if folded else dict(patch_size=self.patch_size,
                                                                                 sampling=self.sampling)
         count, dim = self.num_latent_tokens, x.shape[1]
@@ -115,6 +129,7 @@ class MultiHeadSelfAttention(nn.Module):
         if source is None:
             q, k, v = self.qkv_proj(x).split(dim, 1)
         else:
+            check_source(x, source)
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             q = F.conv2d(x, weight[:dim], bias[:dim])
             k, v = F.conv2d(source, weight[dim:], bias[dim:]).split(dim, 1)
@@ -132,15 +147,25 @@ class LinformerSelfAttention(MultiHeadSelfAttention):
     for one number of tokens.
 
     Args:
-        tokens: tokens of a group, which the projections are made for.
+        tokens: tokens of a group, which the projections are made for; or the rows and columns of their grid.
         projected: p of the paper; never more than `tokens`.
     """
 
-    def __init__(self, dim: int, tokens: int, num_heads: int = 4, projected: int = 256, device=None, dtype=None):
+    def __init__(self, dim: int, tokens: Union[int, Tuple[int, int]], num_heads: int = 4, projected: int = 256,
+                 device=None, dtype=None):
         super().__init__(dim, num_heads, device=device, dtype=dtype)
-        self.tokens = tokens
+        self.grid = None if isinstance(tokens, int) else tuple(tokens)
+        self.tokens = tokens = tokens if self.grid is None else self.grid[0] * self.grid[1]
         self.key_tokens, self.value_tokens = (
             nn.Linear(tokens, min(projected, tokens), bias=False, device=device, dtype=dtype) for _ in range(2))
+
+    def check_grid(self, rows: int, columns: int) -> None:
+        """Raise ValueError for a grid of tokens that is as large as the one of the projections but has another shape,
+        such as its transpose. `shorten` refuses other numbers of tokens."""
+        if self.grid is not None and rows * columns == self.tokens and (rows, columns) != self.grid:
+            made, came = ('{} x {}'.format(*grid) for grid in (self.grid, (rows, columns)))
+            raise ValueError(f"attention='linformer' was made for {made} tokens a group (rows x columns), and this "
+                             f'input has {came}: make the model with img_size=(height, width) of your images')
 
     def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
         if key.shape[3] != self.tokens:

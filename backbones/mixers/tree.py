@@ -4,7 +4,7 @@
 the edges of a tree over an image open; what is chosen here is said at `TreeMixer`.
 """
 import math
-from typing import List, Optional, Sequence
+from typing import ClassVar, List, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...kernels import quadtree_solve
 from ...kernels.precision import without_autocast
 from ...kernels.tree_solve import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ..options import Options, check, flag, integer, one_of, or_none
 
 # Levels with a bias of their own, counted from the leaves; higher ones share the last. 2^11 tokens a side.
 BIASED_LEVELS = 12
@@ -48,15 +49,16 @@ class TreeMixer(nn.Module):
         ValueError: an option that is not allowed.
     """
 
+    OPTIONS: ClassVar[Options] = {'parametrisation': one_of(*PARAMETRISATIONS), 'static_edges': flag(),
+                                  'max_levels': or_none(integer(2, 32))}
+
     def __init__(self, dim: int, num_heads: int, parametrisation: str = 'laplacian', static_edges: bool = False,
                  max_levels: Optional[int] = None, shifted: bool = False, rho: float = RHO, device=None, dtype=None):
         super().__init__()
-        if parametrisation not in PARAMETRISATIONS:
-            raise ValueError(f'parametrisation must be one of {PARAMETRISATIONS}, got {parametrisation!r}')
+        check('TreeMixer', self.OPTIONS, dict(parametrisation=parametrisation, static_edges=static_edges,
+                                              max_levels=max_levels))
         if dim % num_heads:
             raise ValueError(f'dim must be a multiple of num_heads, got {dim} and {num_heads}')
-        if max_levels is not None and not (isinstance(max_levels, int) and max_levels >= 2):
-            raise ValueError(f'max_levels must be an integer of at least 2, or None, got {max_levels!r}')
         if not 0 < rho < 1:
             raise ValueError(f'rho must be between 0 and 1, got {rho!r}')
         dd = {'device': device, 'dtype': dtype}

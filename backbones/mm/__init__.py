@@ -15,4 +15,4 @@ __all__ = ['CPUAmpOptimWrapper', 'LayerDecayConstructor', 'MobileViTv2', 'Myo', 
 if find_spec('mmdet'):
     from . import ssdlite  # noqa: F401  (registers)
 if find_spec('mmseg'):
-    from . import segmentation  # noqa: F401  (registers)
+    from . import datasets, segmentation, transforms  # noqa: F401  (registers)

@@ -1,18 +1,17 @@
-"""What MMSegmentation lacks of the MobileViTv2 authors' segmenters: two heads and two augmentations.
+"""What MMSegmentation lacks of the MobileViTv2 authors' segmenters: two heads, and logits that are resized once.
 
 MMSegmentation's own heads are other networks, whatever their arguments: its ASPPHead joins the branches by a 3 x 3
 convolution where DeepLabv3 has a 1 x 1, and the branches of its PSPHead are each as wide as the head's output.
 """
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-import cv2
-import numpy as np
 import torch
 import torch.nn.functional as F
 from mmcv.cnn import ConvModule
-from mmcv.transforms import BaseTransform
-from mmengine.registry import MODELS, TRANSFORMS
+from mmengine.registry import MODELS
 from mmseg.models.decode_heads.decode_head import BaseDecodeHead
+from mmseg.models.segmentors import EncoderDecoder
+from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
 Maps = Sequence[Tensor]
@@ -106,30 +105,34 @@ class PSPNetHead(_Head):
         return self.fusion(torch.cat(levels, dim=1))
 
 
-@TRANSFORMS.register_module()
-class RandomGaussianBlur(BaseTransform):
-    """Blur `img` (H, W, C), with probability `prob`, by a Gaussian of a standard deviation between 0 and `max_sigma`
-    pixels."""
+@MODELS.register_module()
+class SingleResizeEncoderDecoder(EncoderDecoder):
+    """MMSegmentation's EncoderDecoder, with logits that go from the head to the picture's size in one interpolation.
 
-    def __init__(self, prob: float = 0.5, max_sigma: float = 1.0):
-        self.prob, self.max_sigma = prob, max_sigma
+    EncoderDecoder first resizes them to the network's input and then to the picture, which blurs twice. Sliding windows
+    and inputs that the preprocessor has padded need the input's size in between and are resized as there.
+    """
 
-    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
-        if np.random.rand() < self.prob:
-            sigma = max(np.random.uniform(0, self.max_sigma), 1e-3)         # cv2 wants more than 0
-            results['img'] = cv2.GaussianBlur(results['img'], (0, 0), sigma)
+    def predict(self, inputs: Tensor, data_samples: Optional[List[SegDataSample]] = None) -> List[SegDataSample]:
+        """As EncoderDecoder's; images whose pictures differ in size are run one after the other.
+
+        Args:
+            inputs: (B, C, H, W).
+            data_samples: of each image, with `ori_shape`, the picture's height and width; None for that of `inputs`.
+
+        Returns:
+            For each image its data sample, with `seg_logits` and `pred_sem_seg` of the picture's size.
+        """
+        if len({tuple(sample.ori_shape) for sample in data_samples or ()}) <= 1:
+            return super().predict(inputs, data_samples)
+        results: List[SegDataSample] = []
+        for number, sample in enumerate(data_samples):
+            results += super().predict(inputs[number:number + 1], [sample])
         return results
 
-
-@TRANSFORMS.register_module()
-class RandomChannelOrder(BaseTransform):
-    """Shuffle the channels of `img` (H, W, C) with probability `prob`."""
-
-    def __init__(self, prob: float = 0.5):
-        self.prob = prob
-
-    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
-        if np.random.rand() < self.prob:
-            order = np.random.permutation(results['img'].shape[-1])
-            results['img'] = np.ascontiguousarray(results['img'][..., order])
-        return results
+    def whole_inference(self, inputs: Tensor, batch_img_metas: List[Dict[str, Any]]) -> Tensor:
+        """Logits of whole images (B, C, H, W) at the pictures' size, (B, classes, *ori_shape)."""
+        if not any(any(meta.get('img_padding_size', meta.get('padding_size', ()))) for meta in batch_img_metas):
+            # The heads resize to an `img_shape` that is a torch.Size whatever the image was padded to.
+            batch_img_metas = [dict(meta, img_shape=torch.Size(meta['ori_shape'])) for meta in batch_img_metas]
+        return super().whole_inference(inputs, batch_img_metas)

@@ -6,3 +6,4 @@ _data = dict(_delete_=True, type='ListOps')
 train_dataloader = dict(dataset=dict(**_data, split='train'))
 val_dataloader = dict(dataset=dict(**_data, split='val'))
 test_dataloader = dict(dataset=dict(**_data, split='test'))
+del _data

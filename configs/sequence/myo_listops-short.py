@@ -8,3 +8,4 @@ train_dataloader = dict(dataset=dict(**_data, split='train', count=20_000))
 val_dataloader = dict(dataset=dict(**_data, split='val'))
 test_dataloader = dict(dataset=dict(**_data, split='test'))
 train_cfg = dict(max_epochs=10)
+del _data

@@ -10,3 +10,4 @@ val_dataloader = dict(dataset=_data)
 test_dataloader = dict(dataset=_data)
 optim_wrapper = dict(optimizer=dict(lr=3e-3, weight_decay=0.04))
 train_cfg = dict(max_epochs=40)
+del _data

@@ -10,3 +10,4 @@ val_dataloader = dict(dataset=_data)
 test_dataloader = dict(dataset=_data)
 optim_wrapper = dict(optimizer=dict(lr=4e-3, weight_decay=0.03))
 train_cfg = dict(max_epochs=200)
+del _data

@@ -11,3 +11,4 @@ val_dataloader = dict(dataset=_data)
 test_dataloader = dict(dataset=_data)
 optim_wrapper = dict(optimizer=dict(lr=4.5e-3, weight_decay=0.07))
 train_cfg = dict(max_epochs=250)
+del _data

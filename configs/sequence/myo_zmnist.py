@@ -9,3 +9,4 @@ model = dict(in_chans=1, order='morton')
 train_dataloader = dict(dataset=_data)
 val_dataloader = dict(dataset=_data)
 test_dataloader = dict(dataset=_data)
+del _data

@@ -11,9 +11,10 @@ from mmengine.registry import DATASETS
 from PIL import Image
 from torch.utils.data import Dataset
 
-from ..cli import UserError
+from ..cli import UserError, shown
+from ..images import UnreadableImage, check_header, open_image, report_once
 
-# So many images of a folder are looked at before anything starts; those after them when their turn comes.
+# Of so many images of a folder the first bytes are read before anything starts; of others when their turn comes.
 CHECKED = 20_000
 
 
@@ -108,36 +109,79 @@ class MNIST5k(_Images):
 
 @DATASETS.register_module()
 class ImageFolder(_Classified):
-    """A folder with one subfolder of images a class, read by timm; classes are the subfolders' names, sorted."""
+    """A folder with one subfolder of images a class; classes are the subfolders' names, sorted.
 
-    def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None):
+    Images are read by `subquad.tools.images.open_image`. A file that is no image is reported on stderr and left out; in
+    the place of one whose damage shows only when it is read comes the next of its class that can be read.
+
+    Args:
+        root: the folder.
+        transform: for timm.data.create_transform.
+        strict: raise an error for an image that cannot be read.
+
+    Raises:
+        UserError: no such folder, less than two classes, or a class of which nothing can be read.
+    """
+
+    def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):
         folder = Path(root).expanduser()
         if not folder.is_dir():
             raise UserError(f'no image folder at {folder} (give one with subfolders train and val, and in each a '
                             'subfolder for each class: --data FOLDER)')
         try:
-            self.images = timm.data.ImageDataset(str(folder))
+            reader = timm.data.ImageDataset(str(folder)).reader
         except RuntimeError as error:
             raise UserError(f'no images in the class subfolders of {folder}') from error
-        class_to_index = self.images.reader.class_to_idx
-        self.classes = sorted(class_to_index, key=class_to_index.get)
+        self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
         if len(self.classes) < 2:
             raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
-        self.transform = build_transform(transform) if transform else None
-        for index in range(min(len(self), CHECKED)):
-            self._open(index, whole=False)
+        self.transform, self.strict = build_transform(transform) if transform else None, strict
+        self.samples = self._checked(reader.samples)
+        empty = [name for label, name in enumerate(self.classes) if label not in {label for _, label in self.samples}]
+        if empty:
+            raise UserError(f'{folder}: no image of the class {empty[0]} can be read')
+
+    def _checked(self, samples: Sequence[Tuple[str, int]]) -> List[Tuple[str, int]]:
+        """The files without those that are seen at once to be no images."""
+        kept = []
+        for n, (file, label) in enumerate(samples):
+            try:
+                if n < CHECKED:
+                    check_header(file)
+            except UnreadableImage as error:
+                if self.strict:
+                    raise
+                report_once(file, f'left out: {error}')
+                continue
+            kept.append((file, label))
+        return kept
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.samples)
 
-    def _open(self, index: int, whole: bool = True) -> Tuple[Image.Image, int]:
-        # timm's own __getitem__ would put another image in the place of one that cannot be read.
-        file, label = self.images.reader[index]
+    def _open(self, index: int) -> Tuple[Image.Image, int]:
+        """The image and its label.
+
+        Raises:
+            UnreadableImage: with `strict`, or where nothing of the class can be read.
+        """
+        file, label = self.samples[index]
         try:
-            image = Image.open(file)
-            return (image.convert('RGB') if whole else image), label
-        except (OSError, SyntaxError) as error:
-            raise UserError(f'{file.name} is not an image that can be read') from error
+            return open_image(file), label
+        except UnreadableImage as error:
+            if self.strict:
+                raise
+            first_error = error
+        others = [name for name, its_label in self.samples if its_label == label]
+        place = others.index(file)
+        for other in others[place + 1:] + others[:place]:
+            try:
+                image = open_image(other)
+            except UnreadableImage:
+                continue
+            report_once(file, f'{first_error}; {shown(other)} is used instead')
+            return image, label
+        raise first_error
 
     def __getitem__(self, index: int) -> Dict[str, Any]:
         image, label = self._open(index)

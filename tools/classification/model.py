@@ -29,7 +29,13 @@ class TimmClassifier(BaseModel):
                  **kwargs: Any):
         super().__init__(data_preprocessor=data_preprocessor)
         self.net = create(name, **kwargs)
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.has_weights = label_smoothing, False
+
+    def init_weights(self) -> None:
+        """What mmengine calls before training; timm's networks start as their constructor leaves them or, with
+        `has_weights`, as they were loaded: some have an `init_weights` that would draw them again."""
+        if not self.has_weights:
+            super().init_weights()
 
     def forward(self, inputs: Tensor, label: Optional[Tensor] = None,
                 mode: str = 'tensor') -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
@@ -43,9 +49,16 @@ class TimmClassifier(BaseModel):
         return logits
 
 
+_WRONG = 2 ** 31                                                # a rank beyond every k
+
+
 @METRICS.register_module()
 class AccuracyMetric(BaseMetric):
-    """Share of images, in percent, whose class is among the k best: accuracy/top1, accuracy/top5."""
+    """Share of images, in percent, whose class is among the k best: accuracy/top1, accuracy/top5.
+
+    A class whose score equals the label's stands before it, and where a score is NaN or infinite the image is wrong: a
+    network that tells nothing apart is never right.
+    """
 
     default_prefix = 'accuracy'
 
@@ -55,8 +68,10 @@ class AccuracyMetric(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
         for sample in data_samples:
-            better = (sample['scores'] > sample['scores'][sample['label']]).sum().item()
-            self.results.append(better)
+            scores = sample['scores']
+            # Its own score is counted, too: -1.
+            rank = (scores >= scores[sample['label']]).sum().item() - 1
+            self.results.append(rank if scores.isfinite().all() else _WRONG)
 
     def compute_metrics(self, results: List[int]) -> Dict[str, float]:
         ranks = torch.tensor(results)

@@ -1,7 +1,7 @@
 """From a config to a Runner: model and data are built, and found to fit, before anything is written."""
 import time
 from copy import deepcopy
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
@@ -12,6 +12,9 @@ from mmengine.runner import Runner, set_random_seed
 from ..building import build, made, process_options
 from ..cli import UserError
 from ..config import writable_folder
+from ..engine.checkpoints import whole_checkpoints
+from ..engine.finite import FiniteHook
+from ..engine.start import adopt_options, load_classifier, refuse_other_state
 from ..hooks import WeightsHook
 from .model import TimmClassifier
 
@@ -30,11 +33,60 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         log_level: of mmengine's logger.
 
     Raises:
-        UserError: a part that cannot be built, or classes that do not fit the model.
+        UserError: a part that cannot be built, classes or starting weights that do not fit the model.
     """
-
-    parts = ('train', 'val') if training else ('test',)
     config = deepcopy(config)
+    if config.get('strict_images'):
+        for part in ('train', 'val', 'test'):
+            dataset = config.get(f'{part}_dataloader', {}).get('dataset', {})
+            if dataset.get('type') == 'ImageFolder':         # the others read no image files of a user's
+                dataset.strict = True
+    arguments, classes = _data(config, ('train', 'val') if training else ('test',))
+    if config.model.setdefault('num_classes', len(classes)) != len(classes):
+        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
+    start = config.get('load_from') if training else None
+    resume = training and config.get('resume', False)
+    if start and not resume:
+        adopt_options(config, start)
+    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    randomness = config.get('randomness', dict(seed=0))
+    set_random_seed(randomness.get('seed'))
+    model = build(MODELS, config.model.to_dict(), 'model')
+    hooks = [dict(type='SeedHook'), *hooks]
+    if start and resume:
+        refuse_other_state(model.net, start)
+    elif start:
+        load_classifier(model.net, start, classes)
+        model.has_weights, start = True, None                 # mmengine's loading leaves out what does not fit
+    if training:
+        hooks.append(FiniteHook())
+        optimizer = config.get('optim_wrapper')
+        if optimizer is None:
+            raise UserError('the config has no optim_wrapper')
+        arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
+                         param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
+                         default_hooks=whole_checkpoints(config.get('default_hooks')))
+        for hook in hooks:
+            if isinstance(hook, WeightsHook):
+                hook.metadata = _metadata(config, classes)
+    writable_folder(work_dir)
+    # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
+    name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
+    if config.get('visualizer'):
+        arguments['visualizer'] = {**config.visualizer, 'name': name}
+    return made(lambda: Runner(
+        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
+        load_from=start, resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
+        default_scope=config.get('default_scope') or 'mmengine', cfg=config, experiment_name=name,
+        **process_options(config)), 'config')
+
+
+def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
+    """(the Runner's arguments for these parts, with data sets that exist already; the names of the classes).
+
+    Raises:
+        UserError: a part that is missing or cannot be built, or parts with different classes.
+    """
     arguments: Dict[str, Any] = {}
     for part in parts:
         loader = config.get(f'{part}_dataloader')
@@ -54,31 +106,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         if found != classes:
             odd = ', '.join(sorted({*classes} ^ {*found}))
             raise UserError(f'the parts of the data set have different classes: {odd} not in both')
-    if config.model.setdefault('num_classes', len(classes)) != len(classes):
-        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
-    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
-    randomness = config.get('randomness', dict(seed=0))
-    set_random_seed(randomness.get('seed'))
-    model = build(MODELS, config.model.to_dict(), 'model')
-    hooks = [dict(type='SeedHook'), *hooks]
-    if training:
-        optimizer = config.get('optim_wrapper')
-        if optimizer is None:
-            raise UserError('the config has no optim_wrapper')
-        arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
-                         param_scheduler=config.get('param_scheduler'),
-                         default_hooks=config.get('default_hooks'))
-        for hook in hooks:
-            if isinstance(hook, WeightsHook):
-                hook.metadata = _metadata(config, classes)
-    writable_folder(work_dir)
-    # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
-    name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
-    return made(lambda: Runner(
-        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
-        load_from=config.get('load_from') if training else None, resume=training and config.get('resume', False),
-        log_level=log_level, default_scope='mmengine', cfg=config, experiment_name=name, **process_options(config)),
-        'config')
+    return arguments, classes
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:

@@ -16,6 +16,7 @@ from mmengine.registry import DATASETS
 from PIL import Image
 
 from ..cli import UserError
+from ..images import open_image
 from .data import _Classified, build_transform
 from .files import CIFAR10_CLASSES, check_split, cifar10_arrays, mnist_arrays
 from .listops import EOS, PAD, VOCABULARY, Expressions, listops
@@ -234,10 +235,7 @@ class LRAPathfinder(_Pictures):
             self.mean, self.std = (values.mean(),), (values.std() or 1.,)
 
     def _open(self, file: Path) -> np.ndarray:
-        try:
-            image = np.asarray(Image.open(file).convert('L'))
-        except (OSError, SyntaxError) as error:
-            raise UserError(f'{file} is not an image that can be read') from error
+        image = np.asarray(open_image(file).convert('L'))
         if image.shape != (self.size, self.size):
             raise UserError(f'{file} has {image.shape[1]} x {image.shape[0]} pixels, not {self.size} x {self.size}')
         return image

@@ -3,17 +3,17 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
-import mmcv
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
 
 from ...backbones.mm.checkpoints import load_checkpoint
-from ...backbones.weights import WeightsError
+from ...backbones.weights import NonFiniteError, WeightsError
 from ..building import made
 from ..cli import UserError, quiet
 from ..config import writable_folder
-from .predict import PictureNames
-from .runner import build_runner, classes_of
+from .loading import pixels
+from .predict import PictureNames, drawable
+from .runner import build_runner, classes_of, network
 
 
 class PicturesHook(Hook):
@@ -30,17 +30,20 @@ class PicturesHook(Hook):
     def after_test_iter(self, runner, batch_idx: int, data_batch: Any = None,
                         outputs: Optional[Sequence[Any]] = None) -> None:
         for sample in outputs or ():
-            image = mmcv.imread(sample.img_path, channel_order='rgb')
+            image = pixels(sample.img_path, sample.ori_shape)
             path = self.folder / self.names(Path(sample.img_path))
-            runner.visualizer.add_datasample(path.stem, image, sample, draw_gt=True, show=False, out_file=str(path))
+            runner.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=True, show=False,
+                                             out_file=str(path))
 
 
-def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False) -> Dict[str, float]:
+def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False,
+             allow_nonfinite: bool = False) -> Dict[str, float]:
     """Metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
 
     Args:
         config: as `subquad.tools.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
         tta: test as the config's `tta_model` and `tta_pipeline` say.
+        allow_nonfinite: test weights that hold NaN or infinities, too.
 
     Raises:
         UserError: the config, the data, the checkpoint or the folder do not fit.
@@ -60,7 +63,10 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
         runner = build_runner(config, folder, training=False, hooks=hooks)
         model = getattr(runner.model, 'module', runner.model)        # of several processes
         try:
-            load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset))
+            load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
+                            allow_nonfinite, network(config))
+        except NonFiniteError as error:
+            raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
         except WeightsError as error:
             raise UserError(str(error)) from error
         made(lambda: runner.test_loop, 'test_evaluator')         # read now, not after minutes

@@ -2,9 +2,9 @@
 import colorsys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Set
+from typing import Any, Dict, List, Optional, Sequence, Set
 
-import mmcv
+import cv2
 import numpy as np
 import torch
 from mmengine.config import Config
@@ -14,10 +14,14 @@ from pycocotools import mask as rle
 from torch import nn
 
 from ...backbones.mm.checkpoints import load_checkpoint
-from ...backbones.weights import WeightsError
+from ...backbones.weights import NonFiniteError, WeightsError
 from ..building import build
-from ..cli import UserError
-from .runner import classes_of, known_metainfo
+from ..cli import UserError, quiet, shown
+from ..images import LeftOut, UnreadableImage, unreadable
+from ..output import progress
+from .inputs import accept_tiny_images
+from .loading import pixels, with_photographs
+from .runner import classes_of, known_metainfo, network
 
 
 class Predictor:
@@ -26,12 +30,13 @@ class Predictor:
     Args:
         config: as `subquad.tools.config.load` returns it. checkpoint: file.
         device: torch device; a GPU where there is one by default.
+        allow_nonfinite: take weights that hold NaN or infinities, too.
 
     Raises:
         UserError: the config cannot be built, or the checkpoint is not its.
     """
 
-    def __init__(self, config: Config, checkpoint: str, device: str = ''):
+    def __init__(self, config: Config, checkpoint: str, device: str = '', allow_nonfinite: bool = False):
         init_default_scope(config.get('default_scope', 'mmengine'))
         if config.get('test_dataloader') is None:
             raise UserError('the config has no test_dataloader, which says how images are prepared')
@@ -39,12 +44,16 @@ class Predictor:
         dataset = config.test_dataloader.dataset
         self.classes = classes_of(dataset)
         try:
-            load_checkpoint(model, checkpoint, self.classes)
+            load_checkpoint(model, checkpoint, self.classes, allow_nonfinite, network(config))
+        except NonFiniteError as error:
+            raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
         except WeightsError as error:
             raise UserError(str(error)) from error
+        accept_tiny_images(model)
         self.model = model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval()
         # Annotations are not there.
-        self.pipeline = Compose([step for step in dataset.pipeline if 'Annotations' not in str(step['type'])])
+        self.pipeline = Compose(with_photographs([step for step in dataset.pipeline
+                                                  if 'Annotations' not in str(step['type'])], 'raise'))
         self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
                                               'name': f'predict_{time.time_ns()}'},
                                 'visualizer')
@@ -57,21 +66,23 @@ class Predictor:
         """The data sample that the model makes of an image file.
 
         Raises:
-            UserError: a file that is no image.
+            UnreadableImage: a file that is no image, or one that the pipeline cannot prepare.
         """
         try:
             data = self.pipeline(dict(img_path=str(file), img_id=0, seg_fields=[]))
-        except (OSError, ValueError, AttributeError, AssertionError) as error:      # what a loader finds to say
-            raise UserError(f'{file} is not an image that can be read') from error
+        except UserError:
+            raise
+        except (OSError, ValueError, AttributeError, AssertionError, cv2.error) as error:     # what steps find to say
+            raise unreadable(file, error) from error
         with torch.inference_mode():
             return self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))[0].cpu()
 
     def draw(self, file: Path, sample: Any, path: Path, score: float) -> None:
         """Write the image with what was found, objects of at least that score, as a picture."""
-        image = mmcv.imread(str(file), channel_order='rgb')
+        image = pixels(file, sample.ori_shape)
         options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
-        self.visualizer.add_datasample(path.stem, image, sample, draw_gt=False, show=False, out_file=str(path),
-                                       **options)
+        self.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=False, show=False,
+                                       out_file=str(path), **options)
 
     def facts(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
         """dict(file, height, width, and objects or classes), JSON-able.
@@ -95,27 +106,39 @@ class Predictor:
         return result
 
 
+def drawable(sample: Any) -> Any:
+    """The sample as mmseg's visualizer takes it: a label map of one pixel must be an array."""
+    return sample.numpy() if 'pred_sem_seg' in sample else sample
+
+
 def _rle(mask: np.ndarray) -> Dict[str, Any]:
     code = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
     return dict(size=[int(n) for n in code['size']], counts=code['counts'].decode('ascii'))
 
 
-def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float) -> List[Dict[str, Any]]:
-    """Draw every file into the folder `out`, and return their `Predictor.facts`.
+def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float,
+            left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
+    """Draw every file into the folder `out`, and return their `Predictor.facts`. Files that cannot be read are left to
+    `left_out`; without it they are errors.
 
     Raises:
         UserError: a picture would replace one of the images; see `Predictor`.
     """
-    names = PictureNames()
-    pictures = {file: out / names(file) for file in files}
+    names, left_out = PictureNames(), left_out or LeftOut(len(files), strict=True)
+    pictures = [(file, out / names(file)) for file in files]
     inputs = {file.resolve() for file in files}
-    for picture in pictures.values():
+    for _, picture in pictures:
         if picture.resolve() in inputs:
-            raise UserError(f'--out: {picture} is one of the images; choose another folder')
-    predictor = Predictor(config, checkpoint)
+            raise UserError(f'--out: {shown(picture)} is one of the images; choose another folder')
+    with quiet():                                   # the standard output may be JSON
+        predictor = Predictor(config, checkpoint, allow_nonfinite=allow_nonfinite)
     results = []
-    for file, picture in pictures.items():
-        sample = predictor(file)
+    for file, picture in progress(pictures, 'images'):
+        try:
+            sample = predictor(file)
+        except UnreadableImage as error:
+            left_out(error)
+            continue
         predictor.draw(file, sample, picture, score)
         results.append(dict(predictor.facts(file, sample, score), picture=str(picture)))
     return results

@@ -5,22 +5,31 @@ import sys
 import time
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
+import torch
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.registry import DATASETS, HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
-from ...backbones.weights import WeightsError, differences, read_checkpoint, some
+from ...backbones.mm.backbones import DenseBackbone
+from ...backbones.mm.checkpoints import NewHeadsHook, fit, guard, refusal
+from ...backbones.weights import WeightsError, check_finite, read_checkpoint, some
 from ..building import build, made, process_options
 from ..cli import UserError
-from ..config import writable_folder
+from ..config import expanded, writable_folder
+from ..engine.checkpoints import whole_checkpoints
+from ..engine.finite import FiniteHook
+from ..engine.start import StartHook
 from ..hooks import SeedHook, WeightsHook
+from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
+from .loading import with_photographs
 
 _COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
            'visualizer', 'default_scope', 'randomness', 'experiment_name')
@@ -31,6 +40,9 @@ _TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
 _HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
 # Bytes of an annotation file that is not read a second time (COCO's have 450 MB, and the classes that everybody knows).
 _LARGE = 100_000_000
+# Options of a backbone and of a data preprocessor that act in training alone, or on batches.
+_TRAINING_OPTIONS = ('init_cfg', 'frozen_stages', 'norm_eval', 'with_cp', 'drop_path_rate', 'drop_rate')
+_BATCHING = ('batch_augments', 'pad_mask', 'pad_seg', 'size', 'size_divisor', 'test_cfg', 'non_blocking')
 # Label maps that are looked at before training.
 _LOOKED_AT = 20
 
@@ -50,14 +62,24 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             raise UserError(f'the config has no {part}_dataloader')
         if loader is not None:
             # Not kept: a data set that lives in the config would be copied and written with it.
-            check_dataset(build(DATASETS, loader.dataset, f'{part}_dataloader.dataset'), config, part)
+            dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
+            check_dataset(dataset, config, part)
+            if loader.get('drop_last') and len(dataset) < loader.get('batch_size', 1):
+                raise UserError(f'{part}_dataloader: the data set has {len(dataset)} images, fewer than batch_size='
+                                f'{loader.batch_size}, and drop_last leaves none')
+            if config.get(f'{part}_evaluator') is not None:
+                check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
     # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
     config.setdefault('randomness', dict(seed=0))
     set_random_seed(config.randomness.get('seed') or 0)
     model = build(MODELS, config.model, 'model')
+    accept_tiny_images(model)
     if training:
         _check_training(config, model)
         _seed_workers(config.train_dataloader)
+        for hook in hooks:
+            if isinstance(hook, StartHook):
+                hook.prepare(model, classes_of(config.train_dataloader.dataset))
     config.work_dir = str(writable_folder(work_dir))
     config.log_level = log_level
     # mmengine keeps loggers and visualisers by name: a second run in one process would write to the first's.
@@ -66,38 +88,76 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         config.visualizer.name = config.experiment_name
     for key, value in process_options(config).items():
         config[key] = value
+    if not torch.cuda.is_available():
+        model = revert_sync_batchnorm(model)             # there is none for CPUs
     for hook in hooks:
         if isinstance(hook, WeightsHook):
             hook.metadata = metadata(config)
     keys = (*_COMMON, *(_TRAINING if training else _TESTING))
+    arguments = {key: config[key] for key in keys if config.get(key) is not None}
+    if training:
+        hooks = [FiniteHook(), *hooks]
+        arguments['default_hooks'] = whole_checkpoints(config.get('default_hooks'))
     # cfg is written to the work folder, whole, for other tools to use. (from_cfg would copy the model with it.)
-    runner = made(lambda: Runner(model, cfg=config, **{key: config[key] for key in keys
-                                                       if config.get(key) is not None}), 'config')
-    for hook in (SeedHook(), *hooks):
+    arguments.update(_photographs(config, arguments))
+    runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'config')
+    for hook in (SeedHook(), LoadedHook(), *hooks):
         runner.register_hook(hook)
     return runner
 
 
+def _photographs(config: Config, arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """The data loaders, reading images as `open_image` does. Not in the config: other tools use what is written of it.
+    Images that cannot be read are reported, and replaced in training; `strict_images=True` makes them errors."""
+    default = {'train_dataloader': 'replace', 'val_dataloader': 'blank', 'test_dataloader': 'blank'}
+    strict = config.get('strict_images', False)
+    return {key: with_photographs(arguments[key], 'raise' if strict else unreadable)
+            for key, unreadable in default.items() if key in arguments}
+
+
 def _check_training(config: Config, model: nn.Module) -> None:
-    """Refuse an optimiser that cannot be made, and a file to start from that runs code or is not this model's.
+    """Refuse an optimiser that cannot be made, and a file to start from that is not this model's.
 
     Raises:
-        UserError: see above. Weights that `load_from` leaves out, which may be meant, are named on stderr.
+        UserError: see above. stderr says which weights `load_from` loads.
     """
     if config.get('optim_wrapper') is None:
         raise UserError('the config has no optim_wrapper')
     made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
-    if not config.get('load_from'):
+    path = config.get('load_from')
+    if not path:
         return
+    if not isinstance(path, (str, Path)) or '://' in str(path):
+        raise UserError(f'load_from must be the path of a file, got {path}; download it first')
     try:
-        weights, _, _ = read_checkpoint(config.load_from)
+        weights, _, _ = read_checkpoint(expanded(str(path)))
+        check_finite(weights, str(path))
     except WeightsError as error:
         raise UserError(f'load_from: {error}') from error
-    problems = differences(model.state_dict(), weights)
-    if problems and config.get('resume'):
-        raise UserError(f"{config.load_from} is not a checkpoint of this {type(model).__name__}: {'; '.join(problems)}")
-    if problems and is_main_process():
-        print(f"load_from: {config.load_from}: {'; '.join(problems)}", file=sys.stderr)
+    guard(model)                                       # others' models load as strictly as ours
+    found = fit(model, weights, None if config.get('resume') else _new_heads(config))
+    if found.problems:
+        raise UserError(refusal(str(path), model, weights, found))
+    if is_main_process() and not config.get('resume'):
+        print(f'load_from: {type(model).__name__}: {found.summary(str(path))}', file=sys.stderr)
+
+
+def _new_heads(config: Config) -> Optional[Sequence[str]]:
+    """What the config's NewHeadsHook lets the file lack, None without that hook."""
+    given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
+                  and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
+    return None if given is None else build(HOOKS, given, 'custom_hooks').missing
+
+
+class LoadedHook(Hook):
+    """Says on stderr which weights the backbone's init_cfg has loaded, and from which file."""
+
+    def before_train(self, runner: Runner) -> None:
+        if runner._resume or not is_main_process():
+            return
+        for module in runner.model.modules():
+            if isinstance(module, DenseBackbone) and module.loaded:
+                print(f'init_cfg: {module.loaded}', file=sys.stderr)
 
 
 def _seed_workers(loader: Dict[str, Any]) -> None:
@@ -132,9 +192,10 @@ def check_dataset(dataset: Any, config: Config, part: str) -> None:
 
 
 def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) -> None:
-    """mmdet leaves out what it does not know, and counts classes wrongly where one is not there."""
+    """mmdet leaves out what it does not know, counts classes wrongly where one is not there, and gives labels in the
+    order of the file, whatever the order of the names."""
     path = Path(dataset.ann_file)
-    if len(dataset.cat_ids) == len(classes) and (others_allowed or path.stat().st_size > _LARGE):
+    if len(dataset.cat_ids) == len(classes) and path.stat().st_size > _LARGE:
         return
     known = [category['name'] for category in json.loads(path.read_bytes())['categories']]
     missing = [name for name in classes if name not in known]
@@ -144,6 +205,10 @@ def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) ->
     if surplus and not others_allowed:
         raise UserError(f"{path} has a category {surplus[0]!r} that metainfo.classes ({some(classes, 8)}) do not name; "
                         'allow_other_classes=True in the config leaves its objects out')
+    ordered = [name for name in known if name in classes]
+    if ordered != classes:
+        raise UserError(f'{path} lists {some(ordered, 8)}, metainfo.classes are {some(classes, 8)}: MMDetection labels '
+                        'objects in the order of the file, so give the classes in that order')
 
 
 def _check_labels(dataset: Any, classes: int) -> None:
@@ -175,10 +240,25 @@ def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
 
 
 def metadata(config: Config) -> Dict[str, Any]:
-    """What is kept with the weights: the config's name, and the classes."""
+    """What is kept with the weights: the config's name, the classes, and options that no weight's shape shows."""
     loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
                   if (loader := config.get(key)) is not None)
-    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset))
+    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset), network=network(config))
+
+
+def network(config: Config) -> Dict[str, Any]:
+    """Options of backbone and data preprocessor that change what a detector computes: path in the model -> value."""
+    found = {}
+    model = config.model.get('module', config.model)             # of test-time augmentation
+    for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
+        for key, value in dict(model.get(part) or {}).items():
+            try:
+                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as a file holds it
+            except (TypeError, ValueError):                       # a class or function; its name is enough elsewhere
+                continue
+            if key in left_out:
+                del found[f'{part}.{key}']
+    return found
 
 
 def classes_of(dataset: Any) -> List[str]:

@@ -1,4 +1,5 @@
-# The published recipe: AdamW, learning rate 1e-4, weight decay 0.05 except on norms, 8 GPUs x 2 images, 12 epochs.
+# PPMA's published recipe: AdamW, learning rate 1e-4, weight decay 0.05, 8 GPUs x 2 images, 12 epochs. Parameters whose
+# name has "norm" in it take no decay; in the authors' code the stem's BatchNorm has other names, and takes it.
 # Other batches: mmdet's `tools/train.py --auto-scale-lr` scales the learning rate from the base of 16 images.
 # The backbone starts from random weights. From a classifier's:
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
@@ -7,4 +8,4 @@ _base_ = ['mmdet::_base_/schedules/schedule_1x.py', 'mmdet::_base_/default_runti
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
 optim_wrapper = dict(
     optimizer=dict(_delete_=True, type='AdamW', lr=1e-4, betas=(0.9, 0.999), weight_decay=0.05),
-    paramwise_cfg=dict(norm_decay_mult=0.))
+    paramwise_cfg=dict(custom_keys={'norm': dict(decay_mult=0.), 'backbone.stem': dict(decay_mult=1.)}))

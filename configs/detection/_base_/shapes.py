@@ -4,9 +4,9 @@ _base_ = ['mmdet::_base_/default_runtime.py']
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
 data_root = 'data/shapes/'
 epochs = 10
-_dataset = dict(type='CocoDataset', data_root=data_root,
-                metainfo=dict(classes=('circle', 'ring', 'triangle', 'square', 'star')))
-_test = [
+dataset = dict(type='CocoDataset', data_root=data_root,
+               metainfo=dict(classes=('circle', 'ring', 'triangle', 'square', 'star')))
+test_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='Resize', scale_factor=1.0),          # the size stays; prediction asks for the factor
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'))]
@@ -19,13 +19,13 @@ train_pipeline = [
 train_dataloader = dict(
     batch_size=8, num_workers=0,
     sampler=dict(type='DefaultSampler', shuffle=True),
-    dataset=dict(**_dataset, ann_file='annotations/instances_train.json', data_prefix=dict(img='images/train/'),
+    dataset=dict(**dataset, ann_file='annotations/instances_train.json', data_prefix=dict(img='images/train/'),
                  filter_cfg=dict(filter_empty_gt=False), pipeline=train_pipeline))
 val_dataloader = dict(
     batch_size=8, num_workers=0,
     sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(**_dataset, ann_file='annotations/instances_val.json', data_prefix=dict(img='images/val/'),
-                 test_mode=True, pipeline=_test))
+    dataset=dict(**dataset, ann_file='annotations/instances_val.json', data_prefix=dict(img='images/val/'),
+                 test_mode=True, pipeline=test_pipeline))
 test_dataloader = val_dataloader
 val_evaluator = dict(type='CocoMetric', ann_file=data_root + 'annotations/instances_val.json', metric=['bbox', 'segm'])
 test_evaluator = val_evaluator
@@ -42,3 +42,4 @@ val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 default_hooks = dict(checkpoint=dict(max_keep_ckpts=1))
 randomness = dict(seed=0)
+del dataset

@@ -1,8 +1,6 @@
 # What every config here has.
 default_scope = 'mmseg'
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
-# Under a launcher all BatchNorm layers, the backbone's too, become SyncBatchNorm. On one GPU or a CPU they stay.
-sync_bn = 'torch'
 env_cfg = dict(cudnn_benchmark=True, mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),
                dist_cfg=dict(backend='nccl'))
 visualizer = dict(type='SegLocalVisualizer', name='visualizer', vis_backends=[dict(type='LocalVisBackend')])

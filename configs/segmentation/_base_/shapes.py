@@ -3,10 +3,6 @@ _base_ = 'runtime.py'
 
 data_root = 'data/shapes/'
 epochs = 28
-# Label 0, the background, is a class like the others.
-_metainfo = dict(classes=('background', 'circle', 'ring', 'triangle', 'square', 'star'),
-                 palette=[[0, 0, 0], [228, 26, 28], [77, 175, 74], [55, 126, 184], [255, 217, 47], [231, 41, 138]])
-_dataset = dict(type='BaseSegDataset', data_root=data_root, metainfo=_metainfo)
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations'),
@@ -14,16 +10,24 @@ train_pipeline = [
     dict(type='RandomFlip', prob=[0.25, 0.25, 0.25], direction=['horizontal', 'vertical', 'diagonal']),
     dict(type='PackSegInputs')]
 test_pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]
+# `--tta`: three sizes, each mirrored, too.
+tta_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='TestTimeAug', transforms=[
+        [dict(type='Resize', scale_factor=factor, keep_ratio=True) for factor in (0.75, 1.0, 1.25)],
+        [dict(type='RandomFlip', prob=0.), dict(type='RandomFlip', prob=1.)],
+        [dict(type='LoadAnnotations')],
+        [dict(type='PackSegInputs')]])]
 train_dataloader = dict(
     batch_size=8, num_workers=0, drop_last=True,
     sampler=dict(type='DefaultSampler', shuffle=True),
-    dataset=dict(**_dataset, data_prefix=dict(img_path='images/train', seg_map_path='annotations_seg/train'),
-                 pipeline=train_pipeline))
+    dataset=dict(type='ShapesDataset', data_root=data_root, pipeline=train_pipeline,
+                 data_prefix=dict(img_path='images/train', seg_map_path='annotations_seg/train')))
 val_dataloader = dict(
     batch_size=8, num_workers=0,
     sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(**_dataset, data_prefix=dict(img_path='images/val', seg_map_path='annotations_seg/val'),
-                 test_mode=True, pipeline=test_pipeline))
+    dataset=dict(type='ShapesDataset', data_root=data_root, pipeline=test_pipeline, test_mode=True,
+                 data_prefix=dict(img_path='images/val', seg_map_path='annotations_seg/val')))
 test_dataloader = val_dataloader
 val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
 test_evaluator = val_evaluator

@@ -14,6 +14,7 @@ train_dataloader = dict(**_loader, drop_last=True, sampler=dict(type='DefaultSam
                         dataset=dict(split='train'))
 val_dataloader = dict(**_loader, sampler=dict(type='DefaultSampler', shuffle=False), dataset=dict(split='val'))
 test_dataloader = dict(**_loader, sampler=dict(type='DefaultSampler', shuffle=False), dataset=dict(split='test'))
+del _loader
 optim_wrapper = dict(constructor='TimmOptimizerConstructor', clip_grad=dict(max_norm=5.0),
                      optimizer=dict(opt='adamw', lr=4e-3, weight_decay=0.05))
 param_scheduler = [

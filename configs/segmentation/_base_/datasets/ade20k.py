@@ -1,4 +1,4 @@
-# ADE20K for UPerNet: crops of 512 x 512, 2 images on each of 8 GPUs.
+# ADE20K for UPerNet: crops of 512 x 512, 4 images on each of 4 GPUs.
 data_root = 'data/ade/ADEChallengeData2016'
 train_pipeline = [
     dict(type='LoadImageFromFile'),

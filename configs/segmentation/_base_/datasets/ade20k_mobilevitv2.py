@@ -1,6 +1,13 @@
 # ADE20K for DeepLabv3 and PSPNet: 4 images on each of 4 GPUs.
 _base_ = 'mobilevitv2.py'
 
+# As the authors test: a short side of 512, the long side rounded down, then both down to multiples of the stride.
+test_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='ResizeShortSide', size=512, interpolation='bicubic', backend='pillow'),
+    dict(type='ResizeToStride', stride=8),
+    dict(type='LoadAnnotations'),                                    # after resizing: tested at the annotation's size
+    dict(type='PackSegInputs')]
 data_root = 'data/ade/ADEChallengeData2016'
 train_dataloader = dict(
     # The last batch of an epoch may have a single image, which BatchNorm cannot take in the pooled branches.
@@ -12,7 +19,7 @@ train_dataloader = dict(
 val_dataloader = dict(
     batch_size=1, num_workers=4, persistent_workers=True, sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(
-        type='ADE20KDataset', data_root=data_root, pipeline=_base_.test_pipeline,
+        type='ADE20KDataset', data_root=data_root, pipeline=test_pipeline,
         data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation')))
 test_dataloader = val_dataloader
 auto_scale_lr = dict(enable=False, base_batch_size=16)

@@ -1,5 +1,5 @@
-# Augmentation and test of the MobileViTv2 authors' segmenters, for any data set: Pillow's resizing, as theirs; images
-# smaller than the crop are padded before it, black and unlabelled; tested with a short side of 512.
+# Augmentation of the MobileViTv2 authors' segmenters, for any data set: Pillow's resizing, as theirs; images smaller
+# than the crop are padded before it, black and unlabelled.
 resize = dict(keep_ratio=True, interpolation='bicubic', backend='pillow')
 train_pipeline = [
     dict(type='LoadImageFromFile'),
@@ -12,12 +12,6 @@ train_pipeline = [
     dict(type='PhotoMetricDistortion', hue_delta=9),                                 # a twentieth of the circle
     dict(type='RandomChannelOrder', prob=0.5),
     dict(type='RandomRotate', prob=1.0, degree=10, pad_val=0, seg_pad_val=255),
-    dict(type='PackSegInputs')]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(2048, 512), **resize),
-    dict(type='ResizeToMultiple', size_divisor=16),
-    dict(type='LoadAnnotations'),                                    # after Resize: tested at the annotation's size
     dict(type='PackSegInputs')]
 val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
 test_evaluator = val_evaluator

@@ -2,6 +2,13 @@
 # what has to lie in the folders, and how COCO's annotations become VOC's.
 _base_ = 'mobilevitv2.py'
 
+# As the authors test: a short side of 512, the long side rounded down, then both down to multiples of the stride.
+test_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='ResizeShortSide', size=512, interpolation='bicubic', backend='pillow'),
+    dict(type='ResizeToStride', stride=16),
+    dict(type='LoadAnnotations'),                                    # after resizing: tested at the annotation's size
+    dict(type='PackSegInputs')]
 voc = dict(type='PascalVOCDataset', data_root='data/VOCdevkit/VOC2012')
 coco = dict(type='PascalVOCDataset', data_root='data/coco')
 train_dataloader = dict(
@@ -17,7 +24,7 @@ train_dataloader = dict(
 val_dataloader = dict(
     batch_size=1, num_workers=4, persistent_workers=True, sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(
-        ann_file='ImageSets/Segmentation/val.txt', pipeline=_base_.test_pipeline,
+        ann_file='ImageSets/Segmentation/val.txt', pipeline=test_pipeline,
         data_prefix=dict(img_path='JPEGImages', seg_map_path='SegmentationClass'), **voc))
 test_dataloader = val_dataloader
 auto_scale_lr = dict(enable=False, base_batch_size=128)

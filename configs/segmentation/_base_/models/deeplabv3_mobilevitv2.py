@@ -4,7 +4,7 @@
 norm_cfg = dict(type='BN')
 loss = dict(type='CrossEntropyLoss', avg_non_ignore=True)             # the mean over labelled pixels
 model = dict(
-    type='EncoderDecoder',
+    type='SingleResizeEncoderDecoder',
     data_preprocessor=dict(
         type='SegDataPreProcessor', mean=[0., 0., 0.], std=[255., 255., 255.], bgr_to_rgb=True, size=(512, 512),
         pad_val=0, seg_pad_val=255),

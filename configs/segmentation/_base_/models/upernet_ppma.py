@@ -1,7 +1,8 @@
 # UPerNet on PPMA-T for 150 classes, tested by windows of 512 x 512.
 # The backbone starts from random weights. From a classifier's:
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
-norm_cfg = dict(type='BN')
+# The heads' statistics are of the whole batch, on all GPUs; the backbone's are of each GPU's images, as published.
+norm_cfg = dict(type='SyncBN')
 model = dict(
     type='EncoderDecoder',
     data_preprocessor=dict(

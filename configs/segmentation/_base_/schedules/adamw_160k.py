@@ -1,12 +1,13 @@
-# UPerNet's: AdamW, 160,000 iterations, learning rate 6e-5 after 1,500 of warm-up, then linearly to 0; no weight decay
-# on norms.
+# PPMA's published recipe for UPerNet: AdamW, 160,000 iterations, a learning rate of 6e-5 that falls linearly to 0 from
+# the first iteration on, times a warm-up over 1,500. Parameters whose name has "norm" in it take no weight decay. In
+# the authors' code the stem's BatchNorm has other names, and takes it, as the heads' does ("bn").
 iterations = 160000
 optim_wrapper = dict(
     type='OptimWrapper', optimizer=dict(type='AdamW', lr=6e-5, betas=(0.9, 0.999), weight_decay=0.05),
-    paramwise_cfg=dict(norm_decay_mult=0.))
+    paramwise_cfg=dict(custom_keys={'norm': dict(decay_mult=0.), 'backbone.stem': dict(decay_mult=1.)}))
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500),
-    dict(type='PolyLR', power=1.0, eta_min=0., by_epoch=False, begin=1500, end=iterations)]
+    dict(type='PolyLR', power=1.0, eta_min=0., by_epoch=False, begin=0, end=iterations)]
 train_cfg = dict(type='IterBasedTrainLoop', max_iters=iterations, val_interval=16000)
 log_processor = dict(by_epoch=False)
 default_hooks = dict(

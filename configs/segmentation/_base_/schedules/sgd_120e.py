@@ -6,6 +6,8 @@ optim_wrapper = dict(
     paramwise_cfg=dict(norm_decay_mult=0., bias_decay_mult=0.), clip_grad=dict(max_norm=10.))
 param_scheduler = [dict(type='CosineAnnealingLR', by_epoch=True, T_max=epochs, eta_min=2e-4)]
 train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=epochs, val_interval=10)
+# Under a launcher all BatchNorm layers, the backbone's too, become SyncBatchNorm. On one GPU or a CPU they stay.
+sync_bn = 'torch'
 custom_hooks = [dict(type='EMAHook', momentum=0.0005, update_buffers=True)]
 default_hooks = dict(
     timer=dict(type='IterTimerHook'),

@@ -1,0 +1,107 @@
+"""Image transforms of the MobileViTv2 authors' segmenters that MMSegmentation lacks: their resizing in tests, and two
+augmentations."""
+from typing import Any, Dict
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmcv.transforms import BaseTransform, Resize
+from mmengine.registry import TRANSFORMS
+
+
+@TRANSFORMS.register_module()
+class ResizeShortSide(Resize):
+    """Resize `img` (H, W, C), and `gt_seg_map` where there is one, to a given short side at the image's aspect. The
+    long side is rounded down and has no limit.
+
+    MMSegmentation's Resize rounds to the nearest number and has a limit for each side.
+
+    Args:
+        size: of the short side.
+        kwargs: of mmcv's Resize: `interpolation` ('bilinear' by default) and `backend` ('cv2' by default).
+
+    Raises:
+        ValueError: a size that is not a positive integer.
+    """
+
+    def __init__(self, size: int, **kwargs: Any):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f'size must be an integer of at least 1, got {size!r}')
+        super().__init__(scale=size, keep_ratio=False, **kwargs)
+        self.size = size
+
+    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
+        height, width = results['img'].shape[:2]
+        short = min(height, width)
+        results['scale'] = (self.size * width // short, self.size * height // short)
+        self._resize_img(results)
+        self._resize_seg(results)
+        return results
+
+
+@TRANSFORMS.register_module()
+class ResizeToStride(BaseTransform):
+    """Resize `img` (H, W, C) down to multiples of a network's output stride, bilinear with aligned corners; the result
+    is float32. An image whose sides are multiples already stays as it is.
+
+    MMSegmentation's ResizeToMultiple goes up to the next multiple, in bytes and without aligned corners.
+
+    Args:
+        stride: sides become multiples of it, at least one.
+
+    Raises:
+        ValueError: a stride that is not a positive integer; or, when called, a label map that is loaded already and
+            would not fit.
+    """
+
+    def __init__(self, stride: int):
+        if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+            raise ValueError(f'stride must be an integer of at least 1, got {stride!r}')
+        self.stride = stride
+
+    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
+        if results.get('gt_seg_map') is not None:
+            raise ValueError('ResizeToStride resizes images alone: put LoadAnnotations after it in the pipeline')
+        image = results['img']
+        size = tuple(max(n // self.stride, 1) * self.stride for n in image.shape[:2])
+        if size == image.shape[:2]:
+            return results
+        planes = torch.from_numpy(np.atleast_3d(image).astype(np.float32)).permute(2, 0, 1)        # C, H, W
+        planes = F.interpolate(planes[None], size, mode='bilinear', align_corners=True)[0]
+        results['img'] = planes.permute(1, 2, 0).reshape(size + image.shape[2:]).numpy()
+        before = results.get('ori_shape', image.shape)
+        results['img_shape'], results['scale_factor'] = size, (size[1] / before[1], size[0] / before[0])
+        return results
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(stride={self.stride})'
+
+
+@TRANSFORMS.register_module()
+class RandomGaussianBlur(BaseTransform):
+    """Blur `img` (H, W, C), with probability `prob`, by a Gaussian of a standard deviation between 0 and `max_sigma`
+    pixels."""
+
+    def __init__(self, prob: float = 0.5, max_sigma: float = 1.0):
+        self.prob, self.max_sigma = prob, max_sigma
+
+    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
+        if np.random.rand() < self.prob:
+            sigma = max(np.random.uniform(0, self.max_sigma), 1e-3)         # cv2 wants more than 0
+            results['img'] = cv2.GaussianBlur(results['img'], (0, 0), sigma)
+        return results
+
+
+@TRANSFORMS.register_module()
+class RandomChannelOrder(BaseTransform):
+    """Shuffle the channels of `img` (H, W, C) with probability `prob`."""
+
+    def __init__(self, prob: float = 0.5):
+        self.prob = prob
+
+    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
+        if np.random.rand() < self.prob:
+            order = np.random.permutation(results['img'].shape[-1])
+            results['img'] = np.ascontiguousarray(results['img'][..., order])
+        return results

@@ -1,0 +1,35 @@
+"""Key names of MobileViTv2's weights: timm's, which this package uses, from those of the authors' library."""
+import re
+from typing import Any, Dict
+
+# Transformer layers of the blocks at the end of stages 3, 4 and 5.
+DEPTHS = (2, 4, 3)
+_LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 'attn.qkv_proj.',
+          'pre_norm_attn.1.out_proj.block.conv.': 'attn.out_proj.', 'pre_norm_ffn.0.': 'norm2.',
+          'pre_norm_ffn.1.block.conv.': 'mlp.fc1.', 'pre_norm_ffn.3.block.conv.': 'mlp.fc2.'}
+_CONVOLUTIONS = {'exp_1x1': 'conv1_1x1', 'conv_3x3': 'conv2_kxk', 'red_1x1': 'conv3_1x1'}
+
+
+def _translated(key: str) -> str:
+    """A key of the authors' library in timm's words; others as they are, for the loader to name."""
+    key = re.sub(r'^classifier\.(\d+\.)?', 'head.fc.', key)
+    key = re.sub(r'^conv_1\.', 'stem.', key)
+    key = re.sub(r'^layer_(\d)\.', lambda m: f'stages.{int(m[1]) - 1}.', key)
+    key = re.sub(r'\.block\.(exp_1x1|conv_3x3|red_1x1)\.', lambda m: f'.{_CONVOLUTIONS[m[1]]}.', key)
+    key = re.sub(r'\.local_rep\.0\.', '.conv_kxk.', key).replace('.local_rep.1.block.conv.', '.conv_1x1.')
+    for stage, depth in enumerate(DEPTHS, 2):
+        key = key.replace(f'stages.{stage}.1.global_rep.{depth}.', f'stages.{stage}.1.norm.')
+    key = re.sub(r'\.global_rep\.(\d+)\.', r'.transformer.\1.', key)
+    for theirs, ours in _LAYER.items():
+        key = key.replace(theirs, ours)
+    return key.replace('.block.conv.', '.conv.').replace('.block.norm.', '.bn.').replace('stem.block.', 'stem.')
+
+
+def translated(weights: Dict[str, Any]) -> Dict[str, Any]:
+    """The authors' weights under timm's names, or weights under these as they are. Of a detector or segmenter the
+    encoder is taken and the heads are left out."""
+    if any(key.startswith('encoder.') for key in weights):
+        weights = {key.removeprefix('encoder.'): value for key, value in weights.items() if key.startswith('encoder.')}
+    if not any(key.startswith('conv_1.') for key in weights):
+        return weights
+    return {_translated(key): value for key, value in weights.items()}

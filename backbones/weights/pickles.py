@@ -1,0 +1,157 @@
+"""Reading pickles (.pth, .pt, .bin) without running them."""
+import argparse
+import errno
+import io
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, Iterator, List, Optional
+
+import numpy as np
+import torch
+
+from .errors import WeightsError, shown
+
+# NumPy 2 renamed the module of these functions; files written under either version name the one or the other.
+_NUMPY_MODULES = ('numpy.core.multiarray', 'numpy._core.multiarray')
+_STATISTICS = ('mean', 'max', 'min', 'current')
+# Names that torch's restricted unpickler allows, or that are on our list: a file that has no other is only damaged.
+_HARMLESS = re.compile('|'.join((
+    r'torch\.(storage\.)?\w*Storage', r'torch\._utils\._rebuild_\w+', r'torch\._tensor\._rebuild_from_type_v2',
+    r'torch\.(Size|Tensor|device|(q|u|b)*(int|float|complex|bool)\w*)', r'torch\.nn\.parameter\.Parameter',
+    r'torch\.serialization\._get_layout', r'collections\.(OrderedDict|Counter)', r'_codecs\.encode',
+    r'(builtins|__builtin__)\.(set|bytearray|complex)', r'argparse\.Namespace',
+    r'numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(scalar|_reconstruct))')))
+_SCANNED_BYTES = 64 * 2 ** 20
+# A tensor, or an archive unpacked, takes so many bytes more than its file at most.
+EXPANSION = 16 * 2 ** 20
+
+
+def read_pickle(path: Path) -> Any:
+    """What `torch.save` wrote to a file, read by torch's restricted unpickler.
+
+    Args:
+        path: an existing file.
+
+    Returns:
+        The object, its tensors on the CPU.
+
+    Raises:
+        WeightsError: the file cannot be read, is damaged, is compressed, or names code.
+    """
+    try:
+        _refuse_compressed(path)
+        with torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
+            warnings.simplefilter('ignore')              # torch warns of pickle protocols, which users did not choose
+            return torch.load(path, map_location='cpu', weights_only=True)
+    except WeightsError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EINVAL:          # torch seeks to where a whole archive would have its end
+            raise WeightsError(f'{shown(path)} is damaged or cut off') from error
+        raise WeightsError(f'{shown(path)} cannot be read: {error.strerror or error}') from error
+    except MemoryError as error:
+        raise WeightsError(f'{shown(path)} needs more memory than there is') from error
+    except Exception as error:   # the unpickler raises whatever the bytes lead it to
+        name = _named_code(path, error)
+        if name:
+            beside = [path.parent / file for file in ('best.safetensors', 'last.safetensors')]
+            hint = next((f'use {shown(file)} beside it' for file in beside if file.exists()),
+                        'if you trust it, convert it to safetensors')
+            raise WeightsError(f'{shown(path)} is a pickle that could run code ({name}): refused; {hint}') from error
+        raise WeightsError(f'{shown(path)} is damaged or not a checkpoint ({type(error).__name__})') from error
+
+
+def _harmless_types() -> List[Any]:
+    """Types without behaviour that training scripts put beside the weights."""
+    scalar, reconstruct = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
+    types = [argparse.Namespace, np.ndarray, np.dtype,
+             *((function, f'{module}.{name}') for module in _NUMPY_MODULES
+               for function, name in ((scalar, 'scalar'), (reconstruct, '_reconstruct'))),
+             *{type(np.dtype(kind)) for kind in ('f4', 'f8', 'i4', 'i8', 'b1', 'u1')}]
+    try:
+        from mmengine.logging import HistoryBuffer
+    except ImportError:
+        return types
+    # A HistoryBuffer refers to its own methods, which is written as calls of getattr: these, and no other, are made.
+    def method(owner: Any, name: str) -> Any:
+        if owner is not HistoryBuffer or name not in _STATISTICS:
+            raise pickle.UnpicklingError(f'GLOBAL getattr of {name!r} is not allowed')
+        return getattr(owner, name)
+    return [*types, HistoryBuffer, (method, 'builtins.getattr'), (method, '__builtin__.getattr')]
+
+
+def _refuse_compressed(path: Path) -> None:
+    """torch.save does not compress; an archive that is much larger than its file could fill the memory.
+
+    Raises:
+        WeightsError: such an archive. OSError: the file cannot be read.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return                                           # for torch to judge
+    if size > path.stat().st_size + EXPANSION:
+        raise WeightsError(f'{shown(path)} is a compressed archive ({size:,} bytes in {path.stat().st_size:,}), which '
+                           'torch.save does not write')
+
+
+def _named_code(path: Path, error: Exception) -> str:
+    """What a pickle that was not read would have called, as a name to show; '' where it names nothing of the kind."""
+    text = str(error)
+    for pattern in (r'GLOBAL (\S+)', r'(TorchScript)', r'unrecognized function (.+)', r'but got (<.+>)'):
+        found = re.search(pattern, text)
+        if found and isinstance(error, (pickle.UnpicklingError, RuntimeError)):
+            return _printable(found[1].strip('.'))
+    try:
+        return next((_printable(name) for name in _globals(path) if not _HARMLESS.fullmatch(name)), '')
+    except Exception:            # bytes that are no pickle
+        return ''
+
+
+def _printable(name: str) -> str:
+    return ascii(name[:80])[1:-1]
+
+
+def _globals(path: Path) -> Iterator[str]:
+    """Names of what a pickle's opcodes would import; the pickles of an archive or those at the start of the file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith('.pkl'):
+                    yield from _stream_globals(io.BytesIO(archive.open(entry).read(_SCANNED_BYTES)))
+        return
+    with open(path, 'rb') as file:
+        stream = io.BytesIO(file.read(_SCANNED_BYTES))
+    for _ in range(8):           # the older format has a few pickles one after the other
+        yield from _stream_globals(stream)
+
+
+def _stream_globals(stream: io.BytesIO) -> Iterator[str]:
+    """Names that one pickle imports. Those of the newer opcode lie on the stack; the last two strings are taken."""
+    strings: List[Optional[str]] = []
+    memo = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name in ('GLOBAL', 'INST'):
+            yield '.'.join(str(argument).split(' '))
+        elif opcode.name == 'STACK_GLOBAL':
+            yield '.'.join(part or '?' for part in strings[-2:])
+        elif opcode.name in ('EXT1', 'EXT2', 'EXT4'):
+            yield f'extension {argument}'
+        elif opcode.name == 'MEMOIZE':
+            memo[len(memo)] = strings[-1] if strings else None
+        elif opcode.name.endswith('PUT'):
+            memo[argument] = strings[-1] if strings else None
+        elif opcode.name.endswith('GET'):
+            strings.append(memo.get(argument))
+        elif isinstance(argument, str):
+            strings.append(argument)
+        else:
+            continue
+        del strings[:-64]

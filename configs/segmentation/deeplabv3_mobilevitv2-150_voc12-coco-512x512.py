@@ -1,4 +1,0 @@
-_base_ = 'deeplabv3_mobilevitv2-100_voc12-coco-512x512.py'
-
-model = dict(backbone=dict(arch='150'), decode_head=dict(in_channels=768),
-             auxiliary_head=dict(in_channels=576, channels=144))

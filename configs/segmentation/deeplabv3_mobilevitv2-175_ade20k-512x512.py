@@ -1,4 +1,0 @@
-_base_ = 'deeplabv3_mobilevitv2-100_ade20k-512x512.py'
-
-model = dict(backbone=dict(arch='175'), decode_head=dict(in_channels=896),
-             auxiliary_head=dict(in_channels=672, channels=168))

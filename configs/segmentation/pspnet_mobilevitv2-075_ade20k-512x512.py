@@ -1,4 +1,0 @@
-_base_ = 'pspnet_mobilevitv2-100_ade20k-512x512.py'
-
-model = dict(backbone=dict(arch='075'), decode_head=dict(in_channels=384),
-             auxiliary_head=dict(in_channels=288))

@@ -1,0 +1,4 @@
+_base_ = 'pspnet_mobilevitv2-100_4xb32-50e_voc12-coco-512x512.py'
+
+model = dict(backbone=dict(arch='150'), decode_head=dict(in_channels=768),
+             auxiliary_head=dict(in_channels=576, channels=144))

@@ -1,4 +1,0 @@
-_base_ = 'pspnet_mobilevitv2-100_voc12-coco-512x512.py'
-
-model = dict(backbone=dict(arch='175'), decode_head=dict(in_channels=896),
-             auxiliary_head=dict(in_channels=672, channels=168))

@@ -1,0 +1,4 @@
+_base_ = 'pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512.py'
+
+model = dict(backbone=dict(arch='200'), decode_head=dict(in_channels=1024),
+             auxiliary_head=dict(in_channels=768, channels=192))

@@ -1,3 +1,0 @@
-_base_ = 'upernet_ppma-s_160k_ade20k-512x512.py'
-
-model = dict(backbone=dict(type='Myo'))

@@ -1,0 +1,4 @@
+_base_ = 'upernet_ppma-t_8xb1-160k_cityscapes-1024x1024.py'
+
+model = dict(backbone=dict(arch='small'),
+             test_cfg=dict(stride=(341, 341)))

@@ -1,0 +1,4 @@
+_base_ = ['_base_/models/upernet_ppma.py', '_base_/datasets/ade20k.py',
+         '_base_/schedules/adamw_160k.py', '_base_/runtime.py']
+
+model = dict(backbone=dict(arch='tiny_crisscross'))

@@ -1,0 +1,202 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The command `subquad`. It lies outside of the package, whose import takes seconds: `subquad --help`, the list of
+configs and shell completion do without."""
+import ast
+import difflib
+import errno
+import fnmatch
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
+
+# In the order in which a newcomer meets them.
+TOOLS = {
+    'models': 'list the models: names, parameters, what they are',
+    'configs': 'list the configs that come with the package',
+    'stats': 'parameters and MACs of any model at any size, beside the authors\' figures',
+    'make-dataset': 'make a small data set for detection and segmentation, without network',
+    'train': 'train a classifier, detector or segmenter from a config file',
+    'test': 'evaluate a checkpoint on a config\'s test data',
+    'predict': 'classify, detect or segment in image files with a checkpoint',
+    'visualize': 'draw what a model looks at over images',
+    'demo': 'train a small PPMA on real images in minutes, and show what it sees',
+    'benchmark': 'time and memory of operators and models, beside the floor',
+    'kernels': 'which operators run on Triton kernels here, and what the kernels take',
+    'tables': 'write the tables of README and model cards (for developers)',
+}
+
+
+def usage() -> str:
+    lines = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
+    return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
+                      'subquad NAME --help   what a tool takes', 'subquad --version     the version', '',
+                      'Completion in bash and zsh: pip install "subquad[completion]", then',
+                      '  eval "$(register-python-argcomplete subquad)"'])
+
+
+def nearest(word: str, known: List[str], count: int = 3) -> str:
+    """'; did you mean a, b?' or nothing."""
+    close = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
+    return f"; did you mean {', '.join(close)}?" if close else ''
+
+
+def package_folder(name: str) -> Path:
+    """Where the files of `subquad.NAME` lie, without an import: beside subquad/__init__.py, or one folder above it in a
+    checkout.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
+    spec = importlib.util.find_spec('subquad')
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError('the package subquad cannot be found')
+    own = Path(spec.origin).parent
+    for folder in (own / name, own.parent / name):
+        if (folder / '__init__.py').is_file():
+            return folder
+    raise FileNotFoundError(f'the package subquad has no folder {name}')
+
+
+def config_names(pattern: str = '*') -> List[str]:
+    """Names of the package's configs, without folder and ending, that match a pattern or contain a text."""
+    pattern = pattern if any(letter in pattern for letter in '*?[') else f'*{pattern}*'
+    names = sorted(path.stem for path in package_folder('configs').glob('*/*.py'))
+    return fnmatch.filter(names, pattern)
+
+
+def configs(argv: Optional[List[str]] = None) -> int:
+    """The tool `configs`."""
+    import argparse
+    import json
+    parser = argparse.ArgumentParser('subquad configs', description='List the configs that come with the package; '
+                                     'train, test and predict take their names.')
+    parser.add_argument('pattern', nargs='?', default='*', help='pattern such as "mask-rcnn*" or a part of a name')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    names = config_names(args.pattern)
+    if not names:
+        kinds = sorted({name.partition('_')[0] for name in config_names()})
+        print(f'error: no config matches {args.pattern!r}{nearest(args.pattern, kinds)}', file=sys.stderr)
+        return 2
+    print(json.dumps(names, indent=2) if args.json else '\n'.join(names))
+    return 0
+
+
+def options_of(tool: str) -> List[str]:
+    """The options of a tool, read from its source: completion cannot wait for its imports."""
+    if tool == 'configs':
+        return ['--help', '--json']
+    folder = package_folder('tools')
+
+    def parsed(module: str) -> ast.Module:
+        return ast.parse((folder / f'{module}.py').read_text(encoding='utf-8'))
+    tree = parsed(tool.replace('-', '_'))
+    found = {'--help', *_options_in(tree)}
+    for node in ast.walk(tree):                   # of functions that it takes from another tool, as `test` from `train`
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and (folder / f'{node.module}.py').is_file():
+            names = {alias.name for alias in node.names} - {'main'}
+            found |= {option for function in parsed(node.module).body if getattr(function, 'name', '') in names
+                      for option in _options_in(function)}
+    return sorted(found)
+
+
+def _options_in(tree: ast.AST) -> Iterator[str]:
+    """The options that calls of `add_argument` name, but for those that --help leaves out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == 'add_argument':
+            if any(word.arg == 'help' and getattr(word.value, 'attr', '') == 'SUPPRESS' for word in node.keywords):
+                continue
+            values = [getattr(argument, 'value', None) for argument in node.args]
+            yield from (value for value in values if isinstance(value, str) and value.startswith('--'))
+
+
+def complete() -> None:
+    """Answer a shell that asks for completions, and exit; return where none does, or argcomplete is not installed."""
+    if '_ARGCOMPLETE' not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    import argparse
+    parser = argparse.ArgumentParser('subquad')
+    parser.add_argument('--version', action='store_true')
+    tools = parser.add_subparsers()
+    for name, what in TOOLS.items():
+        tool = tools.add_parser(name, help=what, add_help=False)
+        if f' {name} ' in os.environ.get('COMP_LINE', '') + ' ':
+            for option in options_of(name):
+                tool.add_argument(option, nargs='*')
+            words = tool.add_argument('words', nargs='*')
+            if name in ('train', 'test', 'predict', 'stats', 'configs'):
+                words.completer = _configs_or_files
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def _configs_or_files(prefix: str, **kwargs: Any) -> List[str]:
+    from argcomplete.completers import FilesCompleter
+    return [name for name in config_names() if name.startswith(prefix)] + list(FilesCompleter()(prefix, **kwargs))
+
+
+def leave(code: Union[int, str, None]) -> NoReturn:
+    """Exit after what was printed has been written; quietly where the reader is gone (`subquad models | head`)."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # Python would try once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            sys.exit(f'error: the output cannot be written ({error.strerror})')
+    sys.exit(code)
+
+
+def main(argv: Optional[List[str]] = None) -> NoReturn:
+    complete()
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+    except SystemExit as error:                   # argparse's, after --help for one
+        code = error.code
+    except BrokenPipeError:
+        code = 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        code = f'error: the output cannot be written ({error.strerror})'
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        code = 130
+    leave(code)
+
+
+def _dispatch(argv: List[str]) -> int:
+    """Run what the arguments name; the exit code."""
+    if not argv or argv[0] in ('-h', '--help', 'help'):
+        print(usage())
+        return 0
+    name, *rest = argv
+    if name == '--version':
+        print(version())
+        return 0
+    if name not in TOOLS:
+        print(f'error: unknown tool {name!r}{nearest(name, list(TOOLS))} (subquad --help lists them)', file=sys.stderr)
+        return 2
+    if name == 'configs':
+        return configs(rest)
+    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.cli').run
+    run(importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main, rest)
+
+
+def version() -> str:
+    """subquad.__version__, without its import."""
+    spec = importlib.util.find_spec('subquad')
+    tree = ast.parse(Path(spec.origin).read_text(encoding='utf-8'))
+    return next(node.value.value for node in tree.body
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__version__')
+
+
+if __name__ == '__main__':
+    main()

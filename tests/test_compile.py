@@ -1,0 +1,25 @@
+"""torch.compile at several image sizes: `dynamic=False` compiles once for each, the way round an error of inductor."""
+import pytest
+import timm
+import torch
+
+
+def _two_sizes(name, **options):
+    model = timm.create_model(name).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=False, **options)
+    with torch.no_grad():
+        for size in ((64, 64), (96, 64)):
+            x = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_size_short():
+    """Without inductor's compilation of C++, which takes minutes."""
+    _two_sizes('test_mobilevitv2', backend='aot_eager')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo'])
+def test_a_second_size(name):
+    _two_sizes(name)

@@ -1,0 +1,141 @@
+"""Options of networks: every one of every family is checked at construction, and the message names it."""
+import inspect
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from subquad.backbones import PPMA, MobileViTv2, Myo, MyoSequence
+from subquad.backbones.hierarchical import HierarchicalBackbone
+from subquad.backbones.options import check
+
+FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_mobilevitv2': MobileViTv2, 'myo_sequence': MyoSequence}
+# What no option takes; and by the words of what an option takes, values next to it.
+NEVER = ('yes', '3', float('nan'), float('inf'), [], {}, object(), b'avg', 1j)
+BESIDE = {'True or False': (1, 0, 'True', 'False'), 'an integer': (True, 1.0, '1', -2, 1 << 70),
+          'a number': (True, '0.1', -0.5, 1e9, [0.1]), 'one of': (True, 1.5, 32.0, 'AVG', ['avg']),
+          'one value for each of 4 stages': (4, (1, 1, 1), (1, 1, 1, -1), (1, 1, 1, '1'), (1, 1, 1, None), '1111',
+                                             ('no',) * 4),
+          'integers of at least': ((64,), (64, 64, 64), 64.0, (64, True), (64, '64'), 0, True, '64')}
+CASES = [(name, option) for name, family in FAMILIES.items() for option in family.OPTIONS]
+
+
+def _parameters(family):
+    """Names of a family's constructor, the skeleton's included, without what is no option."""
+    own = set(inspect.signature(family).parameters) - {'kwargs'}
+    if issubclass(family, HierarchicalBackbone):
+        own |= set(inspect.signature(HierarchicalBackbone).parameters) - {'mixer', 'mixer_options'}
+    return own - {'device', 'dtype'}
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_tables_name_every_option(name):
+    assert set(FAMILIES[name].OPTIONS) == _parameters(FAMILIES[name])
+
+
+@pytest.mark.parametrize('name, option', CASES)
+def test_wrong_types_and_bounds(name, option):
+    allowed = FAMILIES[name].OPTIONS[option]
+    words = allowed.allowed if ' ' in allowed.allowed else f'one of {allowed.allowed}'          # of one value
+    beside = [values for key, values in BESIDE.items() if key in words]
+    assert beside, f'no wrong values for {words}'
+    wrong = [value for value in (*NEVER, *(v for values in beside for v in values)) if not allowed.accepts(value)]
+    assert len(wrong) > len(NEVER)
+    for value in wrong:
+        with pytest.raises(ValueError, match=f'^{option} must be .*, got ') as caught:
+            timm.create_model(name, **{option: value}, device='meta')
+        assert '\n' not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(num_latent_tokens=True), 'num_latent_tokens must be an integer from 1 to 64, got True'),
+    (dict(exact_size='yes'), "exact_size must be True or False, got 'yes'"),
+    (dict(img_size=(64,)), r'img_size must be integers of at least 32, .* two for height and width.*got \(64,\)'),
+    (dict(global_pool=''), "global_pool must name a pooling, .* for a classifier, got '' with 1000 classes"),
+    (dict(global_pool='', num_classes=3), "got '' with 3 classes")])
+def test_seen_in_mobilevitv2(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('test_mobilevitv2', **options)
+
+
+def test_linformer_knows_height_from_width():
+    model = timm.create_model('test_mobilevitv2', attention='linformer', img_size=(64, 96), num_classes=3).eval()
+    assert model(torch.rand(1, 3, 64, 96)).shape == (1, 3)
+    message = r'made for 4 x 6 tokens a group \(rows x columns\), and this input has 6 x 4: make the model'
+    with pytest.raises(ValueError, match=message):
+        model(torch.rand(1, 3, 96, 64))
+    with pytest.raises(ValueError, match='made for 24 tokens a group, and this input has 36'):
+        model(torch.rand(1, 3, 96, 96))
+    block = model.stages[2][1]
+    frame, previous = torch.rand(1, 64, 8, 12), torch.rand(1, 32, 12, 8)
+    with pytest.raises(ValueError, match=message):
+        block(frame, previous)
+    assert block(torch.rand(1, 64, 4, 4), previous.mT).shape == (1, 64, 4, 4)        # its context is the source's
+
+
+@pytest.mark.parametrize('options', [{}, dict(attention='mha'), dict(attention='linformer', img_size=64)], ids=str)
+def test_a_source_of_other_channels(options):
+    block = timm.create_model('test_mobilevitv2', **options).eval().stages[2][1]
+    x, frame = torch.randn(2, 64, 8, 8), torch.randn(2, 64, 8, 8)
+    tokens = block.forward_tokens(frame)
+    assert block(x, tokens).shape == x.shape
+    for source in (frame, tokens[:1], tokens[0], tokens[:, :30]):
+        with pytest.raises(ValueError, match=r'source must be tokens \(B, C, H, W\) with B=2 and C=32') as caught:
+            block(x, source)
+        assert str(tuple(source.shape)) in str(caught.value)
+    unit = block.transformer[0].attn
+    folded = (torch.randn(2, 32, 4, 16), torch.randn(2, 64, 4, 16))
+    with pytest.raises(ValueError, match='source must be tokens'):
+        unit(*folded, folded=True)
+
+
+@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo'])
+def test_a_classifier_comes_with_pooling(name):
+    with pytest.raises(ValueError, match="got '' with 5 classes"):
+        timm.create_model(name, num_classes=5, global_pool='')
+    model = timm.create_model(name, num_classes=0, global_pool='')
+    model.reset_classifier(5)                            # as in timm, which asks for it: the pooling stays
+    model.reset_classifier(5, 'avg')
+    with pytest.raises(ValueError, match="got '' with 5 classes"):
+        model.reset_classifier(5, '')
+    assert model.get_classifier().out_features == 5
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_another_classifier(name):
+    model = timm.create_model(name, device='meta')
+    for wrong, message in (((-1,), 'num_classes must be an integer from 0'), ((True,), 'num_classes must be'),
+                           (('5',), "num_classes must be .* got '5'"), ((2.0,), 'num_classes must be'),
+                           ((5, 'mean'), "global_pool must be .*'avg'.* got 'mean'")):
+        with pytest.raises(ValueError, match=message):
+            model.reset_classifier(*wrong)
+    assert model.num_classes == (10 if name == 'myo_sequence' else 1000)
+
+
+@pytest.mark.parametrize('name, wrong, near', [
+    ('test_ppma', 'atention', 'attention'), ('test_myo', 'parametrization', 'parametrisation'),
+    ('test_mobilevitv2', 'exact_sizes', 'exact_size')])
+def test_unknown_names(name, wrong, near):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
+        timm.create_model(name, **{wrong: 1})
+    with pytest.raises(TypeError, match=f"{FAMILIES[name].__name__} got an unexpected .*; did you mean '{near}'"):
+        check(FAMILIES[name].__name__, FAMILIES[name].OPTIONS, {wrong: 1})
+
+
+def test_values_are_cut_in_messages():
+    with pytest.raises(ValueError, match=r'dims must be one value .*\.\.\.$') as caught:
+        timm.create_model('test_ppma', dims=list(range(100_000)))
+    assert len(str(caught.value)) < 400
+
+
+def test_lists_are_as_good_as_tuples():
+    """As options come from JSON and from config files."""
+    model = timm.create_model('test_ppma', depths=[1, 1, 1, 1], img_size=[64, 96], attention=['crisscross'] * 4)
+    assert [len(stage.blocks) for stage in model.stages] == [1, 1, 1, 1]
+
+
+def test_config_of_a_crisscross_classifier():
+    config = pytest.importorskip('mmengine').Config.fromfile(
+        Path(__file__).parent.parent / 'configs' / 'classification' / 'ppma-tiny-crisscross_folder.py')
+    assert config.model.name == 'ppma_tiny_crisscross' and config.model.label_smoothing == 0.1

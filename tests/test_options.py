@@ -1,0 +1,147 @@
+"""--cfg-options and the keys of config files: nothing that is written is without effect and without a word."""
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from subquad.tools.cli import UserError
+from subquad.tools.config import find, load
+from subquad.tools.engine.options import check_options
+
+DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'
+
+
+@pytest.fixture(scope='module')
+def digits():
+    return load(DIGITS)
+
+
+@pytest.mark.parametrize('key, message', [
+    ('epochs', "'epochs' is only used while .* is read, .* did you mean train_cfg.max_epochs?"),
+    ('epocs', "no 'epocs' in test-ppma_digits.py; did you mean train_cfg.max_epochs"),
+    ('size', 'did you mean train_dataloader.dataset.transform.input_size?'),
+    ('norm', "'norm' is only used while"),
+    ('work_dir', 'give --work-dir'),
+    ('custom_imports.imports', 'acts while the config file is read'),
+    ('default_hooks.checkpoint.intervall', 'did you mean .*interval'), ('tta_model.foo', "has no 'tta_model'"),
+    ('param_scheduler.0.endd', 'takes no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
+    ('nonsense.deep', "no 'nonsense' in test-ppma_digits.py; valid keys: entries of the config"),
+    ('default_hooks.chekpoint', "default_hooks takes no 'chekpoint'; did you mean checkpoint?"),
+    ('default_hooks.chekpoint.interval', "did you mean checkpoint?"),
+    ('train_cfg.max_epoch', 'did you mean max_epochs'),
+    ('train_cfg.max_iters', "train_cfg takes no 'max_iters'"),
+    ('train_cfg.by_epoch.x', 'train_cfg.by_epoch is True, which has no entries'),
+    ('train_dataloader.batchsize', 'did you mean batch_size'),
+    ('train_dataloader.dataset.splt', 'did you mean split'),
+    ('train_dataloader.dataset.transform.vflp', 'did you mean vflip'),
+    ('val_cfg.intervall', "val_cfg takes no 'intervall'"),
+    ('optim_wrapper.clip_grad.max_nrm', 'did you mean max_norm'),
+    ('param_scheduler.2.begin', 'param_scheduler is a list of 2 entries, from param_scheduler.0 on'),
+    ('randomness.sed', 'did you mean seed'),
+    ('auto_scale_lr.enabled', 'did you mean enable'),
+])
+def test_an_option_without_effect_is_an_error(digits, key, message):
+    with pytest.raises(UserError, match=message):
+        check_options(digits, {key: 1}, 'test-ppma_digits.py')
+
+
+def test_options_are_checked_when_a_config_is_read():
+    with pytest.raises(UserError, match='--cfg-options epochs: '):
+        load(DIGITS, {'epochs': 1})
+
+
+def test_options_that_something_reads(capsys):
+    options = {
+        'load_from': 'x.pth', 'resume': True, 'randomness.seed': 4, 'randomness.deterministic': True,
+        'optim_wrapper.clip_grad.norm_type': 1, 'optim_wrapper.accumulative_counts': 2, 'param_scheduler.0.begin': 1,
+        'optim_wrapper.optimizer.layer_decay': 0.5, 'train_dataloader.dataset.transform.vflip': 0.5,
+        'train_dataloader.persistent_workers': False, 'model.mask': 'product', 'train_cfg.val_interval': 2,
+        'default_hooks.checkpoint.save_best': 'auto', 'default_hooks.average.type': 'EMAHook',
+        'default_hooks.average.momentum': 0.1, 'auto_scale_lr.enable': True, 'find_unused_parameters': True,
+        'default_hooks.logger.interval': 5, 'default_hooks.logger.priority': 'LOW', 'test_evaluator.topk': (1,)}
+    config = load(DIGITS, options)
+    assert config.randomness == dict(seed=4, deterministic=True) and config.param_scheduler[0].begin == 1
+    assert config.model.mask == 'product' and config.default_hooks.average.momentum == 0.1
+    assert capsys.readouterr().err == '', 'nothing is unsure'
+
+
+def test_options_of_dense_configs(capsys):
+    pytest.importorskip('mmdet')
+    pytest.importorskip('mmseg')
+    config = load(MASK_RCNN, {
+        'model.backbone.init_cfg.type': 'Pretrained', 'model.backbone.init_cfg.checkpoint': 'x.pth',
+        'train_dataloader.dataset.pipeline.2.scale': (640, 480), 'train_dataloader.sampler.seed': 3,
+        'val_evaluator.classwise': True, 'model.roi_head.bbox_head.num_classes': 3})
+    assert config.model.backbone.init_cfg == dict(type='Pretrained', checkpoint='x.pth')
+    for key, message in (('train_pipeline.2.scale', 'did you mean train_dataloader.dataset.pipeline'),
+                         ('data_root', 'give --data'), ('val_evaluator.claswise', 'did you mean classwise'),
+                         ('model.test_cfg.rcnn.scor_thr', "did you mean 'score_thr'?")):
+        with pytest.raises(UserError, match=message):
+            load(MASK_RCNN, {key: 1})
+    capsys.readouterr()
+    # A dict without a type: what reads it is not known, and that is said.
+    assert load(UPERNET, {'model.test_cfg.crop_size': (64, 64)}).model.test_cfg.crop_size == (64, 64)
+    assert 'model.test_cfg.crop_size: it is not in the config and is added' in capsys.readouterr().err
+
+
+def test_names_of_ones_own_in_config_files(tmp_path, capsys):
+    path = tmp_path / 'config.py'
+    base = f'_base_ = {str(find(DIGITS))!r}\n'
+    path.write_text(base + 'train_pipeline_stage2 = [1]\nmodels = dict(stages=train_pipeline_stage2)\n'
+                    'custom_hooks = [dict(type="EMAHook", momentum=models["stages"][0])]\n')
+    assert load(str(path)).train_pipeline_stage2 == [1]
+    assert capsys.readouterr().err == ''
+    path.write_text(base + 'train_dataloder = dict(batch_size=3)\n')
+    load(str(path))
+    assert capsys.readouterr().err == (
+        f"warning: {path}: nothing uses 'train_dataloder'; did you mean 'train_dataloader'?\n")
+
+
+def _stock(library):
+    return Path(find_spec(library).submodule_search_locations[0]) / '.mim' / 'configs'
+
+
+@pytest.mark.parametrize('library, name', [
+    ('mmdet', 'rtmdet/rtmdet_tiny_8xb32-300e_coco.py'), ('mmdet', 'gn+ws/faster-rcnn_r50_fpn_gn-ws-all_1x_coco.py'),
+    ('mmdet', 'glip/odinw/glip_atss_swin-t_a_fpn_dyhead_pretrain_odinw13.py'),
+    ('mmdet', 'soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py'),
+    ('mmdet', 'mm_grounding_dino/grounding_dino_swin-l_pretrain_all.py'),
+    ('mmdet', 'retinanet/retinanet_r50_fpn_1x_coco.py'), ('mmdet', 'dino/dino-4scale_r50_8xb2-12e_coco.py'),
+    ('mmseg', 'bisenetv2/bisenetv2_fcn_4xb4-ohem-160k_cityscapes-1024x1024.py'),
+    ('mmseg', 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py')])
+def test_stock_configs_load(library, name, capsys):
+    pytest.importorskip(library)
+    assert 'model' in load(str(_stock(library) / name))
+    assert capsys.readouterr().err == ''
+
+
+def test_help_says_which_keys_are_allowed(capsys):
+    from subquad.tools import train
+    with pytest.raises(SystemExit):
+        train.main(['--help'])
+    text = ' '.join(capsys.readouterr().out.split())
+    assert "KEY is an entry of the config, an argument of mmengine's Runner, or an argument of the class" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('library', ['mmdet', 'mmseg'])
+def test_every_stock_config_loads(library):
+    """But those that mmengine itself cannot read here (mmpretrain is missing, or a base file), and parts of configs."""
+    pytest.importorskip(library)
+    from mmengine.config import Config
+    refused, count = [], 0
+    for path in sorted(_stock(library).rglob('*.py')):
+        if '_base_' in path.parts:
+            continue
+        count += 1
+        try:
+            load(str(path))
+        except UserError as error:
+            refused.append((path, str(error)))
+    assert count > 600
+    for path, message in refused:
+        try:
+            whole = 'model' in Config.fromfile(str(path))
+        except (Exception, SystemExit):
+            continue
+        assert not whole, f'{path}: {message}'

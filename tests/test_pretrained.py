@@ -1,0 +1,243 @@
+"""What timm loads into our models: all of the backbone or an error, and a sentence on what is not the file's."""
+import re
+import warnings
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from timm.models import load_checkpoint
+
+from subquad.backbones.weights import WeightsError, load_weights, read_checkpoint, save_state_dict, save_weights
+
+NAMES = ('test_ppma', 'test_mobilevitv2', 'test_myo')
+
+
+@pytest.fixture(scope='module', params=NAMES)
+def published(request, tmp_path_factory):
+    """(name, file of a network of 1000 classes, its state dict)."""
+    torch.manual_seed(1)
+    model = timm.create_model(request.param)
+    path = tmp_path_factory.mktemp('published') / f'{request.param}.safetensors'
+    save_weights(model, path)
+    return request.param, str(path), model.state_dict()
+
+
+def _create(name, file, overlay=None, **kwargs):
+    """(model, sentences of warnings)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=file, **(overlay or {})),
+                                  **kwargs)
+    return model, [str(item.message) for item in caught if issubclass(item.category, UserWarning)]
+
+
+def _backbone_is(model, state, prefix=''):
+    own = {key.removeprefix(prefix): value for key, value in model.state_dict().items()}
+    same = {key: torch.equal(own[key], state[key]) for key in own if key in state and not key.startswith('head.')}
+    assert len(same) > 30 and all(same.values())
+
+
+@pytest.fixture(scope='module')
+def foreign_files(tmp_path_factory):
+    """Files that leave weights random: of a resnet18, of part of a network, of a deeper one, of a wider one."""
+    folder = tmp_path_factory.mktemp('foreign')
+    model = timm.create_model('test_ppma')
+    state = model.state_dict()
+    save_weights(timm.create_model('resnet18'), folder / 'resnet18.safetensors')
+    save_state_dict({key: value for key, value in state.items() if 'stages.2.blocks.1.ffn' not in key},
+                    folder / 'gap.safetensors')
+    save_weights(timm.create_model('test_ppma', depths=(1, 1, 3, 1)), folder / 'deeper.safetensors')
+    save_weights(timm.create_model('test_ppma', dims=(32, 48, 64, 192)), folder / 'wider.safetensors')
+    return sorted(folder.glob('*.safetensors'))
+
+
+@pytest.mark.parametrize('options', [dict(num_classes=10), dict(features_only=True), dict(num_classes=0), {},
+                                     dict(features_only=True, out_indices=(0, 1)), dict(in_chans=1, num_classes=10),
+                                     dict(features_only=True, output_norms=True), dict(pretrained_strict=False)],
+                         ids=str)
+def test_a_file_that_leaves_the_backbone_random_is_refused(foreign_files, options):
+    for file in foreign_files:
+        with pytest.raises(WeightsError, match='is not a checkpoint of this test_ppma: '):
+            _create('test_ppma', str(file), **options)
+        with pytest.raises(WeightsError, match='the state dict is not a checkpoint of this test_ppma: '):
+            timm.create_model('test_ppma', pretrained=True, pretrained_cfg_overlay=dict(state_dict=load_file(file)),
+                              **options)
+
+
+def test_the_published_classes_load_without_a_word(published):
+    name, file, state = published
+    model, said = _create(name, file)
+    assert not said and all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_another_number_of_classes_starts_untrained_and_is_named(published):
+    name, file, state = published
+    model, said = _create(name, file, num_classes=10)
+    _backbone_is(model, state)
+    assert model.num_classes == 10 and model.get_classifier().weight.shape[0] == 10
+    assert len(said) == 1 and re.search(r'classifier of 1000 classes is left out, and the model\'s of 10 starts '
+                                        'untrained', said[0])
+
+
+def test_a_classifier_that_fits_is_loaded_although_timm_expects_1000(tmp_path):
+    """timm drops a classifier whose size is not that of its pretrained_cfg."""
+    trained = timm.create_model('test_ppma', num_classes=10)
+    save_weights(trained, tmp_path / 'w.safetensors')
+    model, said = _create('test_ppma', str(tmp_path / 'w.safetensors'), num_classes=10)
+    assert not said and torch.equal(model.head.fc.weight, trained.head.fc.weight)
+    assert model.pretrained_cfg['num_classes'] == 10
+    with pytest.raises(WeightsError, match=r'head.fc.weight \(10, 128\) instead of \(1000, 128\).*num_classes=10\)$'):
+        _create('test_ppma', str(tmp_path / 'w.safetensors'))
+    model, said = _create('test_ppma', str(tmp_path / 'w.safetensors'), num_classes=1000)
+    assert len(said) == 1 and 'of 10 classes is left out' in said[0]
+    _backbone_is(model, trained.state_dict())
+
+
+def test_features_only_needs_no_head(published, tmp_path):
+    name, file, state = published
+    model, said = _create(name, file, features_only=True)
+    wrapped = {key.replace('stages_', 'stages.'): value for key, value in model.state_dict().items()}
+    assert not said and all(torch.equal(value, state[key]) for key, value in wrapped.items()) and len(wrapped) > 30
+    body = {f'backbone.{key}': value for key, value in state.items() if not key.startswith('head.')}
+    save_state_dict(body, tmp_path / 'detector.safetensors')
+    other, said = _create(name, str(tmp_path / 'detector.safetensors'), features_only=True)
+    assert not said
+    x = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(model.eval()(x), other.eval()(x)))
+    with pytest.raises(WeightsError, match='keys missing .head'):
+        _create(name, str(tmp_path / 'detector.safetensors'))
+    _, said = _create(name, str(tmp_path / 'detector.safetensors'), num_classes=7)
+    assert len(said) == 1 and 'it has no classifier' in said[0]
+
+
+def test_no_classifier_wanted_takes_a_file_that_has_one(published):
+    name, file, state = published
+    model, said = _create(name, file, num_classes=0)
+    _backbone_is(model, state)
+    assert not said
+
+
+@pytest.mark.parametrize('in_chans', [1, 4])
+@pytest.mark.parametrize('options', [{}, dict(features_only=True)], ids=str)
+def test_the_first_convolution_is_adapted_and_named(published, in_chans, options):
+    name, file, state = published
+    model, said = _create(name, file, in_chans=in_chans, **options)
+    assert len(said) == 1 and re.search(rf'has 3 input channels and is adapted to {in_chans}$', said[0])
+    key = next(key for key in model.state_dict() if key.startswith('stem.') and key.endswith('conv.weight'))
+    theirs = state[key]
+    expected = theirs.sum(1, keepdim=True) if in_chans == 1 else theirs[:, [0, 1, 2, 0]] * 3 / 4
+    torch.testing.assert_close(model.state_dict()[key], expected)
+
+
+def test_a_first_convolution_that_timm_cannot_adapt_is_refused(tmp_path):
+    save_weights(timm.create_model('test_ppma', in_chans=5), tmp_path / 'w.safetensors')
+    with pytest.raises(WeightsError, match=r'stem.conv1.conv.weight .*5, 3, 3. instead of'):
+        _create('test_ppma', str(tmp_path / 'w.safetensors'), in_chans=2, num_classes=10)
+    save_weights(timm.create_model('myo_sequence'), tmp_path / 's.safetensors')
+    with pytest.raises(WeightsError, match='encoder'):         # a linear layer, which timm would leave random
+        _create('myo_sequence', str(tmp_path / 's.safetensors'), in_chans=1, num_classes=4)
+
+
+def test_output_norms_that_the_file_has_not_are_named(published, tmp_path):
+    name, file, state = published
+    if name == 'test_mobilevitv2':
+        pytest.skip('has no output norms')
+    model, said = _create(name, file, features_only=True, output_norms=True)
+    assert len(said) == 1 and 'it has no output norms, which start as the identity' in said[0]
+    _backbone_is(model, state, 'model.')
+    norms = {key: value for key, value in model.state_dict().items() if 'output_norms' in key}
+    assert len(norms) == 8 and all((value == float(key.endswith('weight'))).all() for key, value in norms.items())
+    save_weights(timm.create_model(name, output_norms=True), tmp_path / 'dense.safetensors')
+    _, said = _create(name, str(tmp_path / 'dense.safetensors'), features_only=True)
+    assert len(said) == 1 and 'its output norms are left out' in said[0]
+
+
+def test_checkpoint_path_and_load_checkpoint_are_strict(published, tmp_path):
+    name, file, state = published
+    _backbone_is(timm.create_model(name, checkpoint_path=file), state)
+    for options in (dict(num_classes=10), dict(features_only=True)):
+        with pytest.raises(RuntimeError, match='Error.* in loading state_dict'):
+            timm.create_model(name, checkpoint_path=file, **options)
+    torch.save({'state_dict': {f'net.{key}': value for key, value in state.items()}}, tmp_path / 'epoch_1.pth')
+    with pytest.raises(RuntimeError, match='Missing key'):
+        load_checkpoint(timm.create_model(name), str(tmp_path / 'epoch_1.pth'))
+    model, said = _create(name, str(tmp_path / 'epoch_1.pth'))             # the filter takes `net.` off
+    assert not said
+    _backbone_is(model, state)
+
+
+def test_a_saved_folder_loads_as_a_source_of_timm(published, tmp_path):
+    from timm.models import save_for_hf
+    name, file, state = published
+    trained = timm.create_model(name, num_classes=10)
+    with pytest.warns(UserWarning, match='starts untrained'):
+        load_weights(trained, file, new_classifier=True)
+    save_for_hf(trained, tmp_path)
+    model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+    _backbone_is(model, state)
+    assert torch.equal(model.get_classifier().weight, trained.get_classifier().weight) and model.num_classes == 10
+    model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, features_only=True)
+    assert len(model(torch.rand(1, 3, 64, 64))) >= 4
+
+
+@pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64])
+def test_weights_of_other_kinds_of_numbers_are_refused(dtype, tmp_path):
+    model = timm.create_model('test_ppma')
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in model.state_dict().items()}
+    torch.save(state, tmp_path / 'w.pth')
+    with pytest.raises(WeightsError, match=rf'not floating-point \(stem.conv1.conv.weight {dtype} instead of'):
+        load_weights(model, tmp_path / 'w.pth')
+    with pytest.raises(WeightsError, match='not floating-point'):
+        _create('test_ppma', str(tmp_path / 'w.pth'), num_classes=10)
+    half = {key: value.half() for key, value in model.state_dict().items()}
+    torch.save(half, tmp_path / 'w.pth')
+    load_weights(model, tmp_path / 'w.pth')
+
+
+def test_load_weights_says_what_is_not_the_files(tmp_path):
+    save_weights(timm.create_model('test_ppma', num_classes=4), tmp_path / 'w.safetensors')
+    with pytest.warns(UserWarning, match='w.safetensors: its classifier of 4 classes is left out, and the model'):
+        load_weights(timm.create_model('test_ppma', num_classes=9), tmp_path / 'w.safetensors', new_classifier=True)
+    with pytest.warns(UserWarning, match='no output norms, which start as the identity'):
+        load_weights(timm.create_model('test_ppma', num_classes=0, output_norms=True), tmp_path / 'w.safetensors')
+    weights, _, _ = read_checkpoint(tmp_path / 'w.safetensors')
+    weights['head.proj.weight'] = weights['head.proj.weight'][:-1]
+    save_state_dict(weights, tmp_path / 'w.safetensors')
+    with pytest.raises(WeightsError, match='1 shapes differ .head.proj.weight'):
+        load_weights(timm.create_model('test_ppma', num_classes=9), tmp_path / 'w.safetensors', new_classifier=True)
+
+
+@pytest.mark.filterwarnings('ignore:The nodes obtained')
+@pytest.mark.parametrize('name', NAMES)
+def test_torchvisions_feature_extractor_names_timms(name):
+    """torchvision's tracer goes into what timm's takes as a leaf."""
+    from torchvision.models.feature_extraction import create_feature_extractor
+    model = timm.create_model(name).eval()
+    with pytest.raises(TypeError, match='features_only=True, or timm.models.create_feature_extractor'):
+        create_feature_extractor(model, ['stages.3'])
+    x = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        found = timm.models.create_feature_extractor(model, ['stages.3'])(x)['stages.3']
+        torch.testing.assert_close(found, model.forward_intermediates(x, intermediates_only=True)[3])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_set_input_size_takes_every_size(name):
+    model = timm.create_model(name).eval()
+    for size in (None, 96, (64, 96)):
+        model.set_input_size(img_size=size)
+    with torch.no_grad():
+        assert model(torch.rand(1, 3, 64, 96)).shape == (1, 1000)
+    for size in (16, (64,), (64, 64, 3), True, (64., 64)):
+        with pytest.raises(ValueError, match='img_size must be integers of at least 32'):
+            model.set_input_size(size)
+        with pytest.raises(ValueError, match='img_size must be integers of at least 32'):
+            timm.create_model(name, img_size=size)
+
+
+def test_set_input_size_refuses_what_is_made_for_one_size():
+    model = timm.create_model('test_mobilevitv2', attention='linformer', img_size=64)
+    with pytest.raises(ValueError, match='Linformer attention is made for one image size'):
+        model.set_input_size((96, 96))

@@ -1,0 +1,95 @@
+"""The configs for generated shapes beyond training: augmented tests, the confusion matrix, shared norms on CPUs."""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip('mmcv')
+pytest.importorskip('mmseg')
+
+from subquad.tools import make_dataset, test
+from subquad.tools.config import find, load
+
+UPERNET = 'upernet_test-ppma_shapes'
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    """16 images to train on, 8 to test on."""
+    folder = tmp_path_factory.mktemp('dense') / 'shapes'
+    make_dataset.main(['shapes', str(folder), '--train', '16', '--val', '8', '--size', '96'])
+    return folder
+
+
+def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
+    """PyTorch has no SyncBatchNorm for CPUs: under torchrun, too, it becomes BatchNorm."""
+    import socket
+    with socket.socket() as server:
+        server.bind(('127.0.0.1', 0))
+        port = server.getsockname()[1]
+    for key, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=port).items():
+        monkeypatch.setenv(key, str(value))
+    from subquad.tools.dense.runner import build_runner
+    config = load(UPERNET)
+    config.merge_from_dict({'model.decode_head.norm_cfg.type': 'SyncBN',
+                            **{f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val')}})
+    try:
+        runner = build_runner(config, str(tmp_path / 'work'), training=True)
+        assert torch.distributed.is_initialized()
+        assert not any(isinstance(module, torch.nn.SyncBatchNorm) for module in runner.model.modules())
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('name', [UPERNET, 'deeplabv3_test-mobilevitv2_shapes'])
+def test_augmented_tests_of_shapes(name, data, tmp_path, capsys):
+    """--tta is the mean over three sizes and their mirror images, of any weights."""
+    from mmengine.registry import MODELS, init_default_scope
+    from safetensors.torch import save_file
+    init_default_scope('mmseg')
+    model = MODELS.build(load(name).model)
+    save_file(model.state_dict(), tmp_path / 'weights.safetensors')
+    found = []
+    for options in ([], ['--tta']):
+        assert test.main([name, str(tmp_path / 'weights.safetensors'), '--data', str(data), '--json', *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0].keys() == found[1].keys() and found[0] != found[1]
+    transforms = load(name).tta_pipeline[1].transforms
+    assert len(transforms[0]) * len(transforms[1]) == 6
+
+
+def test_the_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
+    """MMSegmentation's tool, which takes the classes from the data set's type. Predictions: the labels, but for one
+    image that is called background."""
+    import importlib.util
+
+    import mmseg
+    from mmengine.registry import DATASETS, init_default_scope
+    folder = Path(mmseg.__path__[0]) / '.mim' / 'tools' / 'analysis_tools'
+    spec = importlib.util.spec_from_file_location('confusion_matrix', folder / 'confusion_matrix.py')
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    predictions = tmp_path / 'predictions'
+    shutil.copytree(data / 'annotations_seg' / 'val', predictions)
+    first = sorted(predictions.iterdir())[0]
+    true = np.array(Image.open(first))
+    Image.fromarray(np.zeros_like(true)).save(first)
+    drawn = []
+    monkeypatch.setattr(tool, 'plot_confusion_matrix', lambda matrix, labels, **_: drawn.append((matrix, labels)))
+    monkeypatch.setattr(sys, 'argv', ['confusion_matrix.py', str(find(UPERNET)), str(predictions), str(tmp_path),
+                                      '--cfg-options', f'test_dataloader.dataset.data_root={data}'])
+    init_default_scope('mmseg')
+    tool.main()
+    (matrix, labels), = drawn
+    from subquad.tools.shapes import CLASSES
+    assert tuple(labels) == ('background', *CLASSES)
+    assert matrix.sum() == 8 * 96 * 96 and matrix[1:, 0].sum() == (true > 0).sum() > 0
+    assert (matrix - np.diag(np.diag(matrix)))[:, 1:].sum() == 0
+    dataset = DATASETS.build({**load(UPERNET).test_dataloader.dataset, 'data_root': str(data)})
+    assert len(dataset.METAINFO['palette']) == len(labels)

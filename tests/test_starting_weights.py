@@ -1,0 +1,177 @@
+"""Training from the weights of a file: `load_from`, `subquad train --weights`, `--resume`, and what is said of it."""
+import pytest
+import timm
+import torch
+from training_cases import fails, folder_arguments, make_images
+
+from subquad.backbones.weights import checkpoint_filter_fn, read_checkpoint, save_state_dict, save_weights
+from subquad.tools import train
+from subquad.tools.cli import UserError
+from subquad.tools.config import load
+
+FINETUNE = 'ppma-tiny_finetune-folder'
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp('data'))
+
+
+@pytest.fixture(scope='module')
+def ready(tmp_path_factory):
+    """A file of subquad train for ten digits: (path, weights)."""
+    torch.manual_seed(7)
+    model = timm.create_model('test_ppma', num_classes=10)
+    path = tmp_path_factory.mktemp('ready') / 'last.safetensors'
+    save_weights(model, path, dict(model='test_ppma', options=dict(num_classes=10, drop_path_rate=0.05),
+                                   classes=[*map(str, range(10))]))
+    return path, model.state_dict()
+
+
+def _started(monkeypatch, arguments):
+    """The weights with which the training of these arguments takes its first step."""
+    from mmengine.runner import EpochBasedTrainLoop
+    seen = []
+
+    def stop(loop, *_):
+        seen.append({key: value.clone() for key, value in loop.runner.model.net.state_dict().items()})
+        raise UserError('enough')
+    monkeypatch.setattr(EpochBasedTrainLoop, 'run_iter', stop)
+    fails(arguments, 'enough')
+    return seen[0]
+
+
+@pytest.mark.parametrize('name, form, way', [
+    ('test_ppma', 'safetensors', 'load_from'), ('test_ppma', 'safetensors', '--weights'),
+    ('test_ppma', 'pth of a Runner', 'load_from'), ('test_ppma', 'pth of a Runner', '--weights'),
+    ('resnet18', 'safetensors', '--weights'), ('subquad_mobilevitv2_050', 'authors', '--weights'),
+    ('subquad_mobilevitv2_050', 'pth', 'load_from')])
+def test_a_classifier_starts_from_every_weight_of_a_file(name, form, way, images, tmp_path, monkeypatch, capsys):
+    model = timm.create_model(name, num_classes=2)
+    weights = {key: value + 0.25 if value.is_floating_point() else value + 3
+               for key, value in model.state_dict().items()}
+    path = tmp_path / ('w.safetensors' if form == 'safetensors' else 'w.pth')
+    if form == 'safetensors':
+        save_state_dict(weights, path)
+    elif form == 'pth of a Runner':
+        torch.save({'state_dict': {f'net.{key}': value for key, value in weights.items()}, 'meta': {}}, path)
+    elif form == 'authors':                        # the same network with its authors' names, from timm's
+        other = timm.create_model('mobilevitv2_050', num_classes=2)
+        weights = {key: value + 0.25 if value.is_floating_point() else value
+                   for key, value in other.state_dict().items()}
+        torch.save(weights, path)
+        weights = checkpoint_filter_fn(weights, model)
+    else:
+        torch.save(weights, path)
+    arguments = folder_arguments(images, tmp_path / 'work')
+    arguments[arguments.index('test_ppma')] = name
+    if name != 'test_ppma':
+        arguments = [word.replace('(3,32,32)', '(3,64,64)') for word in arguments]
+    arguments += [f'load_from={path}'] if way == 'load_from' else ['--weights', str(path)]
+    started = _started(monkeypatch, arguments)
+    assert started.keys() == weights.keys()
+    assert all(torch.equal(started[key], weights[key]) for key in started)
+    error = capsys.readouterr().err
+    assert 'random' not in error and f'from the weights in {path}' in error
+
+
+def test_another_classifier_starts_at_random_and_says_so(ready, images, tmp_path, monkeypatch, capsys):
+    path, weights = ready
+    for way in (['--weights', path], ['--cfg-options', f'load_from={path}']):
+        arguments = folder_arguments(images, tmp_path / 'work')
+        if way[0] == '--weights':
+            arguments += way
+        else:
+            arguments += way[1:]
+        started = _started(monkeypatch, [*arguments])
+        changed = [key for key in started if started[key].shape != weights[key].shape
+                   or not torch.equal(started[key], weights[key])]
+        assert sorted(changed) == ['head.fc.bias', 'head.fc.weight']
+        assert f'{path} has 10 classes, the data 2: the classifier (head.fc.weight, head.fc.bias) starts with random' \
+            in capsys.readouterr().err
+    # As many classes, and others.
+    named = tmp_path / 'named.safetensors'
+    save_weights(timm.create_model('test_ppma', num_classes=2), named,
+                 dict(model='test_ppma', options=dict(num_classes=2), classes=['cat', 'dog']))
+    started = _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', named])
+    assert not torch.equal(started['head.fc.weight'], read_checkpoint(named)[0]['head.fc.weight'])
+    assert 'knows the classes cat, dog, the data has dark, light: the classifier' in capsys.readouterr().err
+    headless = tmp_path / 'headless.safetensors'
+    save_state_dict({key: value for key, value in weights.items() if not key.startswith('head.fc')}, headless)
+    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', headless])
+    assert 'has no classifier: the classifier' in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
+    path, weights = ready
+    work = tmp_path / 'work'
+    arguments = [*folder_arguments(images, work)]
+    bad = tmp_path / 'bad.safetensors'
+
+    def write(changes, facts=None):
+        save_state_dict({**weights, **changes}, bad, facts)
+        return bad
+    key = next(name for name in weights if name.startswith('stages.') and weights[name].ndim == 2)
+    for changes, facts, message in (
+            ({'extra': torch.zeros(1)}, None, r'1 keys not in the model \(extra\)'),
+            ({key: torch.zeros(3, 3)}, None, '1 shapes differ'),
+            ({key: torch.full_like(weights[key], torch.nan)}, None, 'holds NaN or infinite values'),
+            ({}, dict(model='ppma_tiny', options={}), 'is of ppma_tiny, the config of test_ppma'),
+            ({}, dict(model='test_ppma', options=dict(checkpoint_path='/x')),
+             "unexpected keyword argument 'checkpoint_path'"),
+            ({}, dict(model='test_ppma', options=3), 'options must be an object, got 3')):
+        fails([*arguments, '--weights', write(changes, facts)], message)
+        assert not work.exists()
+    fails([*arguments, '--weights', tmp_path / 'none.pth'], 'no weight file')
+    short = {k: v for k, v in weights.items() if k != key}
+    save_state_dict(short, bad)
+    fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
+    fails([*arguments, '--weights', path, '--resume'], '--weights starts a training and --resume goes on with one')
+    assert not work.exists()
+
+
+def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypatch, capsys):
+    path = tmp_path / 'w.safetensors'
+    save_weights(timm.create_model('test_ppma', num_classes=10, mask='product'), path,
+                 dict(model='test_ppma', options=dict(num_classes=10, mask='product', drop_path_rate=0.3),
+                      classes=[*map(str, range(10))]))
+    from subquad.tools.classification import runner as module
+    seen = []
+    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask))
+    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
+    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask=logit'), '--weights', path])
+    assert seen == ['product', 'logit']
+    assert "was trained with mask='product'; the config has mask='logit'" in capsys.readouterr().err
+
+
+def test_resuming_refuses_another_network(images, tmp_path):
+    train.main(folder_arguments(images, tmp_path))
+    fails([*folder_arguments(images, tmp_path, 'model.paths=none', epochs=2), '--resume'],
+           'is not a checkpoint of this PPMA: ')
+
+
+def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
+    config = load(FINETUNE)
+    assert config.train_cfg.max_epochs <= 30 and config.optim_wrapper.optimizer.layer_decay < 1
+    assert config.optim_wrapper.optimizer.lr < load('ppma-tiny_folder').optim_wrapper.optimizer.lr
+    assert train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=2), '--weights', str(ready[0])]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith('training '))
+    assert lines[first].startswith('training test_ppma (0.') and f'from the weights in {ready[0]}' in lines[first]
+    assert lines[first + 1].startswith('on 8 images of 2 classes, 8 to validate on; on cpu; 2 epochs of 2 steps; '
+                                       f'everything is written to {tmp_path}')
+    validations = [n for n, line in enumerate(lines) if line.startswith('validation  ')]
+    assert len(validations) == 3 and validations[0] == first + 2, 'the first is of the weights as they come'
+    # Resumed, it has been evaluated already.
+    train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=3), '--resume'])
+    text = capsys.readouterr().err
+    assert text.count('validation  ') == 1 and 'going on after epoch 2' in text and 'epoch_2.pth' in text
+
+
+def test_how_long_it_takes(images, tmp_path, capsys):
+    train.main(folder_arguments(images, tmp_path, epochs=4))
+    text = capsys.readouterr().err
+    assert text.count(' left (') == 1 and ' left (2 steps, ' in text
+    from subquad.tools.engine.summary import duration
+    assert [duration(s) for s in (0.2, 99, 100, 5000, 12_000, 200_000)] == [
+        '1 s', '99 s', '2 min', '83 min', '3 h 20 min', '2 days 7 h']

@@ -1,0 +1,346 @@
+"""`subquad train` when something goes wrong: losses that are not finite, folders, disks and interruptions."""
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+from training_cases import fails, folder_arguments, make_images
+
+from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
+from subquad.tools import test, train
+from subquad.tools.classification.model import AccuracyMetric
+
+DIGITS = 'test-ppma_digits'
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp('data'))
+
+
+# ---- metrics and losses
+
+@pytest.mark.parametrize('scores, top1, top2', [
+    ([[0.1, 0.7, 0.2]], 100, 100), ([[0.6, 0.3, 0.1]], 0, 100), ([[0.2, 0.2, 0.2]], 0, 0), ([[0.4, 0.4, 0.2]], 0, 100),
+    ([[float('nan')] * 3], 0, 0), ([[0.1, float('inf'), 0.2]], 0, 0), ([[float('nan'), 0.9, 0.1]], 0, 0)])
+def test_accuracy_of_ties_and_of_scores_that_are_not_finite(scores, top1, top2):
+    metric = AccuracyMetric(topk=(1, 2, 5))
+    metric.process(None, [dict(scores=torch.tensor(row), label=1) for row in scores])
+    found = metric.evaluate(1)
+    assert (found['accuracy/top1'], found['accuracy/top2']) == (top1, top2)
+    if not np.isfinite(scores).all():
+        assert found['accuracy/top5'] == 0, 'also where there are fewer classes than k'
+
+
+def test_training_stops_at_the_first_loss_that_is_not_finite(images, tmp_path, capsys):
+    message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',
+                                      'optim_wrapper.clip_grad=None', epochs=3),
+                     r'the loss is (nan|inf) at step \d of 6 \(epoch \d\); the batch holds .*\.png')
+    files = [word.strip(' ,;') for word in message.split() if '.png' in word]
+    assert len(files) == 4 and all(os.path.isfile(file) for file in files)
+    assert not list(tmp_path.glob('last.safetensors'))
+    for path in [*tmp_path.glob('*.safetensors'), *tmp_path.glob('*.pth')]:
+        check_finite(read_checkpoint(path)[0], path.name)
+    assert message.count('no checkpoint had been written') == (not list(tmp_path.glob('*.pth')))
+    assert 'loss nan' not in capsys.readouterr().err
+
+
+def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkeypatch):
+    from subquad.tools.classification.model import TimmClassifier
+    forward, steps = TimmClassifier.forward, []
+
+    def broken(self, inputs, label=None, mode='tensor'):
+        result = forward(self, inputs, label, mode)
+        steps.append(label)
+        return {'loss': result['loss'] * float('nan')} if len(steps) == 24 else result      # 22 steps an epoch
+    monkeypatch.setattr(TimmClassifier, 'forward', broken)
+    message = fails([DIGITS, '--epochs', '2', '--work-dir', tmp_path],
+                     r'at step 24 of 44 \(epoch 2\); the batch holds the items .* of the training data; '
+                     r'the last good checkpoint is .*epoch_1\.pth')
+    indices = [int(n) for n in message.split('the items ')[1].split(' of the')[0].split(', ')]
+    from subquad.tools.classification.data import digits_arrays
+    assert [int(digits_arrays('train')[1][n]) for n in indices] == steps[-1].tolist(), 'of this very batch'
+    assert sorted(p.name for p in tmp_path.glob('*.*t*') if p.is_file()) == ['epoch_1.pth']
+
+
+def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypatch):
+    """The last step's loss may be fine and what it does to the weights not."""
+    from mmengine.optim import OptimWrapper
+    step, count = OptimWrapper.step, []
+
+    def broken(self, **kwargs):
+        step(self, **kwargs)
+        count.append(1)
+        if len(count) == 4:
+            next(iter(self.optimizer.param_groups[0]['params'])).data.fill_(float('inf'))
+    monkeypatch.setattr(OptimWrapper, 'step', broken)
+    fails(folder_arguments(images, tmp_path, epochs=2), 'the weights hold NaN or infinities after step 4 of 4 .*: '
+           'nothing is written; the last good checkpoint is .*epoch_1.pth')
+    assert sorted(p.name for p in tmp_path.glob('*.*t*') if p.is_file()) == ['best.safetensors', 'epoch_1.pth']
+
+
+def test_a_metric_that_is_nan_is_never_best(tmp_path):
+    from subquad.tools.hooks import WeightsHook
+    hook, saved = WeightsHook(), []
+    hook._save = lambda runner, name, facts: saved.append(facts['accuracy/top1'])
+    hook._when = lambda runner: {}
+    for value in (float('nan'), float('inf'), 3., float('nan'), 2., 4.):
+        hook.after_val_epoch(None, {'accuracy/top1': value})
+    assert saved == [3., 4.]
+    save_weights(torch.nn.Linear(1, 1), tmp_path / 'best.safetensors', {'accuracy/top1': float('nan')})
+    hook = WeightsHook()
+    hook.before_train(type('Runner', (), dict(iter=1, work_dir=str(tmp_path))))
+    assert hook.best == -float('inf')
+
+
+def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
+    model = timm.create_model('test_ppma', num_classes=10)
+    model.head.fc.weight.data[3, 3] = float('nan')
+    path = tmp_path / 'w.safetensors'
+    save_weights(model, path, dict(model='test_ppma', options=dict(num_classes=10), classes=[*map(str, range(10))]))
+    fails([DIGITS, path], 'w.safetensors holds NaN or infinite values in 1 of .*--allow-nonfinite', test.main)
+    assert test.main([DIGITS, str(path), '--allow-nonfinite', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['accuracy/top1'] == 0
+
+
+def test_json_holds_null_for_nan(monkeypatch, capsys, tmp_path):
+    path = tmp_path / 'w.safetensors'
+    save_weights(timm.create_model('test_ppma', num_classes=10), path)
+    monkeypatch.setattr(test, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
+    assert test.main([DIGITS, str(path), '--json', '--record', str(tmp_path / 'r.jsonl')]) == 0
+    expected = {'a': None, 'b': 1., 'c': None}
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected
+    record = json.loads((tmp_path / 'r.jsonl').read_text(), parse_constant=pytest.fail)
+    assert {key: record[key] for key in expected} == expected
+    test.main([DIGITS, str(path)])
+    assert 'a  nan' in capsys.readouterr().out
+
+
+# ---- folders, disks, interruptions
+
+def test_a_moved_folder_resumes_in_its_new_place(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ['default_hooks.checkpoint.max_keep_ckpts=9', 'default_hooks.checkpoint.save_best=auto']
+    train.main(folder_arguments(images, tmp_path / 'whole', *options, epochs=3))
+    train.main(folder_arguments(images, tmp_path / 'old', *options, epochs=3))
+    expected = read_checkpoint(tmp_path / 'whole' / 'last.safetensors')[0]
+
+    def is_expected(folder):
+        found = read_checkpoint(folder / 'last.safetensors')[0]
+        return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    # As it was after two epochs; the note of the last checkpoint and the state in it name the old folder.
+    for name in ('epoch_3.pth', 'last.safetensors'):
+        (tmp_path / 'old' / name).unlink()
+    (tmp_path / 'old' / 'last_checkpoint').write_text(str(tmp_path / 'old' / 'epoch_2.pth'))
+    shutil.copytree(tmp_path / 'old', tmp_path / 'copy')
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'old').iterdir() if path.is_file()}
+    train.main([*folder_arguments(images, tmp_path / 'copy', *options, epochs=3), '--resume'])
+    assert f"the state in {tmp_path / 'copy' / 'epoch_2.pth'}" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / 'old').iterdir() if path.is_file()}, \
+        'the original stays as it is'
+    assert is_expected(tmp_path / 'copy')
+    # Without --work-dir, with the config in the folder, which names the old place.
+    (tmp_path / 'old').rename(tmp_path / 'moved')
+    config = tmp_path / 'moved' / 'ppma-tiny_folder.py'
+    config.write_text(config.read_text() + f"\nresume = True\nload_from = '{tmp_path}/old/epoch_2.pth'\n")
+    train.main([str(config), '--resume'])
+    assert is_expected(tmp_path / 'moved')
+    (tmp_path / 'moved' / 'last.safetensors').unlink()
+    train.main([str(config), '--work-dir', str(tmp_path / 'moved')])                  # as the config says: resume
+    assert is_expected(tmp_path / 'moved')
+    assert not (tmp_path / 'runs').exists() and not (tmp_path / 'old').exists()
+
+
+def test_the_last_checkpoint_is_found_without_its_note(tmp_path):
+    from subquad.tools.engine.checkpoints import latest_checkpoint
+    assert latest_checkpoint(tmp_path) is None
+    for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
+        (tmp_path / name).write_text('')
+    assert latest_checkpoint(tmp_path).name == 'epoch_10.pth'
+    for note, found in (('', 'epoch_10.pth'), ('/nowhere/epoch_2.pth', 'epoch_2.pth'),
+                        ('/nowhere/epoch_3.pth', 'epoch_10.pth')):
+        (tmp_path / 'last_checkpoint').write_text(note)
+        assert latest_checkpoint(tmp_path).name == found
+
+
+_HOLD = """
+import multiprocessing, sys, time
+from pathlib import Path
+from subquad.tools.engine.lock import locked
+with locked(Path(sys.argv[1])):
+    multiprocessing.get_context('fork').Process(target=time.sleep, args=(30,)).start()     # as a data loader's worker
+    print('locked', flush=True)
+    time.sleep(60)
+"""
+
+
+def _holder(folder):
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    process = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', _HOLD, str(folder)], stdout=subprocess.PIPE,
+                               env=environment, text=True)
+    assert process.stdout.readline() == 'locked\n'
+    return process
+
+
+def test_a_second_training_in_a_folder_is_refused(images, tmp_path):
+    process = _holder(tmp_path)
+    try:
+        before = sorted(tmp_path.iterdir())
+        fails(folder_arguments(images, tmp_path), f'another training is writing to {tmp_path} '
+               rf'\(process {process.pid} on .*\); .* another --work-dir')
+        assert sorted(tmp_path.iterdir()) == before
+    finally:
+        process.kill()
+        process.wait()
+    # Killed, it leaves its file, and its worker lives on for a while.
+    assert (tmp_path / 'training.lock').exists()
+    assert train.main(folder_arguments(images, tmp_path)) == 0
+    assert not (tmp_path / 'training.lock').exists()
+
+
+def test_folders_without_locks(tmp_path, capsys, monkeypatch):
+    import fcntl
+
+    from subquad.tools.engine.lock import locked
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with locked(tmp_path / 'a' / 'b'):
+        assert (tmp_path / 'a' / 'b').is_dir()
+    assert 'cannot be locked (No locks available): nothing stops a second' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], 'empty folders that were made go again'
+
+
+@pytest.mark.parametrize('where', ['checkpoint', 'note of the last checkpoint', 'weights'])
+def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path, monkeypatch):
+    """The second epoch's files do not fit any more."""
+    import builtins
+
+    from subquad.tools.engine import checkpoints
+    full = OSError(errno.ENOSPC, 'No space left on device')
+    count = []
+
+    def breaks(*_, **__):
+        raise full
+    if where == 'checkpoint':
+        fsync = os.fsync
+        monkeypatch.setattr(checkpoints.os, 'fsync', lambda fd: (count.append(fd), breaks() if len(count) > 1
+                                                                 else fsync(fd)))
+    elif where == 'weights':
+        from safetensors import SafetensorError
+
+        from subquad.backbones import weights as module
+
+        def breaks(*_, **__):
+            raise SafetensorError('Error while serializing: I/O error: No space left on device (os error 28)')
+        for target in (module, getattr(module, 'files', None)):
+            if hasattr(target, 'save_file'):
+                monkeypatch.setattr(target, 'save_file', breaks)
+    else:
+        real = builtins.open
+
+        def noted(file, *rest, **options):
+            if str(file).endswith('last_checkpoint') and rest[:1] == ('w',):
+                count.append(file)
+                opened = real(file, *rest, **options)            # emptied by now
+                if len(count) > 1:
+                    opened.close()
+                    breaks()
+                return opened
+            return real(file, *rest, **options)
+        monkeypatch.setattr(builtins, 'open', noted)
+    arguments = folder_arguments(images, tmp_path, epochs=3)
+    message = fails(arguments, f'the disk is full while writing to {tmp_path}; free some space; ')
+    monkeypatch.undo()
+    assert not list(tmp_path.glob('*.part')) and not list(tmp_path.glob('last.safetensors'))
+    kept = sorted(tmp_path.glob('*.pth'))
+    if where != 'weights':                                       # which are written at the first validation
+        assert f'{kept[-1]} holds the state; go on with: subquad train ppma-tiny_folder --work-dir ' in message
+    assert kept
+    for path in kept:
+        read_checkpoint(path)
+    assert train.main([*arguments, '--resume']) == 0
+    assert read_checkpoint(tmp_path / 'last.safetensors')[1]['epoch'] == 3
+
+
+def test_a_checkpoint_goes_only_when_the_next_is_there(tmp_path):
+    from subquad.tools.engine.checkpoints import WholeFilesBackend
+    backend = WholeFilesBackend(str(tmp_path))
+    for name in ('a.pth', 'b.pth'):
+        backend.put(b'1', tmp_path / name)
+    (tmp_path / 'other').mkdir()
+    backend.put(b'1', tmp_path / 'other' / 'c.pth')
+    for name in ('a.pth', 'b.pth', 'other/c.pth'):
+        backend.remove(tmp_path / name)
+    assert (tmp_path / 'a.pth').exists()
+    backend.put(b'2', tmp_path / 'b.pth')
+    backend.remove_now()
+    assert sorted(p.name for p in tmp_path.rglob('*.pth')) == ['b.pth', 'c.pth']
+    assert (tmp_path / 'b.pth').read_bytes() == b'2' and oct((tmp_path / 'b.pth').stat().st_mode)[-3:] == '644'
+
+
+def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, monkeypatch):
+    from subquad.tools.hooks import ProgressHook
+    after = ProgressHook.after_train_iter
+
+    def interrupted(hook, runner, *rest, **options):
+        after(hook, runner, *rest, **options)
+        if runner.iter + 1 == 3:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(ProgressHook, 'after_train_iter', interrupted)
+    work = tmp_path / 'my runs'
+    arguments = folder_arguments(images, work, epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(arguments)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f'{work}/epoch_1.pth holds the state; go on with: subquad train ppma-tiny_folder ')
+    monkeypatch.undo()
+    import shlex
+    command = shlex.split(line.split('go on with: ')[1])
+    assert command[:2] == ['subquad', 'train'] and command[-1] == '--resume'
+    assert train.main(command[2:]) == 0
+    assert read_checkpoint(work / 'last.safetensors')[1]['epoch'] == 2
+    text = capsys.readouterr().err
+    assert 'going on after epoch 1' in text
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_runs(images, tmp_path, capsys, monkeypatch):
+    from subquad.tools.hooks import ProgressHook
+    train.main(folder_arguments(images, tmp_path))
+    message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',
+                                     'train_dataloader.batch_size=2', 'optim_wrapper.clip_grad=None'), 'the loss is')
+    assert 'no checkpoint had been written' in message
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(ProgressHook, 'after_train_iter', interrupted)
+    for arguments, expected in ((folder_arguments(images, tmp_path), 'no checkpoint has been written to '),
+                                ([*folder_arguments(images, tmp_path, epochs=2), '--resume'], 'epoch_1.pth holds the')):
+        with pytest.raises(KeyboardInterrupt):
+            train.main(arguments)
+        assert expected in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_process(images, tmp_path):
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    process = subprocess.Popen([sys.executable, '-W', 'ignore', '-m', 'subquad.tools', 'train',
+                                *folder_arguments(images, tmp_path, epochs=5000)], env=environment,
+                               stderr=subprocess.PIPE, text=True)
+    end = time.time() + 120
+    while not list(tmp_path.glob('epoch_*.pth')) and time.time() < end:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and 'Traceback' not in error
+    assert 'holds the state; go on with: subquad train' in error
+    assert not (tmp_path / 'training.lock').exists() and not list(tmp_path.glob('*.part'))

@@ -1,0 +1,156 @@
+"""Checkpoints of a Runner: written whole or not at all, and found again after a folder has moved."""
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+from mmengine.fileio import LocalBackend, register_backend
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import HOOKS
+
+from ...backbones.weights import written_whole
+from ..cli import UserError
+
+
+class WholeFilesBackend(LocalBackend):
+    """The local file system. A file is written whole or not at all, and `remove` waits for `remove_now`: mmengine takes
+    the old checkpoint away before it writes the new one, which leaves none when the disk is full.
+
+    Args:
+        folder: only files in it are removed (None: any). A copied run knows the files of the original by their paths.
+    """
+
+    def __init__(self, folder: Optional[str] = None):
+        self.folder, self.pending = folder, []
+
+    def put(self, obj: Union[bytes, memoryview], filepath: Union[str, Path]) -> None:
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as temporary, open(temporary, 'wb') as file:
+            file.write(obj)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self, filepath: Union[str, Path]) -> None:
+        path = Path(filepath)
+        if self.folder is None or path.resolve().parent == Path(self.folder).resolve():
+            self.pending.append((path, path.stat().st_ino))
+
+    def remove_now(self) -> None:
+        """Remove what was to be removed, but for files that have been written again since then."""
+        pending: List[Tuple[Path, int]] = self.pending
+        self.pending = []
+        for path, inode in pending:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == inode:
+                    path.unlink()
+
+
+register_backend('subquad_whole_files', WholeFilesBackend, force=True)
+
+
+@HOOKS.register_module()
+class WholeCheckpointHook(CheckpointHook):
+    """mmengine's CheckpointHook; local files are written as by `WholeFilesBackend`, and the best checkpoint so far is
+    looked for in the folder where the run is now."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if '://' not in str(self.out_dir) and not self.backend_args and not self.file_client_args:
+            self.backend_args = dict(backend='subquad_whole_files')
+
+    def before_train(self, runner) -> None:
+        super().before_train(runner)
+        if self._whole:
+            self.file_backend.folder = self.out_dir
+            here = Path(self.out_dir)
+            if getattr(self, 'best_ckpt_path', None):
+                self.best_ckpt_path = str(here / Path(self.best_ckpt_path).name)
+            for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
+                self.best_ckpt_path_dict[name] = path and str(here / Path(path).name)
+        self._remove_replaced()
+
+    def after_train_epoch(self, runner) -> None:
+        super().after_train_epoch(runner)
+        self._remove_replaced()
+
+    def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        super().after_train_iter(runner, *args, **kwargs)
+        self._remove_replaced()
+
+    def after_val_epoch(self, runner, metrics: Dict[str, float]) -> None:
+        super().after_val_epoch(runner, metrics)
+        self._remove_replaced()
+
+    @property
+    def _whole(self) -> bool:
+        return isinstance(self.file_backend, WholeFilesBackend)
+
+    def _remove_replaced(self) -> None:
+        if self._whole and self.file_backend.pending:
+            self.file_backend.remove_now()
+
+
+def whole_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    """The default hooks of a config, mmengine's CheckpointHook in its safe form."""
+    hooks = dict(default_hooks or {})
+    checkpoint = hooks.get('checkpoint', dict(type='CheckpointHook', interval=1))
+    kind = checkpoint.get('type') if isinstance(checkpoint, dict) else None
+    if kind in ('CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook):
+        hooks['checkpoint'] = {**checkpoint, 'type': 'mmengine.WholeCheckpointHook'}
+    return hooks
+
+
+def latest_checkpoint(folder: Path) -> Optional[Path]:
+    """The last checkpoint of a run, also where the folder has moved or the note of the last one is damaged."""
+    try:
+        noted = Path((folder / 'last_checkpoint').read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        noted = Path()
+    for path in (folder / noted.name, noted):                    # first here: the folder may be a copy
+        if noted.name and path.is_file():
+            return path
+    numbered = [(int(match[1]), path) for path in folder.glob('*.pth')
+                if (match := re.fullmatch(r'(?:epoch|iter)_(\d+)', path.stem))]
+    return max(numbered)[1] if numbered else None
+
+
+def stamp(path: Optional[Path]) -> Optional[Tuple[Path, int]]:
+    """A checkpoint and when it was written; None for none."""
+    return None if path is None else (path, path.stat().st_mtime_ns)
+
+
+def checkpoint_since(folder: Path, earlier: Optional[Tuple[Path, int]]) -> Optional[Path]:
+    """The last checkpoint of a run, if it is another than that of an earlier run in the same folder (its `stamp`)."""
+    path = latest_checkpoint(folder)
+    return path if stamp(path) != earlier else None
+
+
+def checkpoint_to_resume(work_dir: str, name: str) -> str:
+    """The checkpoint to go on from, found to hold weights and state and nothing that runs.
+
+    Args:
+        work_dir: folder of the run.
+        name: a checkpoint, or '' for the run's last one.
+
+    Raises:
+        UserError: none there, or not one of a Runner.
+    """
+    from ...backbones.weights import WeightsError, read_checkpoint
+    folder = Path(work_dir).expanduser()
+    path = Path(name).expanduser() if name else latest_checkpoint(folder)
+    if path is None:
+        raise UserError(f'--resume: no checkpoint in {work_dir} (--work-dir, or --resume CHECKPOINT)')
+    if name and not path.is_file() and (folder / path.name).is_file():
+        path = folder / path.name                                # a config that was written before the folder moved
+    if path.suffix == '.safetensors':
+        raise UserError(f'--resume: {path} holds weights alone; the .pth files beside it hold the state of '
+                        'training, too')
+    try:
+        _, _, source = read_checkpoint(path)
+    except WeightsError as error:
+        raise UserError(f'--resume: {error}') from error
+    if source != 'state_dict':
+        raise UserError(f'--resume: {path} is no checkpoint of a training run')
+    return str(path)

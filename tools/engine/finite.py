@@ -1,0 +1,103 @@
+"""Stop a training whose loss or weights are no longer finite, and say where it happened."""
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
+from torch import Tensor
+
+from ...backbones.weights import is_finite
+from ..cli import UserError
+from .checkpoints import checkpoint_since, latest_checkpoint, stamp
+
+_SHOWN = 64                                                      # names of a batch that are listed
+
+
+@HOOKS.register_module()
+class FiniteHook(Hook):
+    """Stops training at the first loss that is NaN or infinite, before anything is logged or written after it, and
+    keeps weights that are not finite out of every file.
+
+    Raises:
+        UserError: with the step, the batch's files and the last good checkpoint.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self):
+        self.exempt: Set[str] = set()
+        self.earlier: Optional[Tuple[Path, int]] = None
+
+    def before_train(self, runner) -> None:
+        # A checkpoint of an earlier run in this folder is no checkpoint of this one, unless this one goes on with it.
+        self.earlier = None if runner.iter else stamp(latest_checkpoint(Path(runner.work_dir)))
+        # Some networks keep infinities in a buffer, as masks.
+        self.exempt = set(_not_finite(getattr(runner.model, 'module', runner.model).state_dict()))
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None,
+                         outputs: Optional[Dict[str, Any]] = None) -> None:
+        loss = float(outputs['loss'].detach())
+        if not math.isfinite(loss):
+            raise UserError(f'the loss is {loss} at step {_step(runner, runner.iter + 1)}; '
+                            f'{batch_contents(runner, batch_idx, data_batch)}; {self._last_good(runner)}; a lower '
+                            'learning rate, clipped gradients or a longer warm-up may help')
+
+    def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
+        bad = [key for key in _not_finite(checkpoint['state_dict']) if key not in self.exempt]
+        if bad:
+            more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
+            raise UserError(f'the weights hold NaN or infinities after step {_step(runner, runner.iter)} ({bad[0]}'
+                            f'{more}): nothing is written; {self._last_good(runner)}')
+
+    def _last_good(self, runner) -> str:
+        path = checkpoint_since(Path(runner.work_dir), self.earlier)
+        return f'the last good checkpoint is {path}' if path else 'no checkpoint had been written'
+
+
+def _not_finite(weights: Dict[str, Any]) -> List[str]:
+    return [key for key, value in weights.items() if isinstance(value, Tensor) and not is_finite(value)]
+
+
+def _step(runner, done: int) -> str:
+    total = f'{done} of {runner.max_iters}'
+    return f'{total} (epoch {runner.epoch + 1})' if isinstance(runner.train_loop, EpochBasedTrainLoop) else total
+
+
+def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
+    """The files of a batch, or the indices of its items where the data set has no files."""
+    files = list(_image_paths(data_batch))
+    if files:
+        return f'the batch holds {_listed(files)}'
+    loader = runner.train_dataloader
+    # These samplers draw from generators of their own, so the batch can be found a second time.
+    if isinstance(loader.sampler, InfiniteSampler):
+        batch_idx = runner.iter
+    elif not isinstance(loader.sampler, DefaultSampler):
+        return f'it is batch {batch_idx} of its epoch'
+    indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])
+    samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder
+    if samples is not None:
+        return f'the batch holds {_listed(str(samples[index][0]) for index in indices)}'
+    return f'the batch holds the items {_listed(map(str, indices))} of the training data'
+
+
+def _image_paths(value: Any) -> Iterator[str]:
+    """Paths of the images in a batch of MMDetection or MMSegmentation."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _image_paths(item)
+    elif isinstance(getattr(value, 'img_path', None), str):
+        yield value.img_path
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
+    return ', '.join(names[:_SHOWN]) + more

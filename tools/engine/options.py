@@ -1,0 +1,311 @@
+"""Check the keys of --cfg-options, so that none of them is without effect.
+
+A key is accepted where the config has it, or where what reads that part of the config takes it: the Runner's own
+arguments at the top, and inside a dict the constructor of the class that its `type` names. A variable of a config file
+from which the file computes other entries is refused: the computation is over when options are applied.
+"""
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+
+from ..cli import UserError
+
+RULE = 'valid keys: entries of the config, arguments of the Runner, or arguments of the class that `type` names'
+# What is set in another way, and how.
+_ELSEWHERE = {'work_dir': 'give --work-dir', 'log_level': 'give --verbose', 'cfg': 'give the config file',
+              'custom_imports': 'it acts while the config file is read: write it in a config file',
+              'data_root': 'give --data'}
+# Read from the config beside the Runner's arguments, by the Runner itself and by these tools.
+_ALSO_READ = ('model_wrapper_cfg', 'find_unused_parameters', 'sync_bn', 'compile', 'activation_checkpointing',
+              'efficient_conv_bn_eval', 'allow_other_classes', 'strict_images', 'tta_model', 'tta_pipeline')
+_REGISTRIES = ('MODELS', 'DATASETS', 'DATA_SAMPLERS', 'TRANSFORMS', 'HOOKS', 'METRICS', 'EVALUATOR', 'LOOPS',
+               'OPTIMIZERS', 'OPTIM_WRAPPERS', 'PARAM_SCHEDULERS', 'VISUALIZERS', 'VISBACKENDS', 'LOG_PROCESSORS',
+               'WEIGHT_INITIALIZERS', 'TASK_UTILS')
+_ANY: Set[str] = set()
+_HOOKS = {'runtime_info', 'timer', 'sampler_seed', 'logger', 'param_scheduler', 'checkpoint', 'visualization'}
+
+
+def runner_arguments() -> List[str]:
+    """The names of the Runner's arguments."""
+    from mmengine.runner import Runner
+    return list(inspect.signature(Runner.__init__).parameters)[1:]
+
+
+def read_entries() -> List[str]:
+    """Top-level entries that are read after a config file has run."""
+    skipped = (*_ELSEWHERE, 'data_preprocessor')
+    return [name for name in (*runner_arguments(), *_ALSO_READ) if name not in skipped]
+
+
+def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
+    """Refuse options that change nothing.
+
+    Args:
+        config: as the file says, before the options are merged in.
+        options: values by dotted key.
+        name: of the config, for messages.
+
+    Raises:
+        UserError: a key without effect; with the nearest key that has one.
+    """
+    from mmengine.registry import DefaultScope
+    with DefaultScope.overwrite_default_scope(config.get('default_scope')):
+        for key in options:
+            root, *rest = key.split('.')
+            if root not in read_entries():
+                raise UserError(f'--cfg-options {key}: {_no_such_root(config, root, name)}')
+            if root not in config and rest:
+                _check_absent(root, rest, key, options, name)
+            _check_entry(config[root] if root in config else {}, [root], rest, key, options)
+
+
+def _check_absent(root: str, rest: List[str], key: str, options: Dict[str, Any], name: str) -> None:
+    """Refuse a key below an entry that the config does not have, unless it is known what reads it."""
+    if rest[0].isdigit():
+        raise UserError(f'--cfg-options {key}: {name} has no {root!r}; write the list in a config file')
+    if rest != ['type'] and _accepted({}, options.get(f'{root}.type'), root) == (None, False):
+        raise UserError(f'--cfg-options {key}: {name} has no {root!r}; write it in a config file')
+
+
+def _no_such_root(config: Any, root: str, name: str) -> str:
+    entries = [entry for entry in read_entries() if entry in config]
+    leaves = [path for entry in entries for path, _ in _leaves(config[entry], entry)]
+    if root in config:
+        why = f'{root!r} is only used while {name} is read, so overriding it has no effect'
+        same = [path for path, value in (item for entry in entries for item in _leaves(config[entry], entry))
+                if type(value) is type(config[root]) and value == config[root]]
+        near = _nearest(root, same, 0.3) or _nearest(root, leaves)
+    else:
+        why, near = f'no {root!r} in {name}', _nearest(root, [*read_entries(), *leaves])
+    if root in _ELSEWHERE:
+        return f'{why}; {_ELSEWHERE[root]}'
+    return f"{why}; {'did you mean ' + ', '.join(near) + '?' if near else RULE}"
+
+
+def _leaves(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
+    """(dotted key, value) of everything below an entry, dicts and lists included."""
+    yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from _leaves(item, f'{path}.{key}')
+
+
+def _nearest(word: str, paths: Iterable[str], cutoff: float = 0.6) -> List[str]:
+    """At most three of the dotted keys, those whose last part is most like the word."""
+    last = {}
+    for path in paths:
+        last.setdefault(path.rsplit('.', 1)[-1], path)
+    return [last[close] for close in difflib.get_close_matches(word, list(last), n=3, cutoff=cutoff)]
+
+
+def _check_entry(node: Any, path: List[str], rest: List[str], key: str, options: Dict[str, Any]) -> None:
+    """Follow the dotted key below `path`, whose value is `node`."""
+    for part in rest:
+        above = '.'.join(path)
+        if isinstance(node, (list, tuple)):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UserError(f'--cfg-options {key}: {above} is a list of {len(node)} entries, from {above}.0 on')
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            if part not in node and part != '_delete_':
+                _check_new(node, above, part, key, options)
+            node = node.get(part, {}) if part in node else {}
+        elif node is not None:
+            raise UserError(f'--cfg-options {key}: {above} is {node!r}, which has no entries')
+        else:
+            return
+        path = [*path, part]
+
+
+def _check_new(node: Dict[str, Any], above: str, part: str, key: str, options: Dict[str, Any]) -> None:
+    """Refuse a new key that what reads the dict does not take; say where nobody can tell."""
+    # The type may be among the options, too, as in `init_cfg.type=Pretrained init_cfg.checkpoint=FILE`.
+    kind = options.get(f'{above}.type', node.get('type'))
+    if part == 'type' or above == 'default_hooks' and (f'{above}.{part}.type' in options
+                                                       or 'type' in _as_dict(options.get(key))):
+        return                                    # the class that is built says what it takes
+    known, checked = _accepted(node, kind, above)
+    if known is not None:
+        if part not in known:
+            near = difflib.get_close_matches(part, sorted({*known, *node}), n=3, cutoff=0.5)
+            raise UserError(f"--cfg-options {key}: {above} takes no {part!r}"
+                            f"{'; did you mean ' + ', '.join(near) + '?' if near else ''} ({RULE})")
+        return
+    if checked:                                   # a class that takes any argument and refuses what it does not know
+        return
+    near = difflib.get_close_matches(part, list(node), n=1, cutoff=0.75)
+    if near:
+        raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean {near[0]!r}? (an entry of that '
+                        'name can be added in a config file)')
+    print(f'--cfg-options {key}: it is not in the config and is added; nothing tells whether it is read',
+          file=sys.stderr)
+
+
+def _as_dict(value: Any) -> Dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _accepted(node: Dict[str, Any], kind: Any, above: str) -> Tuple[Optional[Set[str]], bool]:
+    """(what the reader of the dict takes, or None for anything; whether the reader is known)."""
+    for matches, names in _READERS:
+        if matches(above):
+            known = names(node, kind)
+            return (None, True) if known is _ANY else (known, known is not None or bool(kind and _registered(kind)))
+    if kind is None:
+        return None, False
+    classes = _registered(kind)
+    if not classes:
+        return None, False
+    names = {'type', '_scope_'}
+    for each in classes:
+        more = parameters(each)
+        if more is None:
+            return None, True
+        names |= more
+    return names, True
+
+
+def parameters(reader: Callable[..., Any]) -> Optional[Set[str]]:
+    """The names that a function or a class's constructor takes; None where it takes any (**kwargs)."""
+    if inspect.isclass(reader):
+        owner = next((base for base in reader.__mro__ if '__init__' in base.__dict__), object)
+        if owner is object:
+            return set()
+        reader = owner.__init__
+    try:
+        found = inspect.signature(reader).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in found.values()):
+        return None
+    return {name for name in found if name != 'self'}
+
+
+def _registered(kind: Any) -> List[Any]:
+    """The classes or functions that are registered under this name, in whichever registry."""
+    if not isinstance(kind, str):
+        return [kind] if callable(kind) else []
+    from mmengine import registry
+    found = []
+    for name in _REGISTRIES:
+        try:
+            with getattr(registry, name).switch_scope_and_registry(None) as own:        # of the default scope
+                found.append(own.get(kind))
+        except Exception:                         # a library that cannot be imported: its types are unknown
+            continue
+    return [each for each in found if each is not None]
+
+
+def _loop(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+    if kind is not None:
+        return _of_types(kind, 'by_epoch')
+    loop = EpochBasedTrainLoop if node.get('by_epoch', True) else IterBasedTrainLoop
+    return {*parameters(loop), 'by_epoch', 'type'} - {'runner', 'dataloader'}
+
+
+def _evaluation_loop(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    from mmengine.runner import ValLoop
+    return {*parameters(ValLoop), 'type'} - {'runner', 'dataloader', 'evaluator'} if kind is None else _of_types(kind)
+
+
+def _of_types(kind: Any, *more: str) -> Optional[Set[str]]:
+    names: Set[str] = {'type', '_scope_', *more}
+    for each in _registered(kind):
+        taken = parameters(each)
+        if taken is None:
+            return None
+        names |= taken
+    return names if len(names) > 2 + len(more) else None
+
+
+def _dataloader(node: Dict[str, Any], kind: Any) -> Set[str]:
+    from torch.utils.data import DataLoader
+    return {*parameters(DataLoader), 'num_batch_per_epoch'}
+
+
+def _optim_wrapper(node: Dict[str, Any], kind: Any) -> Set[str]:
+    from mmengine.optim import OptimWrapper
+    names = {*parameters(OptimWrapper), 'type', 'constructor', 'paramwise_cfg', 'dtype', 'loss_scale',
+             'use_fsdp'}
+    return names | (_of_types(kind) or set() if kind else set())
+
+
+def _clip_grad(node: Dict[str, Any], kind: Any) -> Set[str]:
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+    return ({*parameters(clip_grad_value_ if kind == 'value' else clip_grad_norm_), 'type'}) - {'parameters'}
+
+
+def _optimizer(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    return _of_types(kind) if kind else _ANY                 # timm's factory refuses what the optimiser does not take
+
+
+def _randomness(node: Dict[str, Any], kind: Any) -> Set[str]:
+    from mmengine.runner import Runner
+    return parameters(Runner.set_randomness)
+
+
+def _hook(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    if kind is None:
+        return None
+    from mmengine.hooks import CheckpointHook
+    from mmengine.runner import Runner
+    if any(inspect.isclass(each) and issubclass(each, CheckpointHook) for each in _registered(kind)):
+        # It hands what it does not know to save_checkpoint, after an epoch.
+        return {*_named_parameters(CheckpointHook), *_named_parameters(Runner.save_checkpoint), 'type', 'priority'}
+    return _of_types(kind, 'priority')
+
+
+def _scheduler(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    """MMEngine's schedulers take any argument and hand it to the class that computes the values."""
+    names = {'type', '_scope_', 'convert_to_iter_based'}
+    for each in _registered(kind) if kind else ():
+        for base in each.__mro__ if inspect.isclass(each) else ():
+            if '__init__' in vars(base):
+                names |= _named_parameters(base)
+    return names - {'optimizer', 'param_name'} if len(names) > 3 else None
+
+
+def _named_parameters(reader: Callable[..., Any]) -> Set[str]:
+    """The arguments that a function or a class's constructor names, whether or not it takes others."""
+    found = inspect.signature(reader.__init__ if inspect.isclass(reader) else reader).parameters.values()
+    return {p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {'self'}
+
+
+def _transform(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    from timm.data import create_transform
+    return parameters(create_transform) if kind is None else _of_types(kind)
+
+
+def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Set[str]]:
+    return lambda node, kind: set(names)
+
+
+def _named(*paths: str) -> Callable[[str], bool]:
+    return lambda above: above in paths
+
+
+def _in_list(*lists: str) -> Callable[[str], bool]:
+    return lambda above: above.rsplit('.', 1)[0] in lists and above.count('.') == 1
+
+
+# (whether it reads the dict at this path; the names that it takes).
+_READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Optional[Set[str]]]], ...] = (
+    (_named('train_cfg'), _loop),
+    (_named('val_cfg', 'test_cfg'), _evaluation_loop),
+    (_named('train_dataloader', 'val_dataloader', 'test_dataloader'), _dataloader),
+    (_named('optim_wrapper'), _optim_wrapper),
+    (_named('optim_wrapper.clip_grad'), _clip_grad),
+    (_named('optim_wrapper.optimizer'), _optimizer),
+    (lambda above: re.fullmatch(r'param_scheduler(\.\d+)?', above) is not None, _scheduler),
+    (_named('randomness'), _randomness),
+    (_named('default_hooks'), _fixed(*_HOOKS)),
+    (_in_list('default_hooks', 'custom_hooks'), _hook),
+    (_named('auto_scale_lr'), _fixed('enable', 'base_batch_size')),
+    (_named('env_cfg'), _fixed('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit')),
+    (_named('env_cfg.mp_cfg'), _fixed('mp_start_method', 'opencv_num_threads')),
+    (lambda above: above.endswith('_dataloader.dataset.transform'), _transform),
+)

@@ -1,0 +1,142 @@
+"""What a training is, in two lines before it starts, and how long it will take."""
+import errno
+import re
+import shlex
+from pathlib import Path
+from typing import Any, List, Optional, Tuple
+
+import torch
+from mmengine.dist import get_world_size
+from mmengine.runner import EpochBasedTrainLoop
+
+_FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
+         errno.EFBIG: 'a file grew beyond the largest size allowed'}
+_NUMBER = re.compile(r'os error (\d+)')                         # as safetensors reports it
+# Steps that are timed, after as many of the first that are slower (memory, kernels, caches).
+_SKIPPED, _TIMED = 2, 3
+
+
+def starting_point(config: Any, weights: Optional[str] = None) -> str:
+    """What the weights are when training starts."""
+    if config.get('resume') and config.get('load_from'):
+        return f'the state in {config.load_from}'
+    if weights or config.get('load_from'):
+        return f'the weights in {weights or config.load_from}'
+    cfgs = config.model.get('backbone', {}).get('init_cfg') if isinstance(config.model.get('backbone'), dict) else None
+    cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
+    files = [str(cfg.get('checkpoint')) for cfg in cfgs if isinstance(cfg, dict) and cfg.get('type') == 'Pretrained']
+    return f'random weights but for the backbone in {files[0]}' if files else 'random weights'
+
+
+def summary(runner: Any, start: str) -> str:
+    """Model, weights, data, device, length and folder, in two lines."""
+    model = getattr(runner.model, 'module', runner.model)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kind = runner.cfg.model
+    name = kind.get('name') or ' on '.join(filter(None, [type(model).__name__, _type(kind.get('backbone'))]))
+    loader = runner.train_dataloader
+    classes = (getattr(loader.dataset, 'metainfo', None) or {}).get('classes')
+    data = f'{len(loader.dataset):,} images' + (f' of {len(classes)} classes' if classes else '')
+    if runner.val_loop is not None:
+        data += f', {len(runner.val_dataloader.dataset):,} to validate on'
+    epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
+    plural = 's' if runner.max_epochs != 1 else ''
+    length = f'{runner.max_epochs} epoch{plural} of {len(loader)} steps' if epochs else f'{runner.max_iters} steps'
+    if runner.iter:
+        length += f', going on after {"epoch" if epochs else "step"} {runner.epoch if epochs else runner.iter}'
+    return (f'training {name} ({parameters / 1e6:.1f} M trainable parameters) from {start}\n'
+            f'on {data}; {_device(model)}; {length}; everything is written to {runner.work_dir}')
+
+
+def _type(config: Any) -> str:
+    kind = config.get('type') if isinstance(config, dict) else None
+    return getattr(kind, '__name__', kind) or ''
+
+
+def _device(model: torch.nn.Module) -> str:
+    device = next(model.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else str(device)
+    count = get_world_size()
+    return f'on {count} processes, {name} each' if count > 1 else f'on {name}'
+
+
+class Estimate:
+    """The time that the rest takes, from a few steps."""
+
+    def __init__(self):
+        self.times: List[float] = []
+        self.given = False
+
+    def after_step(self, now: float, left: int) -> Optional[str]:
+        """A sentence, once.
+
+        Args:
+            now: seconds, of a clock that does not jump.
+            left: steps still to go.
+        """
+        if self.given:
+            return None
+        self.times.append(now)
+        if len(self.times) <= _SKIPPED + _TIMED:
+            return None
+        self.given = True
+        step = (self.times[-1] - self.times[_SKIPPED]) / _TIMED
+        return (f'about {duration(step * left)} left ({left} steps, {step:.2g} s each), not counting evaluation'
+                if left else None)
+
+
+def duration(seconds: float) -> str:
+    """'2 days 3 h', '3 h 20 min', '5 min', '40 s'."""
+    seconds = max(1, round(seconds))
+    if seconds < 100:
+        return f'{seconds} s'
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f'{minutes} min'
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours} h {minutes} min' if hours < 48 else f'{hours // 24} days {hours % 24} h'
+
+
+def resume_command(args: Any, work_dir: str) -> str:
+    """The command that goes on with a training from its last checkpoint.
+
+    Args:
+        args: of `subquad train`.
+        work_dir: where it writes.
+    """
+    words = ['subquad', 'train', args.config, '--work-dir', work_dir]
+    for name in ('data', 'model', 'epochs', 'seed'):
+        value = getattr(args, name)
+        words += [f'--{name}', str(value)] if value is not None else []
+    words += [f'--{name}' for name in ('amp', 'verbose') if getattr(args, name)]
+    if args.cfg_options:
+        words += ['--cfg-options', *args.option_words]
+    return shlex.join([*words, '--resume'])
+
+
+def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
+    """What to do after a training has stopped.
+
+    Args:
+        folder: of the run.
+        command: that resumes.
+        earlier: stamp of a checkpoint that was there before the run and is none of its own.
+    """
+    from .checkpoints import checkpoint_since
+    path = checkpoint_since(folder, earlier)
+    if path is None:
+        return f'no checkpoint has been written to {folder} yet; start the training again'
+    return f'{path} holds the state; go on with: {command}' if command else f'{path} holds the state'
+
+
+def disk_full(error: BaseException) -> str:
+    """What is full, where an error or what led to it says that nothing more can be written; else ''."""
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        number = getattr(error, 'errno', None) or _NUMBER.search(str(error))
+        number = number if isinstance(number, (int, type(None))) else int(number[1])
+        if number in _FULL:
+            return _FULL[number]
+        error = error.__cause__ or error.__context__
+    return ''

@@ -1,0 +1,70 @@
+"""What the tools print: tables that are never cut, JSON without NaN, and progress on stderr."""
+import json
+import math
+import sys
+import time
+from typing import Any, Iterator, Sequence, TypeVar
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from .cli import shown
+
+Item = TypeVar('Item')
+
+
+def print_table(table: Table) -> None:
+    """Print a table whose cells are never cut: on a terminal within its width, where long cells take several lines;
+    elsewhere as wide as it is, because what reads it has no width."""
+    console = Console()
+    for column in table.columns:
+        column.overflow = 'fold'
+    if not console.is_terminal:
+        wide = console.options.update(width=100_000)
+        width = Measurement.get(console, wide, table).maximum
+        console = Console(width=max(width, len(str(table.title or ''))))
+    console.print(table)
+
+
+def add_row(table: Table, *cells: object) -> None:
+    """Add a row of texts, such as the names of files, in which no bracket is markup and nothing unprintable."""
+    table.add_row(*(Text(shown(text, longest=sys.maxsize)) for text in cells))
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """json.dumps with null for NaN and infinities, for which JSON has no words."""
+    return json.dumps(without_nan(value), allow_nan=False, **options)
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for every number that is not finite, in lists and dicts, too."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def progress(items: Sequence[Item], what: str, every: float = 10.) -> Iterator[Item]:
+    """The items, with a bar on stderr where that is a terminal; elsewhere with a line every so many seconds.
+
+    Args:
+        items: what is worked on.
+        what: the plural of their name.
+        every: seconds between lines.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import track
+        yield from track(items, description=what, console=console, transient=True)
+        return
+    start = said = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if done and now - said >= every:
+            left = (now - start) / done * (len(items) - done)
+            print(f'{done} of {len(items)} {what}, about {left:.0f} s left', file=sys.stderr, flush=True)
+            said = now
+        yield item
