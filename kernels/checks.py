@@ -34,7 +34,15 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
         device = device or tensor.device
         if tensor.device != device:
             raise ValueError(f'{op}: {name} is on {tensor.device}, the other arguments on {device}')
-        fits(op, name, tensor, tensor.shape)
+    if not _symbolic():
+        for name, tensor in given.items():
+            if tensor.numel() > _LARGE:
+                fits(op, name, tensor, tensor.shape)
+
+
+def _symbolic() -> bool:
+    """Whether sizes may be symbols, which a comparison would bind."""
+    return torch.compiler.is_compiling() or exporting()
 
 
 def dense(op: str, name: str, tensor: Tensor) -> None:
@@ -46,8 +54,8 @@ def dense(op: str, name: str, tensor: Tensor) -> None:
 def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
     """A tensor of that shape and like's dtype fits into the memory of like's device. An expanded tensor takes no memory
     itself, but what is computed from it does."""
-    if torch.compiler.is_compiling() or exporting():
-        return                                      # sizes may be symbols, which a comparison would bind
+    if _symbolic():
+        return
     elements = torch.Size(shape).numel()
     if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or recorded(like.detach()):
         return
@@ -69,24 +77,24 @@ def _memory(device: torch.device) -> Optional[int]:
 
 def step_logs(op: str, **logs: Tensor) -> None:
     """Step logs are not positive, where values may be looked at. Elsewhere the backends take positive ones for 0."""
+    if not all(map(readable, logs.values())):
+        return
     for name, log in logs.items():
-        log = log.detach()
-        if readable(log) and (top := float(log.amax())) > 0:
+        if (top := log.amax().item()) > 0:
             raise ValueError(f'{op}: {name} must not be positive (it is the logarithm of a decay factor of at most 1 '
                              f'for each step), got {top:g}')
 
 
 def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
     """No number is below zero, where values may be looked at."""
-    x = x.detach()
-    if readable(x) and (least := float(x.amin())) < 0:
+    if readable(x) and (least := x.amin().item()) < 0:
         raise ValueError(f'{op}: {name} must not be negative ({what}), got {least:g}')
 
 
 def readable(x: Tensor) -> bool:
     """Whether x has numbers that can be looked at without waiting: those of a GPU would be waited for, and a graph has
     none."""
-    return x.device.type == 'cpu' and not recorded(x) and x.numel() > 0
+    return x.is_cpu and x.numel() > 0 and not recorded(x.data if isinstance(x, torch.nn.Parameter) else x)
 
 
 def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:
