@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from helpers import ROOT
 
 
 def _python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:

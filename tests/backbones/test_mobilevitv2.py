@@ -2,6 +2,7 @@
 import pytest
 import timm
 import torch
+from helpers import assert_close
 from torch import nn
 
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
@@ -65,11 +66,6 @@ def _pair(width, **options):
     return theirs, ours
 
 
-def _close(actual, expected, tolerance=1e-5):
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-
-
 @pytest.mark.parametrize('options', [{}, dict(output_stride=8), dict(output_stride=16)], ids=str)
 @pytest.mark.parametrize('width', ['050', '100', '200'])
 def test_equal_to_timms_network(width, options):
@@ -78,9 +74,9 @@ def test_equal_to_timms_network(width, options):
         x = torch.rand(1, 3, *size)
         with torch.no_grad():
             (last, levels), (their_last, their_levels) = (m.forward_intermediates(x) for m in (ours, theirs))
-            _close(ours.forward_head(last), theirs.forward_head(their_last))
+            assert_close(ours.forward_head(last), theirs.forward_head(their_last))
             for level, their_level in zip(levels, their_levels, strict=True):
-                _close(level, their_level)
+                assert_close(level, their_level)
 
 
 @pytest.mark.parametrize('options', [{}, dict(output_stride=8), dict(output_stride=16)], ids=str)
@@ -92,7 +88,7 @@ def test_features_only_equals_timms(options):
     assert ours.feature_info.channels() == theirs.feature_info.channels()
     x = torch.rand(2, 3, 192, 250)
     for level, their_level in zip(ours(x), theirs(x), strict=True):
-        _close(level, their_level)
+        assert_close(level, their_level)
 
 
 @pytest.mark.parametrize('width, dtype', [('050', torch.float32), ('050', torch.float64), ('100', torch.float64)])
@@ -114,16 +110,16 @@ def test_gradients_equal_timms(width, dtype):
 def test_training_mode_equals_timms():
     theirs, ours = (model.train() for model in _pair('050'))
     x = torch.rand(3, 3, 96, 128)
-    _close(ours(x), theirs(x))
+    assert_close(ours(x), theirs(x))
     for name, value in theirs.named_buffers():
-        _close(dict(ours.named_buffers())[name].double(), value.double())
+        assert_close(dict(ours.named_buffers())[name].double(), value.double())
 
 
 def test_batches_in_parts_equal_single_images():
     model = _pair('050')[1]
     x = torch.rand(9, 3, 96, 128)
     with torch.no_grad():
-        _close(model(x), torch.cat([model(image[None]) for image in x]))
+        assert_close(model(x), torch.cat([model(image[None]) for image in x]))
 
 
 # --- files

@@ -2,6 +2,7 @@
 import pytest
 import timm
 import torch
+from helpers import assert_close
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,11 +11,6 @@ from subquad.backbones.mixers import SeparableSelfAttention
 
 def _parameters(name, **options):
     return sum(p.numel() for p in timm.create_model(name, device='meta', **options).parameters())
-
-
-def _close(actual, expected, tolerance=1e-5):
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize('width, channels', [(0.25, [16, 32, 64, 96, 128]), (0.3, [32, 40, 80, 112, 152]),
@@ -38,7 +34,7 @@ def test_options_train(options):
     folded = timm.create_model('test_mobilevitv2', num_classes=5, exportable=True, **options).eval()
     folded.load_state_dict(model.state_dict())
     x = torch.rand(2, 3, 96, 128)
-    _close(folded(x), model(x))
+    assert_close(folded(x), model(x))
 
 
 def test_latent_tokens_cost_a_row_each():
@@ -50,7 +46,7 @@ def test_latent_tokens_cost_a_row_each():
              for key, value in one.state_dict().items()}
     three.load_state_dict(state)
     x = torch.rand(1, 3, 64, 96)
-    _close(three(x), one(x))
+    assert_close(three(x), one(x))
 
 
 def test_exact_size():
@@ -185,7 +181,7 @@ def test_a_trace_at_256_is_right_at_320_and_refuses_224():
     model = timm.create_model('test_mobilevitv2').eval()
     traced = torch.jit.trace(model, torch.rand(1, 3, 256, 256))
     x = torch.rand(2, 3, 320, 320)
-    _close(traced(x), model(x))
+    assert_close(traced(x), model(x))
     with pytest.raises(RuntimeError):               # its maps are odd, and the trace has no resizing
         traced(torch.rand(1, 3, 224, 224))
 
@@ -198,7 +194,7 @@ def test_dynamic_export(dims):
     program = torch.export.export(model, (torch.rand(2, 3, 256, 256),),
                                   dynamic_shapes=({'bchw'.index(d): sizes[d] for d in dims},))
     x = torch.rand(3, 3, 320, 192 if 'w' in dims else 256)
-    _close(program.module()(x), model(x))
+    assert_close(program.module()(x), model(x))
 
 
 @pytest.mark.parametrize('options', [{}, dict(num_latent_tokens=2)], ids=str)
@@ -299,12 +295,12 @@ def test_an_odd_source_for_an_exportable_block():
               for on in (True, False)]
     blocks[0].load_state_dict(blocks[1].state_dict())
     x, source = torch.randn(1, 64, 4, 6), torch.randn(1, 32, 5, 6)
-    _close(blocks[0](x, source), blocks[1](x, source))
+    assert_close(blocks[0](x, source), blocks[1](x, source))
 
 
 def test_exact_size_traces_at_odd_sizes():
     model, x = timm.create_model('test_mobilevitv2', exact_size=True).eval(), torch.rand(1, 3, 224, 224)
-    _close(torch.jit.trace(model, x)(x), model(x))
+    assert_close(torch.jit.trace(model, x)(x), model(x))
 
 
 def test_wrong_pooling():
@@ -321,7 +317,7 @@ def test_what_wraps_a_projection_or_norm_is_asked():
     plain = model(x)
     unit, convolution = model.stages[2][1].transformer[0].attn, model.stages[1][0].conv1_1x1.conv
     handle = convolution.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    _close(model(x), plain)
+    assert_close(model(x), plain)
     assert len(seen) == 1
     handle.remove()
     prune.l1_unstructured(unit.qkv_proj, 'weight', amount=0.5)

@@ -1,10 +1,10 @@
 """Options of networks: every one of every family is checked at construction, and the message names it."""
 import inspect
-from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers import ROOT
 
 from subquad.backbones import PPMA, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.hierarchical import HierarchicalBackbone
@@ -137,5 +137,5 @@ def test_lists_are_as_good_as_tuples():
 
 def test_config_of_a_crisscross_classifier():
     config = pytest.importorskip('mmengine').Config.fromfile(
-        Path(__file__).parent.parent / 'configs' / 'classification' / 'ppma-tiny-crisscross_folder.py')
+        ROOT / 'configs' / 'classification' / 'ppma-tiny-crisscross_folder.py')
     assert config.model.name == 'ppma_tiny_crisscross' and config.model.label_smoothing == 0.1

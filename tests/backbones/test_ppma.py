@@ -2,11 +2,11 @@
 import copy
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers import DATA, assert_close
 from safetensors import safe_open
 
 from subquad import kernels
@@ -16,8 +16,6 @@ from subquad.backbones.weights import checkpoint_filter_fn
 from subquad.kernels import launch
 from subquad.tools.stats import count
 
-DATA = Path(__file__).parent / 'data'
-SHARED = Path(__file__).resolve().parent.parent.parent / 'shared' / 'golden'
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
 PARAMETERS = {'ppma_tiny': 14_335_272, 'ppma_small': 26_969_472, 'ppma_base': 54_158_524}
 GMACS = {'ppma_tiny': 2.70, 'ppma_small': 4.90, 'ppma_base': 10.59}
@@ -68,24 +66,17 @@ def _device(backend):
 @pytest.mark.parametrize('backend', ['reference', 'portable', 'export', 'triton'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('name', GOLDEN)
-@pytest.mark.parametrize('folder', [DATA, SHARED], ids=['clone', 'shared'])
-def test_published_network(folder, name, dtype, backend):
-    if not (folder / name).is_file():
-        pytest.skip(f'{name} is not there; the copy in tests/data is tested')
+def test_published_network(name, dtype, backend):
     device = _device(backend)
-    if backend == 'triton' and (dtype == torch.float64 or folder == SHARED):
-        pytest.skip('the kernels take no float64; and the copies are the same')
-    golden, config = _golden(folder / name)
+    if backend == 'triton' and dtype == torch.float64:
+        pytest.skip('the kernels take no float64')
+    golden, config = _golden(DATA / name)
     model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
     model = model.to(device, dtype)
     if backend == 'export':
         for module in model.modules():
             if hasattr(module, 'exportable'):
                 module.exportable = True          # the mixers' rotation too, not only the operators
-
-    def close(actual, expected, what):
-        error = (actual.cpu().double() - expected.double()).abs().max() / expected.abs().max()
-        assert error <= 2e-5, f'{what}: {error:.1e}'
 
     image = golden['input'].to(device, dtype).requires_grad_()
     with kernels.use_backend(backend):
@@ -94,16 +85,16 @@ def test_published_network(folder, name, dtype, backend):
         logits = model(image)
         (logits * golden['cotangent'].to(logits)).sum().backward()
     for n in range(4):
-        close(stages[n], golden[f'stage{n + 1}'], f'stage{n + 1}')
-        close(normed[n], golden[f'outnorm{n}'], f'outnorm{n}')
-    close(logits, golden['logits'], 'logits')
+        assert_close(stages[n], golden[f'stage{n + 1}'], 2e-5, f'stage{n + 1}')
+        assert_close(normed[n], golden[f'outnorm{n}'], 2e-5, f'outnorm{n}')
+    assert_close(logits, golden['logits'], 2e-5, 'logits')
     gradients = {k.removeprefix('grad/'): v for k, v in golden.items() if k.startswith('grad/') and k != 'grad/input'}
     parameters = dict(model.named_parameters())
     assert len(gradients) > 10
     for key, value in checkpoint_filter_fn({'patch_embed.': torch.zeros(0), **gradients}, model).items():
         if key != 'patch_embed.':
-            close(parameters[key].grad, value, key)
-    close(image.grad, golden['grad/input'], 'input')
+            assert_close(parameters[key].grad, value, 2e-5, key)
+    assert_close(image.grad, golden['grad/input'], 2e-5, 'input')
 
 
 def test_a_classifiers_file_in_a_dense_backbone_lacks_only_output_norms():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import assert_close
 
 from subquad import kernels
 
@@ -48,12 +49,6 @@ def _run(call, inputs, backend):
     return y, [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs]
 
 
-def _assert_close(actual, expected, tolerance):
-    assert actual.isfinite().all()
-    scale = expected.abs().max().clamp(min=1e-30)
-    assert (actual.double() - expected).abs().max() <= tolerance * scale + 1e-30
-
-
 @pytest.mark.parametrize('grid', GRIDS)
 @pytest.mark.parametrize('name', CALLS)
 @pytest.mark.parametrize('backend', ['portable', 'export'])
@@ -61,7 +56,7 @@ def test_values_and_gradients(name, grid, backend):
     inputs = _attention_inputs(*grid)
     y, grads = _run(CALLS[name], inputs, 'reference')
     y2, grads2 = _run(CALLS[name], inputs, backend)
-    _assert_close(y2, y, 1e-12)
+    assert_close(y2, y, 1e-12)
     for actual, expected in zip(grads2, grads):
         assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
 
@@ -74,7 +69,7 @@ def test_dtypes(name, dtype, backend):
     expected, grads = _run(CALLS[name], [x.double() for x in inputs], 'reference')
     y, grads2 = _run(CALLS[name], inputs, backend)
     assert y.dtype == dtype
-    _assert_close(y, expected, TOLERANCE[dtype])
+    assert_close(y, expected, TOLERANCE[dtype])
     for actual, wanted in zip(grads2, grads):
         assert (actual.double() - wanted).abs().max() <= 2 * TOLERANCE[dtype] * max(1, wanted.abs().max())
 
@@ -90,7 +85,7 @@ def test_many_blocks_equal_one(name, monkeypatch):
             portable = importlib.import_module(f'subquad.kernels.{module}.portable')
             monkeypatch.setattr(portable, 'BLOCK_ELEMENTS', elements)
         y2, grads2 = _run(CALLS[name], inputs, 'portable')
-        _assert_close(y2, y, 1e-12)
+        assert_close(y2, y, 1e-12)
         for actual, expected in zip(grads2, grads):
             assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
 
@@ -106,7 +101,7 @@ def test_scan_over_several_chunks(length, order):
             return kernels.polyline_scan(x, a, b, order=order, backend=backend)
         y, grads = _run(call, tensors, 'reference')
         y2, grads2 = _run(call, tensors, 'portable')
-        _assert_close(y2, y, 1e-12)
+        assert_close(y2, y, 1e-12)
         for actual, expected in zip(grads2, grads):
             assert (actual - expected).abs().max() <= 1e-10 * max(1, expected.abs().max())
 
@@ -131,7 +126,7 @@ def test_extreme_steps(name, backend):
         inputs[n] = values[torch.randint(0, 5, inputs[n].shape, generator=g)]
     expected, _ = _run(CALLS[name], [x.double() for x in inputs], 'reference')
     y, grads = _run(CALLS[name], inputs, backend)
-    _assert_close(y, expected, 1e-5)
+    assert_close(y, expected, 1e-5)
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -142,7 +137,7 @@ def test_peaked_logits_far_from_a_decayed_maximum():
     a, b = torch.full_like(a, -60.0), torch.full_like(b, -60.0)
     y = kernels.polyline_attention(q, k, v, a, b)
     expected = kernels.polyline_attention(*(x.double() for x in (q, k, v, a, b)), backend='reference')
-    _assert_close(y, expected, 1e-4)
+    assert_close(y, expected, 1e-4)
 
 
 @pytest.mark.parametrize('name', CALLS)

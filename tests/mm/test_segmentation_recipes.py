@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
 
 pytest.importorskip('mmseg')
 
@@ -56,7 +57,7 @@ def test_an_old_name_gives_the_new_one(old, new):
 
 def test_what_troubleshooting_says(tmp_path):
     """The way round `mmseg::`, as it stands there."""
-    text = (Path(__file__).parent.parent / 'docs' / 'troubleshooting.md').read_text()
+    text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     base, = re.findall(r"`(_base_ = __import__\('mmseg'\).*)`", text)
     backbone = "dict(_delete_=True, type='PPMA')"
     (tmp_path / 'own.py').write_text(f'{base}\nmodel = dict(pretrained=None, backbone={backbone})\n')
@@ -67,7 +68,7 @@ def test_what_troubleshooting_says(tmp_path):
 @pytest.mark.slow
 def test_a_script_of_mmsegmentation(tmp_path):
     """The command that imports subquad before a script."""
-    text = (Path(__file__).parent.parent / 'docs' / 'troubleshooting.md').read_text()
+    text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     code, = re.findall(r'`python -c "(.*)" get_flops.py CONFIG`', text)
     script = Path(mmseg.__path__[0]) / '.mim' / 'tools' / 'analysis_tools' / 'get_flops.py'
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, script, FOLDER / 'upernet_test-ppma_shapes.py',

@@ -1,9 +1,8 @@
 """The authors' SSDLite in MMDetection, against what their files hold and what their code computes, written out here."""
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 
 pytest.importorskip('mmdet')
 
@@ -15,7 +14,7 @@ from mmengine.structures import InstanceData
 from subquad.backbones.mm import cvnets
 from subquad.backbones.mm.ssdlite import SSDLiteAnchorGenerator, SSDLiteBoxCoder, SSDLiteExtraLayers, SSDLiteJointHead
 
-CONFIGS = Path(__file__).parents[1] / 'configs'
+CONFIGS = ROOT / 'configs'
 WIDTHS = {'050': (2_035_395, 1_113_593, 130_944, 790_858), '075': (3_584_955, 2_481_009, 165_120, 938_826),
           '100': (5_608_883, 4_388_841, 199_296, 1_020_746), '125': (8_173_227, 6_837_089, 233_472, 1_102_666),
           '150': (11_277_987, 9_825_753, 267_648, 1_184_586), '175': (14_923_163, 13_354_833, 301_824, 1_266_506),

@@ -6,16 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from rich.table import Table
 
 import subquad_cli
 from subquad.tools import cli, kernels, models, output, records, stats, test, train
 from subquad.tools.config import known_configs
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, '-W', 'ignore', '-c', 'import subquad_cli; subquad_cli.main()']
 
 
