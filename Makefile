@@ -41,7 +41,7 @@ test-timm: $(VENV)/.subquad-test
 	.ci/timm-suite $(PY)
 
 docs: $(VENV)/.subquad-docs
-	$(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 dev: $(VENV)/.subquad-dev
 	$(PY) -m pre_commit install

@@ -7,6 +7,7 @@ cards, CONTRIBUTING.md and CHANGELOG.md. A link to any other file leads to the r
 import logging
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import List
 
@@ -20,13 +21,11 @@ log = logging.getLogger('mkdocs.hooks')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link the checkout's folders below build/docs as the package that an installation has."""
+    """Copy the checkout's folders below build/docs as the one package that an installation has."""
     package = ROOT / 'build' / 'docs' / 'subquad'
-    package.mkdir(parents=True, exist_ok=True)
-    for link in package.iterdir():
-        link.unlink()
-    for source in [*(ROOT / 'subquad').glob('*.py'), *(ROOT / folder for folder in FOLDERS)]:
-        (package / source.name).symlink_to(source)
+    shutil.rmtree(package, ignore_errors=True)
+    for source, target in [(ROOT / 'subquad', package), *((ROOT / name, package / name) for name in FOLDERS)]:
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns('__pycache__'))
     return config
 
 
