@@ -20,13 +20,12 @@ FOLDERS = ('backbones', 'kernels', 'configs', 'tools')       # as in setup.py: s
 log = logging.getLogger('mkdocs.hooks')
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
+def on_startup(command: str, dirty: bool) -> None:
     """Copy the checkout's folders below build/docs as the one package that an installation has."""
     package = ROOT / 'build' / 'docs' / 'subquad'
     shutil.rmtree(package, ignore_errors=True)
     for source, target in [(ROOT / 'subquad', package), *((ROOT / name, package / name) for name in FOLDERS)]:
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns('__pycache__'))
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -8,8 +8,8 @@ Without IMAGE a random picture is used. The networks have random weights; load a
 import sys
 from pathlib import Path
 
+import subquad  # noqa: F401, I001  (before timm, with which it registers its models)
 import numpy as np
-import subquad  # noqa: F401  (registers the models with timm)
 import timm
 import torch
 from PIL import Image

@@ -2,7 +2,8 @@
 
     python examples/new_mixer.py [EPOCHS]
 
-The mixer gates a scan along polyline paths, whose decays depend on the input. Its cost is linear in the number of tokens.
+The mixer gates a scan along polyline paths, whose decays depend on the input. Its cost is linear in the number of
+tokens.
 The script needs scikit-learn for the data (`pip install scikit-learn`) and takes less than a minute on two CPU cores.
 """
 import sys
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from subquad import kernels
 from subquad.backbones.hierarchical import HierarchicalBackbone
-from torch import Tensor, nn
 
 
 class GatedScanMixer(nn.Module):
