@@ -8,7 +8,9 @@ Without IMAGE a random picture is used. The networks have random weights; load a
 import sys
 from pathlib import Path
 
-import subquad  # noqa: F401, I001  (before timm, with which it registers its models)
+import subquad  # noqa: F401  (before timm, with which it registers its models)
+
+# isort: split
 import numpy as np
 import timm
 import torch
