@@ -15,7 +15,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     from ..kernels.dispatch import OPERATORS
     parser = argparse.ArgumentParser(
         'subquad kernels', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='Example: subquad kernels --compile cuda:90 --only "polyline_attention, logit, 14" (no GPU is needed)')
+        epilog='Example: subquad kernels --compile cuda:90 --only "polyline_attention, additive, 14" (needs no GPU)')
     parser.add_argument('--compile', metavar='TARGET',
                         help='compile every kernel ahead of time for cuda:80, cuda:90, hip:gfx942, ... and show '
                              'registers, spilled bytes and shared memory; exit code 1 if registers spill (minutes)')

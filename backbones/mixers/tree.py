@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
 from ...kernels.common.autocast import without_autocast
-from ...kernels.trees import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ...kernels.trees import PARAMETRIZATIONS, RHO, Level, means, quadtree_levels, third, unfold
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # Levels with a bias of their own, counted from the leaves; higher ones share the last. 2^11 tokens a side.
@@ -49,7 +49,7 @@ class TreeMixer(nn.Module):
         ValueError: an option that is not allowed.
     """
 
-    OPTIONS: ClassVar[Options] = {'parametrisation': one_of(*PARAMETRISATIONS), 'static_edges': flag(),
+    OPTIONS: ClassVar[Options] = {'parametrisation': one_of(*PARAMETRIZATIONS), 'static_edges': flag(),
                                   'max_levels': or_none(integer(2, 32))}
 
     def __init__(self, dim: int, num_heads: int, parametrisation: str = 'laplacian', static_edges: bool = False,
@@ -85,7 +85,7 @@ class TreeMixer(nn.Module):
         """mask: (B, H, W), true for the tokens that are there; what is behind the others reaches no token within."""
         levels = self.levels(*x.shape[1:3])
         values = [self._heads(v) for v in means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
-        y = quadtree_solve(values, self.edges(x, levels, mask), parametrisation=self.parametrisation, rho=self.rho,
+        y = quadtree_solve(values, self.edges(x, levels, mask), parametrization=self.parametrisation, rho=self.rho,
                            mask=mask, shift=levels[0][2:], backend=self.backend)[0]
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return self.out(F.silu(self.gate(x)) * y)
@@ -112,7 +112,7 @@ class TreeMixer(nn.Module):
             like = edges[0] if edges else x              # a map of one token has none
             values = like.new_zeros(batch, self.num_heads, height, width).requires_grad_()
             solution = quadtree_solve([v[..., None] for v in means(values, levels)], [e.detach() for e in edges],
-                                      parametrisation=self.parametrisation, rho=self.rho, shift=levels[0][2:])
+                                      parametrization=self.parametrisation, rho=self.rho, shift=levels[0][2:])
             return torch.autograd.grad(solution[0][:, :, row, column].sum(), values)[0]
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -58,14 +58,14 @@ def _count(shape) -> int:
     return torch.Size(shape).numel()
 
 
-def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     steps = [bounded(log.float()).contiguous() for log in logs]
     passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
-        if order in (name, 'both'):
+        if paths in (name, 'both'):
             y = x
             # One token: the scan of its line is itself (but its step log must not fall out of the graph).
             sequence = [(s, dim) for s, dim in sequence if x.shape[dim] > 1 or s.requires_grad] or sequence[:1]

@@ -284,18 +284,18 @@ def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tens
            kind, block)
 
 
-def forward(values: List[Tensor], edges: List[Tensor], parametrisation: str, shift: Sequence[int]) -> List[Tensor]:
+def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
     """x of every level, (B, heads, H_l, W_l, D) in the dtype of values; edges (B, heads, H_l, W_l)."""
     if not edges:
         return [x.clone() for x in values]
     out = [torch.empty_like(x) for x in values]
     if out[0].numel():
         block = min(LARGEST_BLOCK[0], triton.next_power_of_2(out[0].shape[-1]))
-        _start(values, edges, out, (), (), parametrisation, shift, block)
+        _start(values, edges, out, (), (), parametrization, shift, block)
     return out
 
 
-def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrisation: str,
+def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
              shift: Sequence[int]) -> Tuple[List[Tensor], List[Tensor]]:
     """Gradients of values and of edges."""
     if not edges:
@@ -309,5 +309,5 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
         parts = [x[None] for x in products]
     else:
         parts = [x.new_empty((triton.cdiv(dim, block), *x.shape), dtype=torch.float32) for x in edges]
-    _start(grads, edges, out, solution, parts, parametrisation, shift, block)
+    _start(grads, edges, out, solution, parts, parametrization, shift, block)
     return out, products if dim <= block else [x.copy_(part.sum(0)) for x, part in zip(products, parts)]
