@@ -8,7 +8,6 @@ from typing import List, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..common.decay import compute_dtype, cumulative
 from ..common.workspace import Workspace, exponentials_are_safe, ranges
@@ -76,8 +75,7 @@ def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
     return [(lines, queries) for lines in ranges(count, BLOCK_ELEMENTS // (length * length))]
 
 
-@torch.library.custom_op('subquad::decay_attention_portable_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
     """q, k: (n, L, D); v: (n, L, Dv); sums: (n, L)."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for lines, blocks in _plan(q):
@@ -88,9 +86,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> T
     return output
 
 
-@torch.library.custom_op('subquad::decay_attention_portable_bwd', mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
-              mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
+             mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dsums = (torch.zeros_like(x) for x in (q, k, v, sums))
     space = Workspace(q)
     for lines, blocks in _plan(q):
@@ -100,45 +97,6 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
             dp = torch.bmm(grad[lines, rows], v[lines].transpose(1, 2))
             weights.backward(dp, dq[lines, rows], dk[lines], dsums[lines])
     return dq, dk, dv, dsums
-
-
-@_forward.register_fake
-def _(q, k, v, sums, mask_mode):
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, sums, mask_mode):
-    return tuple(torch.empty_like(x) for x in (q, k, v, sums))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.mask_mode = inputs[-1]
-
-
-_forward.register_autograd(lambda ctx, grad: (*_backward(grad.contiguous(), *ctx.saved_tensors, ctx.mask_mode), None),
-                           setup_context=_save)
-
-
-@register_flop_formula(torch.ops.subquad.decay_attention_portable_fwd)
-def _(q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] ** 2 * (q[2] + v[2])
-
-
-@register_flop_formula(torch.ops.subquad.decay_attention_portable_bwd)
-def _(grad, q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] ** 2 * (3 * q[2] + 2 * v[2])
-
-
-def decay_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
-    if v.numel() == 0:
-        return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
-    inputs = [x.to(dtype).transpose(2, 3) if axis == 'column' else x.to(dtype) for x in (q, k, v, sums)]
-    y = _forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask_mode).view(inputs[2].shape)
-    return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
 
 
 def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:

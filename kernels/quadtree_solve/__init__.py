@@ -4,14 +4,18 @@ from typing import List, Optional, Sequence
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose
+from ..dispatch import choose, register
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalised
 from ..trees.arguments import check_levels
 from ..trees.diagnose import is_lost
 from . import custom_op, portable, reference
 
-_IMPLEMENTATIONS = {'reference': reference.quadtree_solve, 'portable': custom_op.quadtree_solve_portable,
-                    'triton': custom_op.quadtree_solve, 'export': portable.quadtree_solve_export}
+_IMPLEMENTATIONS = register('quadtree_solve', {
+    'reference': reference.quadtree_solve,
+    'portable': custom_op.quadtree_solve_portable,
+    'triton': custom_op.quadtree_solve_triton,
+    'export': portable.quadtree_solve_export,
+})
 
 
 @checks.renamed(parametrisation='parametrization')

@@ -5,12 +5,16 @@ import torch
 from torch import Tensor
 
 from ..common import checks, patches
-from ..dispatch import choose
+from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
-_IMPLEMENTATIONS = {'reference': reference.separable_attention, 'portable': portable.separable_attention,
-                    'triton': custom_op.separable_attention, 'export': portable.separable_attention_export}
+_IMPLEMENTATIONS = register('separable_attention', {
+    'reference': reference.separable_attention,
+    'portable': portable.separable_attention,
+    'triton': custom_op.separable_attention_triton,
+    'export': portable.separable_attention_export,
+})
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
