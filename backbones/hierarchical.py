@@ -1,7 +1,7 @@
-"""The four-stage skeleton that PPMA, Myo and LCSM share.
+"""The four-stage skeleton that PPMA and Myo share.
 
-A family brings a mixer for each block; stem, convolutions, feed-forward, downsampling and head are the same, so that a
-comparison between families compares mixers.
+A family supplies the token mixer of each block. The stem, convolutions, feed-forward layers, downsampling and head are
+the same for all families, so that a comparison between families compares mixers.
 """
 from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Tuple, Union
 
@@ -13,7 +13,7 @@ from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
 from .inference import in_parts
 from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, or_none
-from .staged import StagedBackbone, init_linear
+from .timm_interface import TimmInterface, init_linear
 
 STRIDES = (4, 8, 16, 32)
 # Options of the skeleton; a family adds its mixer's.
@@ -47,7 +47,7 @@ class Stage(nn.Module):
         return x.permute(0, 3, 1, 2)
 
 
-class HierarchicalBackbone(StagedBackbone):
+class HierarchicalBackbone(TimmInterface):
     """A stem at stride 4 and four stages at strides 4, 8, 16, 32, with a projecting classifier head.
 
     Args:

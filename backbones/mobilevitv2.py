@@ -24,7 +24,7 @@ from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSel
 from .mixers.separable import check_source
 from .mobilevitv2_keys import DEPTHS, translated
 from .options import COMMON, Options, check, flag, number, one_of
-from .staged import StagedBackbone, init_kaiming, init_xavier
+from .timm_interface import TimmInterface, init_kaiming, init_xavier
 from .weights import pretrained_filter
 
 __all__ = ['MobileViTv2']
@@ -163,7 +163,7 @@ class Stem(ConvNormAct):
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
-class MobileViTv2(StagedBackbone):
+class MobileViTv2(TimmInterface):
     """MobileViTv2 of any width.
 
     Args:

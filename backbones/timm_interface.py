@@ -1,4 +1,4 @@
-"""What makes a stem, stages and a head a model of timm: timm's methods, once for all families."""
+"""timm's model interface, written once for all families of image backbones."""
 from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Union
 
 from timm.layers import get_device_dtype, trunc_normal_
@@ -9,7 +9,7 @@ from .mixers import LinformerSelfAttention
 from .options import COMMON, Options, check
 
 
-class StagedBackbone(nn.Module):
+class TimmInterface(nn.Module):
     """Base of the families, which make `stem`, `stages`, `head` (a module with `fc` and `reset`), `feature_info`,
     `num_features`, `head_hidden_size` and, where they have them, `output_norms`.
 
