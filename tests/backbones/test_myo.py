@@ -9,7 +9,7 @@ from timm.optim import param_groups_layer_decay
 
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
-from subquad.backbones.myo_sequence import Nodes, TreeSequenceMixer
+from subquad.backbones.mixers.tree_sequence import Nodes, TreeSequenceMixer
 from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
 from subquad.tools.stats import count
 
@@ -34,8 +34,8 @@ def test_any_size(size):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(parametrisation='dense'), 'parametrisation must be one of'), (dict(max_levels=1), 'max_levels must be'),
-    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='2d'), 'unexpected keyword')])
+    (dict(parametrization='dense'), 'parametrization must be one of'), (dict(max_levels=1), 'max_levels must be'),
+    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='both'), 'unexpected keyword')])
 def test_wrong_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         timm.create_model('test_myo', **options)
@@ -46,24 +46,24 @@ def test_options_change_the_tree():
         TreeMixer(8, 2, rho=1.0)
     static = timm.create_model('test_myo', static_edges=True)
     assert not any('query' in name for name, _ in static.named_parameters())
-    flags = [block.mixer.shifted for stage in timm.create_model('myo_tiny', device='meta').stages
+    flags = [block.mixer.shift_grid for stage in timm.create_model('myo_tiny', device='meta').stages
              for block in stage.blocks]
     assert flags == [n % 2 == 1 for depth in (2, 2, 8, 2) for n in range(depth)]
-    assert not any(block.mixer.shifted for stage in timm.create_model('test_myo', shift=False).stages
+    assert not any(block.mixer.shift_grid for stage in timm.create_model('test_myo', shifted_blocks=False).stages
                    for block in stage.blocks)
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-@pytest.mark.parametrize('shifted', [False, True])
-def test_padding_reaches_nothing(parametrisation, shifted):
+@pytest.mark.parametrize('parametrization', PARAMETRISATIONS)
+@pytest.mark.parametrize('shift_grid', [False, True])
+def test_padding_reaches_nothing(parametrization, shift_grid):
     torch.manual_seed(0)
-    mixer = TreeMixer(16, 2, parametrisation, shifted=shifted)
+    mixer = TreeMixer(16, 2, parametrization, shift_grid=shift_grid)
     mask = torch.zeros(2, 9, 14, dtype=torch.bool)
     mask[0, :7, :14] = mask[1, :9, :5] = True
     x = torch.randn(2, 9, 14, 16)
     outputs = [mixer(torch.where(mask[..., None], x, padding), mask)[mask] for padding in (0.0, 50.0)]
     assert (outputs[0] - outputs[1]).abs().max() < 1e-6
-    if not shifted:                                                 # and what is there is solved as if alone
+    if not shift_grid:                                                 # and what is there is solved as if alone
         torch.testing.assert_close(mixer(x, mask)[0, :7], mixer(x[:1, :7])[0], rtol=1e-4, atol=1e-6)
 
 
@@ -82,7 +82,7 @@ def test_first_edges_grow_fourfold_and_shifted_layers_shift():
     edges = mixer.edges(torch.randn(1, 8, 8, 16), levels)
     for n, edge in enumerate(edges):
         torch.testing.assert_close(edge, edges[0][:, :, :1, :1].expand_as(edge) * 4 ** n)
-    shifted = TreeMixer(16, 2, static_edges=True, shifted=True)
+    shifted = TreeMixer(16, 2, static_edges=True, shift_grid=True)
     shifted.load_state_dict(mixer.state_dict())
     assert shifted.levels(8, 8)[0][2:] == (2, 2)
     x = torch.zeros(1, 8, 8, 16)
@@ -104,11 +104,11 @@ def test_forest_sees_its_windows_alone():
     assert ((whole(x) - whole(other)).abs().amax(-1)[0] > 1e-9).all()
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_training_in_bfloat16_with_large_edges(parametrisation):
+@pytest.mark.parametrize('parametrization', PARAMETRISATIONS)
+def test_training_in_bfloat16_with_large_edges(parametrization):
     """500 steps under autocast; every 50 the edges become random and large."""
     torch.manual_seed(0)
-    mixer = TreeMixer(16, 2, parametrisation, shifted=True)
+    mixer = TreeMixer(16, 2, parametrization, shift_grid=True)
     optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
     for step in range(500):
         if step % 50 == 0:
@@ -166,8 +166,8 @@ def test_orders():
 
 
 @pytest.mark.parametrize('options', [
-    dict(), dict(mixer='scan'), dict(block_size=2), dict(parametrisation='symmetric', arity=2),
-    dict(parametrisation='skew', block_size=4, num_heads=2), dict(static_edges=True, virtual_input='embed'),
+    dict(), dict(mixer='scan'), dict(block_size=2), dict(parametrization='symmetric', arity=2),
+    dict(parametrization='skew', block_size=4, num_heads=2), dict(static_edges=True, virtual_input='embed'),
     dict(virtual_input='zero', readout='mean', readout_levels=3), dict(order='snake', mlp_ratio=1.0)],
                          ids=str)
 def test_sequence_network(options):
@@ -219,7 +219,7 @@ def test_absent_nodes_reach_nothing_and_edges_grow():
     torch.testing.assert_close(z, math.log(2) * 2.0 ** nodes.level)
 
 
-@pytest.mark.parametrize('options', [dict(), dict(mixer='scan'), dict(parametrisation='laplacian')], ids=str)
+@pytest.mark.parametrize('options', [dict(), dict(mixer='scan'), dict(parametrization='laplacian')], ids=str)
 def test_half_types_and_checkpointing(options):
     torch.manual_seed(0)
     model = timm.create_model('myo_sequence', dim=16, depth=2, **options)

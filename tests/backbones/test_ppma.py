@@ -115,8 +115,8 @@ def test_averaged_weights_come_first():
                        average['head.fc.bias'])
 
 
-OPTIONS = [dict(mask='product'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'), dict(paths='v2h'),
-           dict(paths='cross_scan', mask='product'), dict(shared_decay=True), dict(attention='linear'),
+OPTIONS = [dict(mask_mode='multiplicative'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'), dict(paths='v2h'),
+           dict(paths='cross_scan', mask_mode='multiplicative'), dict(shared_decay=True), dict(attention='linear'),
            dict(attention='decomposed'), dict(attention='full'), dict(attention='crisscross', paths='none'),
            dict(attention='linear', paths='cross_scan'), dict(attention='decomposed', paths='none'),
            dict(attention=('linear', 'decomposed', 'crisscross', 'full'))]
@@ -141,7 +141,7 @@ def test_options_agree_between_backends(options):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('options', [dict(mask='product'), dict(paths='v2h'), dict(paths='cross_scan')], ids=str)
+@pytest.mark.parametrize('options', [dict(mask_mode='multiplicative'), dict(paths='v2h'), dict(paths='cross_scan')], ids=str)
 def test_options_agree_on_triton(options):
     """Forward and backward of whole networks on the kernels."""
     device = _device('triton')
@@ -232,8 +232,8 @@ def test_inference_in_parts_equals_the_whole(monkeypatch):
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(mask='additive'), "mask must be one of 'logit', 'product', got 'additive'"),
-    (dict(paths='diagonal'), "paths must be one of '2d'"), (dict(attention='sparse'), 'attention must be one of'),
+    (dict(mask_mode='sum'), "mask_mode must be one of 'additive', 'multiplicative', got 'sum'"),
+    (dict(paths='diagonal'), "paths must be one of 'both'"), (dict(attention='sparse'), 'attention must be one of'),
     (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
     (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
     (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),

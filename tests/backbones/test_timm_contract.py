@@ -169,8 +169,8 @@ def test_flop_counter_sees_the_definition():
 
 @pytest.mark.parametrize('family, options', [
     (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
-    (MYO, dict()), (MYO, dict(parametrisation='symmetric', max_levels=3)), (MYO, dict(parametrisation='skew')),
-    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask='product')), (SMALLEST, dict()),
+    (MYO, dict()), (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
+    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')), (SMALLEST, dict()),
     (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
     (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
                          ids=lambda x: getattr(x, 'name', str(x)))
