@@ -8,8 +8,8 @@ from timm.layers import ConvMlp, DropPath, is_exportable, make_divisible
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..kernels.dispatch import exporting
-from ..kernels.separable_attention.grid import fold, unfold
+from ..kernels.common.patches import fold, unfold
+from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq
 from .blocks import can_bypass_forward, check_image, conv_norm_folded
 from .inference import forward_in_parts

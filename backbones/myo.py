@@ -10,7 +10,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.tree_solve import heights
+from ..kernels.trees import heights
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs

@@ -12,7 +12,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.tree_solve import ORDERS, PARAMETRISATIONS, grid_order
+from ..kernels.trees import ORDERS, PARAMETRIZATIONS, grid_order
 from .mixers.scan import ScanMixer
 from .mixers.tree_sequence import LEVELS, Nodes, TreeSequenceMixer
 from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
@@ -114,7 +114,7 @@ class MyoSequence(nn.Module):
         'block_size': integer(1, 64),
         'arity': integer(2, 1024),
         'order': one_of(*ORDERS),
-        'parametrization': one_of(*PARAMETRISATIONS),
+        'parametrization': one_of(*PARAMETRIZATIONS),
         'static_edges': flag(),
         'virtual_input': one_of(*VIRTUAL_INPUTS),
         'readout_levels': integer(1, 64),

@@ -115,7 +115,7 @@ def resources_table(root: Path) -> str:
     whole for every target in model_cards/benchmarks."""
     rows, kind = [], ', bfloat16, 32 channels'
     for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
-        if case.endswith(kind) and not any(word in case for word in ('product', '8 latent')):
+        if case.endswith(kind) and not any(word in case for word in ('multiplicative', '8 latent')):
             rows += [[case.removesuffix(kind), f"`{k['kernel']}`", str(k['warps']), str(k['registers']),
                       str(k['stack']), str(k['shared'])] for k in kernels if not k['kernel'].startswith('row_products')]
     return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)

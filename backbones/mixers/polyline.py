@@ -14,14 +14,13 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
-from ...kernels.dispatch import exporting
+from ...kernels.common.tracing import exporting
 from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat
 
 MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
-_MASK = {'additive': 'logit', 'multiplicative': 'product'}
 
 
 # The attentions map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own arithmetic
@@ -42,13 +41,13 @@ def full_attention(
         return F.scaled_dot_product_attention(q, k, v, scale=1.0)
     if paths == 'cross_scan':
         def along_lines(q, k, v, log_decay):
-            return decay_attention(q, k, v, log_decay, mask=_MASK[mask_mode], backend=backend)
+            return decay_attention(q, k, v, log_decay, mask_mode=mask_mode, backend=backend)
         y = _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
         return y * (0.5 if mask_mode == 'additive' else 1.0)
     paths = 'both' if paths == 'both' else 'v2h'         # for 'rmt' the V2H mask equals the H2V mask
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
     return polyline_attention(
-        q, k, v, log_alpha, log_beta, mask=_MASK[mask_mode], paths=paths, backend=backend).flatten(2, 3)
+        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
 
 
 def criss_cross_attention(
@@ -62,11 +61,11 @@ def criss_cross_attention(
         backend: str,
 ) -> Tensor:
     """Softmax attention along columns, then along rows (PPMCCA)."""
-    order = 'both' if paths in ('both', 'cross_scan') else 'column_first'
     mask_mode = 'additive' if paths == 'none' else mask_mode
+    paths = 'both' if paths in ('both', 'cross_scan') else 'v2h'
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
     return crisscross_attention(
-        q, k, v, log_alpha, log_beta, mask=_MASK[mask_mode], order=order, backend=backend).flatten(2, 3)
+        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
 
 
 def linear_attention(
@@ -115,11 +114,11 @@ def _masked_linear_attention(
     """(q k' * mask) v without softmax."""
     if paths == 'cross_scan':
         def along_lines(q, k, v, log_decay):
-            return polyline_linear_attention(q, k, v, log_decay, log_decay, order='v2h', backend=backend)
+            return polyline_linear_attention(q, k, v, log_decay, log_decay, paths='v2h', backend=backend)
         return _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
     paths = 'both' if paths == 'both' else 'v2h'
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
-    return polyline_linear_attention(q, k, v, log_alpha, log_beta, order=paths, backend=backend).flatten(2, 3)
+    return polyline_linear_attention(q, k, v, log_alpha, log_beta, paths=paths, backend=backend).flatten(2, 3)
 
 
 def _sum_of_scans(

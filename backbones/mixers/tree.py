@@ -13,8 +13,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
-from ...kernels.precision import without_autocast
-from ...kernels.tree_solve import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ...kernels.common.autocast import without_autocast
+from ...kernels.trees import PARAMETRIZATIONS, RHO, Level, means, quadtree_levels, third, unfold
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
@@ -53,7 +53,7 @@ class TreeMixer(nn.Module):
     """
 
     OPTIONS: ClassVar[Options] = {
-        'parametrization': one_of(*PARAMETRISATIONS),
+        'parametrization': one_of(*PARAMETRIZATIONS),
         'static_edges': flag(),
         'max_levels': or_none(integer(2, 32)),
     }
@@ -110,7 +110,7 @@ class TreeMixer(nn.Module):
         y = quadtree_solve(
             values,
             self.edges(x, levels, mask),
-            parametrisation=self.parametrization,
+            parametrization=self.parametrization,
             rho=self.rho,
             mask=mask,
             shift=levels[0][2:],
@@ -145,7 +145,7 @@ class TreeMixer(nn.Module):
             solution = quadtree_solve(
                 [v[..., None] for v in means(values, levels)],
                 [e.detach() for e in edges],
-                parametrisation=self.parametrization,
+                parametrization=self.parametrization,
                 rho=self.rho,
                 shift=levels[0][2:],
             )

@@ -12,8 +12,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.precision import without_autocast
-from ...kernels.tree_solve import Tree, cached_sequence, level_lengths, tree_blocks
+from ...kernels.common.autocast import without_autocast
+from ...kernels.trees import Tree, cached_sequence, level_lengths, tree_blocks
 
 # The number of levels with their own embedding and edge biases, from the leaves up. Higher levels share the last.
 LEVELS = 16

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..blocks import Workspace, exponentials_are_safe, ranges
-from ..decay import compute_dtype, cumulative
+from ..common.decay import compute_dtype, cumulative
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
 # Elements of the logits of a block, 4 MB in float32: fewer and the calls cost more than the work, more and a block and
 # its copies leave the caches of a CPU.
@@ -25,13 +25,13 @@ class LineWeights:
     apart in one workspace. With `plain_exponentials` the weights stay p / scale, which saves passes over p; only
     `apply` works then, and q, k must be safe (`exponentials_are_safe`)."""
 
-    def __init__(self, q: Tensor, k: Tensor, sums: Tensor, mask: str, space: Workspace, name: str = '',
+    def __init__(self, q: Tensor, k: Tensor, sums: Tensor, mask_mode: str, space: Workspace, name: str = '',
                  queries: slice = slice(None), plain_exponentials: bool = False):
         self.q, self.k, self.sums, self.queries = q, k, sums, queries
         self.plain, self.scale = None, None
         shape = (*q.shape[:2], k.shape[1])
         distance = torch.sub(*self._ends(), out=space.get(name + 'distance', shape)).abs_()
-        if mask == 'product':
+        if mask_mode == 'multiplicative':
             logits = torch.bmm(q, k.transpose(1, 2), out=space.get('logits', shape))
             self.plain = torch.softmax(logits, -1, out=space.get(name + 'plain', shape))
             self.p = torch.mul(self.plain, distance.neg_().exp_(), out=distance)
@@ -77,12 +77,12 @@ def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
 
 
 @torch.library.custom_op('subquad::decay_attention_portable_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask: str) -> Tensor:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
     """q, k: (n, L, D); v: (n, L, Dv); sums: (n, L)."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for lines, blocks in _plan(q):
         for rows in blocks:
-            weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask, space, queries=rows,
+            weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask_mode, space, queries=rows,
                                   plain_exponentials=all(safe[lines]))
             output[lines, rows] = weights.apply(v[lines])
     return output
@@ -90,12 +90,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask: str) -> Tensor
 
 @torch.library.custom_op('subquad::decay_attention_portable_bwd', mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
-              mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+              mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dsums = (torch.zeros_like(x) for x in (q, k, v, sums))
     space = Workspace(q)
     for lines, blocks in _plan(q):
         for rows in blocks:
-            weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask, space, queries=rows)
+            weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask_mode, space, queries=rows)
             dv[lines] += weights.apply_transposed(grad[lines, rows])
             dp = torch.bmm(grad[lines, rows], v[lines].transpose(1, 2))
             weights.backward(dp, dq[lines, rows], dk[lines], dsums[lines])
@@ -103,53 +103,53 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
 
 
 @_forward.register_fake
-def _(q, k, v, sums, mask):
+def _(q, k, v, sums, mask_mode):
     return torch.empty_like(v)
 
 
 @_backward.register_fake
-def _(grad, q, k, v, sums, mask):
+def _(grad, q, k, v, sums, mask_mode):
     return tuple(torch.empty_like(x) for x in (q, k, v, sums))
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:-1])
-    ctx.mask = inputs[-1]
+    ctx.mask_mode = inputs[-1]
 
 
-_forward.register_autograd(lambda ctx, grad: (*_backward(grad.contiguous(), *ctx.saved_tensors, ctx.mask), None),
+_forward.register_autograd(lambda ctx, grad: (*_backward(grad.contiguous(), *ctx.saved_tensors, ctx.mask_mode), None),
                            setup_context=_save)
 
 
 @register_flop_formula(torch.ops.subquad.decay_attention_portable_fwd)
-def _(q, k, v, sums, mask, out_shape=None, **kwargs) -> int:
+def _(q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
     return 2 * q[0] * q[1] ** 2 * (q[2] + v[2])
 
 
 @register_flop_formula(torch.ops.subquad.decay_attention_portable_bwd)
-def _(grad, q, k, v, sums, mask, out_shape=None, **kwargs) -> int:
+def _(grad, q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
     return 2 * q[0] * q[1] ** 2 * (3 * q[2] + 2 * v[2])
 
 
-def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
+def decay_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return torch.zeros_like(v)
     dtype = compute_dtype(q.dtype)
-    sums = cumulative(a, -1 if axis == 'row' else -2, q.dtype)
+    sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
     inputs = [x.to(dtype).transpose(2, 3) if axis == 'column' else x.to(dtype) for x in (q, k, v, sums)]
-    y = _forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask).view(inputs[2].shape)
+    y = _forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask_mode).view(inputs[2].shape)
     return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
 
 
-def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
+def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     """The dense formula without loops, every tensor but the arguments of rank 4 at most."""
     batch, heads, height, width, dim = v.shape
     dtype = compute_dtype(q.dtype)
-    q, k, values, steps = (_export_lines(x.to(dtype), axis) for x in (q, k, v, a.unsqueeze(-1)))
+    q, k, values, steps = (_export_lines(x.to(dtype), axis) for x in (q, k, v, log_decay.unsqueeze(-1)))
     sums = cumulative(steps, 1, dtype)                                       # (lines, L, 1)
-    decay = -(sums - sums.transpose(1, 2)).abs()                             # (lines, L, L)
+    log_mask = -(sums - sums.transpose(1, 2)).abs()                          # (lines, L, L)
     logits = q @ k.transpose(1, 2)
-    weights = logits.softmax(-1) * decay.exp() if mask == 'product' else (logits + decay).softmax(-1)
+    weights = logits.softmax(-1) * log_mask.exp() if mask_mode == 'multiplicative' else (logits + log_mask).softmax(-1)
     y = weights @ values
     if axis == 'column':
         y = y.reshape(batch * heads, width, height, dim).transpose(1, 2)

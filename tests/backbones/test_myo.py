@@ -10,7 +10,7 @@ from timm.optim import param_groups_layer_decay
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
 from subquad.backbones.mixers.tree_sequence import Nodes, TreeSequenceMixer
-from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
+from subquad.kernels.trees import PARAMETRIZATIONS, grid_order, heights, quadtree_levels
 from subquad.tools.stats import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
@@ -53,7 +53,7 @@ def test_options_change_the_tree():
                    for block in stage.blocks)
 
 
-@pytest.mark.parametrize('parametrization', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('shift_grid', [False, True])
 def test_padding_reaches_nothing(parametrization, shift_grid):
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_forest_sees_its_windows_alone():
     assert ((whole(x) - whole(other)).abs().amax(-1)[0] > 1e-9).all()
 
 
-@pytest.mark.parametrize('parametrization', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 def test_training_in_bfloat16_with_large_edges(parametrization):
     """500 steps under autocast; every 50 the edges become random and large."""
     torch.manual_seed(0)

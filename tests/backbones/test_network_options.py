@@ -130,9 +130,9 @@ RENAMED = [
     ('test_ppma', dict(mask_mode='logit'), ValueError, "got 'logit'; 'logit' was renamed to 'additive'"),
     ('test_ppma', dict(mask_mode='product'), ValueError, "got 'product'; 'product' was renamed to 'multiplicative'"),
     ('test_ppma', dict(paths='2d'), ValueError, "got '2d'; '2d' was renamed to 'both'"),
-    ('test_myo', dict(parametrisation='skew'), TypeError, "renamed to parametrization; pass parametrization='skew'"),
+    ('test_myo', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
     ('test_myo', dict(shift=False), TypeError, 'shift was renamed to shifted_blocks; pass shifted_blocks=False'),
-    ('myo_sequence', dict(parametrisation='skew'), TypeError, "renamed to parametrization; pass parametrization='skew'"),
+    ('myo_sequence', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
 ]
 
 

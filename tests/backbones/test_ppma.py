@@ -13,7 +13,7 @@ from subquad import kernels
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import checkpoint_filter_fn
-from subquad.kernels import launch
+from subquad.kernels.common import launch
 from subquad.tools.stats import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
@@ -115,8 +115,8 @@ def test_averaged_weights_come_first():
                        average['head.fc.bias'])
 
 
-OPTIONS = [dict(mask_mode='multiplicative'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'), dict(paths='v2h'),
-           dict(paths='cross_scan', mask_mode='multiplicative'), dict(shared_decay=True), dict(attention='linear'),
+OPTIONS = [dict(mask_mode='multiplicative'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'),
+           dict(paths='v2h'), dict(paths='cross_scan', mask_mode='multiplicative'), dict(shared_decay=True), dict(attention='linear'),
            dict(attention='decomposed'), dict(attention='full'), dict(attention='crisscross', paths='none'),
            dict(attention='linear', paths='cross_scan'), dict(attention='decomposed', paths='none'),
            dict(attention=('linear', 'decomposed', 'crisscross', 'full'))]
@@ -141,7 +141,8 @@ def test_options_agree_between_backends(options):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('options', [dict(mask_mode='multiplicative'), dict(paths='v2h'), dict(paths='cross_scan')], ids=str)
+@pytest.mark.parametrize('options', [dict(mask_mode='multiplicative'), dict(paths='v2h'), dict(paths='cross_scan')],
+                         ids=str)
 def test_options_agree_on_triton(options):
     """Forward and backward of whole networks on the kernels."""
     device = _device('triton')

@@ -1,21 +1,44 @@
 """Argument checks shared by the operators: each names the argument, what came and what is allowed."""
 import os
-from functools import lru_cache
-from typing import Mapping, Optional, Sequence
+from functools import lru_cache, wraps
+from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
-from .dispatch import exporting, recorded
+from .tracing import exporting, is_traced_or_wrapped
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Elements up to which nobody asks for the size of the memory.
 _LARGE = 1 << 30
+# Values of arguments that had other names before version 0.1.
+_RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
+                   '2d': 'both'}
+P, R = ParamSpec('P'), TypeVar('R')
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate an operator so that the old name of an argument raises a TypeError with its new name.
+
+    Args:
+        names: old name = new name.
+    """
+    def decorate(op: Callable[P, R]) -> Callable[P, R]:
+        @wraps(op)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in kwargs:
+                if old in names:
+                    raise TypeError(f'{op.__name__}: argument {old!r} was renamed to {names[old]!r}')
+            return op(*args, **kwargs)
+        return checked
+    return decorate
 
 
 def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
+        hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
 def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:
@@ -57,7 +80,7 @@ def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
     if _symbolic():
         return
     elements = torch.Size(shape).numel()
-    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or recorded(like.detach()):
+    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
         return
     needed, room = elements * like.element_size(), _memory(like.device)
     if room is not None and needed > room:
@@ -94,7 +117,7 @@ def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
 def readable(x: Tensor) -> bool:
     """Whether x has numbers that can be looked at without waiting: those of a GPU would be waited for, and a graph has
     none."""
-    return x.is_cpu and x.numel() > 0 and not recorded(x.data if isinstance(x, torch.nn.Parameter) else x)
+    return x.is_cpu and x.numel() > 0 and not is_traced_or_wrapped(x.data if isinstance(x, torch.nn.Parameter) else x)
 
 
 def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:

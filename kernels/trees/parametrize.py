@@ -5,12 +5,13 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..precision import without_autocast
+from ..common import checks
+from ..common.autocast import without_autocast
 from .grid import Level, fold, unfold
 from .sweeps import dagger
 from .tree import Tree
 
+PARAMETRIZATIONS = ('laplacian', 'symmetric', 'skew')
 # Of 'symmetric'. Smaller ones are short-sighted: at 0.5 a leaf takes 95 % of its mass from its siblings.
 RHO = 0.98
 
@@ -33,7 +34,8 @@ def _fold_max(x: Tensor, level: Level) -> Tensor:
     return torch.nn.functional.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 
 
-def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
+@checks.renamed(parametrisation='parametrization')
+def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
                 hermitian: bool = False) -> Tuple[Optional[Tensor], Tensor, Tensor]:
     """A, B and C for `tree_solve` from any z, such that no pivot can vanish.
 
@@ -59,9 +61,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         ValueError: an unknown name, a shape or a rho that does not fit; on a CPU outside of graphs also a negative
             weight.
     """
-    if parametrisation not in ('laplacian', 'symmetric', 'skew'):
-        raise ValueError("tree_blocks: parametrisation must be 'laplacian', 'symmetric' or 'skew', got "
-                         f'{parametrisation!r}')
+    checks.one_of('tree_blocks', 'parametrization', parametrization, PARAMETRIZATIONS)
     if tuple(z.shape[-3:]) != (len(tree), tree.block, tree.block):
         raise ValueError(f'tree_blocks: z must be (..., {len(tree)}, {tree.block}, {tree.block}), got {tuple(z.shape)}')
     if not isinstance(rho, Tensor) and not 0 < rho < 1:
@@ -70,7 +70,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
     child = (tree.parents >= 0).to(z.device)[:, None]
     own = tree.parts(z.device)
     both = own & own[parents] & child
-    if parametrisation == 'laplacian':
+    if parametrization == 'laplacian':
         z = z.masked_fill(~(both[:, :, None] & both[:, None]), 0)
         if tree.block == 1:
             checks.not_negative('tree_blocks', 'z', z.real if z.is_complex() else z,
@@ -81,7 +81,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         a = (identity + weight).index_add(-3, parents, weight)
         return a, -weight, -weight
     z = z.masked_fill(~((own & child)[:, :, None] & own[parents][:, None]), 0)
-    if parametrisation == 'skew':
+    if parametrization == 'skew':
         return None, z, -dagger(z)
     # sqrt(1 + sum |z|^2) = m sqrt(1 / m^2 + sum |z / m|^2): z may be as large as its dtype allows.
     size = z.detach().abs().amax((-2, -1))

@@ -1,29 +1,30 @@
-"""The fused kernels as one operator of PyTorch: schema, shapes, gradient, operation count; and criss-cross attention as
-a chain of it. Triton is imported at the first call, not before."""
+"""The fused kernels as one operator of PyTorch: schema, shapes, gradient, operation count. Triton is imported at the
+first call, not before."""
 from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import launch
-from ..decay import needs_gradient, rounded_sums
+from ..common import launch
+from ..common.decay import needs_gradient, rounded_sums
 
 
 @torch.library.custom_op('subquad::decay_attention_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str,
+             save: bool) -> Tuple[Tensor, Tensor]:
     """Output, and with `save` what `_backward` needs: see `triton.forward`."""
     from . import triton
     with torch.cuda.device_of(q):
-        return triton.forward(q, k, v, sums, axis, mask, save)
+        return triton.forward(q, k, v, sums, axis, mask_mode, save)
 
 
 @torch.library.custom_op('subquad::decay_attention_bwd', mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
-              mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+              mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     from . import triton
     with torch.cuda.device_of(q):
-        return triton.backward(grad, q, k, v, sums, out, lse, axis, mask)
+        return triton.backward(grad, q, k, v, sums, out, lse, axis, mask_mode)
 
 
 def _length(q: Sequence[int], axis: str) -> int:
@@ -31,7 +32,7 @@ def _length(q: Sequence[int], axis: str) -> int:
 
 
 @_forward.register_fake
-def _(q, k, v, sums, axis, mask, save):
+def _(q, k, v, sums, axis, mask_mode, save):
     whole = launch.largest_tile('decay_attention', q.dtype, q.shape[-1], v.shape[-1])
     save = save and _length(q.shape, axis) > whole
     lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
@@ -39,12 +40,12 @@ def _(q, k, v, sums, axis, mask, save):
 
 
 @_backward.register_fake
-def _(grad, q, k, v, sums, out, lse, axis, mask):
+def _(grad, q, k, v, sums, out, lse, axis, mask_mode):
     return (*(launch.token_major(x.shape, x) for x in (q, k, v)), torch.empty_like(sums))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.axis, ctx.mask, ctx.saved = inputs
+    *tensors, ctx.axis, ctx.mask_mode, ctx.saved = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -52,7 +53,7 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, *_):
     if not ctx.saved:
         raise RuntimeError('subquad::decay_attention_fwd ran with save=False: it has no gradient')
-    return (*_backward(grad, *ctx.saved_tensors, ctx.axis, ctx.mask), None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, ctx.axis, ctx.mask_mode), None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -74,18 +75,8 @@ def _(grad, q, k, v, sums, out, lse, axis, *args, out_shape=None, **kwargs) -> i
     return 2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])
 
 
-def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
+def decay_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return v.clone()
-    sums = rounded_sums(a, -1 if axis == 'row' else -2)
-    return _forward(q, k, v, sums, axis, mask, needs_gradient(q, k, v, a))[0]
-
-
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    if order == 'both':
-        both = [crisscross_attention(q, k, v, a, b, mask, one) for one in ('column_first', 'row_first')]
-        return (both[0] + both[1]) * 0.5
-    axes = [(b, 'column'), (a, 'row')]
-    for steps, axis in axes if order == 'column_first' else axes[::-1]:
-        v = decay_attention(q, k, v, steps, axis, mask)
-    return v
+    sums = rounded_sums(log_decay, -1 if axis == 'row' else -2)
+    return _forward(q, k, v, sums, axis, mask_mode, needs_gradient(q, k, v, log_decay))[0]

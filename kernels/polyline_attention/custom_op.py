@@ -6,42 +6,42 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import launch
-from ..decay import needs_gradient, rounded_sums
+from ..common import launch
+from ..common.decay import needs_gradient, rounded_sums
 
 
 @torch.library.custom_op('subquad::polyline_attention_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str,
+def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
              save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Output, and with `save` what `_backward` needs: see `triton.forward`."""
     from . import triton
     with torch.cuda.device_of(q):
-        return triton.forward(q, k, v, sa, sb, mask, paths, save)
+        return triton.forward(q, k, v, sa, sb, mask_mode, paths, save)
 
 
 @torch.library.custom_op('subquad::polyline_attention_bwd', mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
-              lse: Tensor, mask: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+              lse: Tensor, mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from . import triton
     with torch.cuda.device_of(q):
-        return triton.backward(grad, q, k, v, sa, sb, out, first, lse, mask, paths)
+        return triton.backward(grad, q, k, v, sa, sb, out, first, lse, mask_mode, paths)
 
 
 @_forward.register_fake
-def _(q, k, v, sa, sb, mask, paths, save):
-    two = mask == 'logit' and paths == 'both'
+def _(q, k, v, sa, sb, mask_mode, paths, save):
+    two = mask_mode == 'additive' and paths == 'both'
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
     lse = sa.new_empty((1 + two, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
     return launch.token_major(v.shape, v), first, lse
 
 
 @_backward.register_fake
-def _(grad, q, k, v, sa, sb, out, first, lse, mask, paths):
+def _(grad, q, k, v, sa, sb, out, first, lse, mask_mode, paths):
     return (*(launch.token_major(x.shape, x) for x in (q, k, v)), torch.empty_like(sa), torch.empty_like(sb))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.mask, ctx.paths, ctx.saved = inputs
+    *tensors, ctx.mask_mode, ctx.paths, ctx.saved = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -49,7 +49,7 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, *_):
     if not ctx.saved:
         raise RuntimeError('subquad::polyline_attention_fwd ran with save=False: it has no gradient')
-    return (*_backward(grad, *ctx.saved_tensors, ctx.mask, ctx.paths), None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, ctx.mask_mode, ctx.paths), None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -71,7 +71,9 @@ def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
     return 2 * _products(q, v) + _products(q, [0])      # as torch counts attention: the logits are computed again
 
 
-def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
+def polyline_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                       paths: str) -> Tensor:
     if v.numel() == 0:
         return v.clone()
-    return _forward(q, k, v, rounded_sums(a, -1), rounded_sums(b, -2), mask, paths, needs_gradient(q, k, v, a, b))[0]
+    return _forward(q, k, v, rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2), mask_mode, paths,
+                    needs_gradient(q, k, v, log_alpha, log_beta))[0]

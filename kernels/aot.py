@@ -11,7 +11,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Optional
 import torch
 from torch import Tensor
 
-from .launch import interpreted
+from .common.launch import interpreted
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
 
@@ -117,23 +117,24 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
     from .decay_attention import triton as decay
     from .polyline_attention import triton as polyline
     from .polyline_scan import triton as scan
+    from .quadtree_solve import triton as quadtree
     from .separable_attention import triton as separable
-    from .tree_solve import quadtree_levels
-    from .tree_solve import triton as quadtree
+    from .trees import quadtree_levels
     calls: Dict[str, Callable] = {}
 
     def attention(dtype, dim, length):
         tensors = [torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta') for _ in range(4)]
         return tensors, [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
 
-    def polyline_call(dtype, dim, length, mask, paths):
+    def polyline_call(dtype, dim, length, mask_mode, paths):
         (q, k, v, grad), (sa, sb) = attention(dtype, dim, length)
-        polyline.forward(q, k, v, sa, sb, mask, paths, False)
-        polyline.backward(grad, q, k, v, sa, sb, *polyline.forward(q, k, v, sa, sb, mask, paths, True), mask, paths)
+        polyline.forward(q, k, v, sa, sb, mask_mode, paths, False)
+        saved = polyline.forward(q, k, v, sa, sb, mask_mode, paths, True)
+        polyline.backward(grad, q, k, v, sa, sb, *saved, mask_mode, paths)
 
-    def decay_call(dtype, dim, length, mask):
+    def decay_call(dtype, dim, length, mask_mode):
         (q, k, v, grad), (sums, _) = attention(dtype, dim, length)
-        decay.backward(grad, q, k, v, sums, *decay.forward(q, k, v, sums, 'row', mask, True), 'row', mask)
+        decay.backward(grad, q, k, v, sums, *decay.forward(q, k, v, sums, 'row', mask_mode, True), 'row', mask_mode)
 
     def scan_call(dtype, dim, length):
         x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
@@ -146,13 +147,13 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
         _, statistics, summed = separable.forward(query, x, x, weight, None, (2, 2), 'pixel')
         separable.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
 
-    def quadtree_call(dtype, dim, side, parametrisation):
+    def quadtree_call(dtype, dim, side, parametrization):
         levels, heads = quadtree_levels(side, side), 4
         values = [torch.empty(2, x.height, x.width, heads, dim, dtype=dtype, device='meta').permute(0, 3, 1, 2, 4)
                   for x in levels]
         edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2) for x in levels[:-1]]
-        solution = quadtree.forward(values, edges, parametrisation, (0, 0))
-        quadtree.backward(values, solution, edges, parametrisation, (0, 0))
+        solution = quadtree.forward(values, edges, parametrization, (0, 0))
+        quadtree.backward(values, solution, edges, parametrization, (0, 0))
 
     def add(name, call, *args):
         calls[name] = lambda: call(*args)
@@ -161,15 +162,16 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
         for dim in dims:
             kind = f'{str(dtype).removeprefix("torch.")}, {dim} channels'
             for length in lengths:
-                for mask in ('logit', 'product'):
-                    add(f'polyline_attention, {mask}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
-                        mask, 'both')
-                    add(f'decay_attention, {mask}, lines of {length}, {kind}', decay_call, dtype, dim, length, mask)
+                for mask_mode in ('additive', 'multiplicative'):
+                    add(f'polyline_attention, {mask_mode}, {length} x {length}, {kind}', polyline_call, dtype, dim,
+                        length, mask_mode, 'both')
+                    add(f'decay_attention, {mask_mode}, lines of {length}, {kind}', decay_call, dtype, dim, length,
+                        mask_mode)
                 for paths in ('v2h', 'h2v'):
                     add(f'polyline_attention, {paths}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
-                        'logit', paths)
-            for mask in ('logit', 'product'):
-                add(f'decay_attention, {mask}, lines of 100, {kind}', decay_call, dtype, dim, 100, mask)
+                        'additive', paths)
+            for mask_mode in ('additive', 'multiplicative'):
+                add(f'decay_attention, {mask_mode}, lines of 100, {kind}', decay_call, dtype, dim, 100, mask_mode)
             for length in (*lengths, 100, 256, 600):
                 add(f'polyline_scan, lines of {length}, {kind}', scan_call, dtype, dim, length)
             for latents in (1, 8):
@@ -177,7 +179,7 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
                     add(f'separable_attention, {latents} latent, {keys}, 32 x 32, {kind}', separable_call, dtype, dim,
                         32, latents, keys == 'mapped keys')
             # Trees of one tile, of tiles of either side.
-            for side, parametrisation in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
-                add(f'quadtree_solve, {parametrisation}, {side} x {side}, {kind}', quadtree_call, dtype, dim, side,
-                    parametrisation)
+            for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
+                add(f'quadtree_solve, {parametrization}, {side} x {side}, {kind}', quadtree_call, dtype, dim, side,
+                    parametrization)
     return calls
