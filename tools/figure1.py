@@ -42,7 +42,7 @@ def figure1(repeats: int, *, tokens: Sequence[int], at: int = 256, **options: in
     """
     def forward(unit: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
-            return unit(x, folded=True)
+            return unit(x, grouped=True)
 
     calls, listed = {}, {}
     for count in tokens:

@@ -1,7 +1,6 @@
 """Pictures of what models look at: context scores of MobileViTv2, decay factors of PPMA, and what both share with those
 of Myo (influences.py)."""
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -112,28 +111,18 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
         ValueError: its attention has no decay.
     """
     import torch
-    blocks = {f'stages.{i}.blocks.{j}': block for i, stage in enumerate(model.stages)
-              for j, block in enumerate(stage.blocks)}
-    if any(block.mixer.paths == 'none' for block in blocks.values()):
+
+    from ..backbones.observation import observe_inputs
+    mixers = model.mixers()
+    if any(mixer.paths == 'none' for mixer in mixers.values()):
         raise ValueError("the model has paths='none': its attention does not decay with distance")
-    found: Dict[str, Tuple[Any, Any]] = {}
 
-    def keep(name: str, mixer, tokens: Tuple[Any, ...]) -> None:
-        a, b = mixer.decay_logs(tokens[0])
-        found[name] = a.float().exp().mean(1), b.float().exp().mean(1)
+    def factors(mixer, tokens) -> Tuple[Any, Any]:
+        log_alpha, log_beta = mixer.decay_logs(tokens)
+        return log_alpha.float().exp().mean(1), log_beta.float().exp().mean(1)
 
-    handles = [block.mixer.register_forward_pre_hook(partial(keep, name)) for name, block in blocks.items()]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.inference_mode():
-            model.forward_features(inputs)
-    finally:
-        for module, training in modes:
-            module.training = training
-        for handle in handles:
-            handle.remove()
-    return found
+    with torch.inference_mode():
+        return observe_inputs(model, mixers, inputs, factors)
 
 
 def draw_decays(path: Path, names: Sequence[str], images, layers: Dict[str, Tuple[Any, Any]], titles: Sequence[str],

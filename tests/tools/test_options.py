@@ -55,13 +55,13 @@ def test_options_that_something_reads(capsys):
         'load_from': 'x.pth', 'resume': True, 'randomness.seed': 4, 'randomness.deterministic': True,
         'optim_wrapper.clip_grad.norm_type': 1, 'optim_wrapper.accumulative_counts': 2, 'param_scheduler.0.begin': 1,
         'optim_wrapper.optimizer.layer_decay': 0.5, 'train_dataloader.dataset.transform.vflip': 0.5,
-        'train_dataloader.persistent_workers': False, 'model.mask': 'product', 'train_cfg.val_interval': 2,
+        'train_dataloader.persistent_workers': False, 'model.mask_mode': 'multiplicative', 'train_cfg.val_interval': 2,
         'default_hooks.checkpoint.save_best': 'auto', 'default_hooks.average.type': 'EMAHook',
         'default_hooks.average.momentum': 0.1, 'auto_scale_lr.enable': True, 'find_unused_parameters': True,
         'default_hooks.logger.interval': 5, 'default_hooks.logger.priority': 'LOW', 'test_evaluator.topk': (1,)}
     config = load(DIGITS, options)
     assert config.randomness == dict(seed=4, deterministic=True) and config.param_scheduler[0].begin == 1
-    assert config.model.mask == 'product' and config.default_hooks.average.momentum == 0.1
+    assert config.model.mask_mode == 'multiplicative' and config.default_hooks.average.momentum == 0.1
     assert capsys.readouterr().err == '', 'nothing is unsure'
 
 

@@ -132,16 +132,16 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
 
 def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypatch, capsys):
     path = tmp_path / 'w.safetensors'
-    save_weights(timm.create_model('test_ppma', num_classes=10, mask='product'), path,
-                 dict(model='test_ppma', options=dict(num_classes=10, mask='product', drop_path_rate=0.3),
+    save_weights(timm.create_model('test_ppma', num_classes=10, mask_mode='multiplicative'), path,
+                 dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative', drop_path_rate=0.3),
                       classes=[*map(str, range(10))]))
     from subquad.tools.classification import runner as module
     seen = []
-    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask))
+    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask_mode))
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
-    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask=logit'), '--weights', path])
-    assert seen == ['product', 'logit']
-    assert "was trained with mask='product'; the config has mask='logit'" in capsys.readouterr().err
+    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask_mode=additive'), '--weights', path])
+    assert seen == ['multiplicative', 'additive']
+    assert "was trained with mask_mode='multiplicative'; the config has mask_mode='additive'" in capsys.readouterr().err
 
 
 def test_resuming_refuses_another_network(images, tmp_path):

@@ -133,8 +133,9 @@ def test_wrong_names():
     _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
     _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5')
     _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'mask=logits'], "mask must be one of 'logit', 'product', got 'logits'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
+    _fails(stats.main, ['ppma_tiny', '--set', 'mask_mode=logits'],
+           "mask_mode must be one of 'additive', 'multiplicative', got 'logits'")
+    _fails(stats.main, ['ppma_tiny', '--set', 'masks=additive'], 'masks')
     _fails(models.main, ['qqq'], 'no model matches')
     _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
     _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'it takes no --data')
@@ -147,7 +148,8 @@ def test_wrong_configs_write_nothing(tmp_path):
     import subquad.configs
     digits = f'{subquad.configs.__path__[0]}/classification/test-ppma_digits.py'
     cases = [
-        ('model = dict(mask="logits")', "mask must be one of 'logit', 'product', got 'logits'"),
+        ('model = dict(mask_mode="logits")',
+         "mask_mode must be one of 'additive', 'multiplicative', got 'logits'"),
         ('model = dict(msk="logit")', 'msk'),
         ('model = dict(name="ppma_tine")', "unknown model 'ppma_tine'"),
         ('model = dict(num_classes=11)', 'the model has 11 classes, the data set 10'),
@@ -203,7 +205,8 @@ def test_wrong_folders(tmp_path, images):
 def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     """Options that change no shape come from the file; another model or other classes are refused."""
     import timm
-    facts = dict(model='test_ppma', options=dict(num_classes=10, mask='product'), classes=[str(n) for n in range(10)])
+    facts = dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative'),
+                 classes=[str(n) for n in range(10)])
     path = tmp_path / 'w.safetensors'
     model = timm.create_model('test_ppma', num_classes=10)
     save_weights(model, path, facts)
@@ -211,11 +214,11 @@ def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     original = weights_module.load_weights
 
     def spy(network, file):
-        seen.append(network.stages[0].blocks[0].mixer.mask)
+        seen.append(network.stages[0].blocks[0].mixer.mask_mode)
         return original(network, file)
     monkeypatch.setattr(weights_module, 'load_weights', spy)
     test.main(['test-ppma_digits', str(path), '--json'])
-    assert seen == ['product']
+    assert seen == ['multiplicative']
     save_weights(model, path, {**facts, 'classes': list('abcdefghij')})
     _fails(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
     save_weights(model, path, {**facts, 'model': 'ppma_tiny'})
