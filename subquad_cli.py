@@ -186,7 +186,7 @@ def _dispatch(argv: List[str]) -> int:
         return 2
     if name == 'configs':
         return configs(rest)
-    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.cli').run
+    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
     run(importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main, rest)
 
 

@@ -16,9 +16,9 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from . import contestants, networks
-from .cli import UserError, nearest
+from .common.cli import UserError, nearest
+from .common.output import dumps, print_table
 from .measure import OtherLoad, environment
-from .output import dumps, print_table
 from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
 from .records import append, medians, prepare, table
 
@@ -218,5 +218,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from . import zoo
-from .cli import UserError
+from .common.cli import UserError
 from .contestants import OURS
 
 

@@ -10,7 +10,7 @@ import torch
 from .. import kernels
 from . import contestants as field
 from . import networks, zoo
-from .cli import UserError
+from .common.cli import UserError
 from .contestants import Grid
 from .denoising import denoising
 from .denoising import draw as draw_denoising

@@ -11,8 +11,8 @@ import ast
 import math
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from .cli import UserError
-from .output import add_row, dumps, print_table
+from .common.cli import UserError
+from .common.output import add_row, dumps, print_table
 
 # Reported by the authors, at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
@@ -141,5 +141,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from subquad import kernels
-from subquad.tools import benchmark, cli, contestants, measure, presets, records
+from subquad.tools import benchmark, contestants, measure, presets, records
+from subquad.tools.common import cli
 
 PRESETS = presets.DEFAULTS
 NAME = 'polyline_attention-14x14'
