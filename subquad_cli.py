@@ -91,12 +91,15 @@ def options_of(tool: str) -> List[str]:
         return ['--help', '--json']
     folder = package_folder('tools')
 
+    def path_of(module: Optional[str]) -> Path:
+        return folder / f"{(module or '').replace('.', '/')}.py"
+
     def parsed(module: str) -> ast.Module:
-        return ast.parse((folder / f'{module}.py').read_text(encoding='utf-8'))
+        return ast.parse(path_of(module).read_text(encoding='utf-8'))
     tree = parsed(tool.replace('-', '_'))
     found = {'--help', *_options_in(tree)}
-    for node in ast.walk(tree):                   # of functions that it takes from another tool, as `test` from `train`
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and (folder / f'{node.module}.py').is_file():
+    for node in ast.walk(tree):                   # the options that an imported function adds, as in train and test
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and path_of(node.module).is_file():
             names = {alias.name for alias in node.names} - {'main'}
             found |= {option for function in parsed(node.module).body if getattr(function, 'name', '') in names
                       for option in _options_in(function)}
