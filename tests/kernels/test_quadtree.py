@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.kernels import quadtree_solve, why_not
 from subquad.kernels.tree_solve import PARAMETRISATIONS, heights, means, portable, quadtree_levels, third
 from subquad.kernels.tree_solve.reference import quadtree_matrix
-from subquad.tools.contestants import loop_quadtree_solve
+from subquad.tools.bench.baselines import loop_quadtree_solve
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
 

@@ -12,7 +12,8 @@ from helpers import ROOT
 from rich.table import Table
 
 import subquad_cli
-from subquad.tools import cli, kernels, models, output, records, stats, test, train
+from subquad.tools import cli, kernels, models, output, stats, test, train
+from subquad.tools.bench import records
 from subquad.tools.config import known_configs
 
 COMMAND = [sys.executable, '-W', 'ignore', '-c', 'import subquad_cli; subquad_cli.main()']

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from .cli import UserError, one_line
-from .config import configs_folder, find, known_configs, load
+from ..cli import UserError, one_line
+from ..config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
@@ -66,7 +66,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
 
-    from .stats import three_counts
+    from .counting import three_counts
     config = load(name, overrides)
     _need(config.get('default_scope', 'mmengine'))
     if config.model.get('type') == 'TimmClassifier':

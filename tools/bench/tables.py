@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from .cli import UserError
+from ..cli import UserError
 
 RECORDS = Path('model_cards') / 'benchmarks'
 _TABLE = re.compile(r'(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)', re.DOTALL)
@@ -25,8 +25,8 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 @lru_cache        # it stands in four files, and counting takes its time
 def models_table(root: Path) -> str:
     """Parameters and MACs of our models, counted, and the authors' figures."""
-    from .stats import count
-    from .zoo import our_models
+    from ..engine.counting import count
+    from ..engine.zoo import our_models
     rows = []
     for name in our_models():
         row = count(name)
@@ -156,7 +156,7 @@ def dense_table(root: Path) -> str:
     Raises:
         UserError: MMDetection or MMSegmentation is not installed.
     """
-    from .stats_config import COUNTS, REPORTED, count_config
+    from ..engine.counting_configs import COUNTS, REPORTED, count_config
     rows = []
     for name, theirs in REPORTED.items():
         if 'gmacs' not in theirs:
@@ -197,11 +197,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad tables', description=__doc__)
     parser.add_argument('--check', action='store_true', help='only say which files are out of date (exit code 1)')
     args = parser.parse_args(argv)
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / 'setup.py').exists():
         raise UserError('subquad tables works on a checkout, and this is an installed package')
     stale = []
-    for path in [root / 'README.md', root / 'kernels' / 'README.md', *sorted((root / 'model_cards').glob('*.md'))]:
+    pages = [root / 'README.md', root / 'kernels' / 'README.md', *sorted((root / 'docs').glob('*.md'))]
+    for path in [*pages, *sorted((root / 'model_cards').glob('*.md'))]:
         text = path.read_text()
         new = updated(text, root)
         if new != text:
@@ -213,5 +214,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from ..cli import run
     run(main)

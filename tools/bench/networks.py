@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import kernels
-from . import zoo
-from .cli import UserError
-from .contestants import OURS
+from ... import kernels
+from ..cli import UserError
+from ..engine import zoo
+from .baselines import OURS
 
 
 def parse_model(text: str) -> Tuple[str, Optional[str], bool]:

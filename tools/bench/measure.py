@@ -15,7 +15,7 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import __version__
+from ... import __version__
 
 Call = Callable[[], Any]
 
@@ -263,7 +263,7 @@ def _cpu_model() -> str:
 
 def _git(*arguments: str) -> Optional[subprocess.CompletedProcess]:
     """git in the checkout, or None where there is none to run."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     try:
         # Without optional locks it never writes to the index, so it cannot disturb another git at work.
         return subprocess.run(['git', '--no-optional-locks', '-C', str(root), *arguments], capture_output=True,
@@ -277,7 +277,7 @@ def commit() -> Dict[str, Any]:
     answer = _git('rev-parse', '--show-toplevel', 'HEAD')
     lines = answer.stdout.split('\n') if answer and answer.returncode == 0 else []
     # An installed package may lie inside somebody else's repository, whose commit would say nothing.
-    if not lines or Path(lines[0]).resolve() != Path(__file__).resolve().parent.parent:
+    if not lines or Path(lines[0]).resolve() != Path(__file__).resolve().parents[2]:
         return {'commit': None, 'modified': None}
     changes = _git('diff', '--quiet', 'HEAD', '--', '*.py')
     return {'commit': lines[1], 'modified': {0: False, 1: True}.get(changes.returncode if changes else -1)}

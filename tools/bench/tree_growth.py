@@ -5,7 +5,7 @@ from typing import Any, Dict, Sequence
 import torch
 import torch.nn.functional as F
 
-from . import contestants as field
+from . import baselines as field
 from .measure import peak_memory, time_interleaved
 from .records import figure
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ..backbones.mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
+from ...backbones.mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .measure import time_interleaved
 from .records import figure
 

@@ -7,17 +7,18 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import torch
 
-from .. import kernels
-from . import contestants as field
-from . import networks, zoo
-from .cli import UserError
-from .contestants import Grid
+from ... import kernels
+from ..cli import UserError
+from ..engine import zoo
+from . import baselines as field
+from . import networks
+from .attention_units import figure1
+from .baselines import Grid
 from .denoising import denoising
 from .denoising import draw as draw_denoising
-from .figure1 import figure1
 from .measure import copy, count_macs, floor, gemm, peak_memory, time_interleaved
 from .records import figure, plot
-from .trees import tree_growth
+from .tree_growth import tree_growth
 
 GEMMS_A_ROUND = 5
 
@@ -211,13 +212,13 @@ def model(repeats: int, *, names: Sequence[str], size: Grid, batch: int, dtype: 
 
 
 def detector(repeats: int, **options: Any) -> Dict[str, Any]:
-    """`dense.benchmark.detector`, whose libraries are imported when it is asked for.
+    """`bench.detector.detector`, whose libraries are imported when it is asked for.
 
     Raises:
         UserError: they are not installed.
     """
     try:
-        from .dense.benchmark import detector as measure
+        from .detector import detector as measure
     except ImportError as error:
         raise UserError(f'this preset needs MMDetection (make mm): {error}') from error
     return measure(repeats, **options)

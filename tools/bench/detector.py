@@ -7,8 +7,8 @@ from mmengine.structures import BaseDataElement
 
 from ..building import build
 from ..config import load
-from ..measure import peak_memory, time_interleaved
-from ..records import figure
+from .measure import peak_memory, time_interleaved
+from .records import figure
 
 
 def detector(repeats: int, *, config: str, size: Tuple[int, int]) -> Dict[str, Any]:
