@@ -13,7 +13,7 @@ from subquad import kernels
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import checkpoint_filter_fn
-from subquad.kernels import launch
+from subquad.kernels.common import launch
 from subquad.tools.engine.counting import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.decay import column_log_decay, cumulative, row_log_decay
+from ...kernels.common.decay import column_log_decay, cumulative, row_log_decay
 from ...kernels.dispatch import BACKENDS, why_not
 from ...kernels.polyline_attention.reference import polyline_log_masks
-from ...kernels.tree_solve import quadtree_levels
+from ...kernels.trees import quadtree_levels
 from ..cli import UserError, nearest
 from .measure import count_macs
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.tree_solve import Tree, grid_order, tree_blocks
+from ...kernels.trees import Tree, grid_order, tree_blocks
 from ..cli import UserError
 from .records import figure
 

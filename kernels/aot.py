@@ -11,7 +11,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Optional
 import torch
 from torch import Tensor
 
-from .launch import interpreted
+from .common.launch import interpreted
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
 
@@ -117,9 +117,9 @@ def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), length
     from .decay_attention import triton as decay
     from .polyline_attention import triton as polyline
     from .polyline_scan import triton as scan
+    from .quadtree_solve import triton as quadtree
     from .separable_attention import triton as separable
-    from .tree_solve import quadtree_levels
-    from .tree_solve import triton as quadtree
+    from .trees import quadtree_levels
     calls: Dict[str, Callable] = {}
 
     def attention(dtype, dim, length):

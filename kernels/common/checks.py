@@ -6,7 +6,7 @@ from typing import Mapping, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import exporting, recorded
+from .tracing import exporting, is_traced_or_wrapped
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Elements up to which nobody asks for the size of the memory.
@@ -57,7 +57,7 @@ def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
     if _symbolic():
         return
     elements = torch.Size(shape).numel()
-    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or recorded(like.detach()):
+    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
         return
     needed, room = elements * like.element_size(), _memory(like.device)
     if room is not None and needed > room:
@@ -94,7 +94,7 @@ def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
 def readable(x: Tensor) -> bool:
     """Whether x has numbers that can be looked at without waiting: those of a GPU would be waited for, and a graph has
     none."""
-    return x.is_cpu and x.numel() > 0 and not recorded(x.data if isinstance(x, torch.nn.Parameter) else x)
+    return x.is_cpu and x.numel() > 0 and not is_traced_or_wrapped(x.data if isinstance(x, torch.nn.Parameter) else x)
 
 
 def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:

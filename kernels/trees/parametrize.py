@@ -5,12 +5,13 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..precision import without_autocast
+from ..common import checks
+from ..common.autocast import without_autocast
 from .grid import Level, fold, unfold
 from .sweeps import dagger
 from .tree import Tree
 
+PARAMETRISATIONS = ('laplacian', 'symmetric', 'skew')
 # Of 'symmetric'. Smaller ones are short-sighted: at 0.5 a leaf takes 95 % of its mass from its siblings.
 RHO = 0.98
 
@@ -59,7 +60,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         ValueError: an unknown name, a shape or a rho that does not fit; on a CPU outside of graphs also a negative
             weight.
     """
-    if parametrisation not in ('laplacian', 'symmetric', 'skew'):
+    if parametrisation not in PARAMETRISATIONS:
         raise ValueError("tree_blocks: parametrisation must be 'laplacian', 'symmetric' or 'skew', got "
                          f'{parametrisation!r}')
     if tuple(z.shape[-3:]) != (len(tree), tree.block, tree.block):

@@ -1,13 +1,13 @@
-"""The fused kernels as one operator of PyTorch: schema, shapes, gradient, operation count; and criss-cross attention as
-a chain of it. Triton is imported at the first call, not before."""
+"""The fused kernels as one operator of PyTorch: schema, shapes, gradient, operation count. Triton is imported at the
+first call, not before."""
 from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import launch
-from ..decay import needs_gradient, rounded_sums
+from ..common import launch
+from ..common.decay import needs_gradient, rounded_sums
 
 
 @torch.library.custom_op('subquad::decay_attention_fwd', mutates_args=())
@@ -79,13 +79,3 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask:
         return v.clone()
     sums = rounded_sums(a, -1 if axis == 'row' else -2)
     return _forward(q, k, v, sums, axis, mask, needs_gradient(q, k, v, a))[0]
-
-
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    if order == 'both':
-        both = [crisscross_attention(q, k, v, a, b, mask, one) for one in ('column_first', 'row_first')]
-        return (both[0] + both[1]) * 0.5
-    axes = [(b, 'column'), (a, 'row')]
-    for steps, axis in axes if order == 'column_first' else axes[::-1]:
-        v = decay_attention(q, k, v, steps, axis, mask)
-    return v

@@ -4,7 +4,7 @@ from typing import List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..common import checks
 from .grid import Level, quadtree_levels
 from .tree import Tree
 

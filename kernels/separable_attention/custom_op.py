@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .grid import Patch
+from ..common.patches import Patch
 
 
 @torch.library.custom_op('subquad::separable_attention_fwd', mutates_args=())

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..decay import bounded
-
-# State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: 512 MB in float32.
-GPU_STATE_ELEMENTS = 1 << 27
+from ..common.decay import bounded
 
 
 @torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
@@ -77,16 +74,3 @@ def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
                 y = _forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
             results.append(y)
     return results[0] + results[1] if len(results) == 2 else results[0]
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    if v.numel() == 0:
-        return v.clone()
-    step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
-    parts = []
-    for query, key in zip(q.split(step, -1), k.split(step, -1)):
-        # In float32: sums over a whole grid of products leave float16's range.
-        state = (key.float().unsqueeze(-1) * v.float().unsqueeze(-2)).flatten(-2)     # (B, heads, H, W, R * Dv)
-        state = polyline_scan(state, [a, b], order).unflatten(-1, (key.shape[-1], v.shape[-1]))
-        parts.append((query.float().unsqueeze(-2) @ state).squeeze(-2))
-    return sum(parts[1:], parts[0]).to(v.dtype)

@@ -3,18 +3,16 @@ from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..blocks import Workspace, exponentials_are_safe, ranges
-from ..decay import compute_dtype, cumulative
-from . import portable
-from .portable import LineWeights
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
+from ..decay_attention import portable as decay_portable
+from ..decay_attention.portable import LineWeights, decay_attention_export
 
 
 def _plan(q: Tensor) -> List[slice]:
     """Blocks of (batch, head) groups. q: (G, H, W, D)."""
     groups, height, width, _ = q.shape
-    return ranges(groups, portable.BLOCK_ELEMENTS // (height * width * max(height, width)))
+    return ranges(groups, decay_portable.BLOCK_ELEMENTS // (height * width * max(height, width)))
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -49,8 +47,7 @@ def _on_lines(f, x: Tensor) -> Tensor:
     return f(x.flatten(0, 1)).view(x.shape)
 
 
-@torch.library.custom_op('subquad::crisscross_attention_portable_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, order: str) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, order: str) -> Tensor:
     """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g in _plan(q):
@@ -58,8 +55,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str,
     return output
 
 
-@torch.library.custom_op('subquad::crisscross_attention_portable_bwd', mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str,
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str,
               order: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, sa, sb)
     dq, dk, dv, dsa, dsb = (torch.zeros_like(x) for x in inputs)
@@ -101,58 +97,14 @@ def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
     return torch.bmm(left, right.transpose(1, 2))
 
 
-@_forward.register_fake
-def _(q, k, v, sa, sb, mask, order):
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, sa, sb, mask, order):
-    return tuple(torch.empty_like(x) for x in (q, k, v, sa, sb))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
-
-
-_forward.register_autograd(
-    lambda ctx, grad: (*_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None),
-    setup_context=_save)
-
-
-def _line_pairs(q: Sequence[int]) -> int:
-    groups, height, width, _ = q
-    return groups * height * width * (height + width)
-
-
-@register_flop_formula(torch.ops.subquad.crisscross_attention_portable_fwd)
-def _(q, k, v, sa, sb, mask, order, out_shape=None, **kwargs) -> int:
-    return 2 * _line_pairs(q) * (q[-1] + v[-1] * (2 if order == 'both' else 1))
-
-
-@register_flop_formula(torch.ops.subquad.crisscross_attention_portable_bwd)
-def _(grad, q, k, v, sa, sb, mask, order, out_shape=None, **kwargs) -> int:
-    return 2 * _line_pairs(q) * (3 * q[-1] + v[-1] * (5 if order == 'both' else 3))
-
-
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    if v.numel() == 0:
-        return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    sums = cumulative(a, -1, q.dtype), cumulative(b, -2, q.dtype)
-    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, *sums)]
-    return _forward(*inputs, mask, order).view(v.shape).to(v.dtype)
-
-
 def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str,
                                 order: str) -> Tensor:
     """Chained dense formulas, every tensor but the arguments of rank 4 at most."""
     def rows(x):
-        return portable.decay_attention_export(q, k, x, a, 'row', mask)
+        return decay_attention_export(q, k, x, a, 'row', mask)
 
     def columns(x):
-        return portable.decay_attention_export(q, k, x, b, 'column', mask)
+        return decay_attention_export(q, k, x, b, 'column', mask)
 
     if order == 'row_first':
         return columns(rows(v))

@@ -3,21 +3,19 @@
 Looked for after the fact: a coefficient that is not finite, or a pivot of zero, makes the roots' result not finite, and
 that is cheap to see. Results of a GPU are not waited for.
 """
-from typing import List, Optional, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from ..dispatch import recorded
-from .grid import Level
-from .portable import coefficients
+from ..common.tracing import is_traced_or_wrapped
 from .sweeps import eliminate
 from .tree import Generation, Tree
 
 
 def is_lost(top: Tensor) -> bool:
     """Whether a result at the roots is not finite, as far as one may look."""
-    return not recorded(top) and top.device.type == 'cpu' and not bool(top.detach().isfinite().all())
+    return not is_traced_or_wrapped(top) and top.device.type == 'cpu' and not bool(top.detach().isfinite().all())
 
 
 def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> None:
@@ -38,16 +36,3 @@ def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor)
             raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node}, its a less what its '
                              'children take, is singular')
     eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]), check)
-
-
-def explain_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level], parametrisation: str) -> None:
-    """Raise ValueError for the first level with an edge that is not finite, or whose pivots vanish; else nothing."""
-    exact: List[Tensor] = [edge.detach().double() for edge in edges]
-    for n, edge in enumerate(exact):
-        if not edge.isfinite().all():
-            raise ValueError(f'{op}: edges[{n}] has a number that is not finite')
-    scales, _, _ = coefficients(exact, levels, parametrisation)
-    for n, scale in enumerate(scales):
-        if not scale.isfinite().all():
-            hint = ' (weights must not be negative)' if parametrisation == 'laplacian' else ''
-            raise ValueError(f'{op}: the matrix cannot be solved: a pivot of level {n} is zero{hint}')

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
+from ..common import checks
 
 
 class Level(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import launch
-from ..decay import needs_gradient, rounded_sums
+from ..common import launch
+from ..common.decay import needs_gradient, rounded_sums
 
 
 @torch.library.custom_op('subquad::polyline_attention_fwd', mutates_args=())
