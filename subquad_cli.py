@@ -192,8 +192,8 @@ def _dispatch(argv: List[str]) -> int:
         return 2
     if name == 'configs':
         return configs(rest)
-    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.cli').run
-    run(importlib.import_module(f'subquad.tools.{MODULES.get(name, name)}').main, rest)
+    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
+    run(importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main, rest)
 
 
 def version() -> str:

@@ -19,8 +19,8 @@ from .bench import baselines, networks
 from .bench.measure import OtherLoad, environment
 from .bench.presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
 from .bench.records import append, medians, prepare, table
-from .cli import UserError, nearest
-from .output import dumps, print_table
+from .common.cli import UserError, nearest
+from .common.output import dumps, print_table
 
 DTYPES = ('float32', 'float16', 'bfloat16')
 # Options of what one names oneself.
@@ -218,5 +218,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

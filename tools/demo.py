@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-from .cli import UserError
+from .common.cli import UserError
 
 CONFIG = 'test-ppma_digits'
 SHOWN = 8
@@ -17,7 +17,7 @@ def linear_accuracy() -> float:
     """Accuracy in percent of logistic regression on the same split, from raw pixels."""
     from sklearn.linear_model import LogisticRegression
 
-    from .classification.data import digits_arrays
+    from .data.image_sets import digits_arrays
     (train, train_labels), (test, test_labels) = digits_arrays('train'), digits_arrays('test')
     train, test = (images.reshape(len(images), -1) / 255 for images in (train, test))
     return LogisticRegression(max_iter=1000).fit(train, train_labels).score(test, test_labels) * 100
@@ -27,7 +27,7 @@ def write_images(folder: Path) -> List[Tuple[Path, int]]:
     """The first test images of the first classes as PNG files: [(file, label)]."""
     from PIL import Image
 
-    from .classification.data import digits_arrays
+    from .data.image_sets import digits_arrays
     images, labels = digits_arrays('test')
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -83,9 +83,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         ) from error
     import torch
 
-    from .config import load, writable_folder
-    from .images import open_image
-    from .pictures import decay_factors
+    from .common.images import open_image
+    from .common.paths import writable_folder
+    from .engine.config import load
+    from .engine.drawing.pictures import decay_factors
     from .predict import classify, load_classifier, show
     from .test import evaluate
     from .train import run_training
@@ -119,5 +120,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
-from .cli import UserError, nearest
+from .common.cli import UserError, nearest
 
 DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
 FORMAT = 1                                      # counts up when the same options would give other files
@@ -90,7 +90,7 @@ def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
     """Write the images, label maps and instances of a part ('train' or 'val'); gives the number of shapes."""
     from PIL import Image
 
-    from .shapes import CLASSES, annotations, backgrounds, label_map, random_scene
+    from .data.shapes import CLASSES, annotations, backgrounds, label_map, random_scene
     for kind in ('images', 'annotations_seg'):
         (folder / kind / part).mkdir(parents=True)
     (folder / 'annotations').mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
     Raises:
         UserError: a photograph is missing, or the folder cannot be written to.
     """
-    from .shapes import CLASSES, photograph_facts
+    from .data.shapes import CLASSES, photograph_facts
     temporary = None
     try:
         labels = {name: n for n, name in enumerate(('background', *CLASSES))}
@@ -168,7 +168,7 @@ def parse_size(text: str) -> Tuple[int, int]:
     Raises:
         UserError: neither, or out of bounds.
     """
-    from .shapes import SIZES
+    from .data.shapes import SIZES
     match = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', text)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not all(SIZES[0] <= n <= SIZES[1] for n in (height, width)):
@@ -194,7 +194,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             raise UserError(f'--{name} must be from 1 to {MOST_IMAGES}, got {getattr(args, name)}')
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
-    from .config import expanded
+    from .common.paths import expanded
     shown = expanded(args.folder or DATASETS[args.name])
     options = dict(train=args.train, val=args.val, size=list(parse_size(args.size)), seed=args.seed)
     try:
@@ -211,5 +211,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -3,8 +3,8 @@ import argparse
 import fnmatch
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest
-from .output import add_row, dumps, print_table
+from .common.cli import UserError, nearest
+from .common.output import add_row, dumps, print_table
 
 
 def facts(name: str) -> Dict[str, Any]:
@@ -43,5 +43,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from .checkpoints import load_classifier
-from .cli import UserError, one_line, shown
-from .images import LeftOut, UnreadableImage, open_image
-from .output import add_row, dumps, print_table, progress
+from .common.cli import UserError, one_line, shown
+from .common.images import LeftOut, UnreadableImage, open_image
+from .common.output import add_row, dumps, print_table, progress
+from .engine.classification.weight_files import load_classifier
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
 
@@ -128,7 +128,8 @@ def _names_config(name: str) -> bool:
 
 def _predict_dense(args: argparse.Namespace) -> Tuple[List[Dict[str, Any]], int]:
     """Detect or segment, write the pictures and predictions.json; what that holds, and the exit code."""
-    from .config import load, writable_folder
+    from .common.paths import writable_folder
+    from .engine.config import load
     from .train import is_classifier
     if args.model:
         raise UserError('--model is for classifiers; a detection or segmentation config names its own')
@@ -142,7 +143,7 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[List[Dict[str, Any]], int]
         raise UserError(f'subquad predict {args.checkpoint} CHECKPOINT IMAGES: no images given')
     files = image_files(images)
     out = writable_folder(args.out or 'predictions')
-    from .dense.predict import predict
+    from .engine.dense.prediction import predict
     left_out = LeftOut(len(files), args.strict)
     results = predict(config, checkpoint, files, out, 0.3 if args.score is None else args.score, left_out,
                       args.allow_nonfinite)
@@ -179,5 +180,5 @@ def show(results: List[Dict[str, Any]]) -> None:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

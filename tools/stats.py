@@ -12,8 +12,8 @@ import argparse
 import ast
 from typing import Any, Dict, List, Optional, Tuple
 
-from .cli import UserError
-from .output import add_row, dumps, print_table
+from .common.cli import UserError
+from .common.output import add_row, dumps, print_table
 
 LARGEST_SIDE = 100_000
 
@@ -75,5 +75,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

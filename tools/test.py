@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from . import images
-from .cli import UserError
-from .output import dumps
+from .common import images
+from .common.cli import UserError
+from .common.output import dumps
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -34,7 +34,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             _refuse_nonfinite(args.checkpoint)
         metrics, unit = evaluate(config, args.checkpoint, as_configured=bool(args.record)), ' %'
     else:
-        from .dense.evaluate import evaluate as evaluate_dense
+        from .engine.dense.evaluation import evaluate as evaluate_dense
         metrics, unit = evaluate_dense(config, args.checkpoint, args.show_dir, args.tta,
                                        args.allow_nonfinite), ''
     images.say_count(unreadable)
@@ -78,7 +78,7 @@ def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, Opti
     """
     from .bench.measure import environment
     from .bench.records import append
-    from .config import expanded
+    from .common.paths import expanded
     options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()] + ['--tta'] * args.tta)
     try:
         append(expanded(path), {'config': Path(args.config).stem, 'options': options,
@@ -99,8 +99,8 @@ def evaluate(config, checkpoint: str, as_configured: bool = False) -> Dict[str, 
         UserError: the config, the data or the checkpoint do not fit.
     """
     from ..backbones.weights import WeightsError, load_weights, read_checkpoint, some
-    from .classification.runner import NOT_OF_THE_NETWORK, build_runner, network
-    from .engine.start import network_options
+    from .engine.classification.runner import NOT_OF_THE_NETWORK, build_runner, network
+    from .engine.starting_weights import network_options
     try:
         _, facts, _ = read_checkpoint(checkpoint)
     except WeightsError as error:
@@ -133,5 +133,5 @@ def evaluate(config, checkpoint: str, as_configured: bool = False) -> Dict[str, 
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

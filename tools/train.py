@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
-from . import images
-from .cli import UserError, one_line, quiet
-from .config import find, load
+from .common import images
+from .common.cli import UserError, one_line, quiet
+from .engine.config import find, load
 from .engine.lock import locked
 
 
@@ -116,7 +116,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights and args.resume is not None:
         raise UserError('--weights starts a training and --resume goes on with one: give one of them')
     from .engine.checkpoints import checkpoint_to_resume
-    from .engine.summary import resume_command
+    from .engine.messages import resume_command
     config = config_with_options(args)
     if args.epochs:
         scale_schedule(config, args.epochs)
@@ -202,7 +202,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     """
     from mmengine.dist import is_main_process
 
-    from .engine.start import without_pretrained
+    from .engine.starting_weights import without_pretrained
     folder = Path(work_dir).expanduser()
     if weights and not is_classifier(config):
         config.load_from = None
@@ -221,14 +221,14 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from mmengine.dist import is_main_process
 
     from .engine.checkpoints import latest_checkpoint, stamp
-    from .engine.start import StartHook
-    from .engine.summary import how_to_go_on, starting_point
-    from .hooks import ProgressHook, WeightsHook
+    from .engine.hooks import ProgressHook, WeightsHook
+    from .engine.messages import how_to_go_on, starting_point
+    from .engine.starting_weights import StartHook
     hooks = [ProgressHook(starting_point(config, weights)), WeightsHook()]
     if is_classifier(config):
-        from .classification.runner import build_runner
+        from .engine.classification.runner import build_runner
     else:
-        from .dense.runner import build_runner
+        from .engine.dense.runner import build_runner
         if weights:
             hooks.append(StartHook(weights))
     progress, kept = hooks[:2]
@@ -263,7 +263,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
 def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
     """The error of a training as a UserError; itself where nothing is known of it and training had begun, so that there
     is a sentence on how to go on."""
-    from .engine.summary import disk_full
+    from .engine.messages import disk_full
     outside = re.search(r'Target (\d+) is out of bounds', str(error))
     if outside:
         return UserError(f'a label map has label {outside[1]}, more than the classes of the data set')
@@ -324,5 +324,5 @@ def _undo(folder: Path, before: Dict[Path, Optional[bytes]]) -> None:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

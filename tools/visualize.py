@@ -4,9 +4,9 @@ over what height of the tree, and the edges on the way."""
 import argparse
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from . import pictures
-from .cli import UserError, nearest, shown
-from .images import LeftOut
+from .common.cli import UserError, nearest, shown
+from .common.images import LeftOut
+from .engine.drawing import pictures
 
 TITLES = {'influences': 'influence on the token under the cross, mean over heads',
           'context_scores': 'context scores, mean over latent tokens',
@@ -51,7 +51,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
     import torch
 
-    from .config import expanded, writable_folder
+    from .common.paths import expanded, writable_folder
     from .predict import image_files, load_classifier, load_images
     files = image_files(args.images)[:args.most]
     model, transform, _ = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
@@ -97,7 +97,7 @@ def _drawable(model: Any) -> str:
 def _maps(what: str, model: Any, inputs: Any, at: Tuple[float, ...]) -> Tuple[Dict[str, Any], Callable[..., None]]:
     """What is drawn, by layer, and the function that draws it."""
     if what == 'influences':
-        from . import influences
+        from .engine.drawing import influences
         return model.influences(inputs, at), influences.draw
     if what == 'context_scores':
         return model.context_scores(inputs), pictures.draw_scores
@@ -105,5 +105,5 @@ def _maps(what: str, model: Any, inputs: Any, at: Tuple[float, ...]) -> Tuple[Di
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

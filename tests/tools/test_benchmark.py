@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from subquad import kernels
-from subquad.tools import benchmark, cli
+from subquad.tools import benchmark
 from subquad.tools.bench import baselines, measure, presets, records
+from subquad.tools.common import cli
 
 PRESETS = presets.DEFAULTS
 NAME = 'polyline_attention-14x14'

@@ -12,9 +12,10 @@ from helpers import ROOT
 from rich.table import Table
 
 import subquad_cli
-from subquad.tools import cli, kernels, models, output, stats, test, train
+from subquad.tools import kernels, models, stats, test, train
 from subquad.tools.bench import records
-from subquad.tools.config import known_configs
+from subquad.tools.common import cli, output
+from subquad.tools.engine.config import known_configs
 
 COMMAND = [sys.executable, '-W', 'ignore', '-c', 'import subquad_cli; subquad_cli.main()']
 
@@ -202,7 +203,7 @@ def test_progress_elsewhere_than_on_a_terminal(capsys, monkeypatch):
 
 
 def test_errors_take_one_line(capsys):
-    from subquad.tools.images import UnreadableImage
+    from subquad.tools.common.images import UnreadableImage
 
     def fails(text, kind=cli.UserError):
         def main(argv):
@@ -213,7 +214,7 @@ def test_errors_take_one_line(capsys):
         return capsys.readouterr().err
     assert fails('a\nb') == 'error: a b\n'
     worker = 'Caught UnreadableImage in a worker.\nOriginal Traceback (most recent call last):\n  File "x"'
-    assert fails(f'{worker}\nsubquad.tools.images.UnreadableImage: a.png: no\n', UnreadableImage) == (
+    assert fails(f'{worker}\nsubquad.tools.common.images.UnreadableImage: a.png: no\n', UnreadableImage) == (
         'error: a.png: no\n')
 
 

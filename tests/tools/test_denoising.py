@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from subquad.tools.bench import denoising
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 
 def test_morton_order_denoises_better_than_snake():

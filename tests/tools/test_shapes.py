@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from subquad.tools import make_dataset, shapes
-from subquad.tools.cli import UserError
-from subquad.tools.config import load
+from subquad.tools import make_dataset
+from subquad.tools.common.cli import UserError
+from subquad.tools.data import shapes
+from subquad.tools.engine.config import load
 
 OPTIONS = ['--train', '24', '--val', '22', '--size', '72x96']
 

@@ -2,7 +2,7 @@
 import pytest
 
 from subquad.tools.bench import tables
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 
 def test_tables_are_up_to_date(capsys):

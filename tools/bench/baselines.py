@@ -13,7 +13,7 @@ from ...kernels.common.decay import column_log_decay, cumulative, row_log_decay
 from ...kernels.dispatch import BACKENDS, why_not
 from ...kernels.polyline_attention.reference import polyline_log_masks
 from ...kernels.trees import quadtree_levels
-from ..cli import UserError, nearest
+from ..common.cli import UserError, nearest
 from .measure import count_macs
 
 Grid = Tuple[int, int]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...kernels import tree_solve
 from ...kernels.trees import Tree, grid_order, tree_blocks
-from ..cli import UserError
+from ..common.cli import UserError
 from .records import figure
 
 ORDERS = ('morton', 'snake', 'raster', 'random')
@@ -83,7 +83,7 @@ def denoise(train: Tensor, test: Tensor, order: str, seed: int, noise: float = 1
 @lru_cache(maxsize=1)
 def _digits() -> Tensor:
     """(4000, 28, 28), kept: reading them takes longer than a fit."""
-    from ..classification.data import mnist5k_arrays
+    from ..data.image_sets import mnist5k_arrays
     return torch.from_numpy(mnist5k_arrays('train')[0]).float()
 
 
@@ -95,7 +95,7 @@ def pictures(kind: str, seed: int, count: int = 128) -> List[Tensor]:
         seed: of the fields, or of which digits.
     """
     if kind == 'fields':
-        from ..classification.fields import random_fields
+        from ..data.fields import random_fields
         images = torch.from_numpy(random_fields(2 * count, SIDE, SIDE, seed=seed))
     else:
         images = _digits()

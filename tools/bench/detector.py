@@ -5,8 +5,8 @@ import torch
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import BaseDataElement
 
-from ..building import build
-from ..config import load
+from ..engine.building import build
+from ..engine.config import load
 from .measure import peak_memory, time_interleaved
 from .records import figure
 

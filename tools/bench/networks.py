@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import kernels
-from ..cli import UserError
+from ..common.cli import UserError
 from ..engine import zoo
 from .baselines import OURS
 

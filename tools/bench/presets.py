@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 import torch
 
 from ... import kernels
-from ..cli import UserError
+from ..common.cli import UserError
 from ..engine import zoo
 from . import baselines as field
 from . import networks

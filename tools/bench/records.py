@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from rich.table import Table
 from rich.text import Text
 
-from ..cli import UserError
-from ..output import add_row, dumps
+from ..common.cli import UserError
+from ..common.output import add_row, dumps
 
 FILES = {'cpu': 'cpu.jsonl', 'cuda': 'gpu.jsonl'}
 

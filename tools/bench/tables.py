@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from ..cli import UserError
+from ..common.cli import UserError
 
 RECORDS = Path('model_cards') / 'benchmarks'
 _TABLE = re.compile(r'(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)', re.DOTALL)
@@ -214,5 +214,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from ..cli import run
+    from ..common.cli import run
     run(main)

@@ -9,7 +9,7 @@ parameters of an auxiliary head come after a plus; tools/stats_config.py says wh
 import math
 from typing import Any, Callable, Dict, Optional
 
-from ..cli import UserError
+from ..common.cli import UserError
 
 # Reported by the authors, at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from ..cli import UserError, one_line
-from ..config import configs_folder, find, known_configs, load
+from ..common.cli import UserError, one_line
+from .config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')

@@ -4,7 +4,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import timm
 from torch import nn
 
-from ..cli import UserError, nearest
+from ..common.cli import UserError, nearest
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence')
 

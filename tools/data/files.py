@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ..cli import UserError, one_line
-from ..config import expanded
+from ..common.cli import UserError, one_line
+from ..common.paths import expanded
 
 _IDX_NAMES = {'train': 'train', 'test': 't10k'}
 _LARGEST = 1 << 30              # bytes of an array that a file may announce; MNIST's have 47 million

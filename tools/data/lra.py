@@ -10,7 +10,7 @@ from typing import List, Tuple
 
 import numpy as np
 
-from ..cli import UserError, one_line
+from ..common.cli import UserError, one_line
 from .files import check_split, folder_with
 from .listops import Expressions, from_text
 

@@ -18,18 +18,18 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
-from ...backbones.mm.backbones import DenseBackbone
-from ...backbones.mm.checkpoints import NewHeadsHook, fit, guard, refusal
-from ...backbones.weights import WeightsError, check_finite, read_checkpoint, some
+from ....backbones.mm.backbones import DenseBackbone
+from ....backbones.mm.checkpoints import NewHeadsHook, fit, guard, refusal
+from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
+from ...common.cli import UserError
+from ...common.paths import expanded, writable_folder
 from ..building import build, made, process_options
-from ..cli import UserError
-from ..config import expanded, writable_folder
-from ..engine.checkpoints import whole_checkpoints
-from ..engine.finite import FiniteHook
-from ..engine.start import StartHook
+from ..checkpoints import whole_checkpoints
+from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
+from ..starting_weights import StartHook
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
-from .loading import with_photographs
+from .photographs import with_photographs
 
 _COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
            'visualizer', 'default_scope', 'randomness', 'experiment_name')

@@ -16,7 +16,7 @@ from ...backbones.weights import (
     read_checkpoint,
     some,
 )
-from ..cli import UserError
+from ..common.cli import UserError
 
 # First parts of the names that classifiers have, in this package and in timm.
 _CLASSIFIERS = ('head.', 'fc.', 'classifier.', 'head_dist.')

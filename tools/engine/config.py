@@ -2,12 +2,12 @@
 import difflib
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest, one_line, quiet
-from .engine.options import check_options, read_entries
+from ..common.cli import UserError, nearest, one_line, quiet
+from ..common.paths import expanded
+from .options import check_options, read_entries
 
 # Entries that act while a config file is read, or only by what uses them in it.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',
@@ -90,31 +90,3 @@ def check_types(config, path: Path) -> None:
         if key == 'model' or key.endswith(('_dataloader', '_cfg')) or key in ('optim_wrapper', 'randomness'):
             if not isinstance(config[key], (dict, type(None))):
                 raise UserError(f'{path}: {key} must be a dict, got {config[key]!r}')
-
-
-def expanded(name: str) -> Path:
-    """The path with ~ replaced.
-
-    Raises:
-        UserError: there is no such user.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise UserError(f'{name}: {error}') from error
-
-
-def writable_folder(folder: str) -> Path:
-    """The folder, made where it is missing and tried by writing.
-
-    Raises:
-        UserError: it cannot be written to.
-    """
-    path = expanded(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise UserError(f'cannot write to the folder {path} ({error.strerror or error})') from error
-    return path

@@ -11,8 +11,8 @@ from mmengine.registry import DATASETS
 from PIL import Image
 from torch.utils.data import Dataset
 
-from ..cli import UserError, shown
-from ..images import UnreadableImage, check_header, open_image, report_once
+from ..common.cli import UserError, shown
+from ..common.images import UnreadableImage, check_header, open_image, report_once
 
 # Of so many images of a folder the first bytes are read before anything starts; of others when their turn comes.
 CHECKED = 20_000
@@ -111,7 +111,7 @@ class MNIST5k(_Images):
 class ImageFolder(_Classified):
     """A folder with one subfolder of images a class; classes are the subfolders' names, sorted.
 
-    Images are read by `subquad.tools.images.open_image`. A file that is no image is reported on stderr and left out; in
+    `subquad.tools.common.images.open_image` reads them. A file that is no image is reported on stderr and left out; in
     the place of one whose damage shows only when it is read comes the next of its class that can be read.
 
     Args:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from ...backbones.weights import read_checkpoint
-from ..cli import UserError, one_line
-from ..config import expanded
+from ....backbones.weights import read_checkpoint
+from ...common.cli import UserError, one_line
+from ...common.paths import expanded
 
 # What a COCO annotation file has at least.
 _COCO_KEYS = ('images', 'annotations', 'categories')

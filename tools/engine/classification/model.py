@@ -10,8 +10,8 @@ from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM
 from timm.optim import create_optimizer_v2
 from torch import Tensor
 
-from ..cli import UserError
-from ..engine.zoo import create
+from ...common.cli import UserError
+from ..zoo import create
 
 
 @MODELS.register_module()

@@ -2,7 +2,7 @@
 import re
 from pathlib import Path
 
-from .cli import UserError
+from ..common.cli import UserError
 from .config import known_configs
 
 # The first names of the segmentation configs, which did not say batch and schedule, and what stands in their place.

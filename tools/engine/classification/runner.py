@@ -9,13 +9,13 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
+from ...common.cli import UserError
+from ...common.paths import writable_folder
 from ..building import build, made, process_options
-from ..cli import UserError
-from ..config import writable_folder
-from ..engine.checkpoints import whole_checkpoints
-from ..engine.finite import FiniteHook
-from ..engine.start import adopt_options, load_classifier, refuse_other_state
+from ..checkpoints import whole_checkpoints
+from ..finite import FiniteHook
 from ..hooks import WeightsHook
+from ..starting_weights import adopt_options, load_classifier, refuse_other_state
 from .model import TimmClassifier
 
 NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
@@ -26,7 +26,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     """A Runner whose model and data sets exist already.
 
     Args:
-        config: as `subquad.tools.config.load` returns it.
+        config: as `subquad.tools.engine.config.load` returns it.
         work_dir: where mmengine writes logs and checkpoints.
         training: build the training and validation parts; otherwise the test part.
         hooks: further hooks; a WeightsHook is told the metadata.

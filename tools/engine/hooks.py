@@ -15,8 +15,8 @@ from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..backbones.weights import WeightsError, read_checkpoint, save_state_dict
-from .engine.summary import Estimate, summary
+from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict
+from .messages import Estimate, summary
 
 
 @HOOKS.register_module()

@@ -15,10 +15,10 @@ import torch
 from mmengine.registry import DATASETS
 from PIL import Image
 
-from ..cli import UserError
-from ..images import open_image
-from .data import _Classified, build_transform
+from ..common.cli import UserError
+from ..common.images import open_image
 from .files import CIFAR10_CLASSES, check_split, cifar10_arrays, mnist_arrays
+from .image_sets import _Classified, build_transform
 from .listops import EOS, PAD, VOCABULARY, Expressions, listops
 from .lra import lra_listops, lra_pathfinder
 from .pathfinder import PATH_X, PATHFINDER, Style, pathfinder_like

@@ -8,16 +8,16 @@ from mmcv.transforms import LoadImageFromFile
 from mmengine.registry import TRANSFORMS
 from PIL import Image
 
-from ..cli import shown
-from ..images import UnreadableImage, note_once, open_image, report_once
+from ...common.cli import shown
+from ...common.images import UnreadableImage, note_once, open_image, report_once
 
 _COLOURS = ('color', 'color_ignore_orientation')
 
 
 @TRANSFORMS.register_module()
 class LoadPhotograph(LoadImageFromFile):
-    """Read an image by `subquad.tools.images.open_image` into BGR: OpenCV, which mmcv's own transform uses, gives a
-    half-grey image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
+    """Read an image by `subquad.tools.common.images.open_image` as BGR. OpenCV, which mmcv's own transform uses, gives
+    a half-grey image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
 
     Args:
         unreadable: what comes of an image that cannot be read, which stderr names: 'replace' gives the data set None,

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from .cli import UserError, one_line
+from ...common.cli import UserError, one_line
 
 # Of a TimmClassifier in a config; the rest are options of the timm model.
 _NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
@@ -28,7 +28,7 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
     """
     import timm.data
 
-    from ..backbones.weights import (
+    from ....backbones.weights import (
         NonFiniteError,
         WeightsError,
         check_finite,
@@ -76,8 +76,8 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
     """
     import timm
 
-    from ..backbones.weights import check_options, checkpoint_filter_fn, fit
-    from .engine.zoo import create, our_models
+    from ....backbones.weights import check_options, checkpoint_filter_fn, fit
+    from ..zoo import create, our_models
     if not timm.is_model(name):
         create(name)                                         # raises, with the nearest names
     options = check_options(name, options, path)
@@ -114,7 +114,7 @@ def _facts(path: Path, content: Any) -> Dict[str, Any]:
     Raises:
         WeightsError: an entry has a wrong type.
     """
-    from ..backbones.weights import WeightsError, check_metadata, read_metadata
+    from ....backbones.weights import WeightsError, check_metadata, read_metadata
     if content.metadata or content.source != 'state_dict':
         return content.metadata
     config = content.meta.get('cfg')

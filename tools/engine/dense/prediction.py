@@ -13,14 +13,14 @@ from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
 from pycocotools import mask as rle
 from torch import nn
 
-from ...backbones.mm.checkpoints import load_checkpoint
-from ...backbones.weights import NonFiniteError, WeightsError
+from ....backbones.mm.checkpoints import load_checkpoint
+from ....backbones.weights import NonFiniteError, WeightsError
+from ...common.cli import UserError, quiet, shown
+from ...common.images import LeftOut, UnreadableImage, unreadable
+from ...common.output import progress
 from ..building import build
-from ..cli import UserError, quiet, shown
-from ..images import LeftOut, UnreadableImage, unreadable
-from ..output import progress
 from .inputs import accept_tiny_images
-from .loading import pixels, with_photographs
+from .photographs import pixels, with_photographs
 from .runner import classes_of, known_metainfo, network
 
 
@@ -28,7 +28,7 @@ class Predictor:
     """A detector or segmenter with its weights, ready for image files.
 
     Args:
-        config: as `subquad.tools.config.load` returns it. checkpoint: file.
+        config: as `subquad.tools.engine.config.load` returns it. checkpoint: file.
         device: torch device; a GPU where there is one by default.
         allow_nonfinite: take weights that hold NaN or infinities, too.
 

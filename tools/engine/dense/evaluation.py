@@ -6,13 +6,13 @@ from typing import Any, Dict, Optional, Sequence
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
 
-from ...backbones.mm.checkpoints import load_checkpoint
-from ...backbones.weights import NonFiniteError, WeightsError
+from ....backbones.mm.checkpoints import load_checkpoint
+from ....backbones.weights import NonFiniteError, WeightsError
+from ...common.cli import UserError, quiet
+from ...common.paths import writable_folder
 from ..building import made
-from ..cli import UserError, quiet
-from ..config import writable_folder
-from .loading import pixels
-from .predict import PictureNames, drawable
+from .photographs import pixels
+from .prediction import PictureNames, drawable
 from .runner import build_runner, classes_of, network
 
 
@@ -41,7 +41,7 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
     """Metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
 
     Args:
-        config: as `subquad.tools.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
+        config: as `subquad.tools.engine.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
         tta: test as the config's `tta_model` and `tta_pipeline` say.
         allow_nonfinite: test weights that hold NaN or infinities, too.
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
-from .cli import UserError, shown
+from ...common.cli import UserError, shown
 
 _MAP = 'jet'
 

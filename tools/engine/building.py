@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import Registry
 
-from .cli import UserError, one_line
+from ..common.cli import UserError, one_line
 
 
 def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> Any:
