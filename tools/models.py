@@ -11,7 +11,7 @@ def facts(name: str) -> Dict[str, Any]:
     """Name, parameters, default input size and one-line description of a registered model."""
     import timm
 
-    from .zoo import create
+    from .engine.zoo import create
     model = create(name, device='meta')          # shapes only: no memory, no random numbers
     description = (timm.models.model_entrypoint(name).__doc__ or '').strip().split('\n')[0]
     return dict(name=name, parameters=sum(p.numel() for p in model.parameters()),
@@ -21,7 +21,7 @@ def facts(name: str) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
-    from .zoo import our_models
+    from .engine.zoo import our_models
     parser = argparse.ArgumentParser('subquad models', description=__doc__)
     parser.add_argument('filter', nargs='?', default='*', help='pattern such as "ppma*" or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')

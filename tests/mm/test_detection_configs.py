@@ -20,7 +20,7 @@ from subquad.tools import stats
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine import building
 from subquad.tools.engine.config import configs_folder, load
-from subquad.tools.stats_config import REPORTED, count_config
+from subquad.tools.engine.counting_configs import REPORTED, count_config
 
 FOLDER = configs_folder() / 'detection'
 NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))

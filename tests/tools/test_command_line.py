@@ -12,7 +12,8 @@ from helpers import ROOT
 from rich.table import Table
 
 import subquad_cli
-from subquad.tools import kernels, models, records, stats, test, train
+from subquad.tools import kernels, models, stats, test, train
+from subquad.tools.bench import records
 from subquad.tools.common import cli, output
 from subquad.tools.engine.classification import evaluation
 from subquad.tools.engine.config import known_configs

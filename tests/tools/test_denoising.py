@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from subquad.tools import denoising
+from subquad.tools.bench import denoising
 from subquad.tools.common.cli import UserError
 
 

@@ -12,7 +12,7 @@ from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.data import sequences  # noqa: F401  (registers the data sets)
 from subquad.tools.engine.config import known_configs, load
-from subquad.tools.zoo import create
+from subquad.tools.engine.zoo import create
 
 NAMES = [name for name in known_configs() if name.startswith('myo_')]
 

@@ -1,7 +1,7 @@
 """The tables in README and model cards are what the tools compute."""
 import pytest
 
-from subquad.tools import tables
+from subquad.tools.bench import tables
 from subquad.tools.common.cli import UserError
 
 

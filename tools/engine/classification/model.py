@@ -11,7 +11,7 @@ from timm.optim import create_optimizer_v2
 from torch import Tensor
 
 from ...common.cli import UserError
-from ...zoo import create
+from ..zoo import create
 
 
 @MODELS.register_module()

@@ -77,7 +77,7 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
     import timm
 
     from ....backbones.weights import check_options, checkpoint_filter_fn, fit
-    from ...zoo import create, our_models
+    from ..zoo import create, our_models
     if not timm.is_model(name):
         create(name)                                         # raises, with the nearest names
     options = check_options(name, options, path)
