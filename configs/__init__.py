@@ -1,1 +1,1 @@
-"""mmengine config files; `subquad.tools.config.find` locates them in an installed package."""
+"""mmengine config files; `subquad.tools.engine.config.find` locates them in an installed package."""

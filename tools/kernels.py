@@ -3,8 +3,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, one_line, quiet
-from .output import add_row, dumps, print_table
+from .common.cli import UserError, one_line, quiet
+from .common.output import add_row, dumps, print_table
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -74,5 +74,5 @@ def _version() -> str:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

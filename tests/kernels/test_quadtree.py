@@ -10,7 +10,7 @@ from subquad.kernels import quadtree_solve, why_not
 from subquad.kernels.quadtree_solve import portable
 from subquad.kernels.quadtree_solve.reference import quadtree_matrix
 from subquad.kernels.trees import PARAMETRIZATIONS, heights, means, quadtree_levels, third
-from subquad.tools.contestants import loop_quadtree_solve
+from subquad.tools.bench.baselines import loop_quadtree_solve
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
 
