@@ -22,10 +22,10 @@ from .blocks import check_image, check_pool, folded, is_plain
 from .inference import in_parts
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import check_source
-from .mobilevitv2_keys import DEPTHS, translated
 from .options import COMMON, Options, check, flag, number, one_of
 from .staged import StagedBackbone, init_kaiming, init_xavier
 from .weights import pretrained_filter
+from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
 
 __all__ = ['MobileViTv2']
 
@@ -305,7 +305,7 @@ class MobileViTv2(StagedBackbone):
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """timm's key names, from those of the authors' files: of a classifier, or of the `encoder.` of their detectors
         and segmenters, whose heads are left out."""
-        return translated(weights)
+        return to_timm_keys(weights)
 
 
 def _attention(kind: str, dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any

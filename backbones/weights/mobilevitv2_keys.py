@@ -1,8 +1,8 @@
-"""Key names of MobileViTv2's weights: timm's, which this package uses, from those of the authors' library."""
+"""Rename MobileViTv2 weights of the authors' library (cvnets) to timm's keys, which this package uses."""
 import re
 from typing import Any, Dict
 
-# Transformer layers of the blocks at the end of stages 3, 4 and 5.
+# The number of transformer layers in the last block of stages 3, 4 and 5.
 DEPTHS = (2, 4, 3)
 _LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 'attn.qkv_proj.',
           'pre_norm_attn.1.out_proj.block.conv.': 'attn.out_proj.', 'pre_norm_ffn.0.': 'norm2.',
@@ -10,8 +10,8 @@ _LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 
 _CONVOLUTIONS = {'exp_1x1': 'conv1_1x1', 'conv_3x3': 'conv2_kxk', 'red_1x1': 'conv3_1x1'}
 
 
-def _translated(key: str) -> str:
-    """A key of the authors' library in timm's words; others as they are, for the loader to name."""
+def _timm_key(key: str) -> str:
+    """Return timm's name for a key of the authors' library. Unknown keys stay as they are; the loader reports them."""
     key = re.sub(r'^classifier\.(\d+\.)?', 'head.fc.', key)
     key = re.sub(r'^conv_1\.', 'stem.', key)
     key = re.sub(r'^layer_(\d)\.', lambda m: f'stages.{int(m[1]) - 1}.', key)
@@ -25,11 +25,13 @@ def _translated(key: str) -> str:
     return key.replace('.block.conv.', '.conv.').replace('.block.norm.', '.bn.').replace('stem.block.', 'stem.')
 
 
-def translated(weights: Dict[str, Any]) -> Dict[str, Any]:
-    """The authors' weights under timm's names, or weights under these as they are. Of a detector or segmenter the
-    encoder is taken and the heads are left out."""
+def to_timm_keys(weights: Dict[str, Any]) -> Dict[str, Any]:
+    """Rename the weights of the authors' library to timm's keys.
+
+    Weights that already have timm's keys come back unchanged. From a detector or segmenter only the encoder is taken.
+    """
     if any(key.startswith('encoder.') for key in weights):
         weights = {key.removeprefix('encoder.'): value for key, value in weights.items() if key.startswith('encoder.')}
     if not any(key.startswith('conv_1.') for key in weights):
         return weights
-    return {_translated(key): value for key, value in weights.items()}
+    return {_timm_key(key): value for key, value in weights.items()}
