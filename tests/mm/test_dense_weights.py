@@ -83,7 +83,7 @@ def test_the_log_says_what_init_cfg_loaded(files, log):
     total, norms = len(detector.backbone.state_dict()), 8
     summary = f'PPMA backbone: {total - norms} of {total} weights are loaded from {path}; 8 are not'
     assert detector.backbone.load_summary.startswith(summary)
-    assert 'output_norms.0.weight' in detector.backbone.load_summary and 'head.fc.weight' in detector.backbone.load_summary
+    assert all(key in detector.backbone.load_summary for key in ('output_norms.0.weight', 'head.fc.weight'))
     assert any(line.startswith(summary) for line in log)
     text = '\n'.join(log)
     about = {key: re.search(rf'\n{re.escape(key)} - .*\n(.*)', text)[1] for key, _ in detector.named_parameters()}
