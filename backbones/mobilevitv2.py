@@ -19,10 +19,10 @@ from ._timm import pooled_width
 from .blocks import check_pool
 from .mixers import SeparableSelfAttention
 from .mobilevitv2_blocks import ATTENTIONS, PATCH, InvertedResidual, MobileViTv2Block, Stage, Stem, TransformerLayer
-from .mobilevitv2_keys import DEPTHS, timm_keys
 from .observation import observe_inputs
 from .options import COMMON, Options, check, flag, number, one_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier
+from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
 
 __all__ = ['MobileViTv2']
 
@@ -228,7 +228,7 @@ class MobileViTv2(TimmInterface):
 
         Of their detectors and segmenters, only the encoder is kept.
         """
-        return timm_keys(weights)
+        return to_timm_keys(weights)
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:

@@ -239,7 +239,7 @@ def test_pretrained_files_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(arch='huge'), "arch must be one of 'tiny', 'small', 'base', 'test', .* or a dict, got 'huge'"),
-    (dict(out_indices=(2, 1)), r'out_indices must be rising numbers of stages, from 0 to 3, got \(2, 1\)'),
+    (dict(out_indices=(2, 1)), r'out_indices must be rising stage numbers from 0 to 3, got \(2, 1\)'),
     (dict(out_indices=()), 'out_indices'), (dict(out_indices=(0, 4)), 'out_indices'),
     (dict(out_indices=(1, 1)), 'rising'),
     (dict(frozen_stages=5), 'frozen_stages must be from -1 to 4, got 5'), (dict(drop_path_rate=2.), 'drop_path_rate'),

@@ -22,7 +22,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import load_checkpoint as lax_load
 
-from subquad.backbones.mm.checkpoints import NewHeadsHook, fit, load_checkpoint
+from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load_checkpoint
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import make_dataset, predict, test, train
 from subquad.tools.common.cli import UserError
@@ -78,12 +78,12 @@ def log():
 def test_the_log_says_what_init_cfg_loaded(files, log):
     path = files / 'classifier.safetensors'
     detector = _detector(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
-    assert detector.backbone.loaded is None
+    assert detector.backbone.load_summary is None
     detector.init_weights()
     total, norms = len(detector.backbone.state_dict()), 8
     summary = f'PPMA backbone: {total - norms} of {total} weights are loaded from {path}; 8 are not'
-    assert detector.backbone.loaded.startswith(summary)
-    assert 'output_norms.0.weight' in detector.backbone.loaded and 'head.fc.weight' in detector.backbone.loaded
+    assert detector.backbone.load_summary.startswith(summary)
+    assert all(key in detector.backbone.load_summary for key in ('output_norms.0.weight', 'head.fc.weight'))
     assert any(line.startswith(summary) for line in log)
     text = '\n'.join(log)
     about = {key: re.search(rf'\n{re.escape(key)} - .*\n(.*)', text)[1] for key, _ in detector.named_parameters()}
@@ -99,9 +99,9 @@ def test_prefix_and_detectors_are_said(files):
         backbone = MODELS.build(dict(type='PPMA', arch='test', out_indices=(1, 2), init_cfg=dict(
             type='Pretrained', checkpoint=str(path), **options)))
         backbone.init_weights()
-        assert f'all {len(backbone.state_dict())} weights are loaded from {path}' in backbone.loaded
-        assert 'in the file are not used' in backbone.loaded, 'stage 3 and two output norms'
-        assert ('(backbone.)' in backbone.loaded) == bool(options)
+        assert f'all {len(backbone.state_dict())} weights are loaded from {path}' in backbone.load_summary
+        assert 'in the file are not used' in backbone.load_summary, 'stage 3 and two output norms'
+        assert ('(backbone.)' in backbone.load_summary) == bool(options)
 
 
 @pytest.mark.parametrize('init_cfg, message', [
@@ -174,7 +174,7 @@ def test_what_may_differ(files, log, tmp_path):
     """A detector's file in a smaller backbone, and a file without an auxiliary head."""
     detector = _detector()
     weights = dict(read_checkpoint(files / 'detector.pth')[0])
-    found = fit(detector, {**weights, 'extra_head.weight': torch.zeros(1)})
+    found = compare_weights(detector, {**weights, 'extra_head.weight': torch.zeros(1)})
     assert not found.problems and found.unused == ['extra_head.weight'] and not found.new
     lax_load(detector, str(files / 'detector.pth'))
     torch.save(dict(model=weights, epoch=1), tmp_path / 'wrapped.pth')
@@ -189,11 +189,11 @@ def test_what_may_differ(files, log, tmp_path):
                                 norm_cfg=dict(type='BN'))
     segmenter = MODELS.build(model)
     weights = {key: value for key, value in segmenter.state_dict().items() if not key.startswith('auxiliary')}
-    found = fit(segmenter, weights)
+    found = compare_weights(segmenter, weights)
     assert not found.problems and all(key.startswith('auxiliary_head.') for key in found.new) and found.new
     smaller = MODELS.build(dict(type='PPMA', arch='test', out_indices=(0, 1)))
     detector.backbone, full = smaller, detector.backbone.state_dict()
-    left = fit(detector, {f'backbone.{key}': value for key, value in full.items()}).unused
+    left = compare_weights(detector, {f'backbone.{key}': value for key, value in full.items()}).unused
     assert 'backbone.output_norms.2.weight' in left and any(key.startswith('backbone.stages.3.') for key in left)
 
 
@@ -268,12 +268,12 @@ def test_modules_that_the_file_lacks(files):
     weights = {key: value for key, value in read_checkpoint(files / 'detector.pth')[0].items()
                if not key.startswith('roi_head.mask_head.')}
     model = _detector()
-    assert fit(model, weights, ()).problems
-    found = fit(model, weights, ('roi_head.mask_head',))
+    assert compare_weights(model, weights, ()).problems
+    found = compare_weights(model, weights, ('roi_head.mask_head',))
     assert not found.problems and {key.split('.')[1] for key in found.new} == {'mask_head'}
     weights.pop('backbone.stem.conv1.conv.weight')
-    assert fit(model, weights, ('roi_head.mask_head', 'backbone')).problems, 'never the backbone'
-    with pytest.raises(TypeError, match="missing must be a sequence of names of modules, got 'roi_head'"):
+    assert compare_weights(model, weights, ('roi_head.mask_head', 'backbone')).problems, 'never the backbone'
+    with pytest.raises(TypeError, match="missing must be a sequence of module names, got 'roi_head'"):
         NewHeadsHook('roi_head')
 
 

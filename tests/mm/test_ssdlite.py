@@ -393,7 +393,8 @@ def test_translation_leaves_other_files_and_unknown_names_alone():
     (lambda: SSDLiteExtraLayers([]), 'in_channels must be positive integers, one for each level, got \\[\\]'),
     (lambda: SSDLiteExtraLayers([8, 8])([torch.rand(1, 8, 4, 4)]), 'must return 2 levels, got 1'),
     (lambda: SSDLiteJointHead(num_classes=0), 'num_classes must be an integer of at least 1, got 0'),
-    (lambda: SSDLiteJointHead(in_channels=(512, 256)), 'in_channels must be of 6 levels, as the anchors are, got 2'),
+    (lambda: SSDLiteJointHead(in_channels=(512, 256)),
+     'in_channels must have 6 entries, one for each level of anchors, got 2'),
     (lambda: SSDLiteJointHead()([torch.rand(1, 512, 4, 4)]), 'the head has 6 levels, got 1 maps'),
     (lambda: SSDLiteAnchorGenerator(ratios=[[2], [-3]]), 'ratios must be positive numbers'),
 ])

@@ -164,9 +164,9 @@ class StartHook(Hook):
         Raises:
             UserError: the file cannot be read, holds NaN, or fits neither the model nor its backbone.
         """
-        from ...backbones.mm.checkpoints import translated
+        from ...backbones.mm.checkpoints import translate_keys
         weights, facts = _read(self.path)
-        whole = translated(weights, model)
+        whole = translate_keys(weights, model)
         if any(key.startswith('backbone.') for key in whole):
             self._prepare_whole(model, whole, facts.get('classes'), list(classes))
         else:

@@ -1,4 +1,4 @@
-# What every classification config shares: registrations, hooks, seed.
+# Shared by all classification configs: registered types, hooks and the seed.
 custom_imports = dict(imports=['subquad.tools.data.registry', 'subquad.tools.engine.registry'],
                       allow_failed_imports=False)
 default_scope = 'mmengine'

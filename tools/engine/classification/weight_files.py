@@ -34,12 +34,12 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
         check_finite,
         check_transform,
         load_state_dict,
-        read,
-        shown,
+        read_file,
+        shorten_path,
     )
-    path = shown(checkpoint)
+    path = shorten_path(checkpoint)
     try:
-        content = read(checkpoint)
+        content = read_file(checkpoint)
         facts = _facts(Path(checkpoint), content)
         if not name and 'model' not in facts:
             raise UserError(f'{path} does not say which model it is of: give --model NAME (subquad models lists them)')
@@ -76,7 +76,7 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
     """
     import timm
 
-    from ....backbones.weights import check_options, checkpoint_filter_fn, fit
+    from ....backbones.weights import check_options, checkpoint_filter_fn, match_to_model
     from ..zoo import create, our_models
     if not timm.is_model(name):
         create(name)                                         # raises, with the nearest names
@@ -90,7 +90,7 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
                 if layer is not None and layer.ndim and len(layer) != sketch.num_classes:
                     options['num_classes'] = len(layer)
                     sketch = create(name, **options, device='meta')
-            fit(weights, sketch, path)
+            match_to_model(weights, sketch, path)
         except (UserError, NotImplementedError, RuntimeError, TypeError) as error:
             if name in our_models():
                 raise UserError(f'{path}: {one_line(error)}') from error
@@ -117,14 +117,14 @@ def _facts(path: Path, content: Any) -> Dict[str, Any]:
     from ....backbones.weights import WeightsError, check_metadata, read_metadata
     if content.metadata or content.source != 'state_dict':
         return content.metadata
-    config = content.meta.get('cfg')
+    config = content.runner_meta.get('cfg')
     facts = config_facts(config) if isinstance(config, str) else {}
     for file in sorted(path.parent.glob('*.py')) if not facts else ():
         facts = config_facts(file.read_text('utf-8', 'replace')) if file.stat().st_size <= _CONFIG_BYTES else {}
         if facts:
             print(f'the model and its transform are read from {file}', file=sys.stderr)
             break
-    dataset = content.meta.get('dataset_meta')
+    dataset = content.runner_meta.get('dataset_meta')
     if facts and isinstance(dataset, dict) and 'classes' in dataset:
         facts['classes'] = [*dataset['classes']] if isinstance(dataset['classes'], tuple) else dataset['classes']
     for file in (path.parent / 'best.safetensors', path.parent / 'last.safetensors'):

@@ -19,7 +19,7 @@ from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from ....backbones.mm.backbones import DenseBackbone
-from ....backbones.mm.checkpoints import NewHeadsHook, fit, guard, refusal
+from ....backbones.mm.checkpoints import NewHeadsHook, compare_weights, make_loading_strict, mismatch_message
 from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
 from ...common.cli import UserError
 from ...common.paths import expanded, writable_folder
@@ -134,10 +134,10 @@ def _check_training(config: Config, model: nn.Module) -> None:
         check_finite(weights, str(path))
     except WeightsError as error:
         raise UserError(f'load_from: {error}') from error
-    guard(model)                                       # others' models load as strictly as ours
-    found = fit(model, weights, None if config.get('resume') else _new_heads(config))
+    make_loading_strict(model)                                       # others' models load as strictly as ours
+    found = compare_weights(model, weights, None if config.get('resume') else _new_heads(config))
     if found.problems:
-        raise UserError(refusal(str(path), model, weights, found))
+        raise UserError(mismatch_message(str(path), model, weights, found))
     if is_main_process() and not config.get('resume'):
         print(f'load_from: {type(model).__name__}: {found.summary(str(path))}', file=sys.stderr)
 
@@ -156,8 +156,8 @@ class LoadedHook(Hook):
         if runner._resume or not is_main_process():
             return
         for module in runner.model.modules():
-            if isinstance(module, DenseBackbone) and module.loaded:
-                print(f'init_cfg: {module.loaded}', file=sys.stderr)
+            if isinstance(module, DenseBackbone) and module.load_summary:
+                print(f'init_cfg: {module.load_summary}', file=sys.stderr)
 
 
 def _seed_workers(loader: Dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Translation of key names of MobileViTv2: from the authors' library to timm, whose names this package uses."""
+"""Rename MobileViTv2 weights of the authors' library (cvnets) to timm's keys, which this package uses."""
 import re
 from typing import Any, Dict
 
-# The number of transformer layers of the blocks at the end of stages 3, 4 and 5.
+# The number of transformer layers in the last block of stages 3, 4 and 5.
 DEPTHS = (2, 4, 3)
 _LAYER = {'pre_norm_attn.0.': 'norm1.', 'pre_norm_attn.1.qkv_proj.block.conv.': 'attn.qkv_proj.',
           'pre_norm_attn.1.out_proj.block.conv.': 'attn.out_proj.', 'pre_norm_ffn.0.': 'norm2.',
@@ -11,7 +11,7 @@ _CONVOLUTIONS = {'exp_1x1': 'conv1_1x1', 'conv_3x3': 'conv2_kxk', 'red_1x1': 'co
 
 
 def _timm_key(key: str) -> str:
-    """Translate one key of the authors' library. Unknown keys stay unchanged, so that the loader can report them."""
+    """Return timm's name for a key of the authors' library. Unknown keys stay as they are; the loader reports them."""
     key = re.sub(r'^classifier\.(\d+\.)?', 'head.fc.', key)
     key = re.sub(r'^conv_1\.', 'stem.', key)
     key = re.sub(r'^layer_(\d)\.', lambda m: f'stages.{int(m[1]) - 1}.', key)
@@ -25,10 +25,10 @@ def _timm_key(key: str) -> str:
     return key.replace('.block.conv.', '.conv.').replace('.block.norm.', '.bn.').replace('stem.block.', 'stem.')
 
 
-def timm_keys(weights: Dict[str, Any]) -> Dict[str, Any]:
-    """Rename the keys of the authors' files. Weights with timm's names are returned unchanged.
+def to_timm_keys(weights: Dict[str, Any]) -> Dict[str, Any]:
+    """Rename the weights of the authors' library to timm's keys.
 
-    Of a detector or segmenter, only the encoder is kept.
+    Weights that already have timm's keys come back unchanged. From a detector or segmenter only the encoder is taken.
     """
     if any(key.startswith('encoder.') for key in weights):
         weights = {key.removeprefix('encoder.'): value for key, value in weights.items() if key.startswith('encoder.')}
