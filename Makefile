@@ -1,18 +1,20 @@
-# make demo    train a small model on real images, and show what it sees (minutes, no GPU)
+# make demo    train a small model on real images and draw its decay factors (minutes, no GPU)
 # make mm      install MMDetection and MMSegmentation as well (compiles mmcv, 7 minutes once)
 # make test    install what the tests need and run them
-# The first call makes $(VENV); the next ones start at once. PYTHON= and VENV= choose the interpreter and the folder.
+# make docs    build the documentation into site/
+# make dev     set up a checkout for development: editable install, tests, documentation, pre-commit hooks
+# The first call creates $(VENV); later calls start at once. PYTHON= and VENV= choose the interpreter and the folder.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 # Processes that `make test` runs side by side, with one thread each.
 JOBS ?= auto
 
-# libgomp's threads wait for each other by spinning; where other programs want the same cores, that costs tens of times
-# the work. A short spin costs nothing measurable when the machine is idle.
+# Threads of libgomp wait for each other by spinning, which is many times slower when other programs use the same cores.
+# A short spin has no measurable cost on an idle machine.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo mm test test-slow test-lowest test-timm lint clean
+.PHONY: help demo mm test test-slow test-lowest test-timm docs dev lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -25,25 +27,36 @@ mm: $(VENV)/.subquad-mm
 test: $(VENV)/.subquad-test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 
-# Everything, the long tests one after the other and with all threads.
+# All tests. The slow ones run one after the other, with all threads.
 test-slow: $(VENV)/.subquad-test test-lowest
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 	$(PY) -m pytest -m slow
 
-# The models on the lowest versions that setup.py allows.
+# The tests of the models on the lowest versions that setup.py allows.
 test-lowest:
 	.ci/lowest '$(PYTHON)' '$(VENV)-lowest'
 
-# timm's own test-suite, from its source distribution, on our names.
+# timm's own test suite, from its source distribution, on the models of this package.
 test-timm: $(VENV)/.subquad-test
 	.ci/timm-suite $(PY)
 
+docs: $(VENV)/.subquad-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+dev: $(VENV)/.subquad-dev
+	$(PY) -m pre_commit install
+
 lint: $(VENV)/.subquad-test
 	$(PY) -m ruff check .
+
+# The extra `dev` contains all others.
+$(VENV)/.subquad-dev: setup.py constraints.txt pyproject.toml .ci/setup
+	.ci/setup '$(PYTHON)' '$(VENV)' dev
+	@touch $(foreach extra,demo mm test docs dev,$(VENV)/.subquad-$(extra))
 
 $(VENV)/.subquad-%: setup.py constraints.txt pyproject.toml .ci/setup
 	.ci/setup '$(PYTHON)' '$(VENV)' $*
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache

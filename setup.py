@@ -1,11 +1,12 @@
-"""Packaging. The checkout's folders are mapped into one import package: `kernels`, `tools` and `configs` would collide
-with other projects' packages if they were installed under those names.
+"""Packaging. The checkout's folders are mapped into one import package, because packages named `kernels`, `tools` and
+`configs` would collide with those of other projects.
 
-`SUBQUAD_URL=https://github.com/OWNER/subquad python -m build` makes the links of the package index's page absolute.
+`SUBQUAD_URL=https://github.com/OWNER/subquad python -m build` adds the project's links to the package index's page.
 """
 import os
 import re
 from pathlib import Path
+from typing import Dict
 
 from setuptools import find_packages, setup
 
@@ -28,15 +29,15 @@ def packages():
 
 
 def long_description(readme: str, url: str, tag: str) -> str:
-    """README.md for the package index, on whose page a relative link leads nowhere.
+    """Return README.md for the package index, where relative links do not work.
 
     Args:
-        readme: the text of README.md.
-        url: the repository's address; '' where it is not known.
-        tag: the git tag that links point to.
+        readme: The text of README.md.
+        url: The repository's address, or '' if it is not known.
+        tag: The git tag that the links point to.
 
     Returns:
-        The text with absolute links. Without an address, relative links become plain text, pictures are left out, and
+        The text with absolute links. Without an address, relative links become plain text, pictures are removed, and
         a sentence says where to find them.
     """
     def replace(match: 're.Match[str]') -> str:
@@ -51,24 +52,37 @@ def long_description(readme: str, url: str, tag: str) -> str:
     return text if url else text + '\nThe pictures and the files named here are in the source distribution.\n'
 
 
-# The lower bounds were tried together (.ci/lowest): timm 1.0.28 and older lack what backbones/_timm.py uses.
+def project_urls(url: str, tag: str) -> Dict[str, str]:
+    """Return the links that the package index shows beside the description; none without an address."""
+    if not url:
+        return {}
+    url = url.rstrip('/')
+    return {'Source': url, 'Documentation': f'{url}/tree/{tag}/docs', 'Changelog': f'{url}/blob/{tag}/CHANGELOG.md',
+            'Issues': f'{url}/issues'}
+
+
+# The lower bounds are tested together (.ci/lowest): timm 1.0.28 and older lack what backbones/_timm.py uses.
 core = ['torch>=2.9', 'timm>=1.0.29', 'numpy>=1.26', 'safetensors>=0.4', 'huggingface_hub>=0.24', 'pillow', 'rich>=13',
         'triton>=3.5; sys_platform == "linux"']
 train = ['onedl-mmengine>=0.10.11', 'opencv-python-headless']     # mmengine imports cv2 without asking for it
 demo = [*train, 'scikit-learn>=1.4', 'matplotlib>=3.8', 'mlxtend>=0.23']
-# Compiled on installation, by .ci/setup: see the README.
+# mmcv is compiled on installation, by .ci/setup; see docs/installation.md.
 mm = [*train, 'onedl-mmcv>=2.3', 'onedl-mmdetection>=3.5', 'onedl-mmsegmentation>=1.4', 'scikit-image>=0.24',
       'scikit-learn>=1.4']
 completion = ['argcomplete>=3']
 test = [*demo, *mm, *completion, 'pytest>=8', 'pytest-xdist>=3.6', 'ruff>=0.6']
+docs = ['mkdocs>=1.6', 'mkdocs-material>=9.5', 'mkdocstrings[python]>=1.0']
+dev = [*test, *docs, 'pre-commit>=4']
 if __name__ == '__main__':           # as build backends run it; tests import the functions
     setup(
         name='subquad',
         version=version(),
-        description='Sub-quadratic vision backbones on one folder of kernels',
+        description='Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation, with Triton kernels',
+        author='the subquad developers',
         long_description=long_description((ROOT / 'README.md').read_text(), os.environ.get('SUBQUAD_URL', ''),
                                           f'v{version()}'),
         long_description_content_type='text/markdown',
+        project_urls=project_urls(os.environ.get('SUBQUAD_URL', ''), f'v{version()}'),
         license='Apache-2.0',
         python_requires='>=3.10',
         packages=packages(),
@@ -83,7 +97,8 @@ if __name__ == '__main__':           # as build backends run it; tests import th
             'demo': demo,
             'completion': completion,
             'test': test,
-            'dev': test,
+            'docs': docs,
+            'dev': dev,
         },
         entry_points={'console_scripts': ['subquad = subquad_cli:main']},
         classifiers=['Programming Language :: Python :: 3', 'Topic :: Scientific/Engineering :: Image Recognition'],

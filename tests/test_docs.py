@@ -1,0 +1,109 @@
+"""README, docs, model cards: blocks run as printed, links lead somewhere, the README stays short."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict
+
+import pytest
+import run_page
+from helpers import ROOT
+
+RUN = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md')),
+       *sorted((ROOT / 'model_cards').glob('*.md'))]
+# Each page, and whether its blocks are slow.
+BLOCKS = [(page, {block.slow for block in run_page.blocks(page)}) for page in RUN]
+LINKED = [*RUN, ROOT / 'CHANGELOG.md', ROOT / 'kernels' / 'README.md', ROOT / 'examples' / 'README.md',
+          *sorted((ROOT / 'configs').glob('*/README.md'))]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def _environment() -> Dict[str, str]:
+    """This process's environment as a reader's shell has it: without the interpreter of the kernels' tests."""
+    environment = {**os.environ, 'MPLBACKEND': 'Agg', 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, *sys.path)))}
+    environment.pop('TRITON_INTERPRET', None)
+    return environment
+
+
+def _run(page: Path, folder: Path, *options: str) -> None:
+    script = ROOT / 'tests' / 'shared' / 'run_page.py'
+    done = subprocess.run([sys.executable, '-W', 'ignore', script, page, *options], cwd=folder, env=_environment(),
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize('page', [page for page, slow in BLOCKS if False in slow], ids=_name)
+def test_blocks_run_as_printed(page, tmp_path):
+    _run(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', [page for page, slow in BLOCKS if True in slow], ids=_name)
+def test_slow_blocks_run_as_printed(page, tmp_path):
+    _run(page, tmp_path, '--slow')
+
+
+def test_example_of_features_and_attention(tmp_path):
+    """The other example, new_mixer.py, runs with docs/adding-a-mixer.md."""
+    done = subprocess.run([sys.executable, '-W', 'ignore', ROOT / 'examples' / 'features_and_attention.py'],
+                          cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {'mobilevitv2_context.png', 'myo_influence.png'}
+
+
+@pytest.mark.parametrize('command', ['rm -rf photos', 'make nothing', 'pip install -e ".[nothing]"', 'wget https://x',
+                                     'pip install torch==1.0', 'pip install -c nothing.txt'])
+def test_other_commands_are_refused(command):
+    words, = run_page.commands(run_page.Block('bash', command, False, 1))
+    with pytest.raises(ValueError):
+        run_page.run_command(words)
+
+
+@pytest.mark.parametrize('command', ['make demo VENV=/elsewhere', 'pip install -e ".[mm]" -c constraints.txt',
+                                     'source .venv/bin/activate  # a comment'])
+def test_commands_that_install_are_not_run(command):
+    words, = run_page.commands(run_page.Block('bash', command, False, 1))
+    run_page.run_command(words)
+
+
+def _anchors(page: Path) -> set:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r'^#+ (.*)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', title.lower()).strip().replace(' ', '-') for title in titles}
+
+
+@pytest.mark.parametrize('page', LINKED, ids=_name)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    dead = []
+    for target in re.findall(r'\]\(([^)\s]+)\)', text):
+        if re.match('(https?|mailto):', target):
+            continue
+        file, _, anchor = target.partition('#')
+        path = (page.parent / file).resolve() if file else page
+        if not path.exists() or anchor and anchor not in _anchors(path):
+            dead.append(target)
+    assert not dead
+
+
+def test_readme_stays_short():
+    text = (ROOT / 'README.md').read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1200
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / 'mkdocs.yml').read_text()
+    pages = [path.relative_to(ROOT / 'docs').as_posix() for path in (ROOT / 'docs').rglob('*.md')]
+    assert not [page for page in pages if f': {page}\n' not in navigation]
+
+
+def test_help_of_make_lists_the_targets():
+    makefile = (ROOT / 'Makefile').read_text()
+    for target in ('demo', 'mm', 'test', 'docs', 'dev'):
+        assert f'\n# make {target} ' in f'\n{makefile}' and f'\n{target}:' in makefile
