@@ -10,7 +10,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.trees import heights
+from ..kernels.trees import common_ancestor_levels
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs
@@ -137,7 +137,7 @@ class Myo(HierarchicalBackbone):
             with torch.no_grad():
                 edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
-            height = heights(levels, row, column).to(x.device)
+            height = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)
             shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
             return Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))

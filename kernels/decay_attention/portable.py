@@ -21,22 +21,22 @@ class LineWeights:
     """Attention weights of the queries `queries` of some lines: their products now, their gradients later.
 
     q: (n, Lq, D), k: (n, L, D), sums: (n, L); the weights are (n, Lq, L). `name` keeps the memory of two of them
-    apart in one workspace. With `plain_exponentials` the weights stay p / scale, which saves passes over p; only
+    apart in one workspace. With `skip_maximum` the weights stay p / scale, which saves passes over p; only
     `apply` works then, and q, k must be safe (`exponentials_are_safe`)."""
 
     def __init__(self, q: Tensor, k: Tensor, sums: Tensor, mask_mode: str, space: Workspace, name: str = '',
-                 queries: slice = slice(None), plain_exponentials: bool = False):
+                 queries: slice = slice(None), skip_maximum: bool = False):
         self.q, self.k, self.sums, self.queries = q, k, sums, queries
-        self.plain, self.scale = None, None
+        self.unmasked, self.scale = None, None
         shape = (*q.shape[:2], k.shape[1])
         distance = torch.sub(*self._ends(), out=space.get(name + 'distance', shape)).abs_()
         if mask_mode == 'multiplicative':
             logits = torch.bmm(q, k.transpose(1, 2), out=space.get('logits', shape))
-            self.plain = torch.softmax(logits, -1, out=space.get(name + 'plain', shape))
-            self.p = torch.mul(self.plain, distance.neg_().exp_(), out=distance)
+            self.unmasked = torch.softmax(logits, -1, out=space.get(name + 'unmasked', shape))
+            self.p = torch.mul(self.unmasked, distance.neg_().exp_(), out=distance)
             return
         logits = torch.baddbmm(distance, q, k.transpose(1, 2), beta=-1, out=distance)
-        if plain_exponentials:
+        if skip_maximum:
             self.p = logits.exp_()
             self.scale = self.p.sum(-1, keepdim=True)
         else:
@@ -57,9 +57,9 @@ class LineWeights:
     def backward(self, dp: Tensor, dq: Tensor, dk: Tensor, dsums: Tensor) -> None:
         """Add to the gradients of q (n, Lq, D), k and sums (views into the full ones), given that of the weights."""
         dmask = self.p * dp                                  # product: d log decay; logit: softmax's first term
-        shares = self.p if self.plain is None else self.plain
+        shares = self.p if self.unmasked is None else self.unmasked
         dlogits = torch.addcmul(dmask, shares, dmask.sum(-1, keepdim=True), value=-1)
-        if self.plain is None:
+        if self.unmasked is None:
             dmask = dlogits
         dq += torch.bmm(dlogits, self.k)
         dk += torch.bmm(dlogits.transpose(1, 2), self.q)
@@ -81,7 +81,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Te
     for lines, blocks in _plan(q):
         for rows in blocks:
             weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask_mode, space, queries=rows,
-                                  plain_exponentials=all(safe[lines]))
+                                  skip_maximum=all(safe[lines]))
             output[lines, rows] = weights.apply(v[lines])
     return output
 

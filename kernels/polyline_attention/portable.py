@@ -42,13 +42,13 @@ def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[T
 
 def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) -> List[Tensor]:
     """What the weights of a block are made of, (G, i, j, k, l) each: the softmax under each mask, whose mean they are,
-    or for the multiplicative mode the plain softmax and the masks, whose product they are."""
+    or for the multiplicative mode the unmasked softmax and the masks, whose product they are."""
     groups, rows, width, _ = q.shape
     flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
     logits = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat))
     if mask_mode == 'multiplicative':
-        plain = torch.softmax(logits, -1, out=space.get('plain', flat)).view(shape)
-        return [plain] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
+        unmasked = torch.softmax(logits, -1, out=space.get('unmasked', flat)).view(shape)
+        return [unmasked] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
                           for n, (first, second) in enumerate(masks)]
     parts = []
     for n, (first, second) in enumerate(masks):
@@ -124,11 +124,11 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
     dweights = dweights.view_as(parts[0])
 
     if mask_mode == 'multiplicative':
-        plain, *factors = parts
-        common = dweights * plain
+        unmasked, *factors = parts
+        common = dweights * unmasked
         dmasks = [common * factor for factor in factors]
         dlogits = sum(dmasks[1:], dmasks[0])
-        dlogits = torch.addcmul(dlogits, plain, dlogits.sum((-1, -2), keepdim=True), value=-1)
+        dlogits = torch.addcmul(dlogits, unmasked, dlogits.sum((-1, -2), keepdim=True), value=-1)
     else:
         dmasks = [part * dweights for part in parts]
         dmasks = [d.addcmul_(part, d.sum((-1, -2), keepdim=True), value=-1) for d, part in zip(dmasks, parts)]
