@@ -128,7 +128,7 @@ class Myo(HierarchicalBackbone):
             ValueError: the position is outside of the map.
         """
         if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
-            raise ValueError(f'at must be two shares of height and width from 0 to below 1, got {at!r}')
+            raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
 
         def influence(mixer: TreeMixer, tokens: Tensor) -> Influence:
             tokens = tokens.detach().clone()             # not an inference tensor
