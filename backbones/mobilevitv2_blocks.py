@@ -8,7 +8,7 @@ from timm.layers import ConvMlp, DropPath, is_exportable, make_divisible
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..kernels.common.patches import fold, unfold
+from ..kernels.common.patches import fold_patches, unfold_patches
 from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq
 from .blocks import can_bypass_forward, check_image, conv_norm_folded
@@ -188,12 +188,12 @@ class MobileViTv2Block(nn.Module):
         even = not any(n % p for y in (x, context) for n, p in zip(y.shape[2:], PATCH))
         grouped = not separable or even and (self.exportable or exporting())
         if grouped:
-            x = fold(x, PATCH, self.sampling)
-            source = None if source is None else fold(source, PATCH, self.sampling)
+            x = fold_patches(x, PATCH, self.sampling)
+            source = None if source is None else fold_patches(source, PATCH, self.sampling)
         for layer in self.transformer:
             x = layer(x, source, grouped)
         x = self.norm(x)
-        return unfold(x, PATCH, self.sampling, rows, columns) if grouped else x
+        return unfold_patches(x, PATCH, self.sampling, rows, columns) if grouped else x
 
     def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
         return self.conv_proj(self.forward_tokens(x, source))

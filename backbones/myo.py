@@ -10,7 +10,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.trees import heights
+from ..kernels.trees import common_ancestor_levels
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs
@@ -60,8 +60,8 @@ class Influence(NamedTuple):
         place: row and column of the one token.
         weights: the contribution of each token, (B, heads, H, W).
         edges: the edges of each level, (B, heads, H_l, W_l).
-        shares: for each height, the share of the absolute contributions of the tokens whose lowest common ancestor with
-            the one token has that height, (B, levels). Height 0 is the token itself.
+        shares: for each level, the share of the absolute contributions of the tokens whose lowest common ancestor with
+            the one token is on that level, (B, levels). Level 0 is the token itself.
     """
     place: Tuple[int, int]
     weights: Tensor
@@ -137,9 +137,9 @@ class Myo(HierarchicalBackbone):
             with torch.no_grad():
                 edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
-            height = heights(levels, row, column).to(x.device)
+            ancestor = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)
-            shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
+            shares = torch.stack([(mass * (ancestor == n)).sum((1, 2)) for n in range(len(levels))], 1)
             return Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
 
         with torch.inference_mode(False), torch.no_grad():

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
 from ...kernels.common.autocast import without_autocast
-from ...kernels.trees import PARAMETRIZATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ...kernels.trees import (
+    PARAMETRIZATIONS,
+    RHO,
+    Level,
+    level_means,
+    quadtree_levels,
+    repeat_to_children,
+    third_of_coarsest_cell,
+)
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
@@ -106,7 +114,7 @@ class TreeMixer(nn.Module):
                 padding.
         """
         levels = self.levels(*x.shape[1:3])
-        values = [self._split_heads(v) for v in means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
+        values = [self._split_heads(v) for v in level_means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
         y = quadtree_solve(
             values,
             self.edges(x, levels, mask),
@@ -121,7 +129,7 @@ class TreeMixer(nn.Module):
 
     def levels(self, height: int, width: int) -> List[Level]:
         """The grids of all levels of the tree over a map of this size."""
-        shift = third(height, width, self.max_levels) if self.shift_grid else (0, 0)
+        shift = third_of_coarsest_cell(height, width, self.max_levels) if self.shift_grid else (0, 0)
         return quadtree_levels(height, width, self.max_levels, shift)
 
     def influence(self, x: Tensor, row: int, column: int, edges: Sequence[Tensor]) -> Tensor:
@@ -143,7 +151,7 @@ class TreeMixer(nn.Module):
             like = edges[0] if edges else x              # a map of one token has no edges
             values = like.new_zeros(batch, self.num_heads, height, width).requires_grad_()
             solution = quadtree_solve(
-                [v[..., None] for v in means(values, levels)],
+                [v[..., None] for v in level_means(values, levels)],
                 [e.detach() for e in edges],
                 parametrization=self.parametrization,
                 rho=self.rho,
@@ -172,7 +180,7 @@ class TreeMixer(nn.Module):
         else:
             query, key = (self._float_means(linear(x), levels, mask) for linear in (self.query, self.key))
             logits = [
-                self._dots(query[n], unfold(key[n + 1], level)) + bias
+                self._dots(query[n], repeat_to_children(key[n + 1], level)) + bias
                 for n, (level, bias) in enumerate(zip(levels, logits))
             ]
         if self.parametrization == 'laplacian':
@@ -182,7 +190,7 @@ class TreeMixer(nn.Module):
     @staticmethod
     def _float_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor]) -> List[Tensor]:
         """Means over the leaves of every cell, at least float32: (B, H, W, C) -> (B, C, H_l, W_l) for each level."""
-        return means(x.to(torch.promote_types(x.dtype, torch.float32)).permute(0, 3, 1, 2), levels, mask)
+        return level_means(x.to(torch.promote_types(x.dtype, torch.float32)).permute(0, 3, 1, 2), levels, mask)
 
     def _dots(self, query: Tensor, key: Tensor) -> Tensor:
         """Scaled dot products of each head: query and key (B, heads * 8, H, W) -> (B, heads, H, W)."""

@@ -1,14 +1,18 @@
 """Criss-cross attention: decayed softmax attention within rows and within columns, chained (PPMA, section 3.4)."""
 from torch import Tensor
 
-from ..common import checks
+from ..common import checks, launch
 from ..decay_attention import MASK_MODES
-from ..dispatch import choose
+from ..dispatch import choose, register
 from . import custom_op, portable, reference, triton
 
 PATHS = ('both', 'v2h', 'h2v')
-_IMPLEMENTATIONS = {'reference': reference.crisscross_attention, 'portable': custom_op.crisscross_attention_portable,
-                    'triton': triton.crisscross_attention, 'export': portable.crisscross_attention_export}
+_IMPLEMENTATIONS = register('crisscross_attention', {
+    'reference': reference.crisscross_attention,
+    'portable': custom_op.crisscross_attention_portable,
+    'triton': triton.crisscross_attention,
+    'export': portable.crisscross_attention_export,
+}, launch.head_too_wide)
 
 
 @checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode', order='paths')

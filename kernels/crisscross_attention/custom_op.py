@@ -11,35 +11,35 @@ from . import portable
 
 
 @torch.library.custom_op('subquad::crisscross_attention_portable_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
     """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
     return portable.forward(q, k, v, sa, sb, mask_mode, paths)
 
 
 @torch.library.custom_op('subquad::crisscross_attention_portable_bwd', mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
-              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+                       paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return portable.backward(grad, q, k, v, sa, sb, mask_mode, paths)
 
 
-@_forward.register_fake
+@_portable_forward.register_fake
 def _(q, k, v, sa, sb, mask_mode, paths):
     return torch.empty_like(v)
 
 
-@_backward.register_fake
+@_portable_backward.register_fake
 def _(grad, q, k, v, sa, sb, mask_mode, paths):
     return tuple(torch.empty_like(x) for x in (q, k, v, sa, sb))
 
 
-def _save(ctx, inputs, output) -> None:
+def _portable_save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.options = inputs[5:]
 
 
-_forward.register_autograd(
-    lambda ctx, grad: (*_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None),
-    setup_context=_save)
+_portable_forward.register_autograd(
+    lambda ctx, grad: (*_portable_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None),
+    setup_context=_portable_save)
 
 
 def _line_pairs(q: Sequence[int]) -> int:
@@ -64,4 +64,4 @@ def crisscross_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Te
     dtype = compute_dtype(q.dtype)
     sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
     inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, *sums)]
-    return _forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+    return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)

@@ -24,11 +24,11 @@ class _Axes:
     """Weights within rows (P_w) and within columns (P_h) of some groups. q, k: (G, H, W, D); sa, sb: (G, H, W)."""
 
     def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, space: Workspace,
-                 plain: bool = False):
+                 skip_maximum: bool = False):
         self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows',
-                                plain_exponentials=plain)
+                                skip_maximum=skip_maximum)
         self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask_mode, space, 'columns',
-                                   plain_exponentials=plain)
+                                   skip_maximum=skip_maximum)
 
     def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """The output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D); the last two where the path has them."""

@@ -1,14 +1,18 @@
 """Softmax attention along one grid axis under a distance decay (PPMA, section 3.4)."""
 from torch import Tensor
 
-from ..common import checks
-from ..dispatch import choose
+from ..common import checks, launch
+from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 MASK_MODES = ('additive', 'multiplicative')
 AXES = ('row', 'column')
-_IMPLEMENTATIONS = {'reference': reference.decay_attention, 'portable': portable.decay_attention,
-                    'triton': custom_op.decay_attention, 'export': portable.decay_attention_export}
+_IMPLEMENTATIONS = register('decay_attention', {
+    'reference': reference.decay_attention,
+    'portable': custom_op.decay_attention_portable,
+    'triton': custom_op.decay_attention_triton,
+    'export': portable.decay_attention_export,
+}, launch.head_too_wide)
 
 
 @checks.renamed(a='log_decay', mask='mask_mode')

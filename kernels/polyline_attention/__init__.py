@@ -1,14 +1,18 @@
 """Full attention over a grid under the polyline path mask (PPMA, section 3 and the published code)."""
 from torch import Tensor
 
-from ..common import checks
-from ..dispatch import choose
+from ..common import checks, launch
+from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'h2v')
-_IMPLEMENTATIONS = {'reference': reference.polyline_attention, 'portable': portable.polyline_attention,
-                    'triton': custom_op.polyline_attention, 'export': portable.polyline_attention_export}
+_IMPLEMENTATIONS = register('polyline_attention', {
+    'reference': reference.polyline_attention,
+    'portable': custom_op.polyline_attention_portable,
+    'triton': custom_op.polyline_attention_triton,
+    'export': portable.polyline_attention_export,
+}, launch.head_too_wide)
 
 
 @checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode')

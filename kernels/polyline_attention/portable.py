@@ -9,19 +9,16 @@ kernels/decay.py (O(N^1.5) numbers in all):
 The blocked loops are custom operators: a compiler takes each as one node, and a flop counter sees the operations of the
 definition, not those that this implementation repeats to save passes over memory.
 """
-from typing import List, Sequence, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..common.decay import column_log_decay, compute_dtype, cumulative, row_log_decay
+from ..common.decay import compute_dtype, cumulative
 from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
 # Elements of a block's logits, 10 MB in float32. Measured best at 50 x 80; no worse at 14 x 14 than smaller blocks.
 BLOCK_ELEMENTS = 2_500_000
-
-_LIBRARY = 'subquad::polyline_attention_portable'
 
 
 def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
@@ -45,13 +42,13 @@ def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[T
 
 def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) -> List[Tensor]:
     """What the weights of a block are made of, (G, i, j, k, l) each: the softmax under each mask, whose mean they are,
-    or for the multiplicative mode the plain softmax and the masks, whose product they are."""
+    or for the multiplicative mode the unmasked softmax and the masks, whose product they are."""
     groups, rows, width, _ = q.shape
     flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
     logits = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat))
     if mask_mode == 'multiplicative':
-        plain = torch.softmax(logits, -1, out=space.get('plain', flat)).view(shape)
-        return [plain] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
+        unmasked = torch.softmax(logits, -1, out=space.get('unmasked', flat)).view(shape)
+        return [unmasked] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
                           for n, (first, second) in enumerate(masks)]
     parts = []
     for n, (first, second) in enumerate(masks):
@@ -90,8 +87,7 @@ def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask_mode: str, safe: 
     return output
 
 
-@torch.library.custom_op(_LIBRARY + '_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str, paths: str) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str, paths: str) -> Tensor:
     """q, k: (G, H, W, D); v: (G, H, W, Dv); row: (G, H, W, W); column: (G, H, H, W); G = B * heads."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g, row_blocks in _plan(q):
@@ -103,9 +99,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_
     return output
 
 
-@torch.library.custom_op(_LIBRARY + '_bwd', mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
-              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
+             paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, row, column)
     dq, dk, dv, drow, dcolumn = (torch.zeros_like(x) for x in inputs)
     space = Workspace(q)
@@ -129,11 +124,11 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
     dweights = dweights.view_as(parts[0])
 
     if mask_mode == 'multiplicative':
-        plain, *factors = parts
-        common = dweights * plain
+        unmasked, *factors = parts
+        common = dweights * unmasked
         dmasks = [common * factor for factor in factors]
         dlogits = sum(dmasks[1:], dmasks[0])
-        dlogits = torch.addcmul(dlogits, plain, dlogits.sum((-1, -2), keepdim=True), value=-1)
+        dlogits = torch.addcmul(dlogits, unmasked, dlogits.sum((-1, -2), keepdim=True), value=-1)
     else:
         dmasks = [part * dweights for part in parts]
         dmasks = [d.addcmul_(part, d.sum((-1, -2), keepdim=True), value=-1) for d, part in zip(dmasks, parts)]
@@ -149,54 +144,6 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
     flat = dlogits.flatten(3).flatten(1, 2)
     dq[:, rows] += torch.bmm(flat, k.flatten(1, 2)).view_as(dq[:, rows])
     dk += torch.bmm(flat.transpose(1, 2), q[:, rows].flatten(1, 2)).view_as(dk)
-
-
-@_forward.register_fake
-def _(q, k, v, row, column, mask_mode, paths):
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, row, column, mask_mode, paths):
-    return tuple(torch.empty_like(x) for x in (q, k, v, row, column))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
-
-
-def _differentiate(ctx, grad: Tensor):
-    return (*_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _products(q: Sequence[int], v: Sequence[int]) -> int:
-    """Floating-point operations of one product with K and one with V."""
-    groups, height, width, dim = q
-    return 2 * groups * (height * width) ** 2 * (dim + v[-1])
-
-
-@register_flop_formula(torch.ops.subquad.polyline_attention_portable_fwd)
-def _(q, k, v, row, column, mask_mode, paths, out_shape=None, **kwargs) -> int:
-    return _products(q, v)
-
-
-@register_flop_formula(torch.ops.subquad.polyline_attention_portable_bwd)
-def _(grad, q, k, v, row, column, mask_mode, paths, out_shape=None, **kwargs) -> int:
-    return 2 * _products(q, v) + _products(q, [0])      # as torch counts attention: the logits are computed again
-
-
-def polyline_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-                       paths: str) -> Tensor:
-    if v.numel() == 0:
-        return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
-    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, row, column)]
-    return _forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
 def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,

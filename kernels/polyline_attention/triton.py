@@ -120,19 +120,19 @@ def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, 
 
     Of any orientation: lse and delta come broadcast along the keys, `valid` (keys inside the row) along the queries."""
     if PRODUCT:
-        plain = tl.where(valid, tl.exp2(logits - lse1), 0.0)
+        unmasked = tl.where(valid, tl.exp2(logits - lse1), 0.0)
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
         grad2 = tl.zeros_like(logits)
         if PATHS != H2V:
-            p1 = plain * tl.exp2(mask1)
+            p1 = unmasked * tl.exp2(mask1)
             grad1 = p1 * dweights
             weights += p1
         if PATHS != V2H:
-            p2 = plain * tl.exp2(mask2)
+            p2 = unmasked * tl.exp2(mask2)
             grad2 = p2 * dweights
             weights += p2
-        return weights, grad1 + grad2 - plain * delta1, grad1, grad2
+        return weights, grad1 + grad2 - unmasked * delta1, grad1, grad2
     else:
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)

@@ -2,12 +2,16 @@
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose
+from ..dispatch import choose, register
 from ..polyline_scan import PATHS
 from . import portable, reference, triton
 
-_IMPLEMENTATIONS = {'reference': reference.polyline_linear_attention, 'portable': portable.polyline_linear_attention,
-                    'triton': triton.polyline_linear_attention, 'export': portable.polyline_linear_attention_export}
+_IMPLEMENTATIONS = register('polyline_linear_attention', {
+    'reference': reference.polyline_linear_attention,
+    'portable': portable.polyline_linear_attention,
+    'triton': triton.polyline_linear_attention,
+    'export': portable.polyline_linear_attention_export,
+})
 
 
 @checks.renamed(a='log_alpha', b='log_beta', order='paths')

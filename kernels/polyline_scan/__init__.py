@@ -4,12 +4,16 @@ from typing import Optional
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose
+from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 PATHS = ('v2h', 'h2v', 'both')
-_IMPLEMENTATIONS = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
-                    'triton': custom_op.polyline_scan, 'export': portable.polyline_scan_export}
+_IMPLEMENTATIONS = register('polyline_scan', {
+    'reference': reference.polyline_scan,
+    'portable': portable.polyline_scan,
+    'triton': custom_op.polyline_scan_triton,
+    'export': portable.polyline_scan_export,
+})
 
 
 @checks.renamed(a='log_alpha', b='log_beta', c='log_gamma', order='paths')

@@ -4,14 +4,18 @@ from typing import List, Optional, Sequence
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose
-from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalised
+from ..dispatch import choose, register
+from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
 from ..trees.arguments import check_levels
 from ..trees.diagnose import is_lost
 from . import custom_op, portable, reference
 
-_IMPLEMENTATIONS = {'reference': reference.quadtree_solve, 'portable': custom_op.quadtree_solve_portable,
-                    'triton': custom_op.quadtree_solve, 'export': portable.quadtree_solve_export}
+_IMPLEMENTATIONS = register('quadtree_solve', {
+    'reference': reference.quadtree_solve,
+    'portable': custom_op.quadtree_solve_portable,
+    'triton': custom_op.quadtree_solve_triton,
+    'export': portable.quadtree_solve_export,
+})
 
 
 @checks.renamed(parametrisation='parametrization')
@@ -27,7 +31,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
     'skew': T = I + M with M = -M', for any edges b; the norm of T^-1 is at most 1.
 
     Level l of the tree has ceil(H / 2^l) x ceil(W / 2^l) nodes (`quadtree_levels`, which also knows shifted trees), the
-    parent of (i, j) is (i // 2, j // 2). `means` gives the usual values of inner nodes.
+    parent of (i, j) is (i // 2, j // 2). `level_means` gives the usual values of inner nodes.
 
     Args:
         values: u of each level, finest first: (B, heads, H_l, W_l, D); float32, float64, float16 or bfloat16, any
@@ -64,7 +68,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
     if parametrization == 'symmetric':
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
-        edges = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
+        edges = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]
     solve = choose(op, _IMPLEMENTATIONS, backend, values[0])
     x = solve(values, edges, parametrization, tuple(shift))
     if is_lost(x[-1]):

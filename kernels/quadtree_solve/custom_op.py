@@ -22,15 +22,15 @@ def _portable_backward(grads: List[Tensor], solution: List[Tensor], edges: List[
 
 
 @torch.library.custom_op('subquad::quadtree_solve_fwd', mutates_args=())
-def _forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]) -> List[Tensor]:
+def _triton_forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]) -> List[Tensor]:
     from . import triton
     with torch.cuda.device_of(values[0]):
         return triton.forward(values, edges, parametrization, shift)
 
 
 @torch.library.custom_op('subquad::quadtree_solve_bwd', mutates_args=())
-def _backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]
-              ) -> Tuple[List[Tensor], List[Tensor]]:
+def _triton_backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
+                     shift: List[int]) -> Tuple[List[Tensor], List[Tensor]]:
     from . import triton
     with torch.cuda.device_of(solution[0]):
         return triton.backward(grads, solution, edges, parametrization, shift)
@@ -70,11 +70,11 @@ def _count(shapes) -> int:
 
 
 _complete(_portable_forward, _portable_backward)
-_complete(_forward, _backward)
+_complete(_triton_forward, _triton_backward)
 
 
-def quadtree_solve(values: List[Tensor], edges: List[Tensor], parametrization: str, shift) -> List[Tensor]:
-    return _forward(values, edges, parametrization, list(shift))
+def quadtree_solve_triton(values: List[Tensor], edges: List[Tensor], parametrization: str, shift) -> List[Tensor]:
+    return _triton_forward(values, edges, parametrization, list(shift))
 
 
 def quadtree_solve_portable(values: List[Tensor], edges: List[Tensor], parametrization: str, shift) -> List[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.decay import compute_dtype
 from ..common.workspace import keep_freed_memory
-from ..trees.grid import Level, fold, quadtree_levels, quarters, unfold
+from ..trees.grid import Level, quadtree_levels, quarters, repeat_to_children, sum_children
 
 Coefficients = Tuple[List[Tensor], List[Tensor], List[Tensor]]
 
@@ -138,13 +138,13 @@ def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametriza
         scale = 1 / (carried + edge) if parametrization == 'laplacian' else 1 / carried
         down = edge * scale if parametrization == 'laplacian' else -edge * scale
         up = -down if parametrization == 'skew' else down
-        carried = fold(up * (carried if parametrization == 'laplacian' else edge), level)
-        below = fold(spread(up, level) * right[-1], level)
+        carried = sum_children(up * (carried if parametrization == 'laplacian' else edge), level)
+        below = sum_children(spread(up, level) * right[-1], level)
         pull.append(spread(down, level))
         scales.append(spread(scale, level))
     solution = [right[-1] * scales[-1]]
     for n in reversed(range(len(edges))):
-        solution.append(right[n] * scales[n] + pull[n] * unfold(solution[-1], levels[n]))
+        solution.append(right[n] * scales[n] + pull[n] * repeat_to_children(solution[-1], levels[n]))
     return [x.reshape(batch, heads, dim, level.height, level.width).permute(0, 1, 3, 4, 2).to(values[0].dtype)
             for x, level in zip(reversed(solution), levels)]
 

@@ -107,7 +107,7 @@ def _store(places, x):
 
 
 @triton.jit
-def _fold(x):
+def _sum_children(x):
     """Sums over the children of each node: (4 n,) -> (n,) or (4 n, BLOCK_D) -> (n, BLOCK_D)."""
     if len(x.shape) == 1:
         return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4)), 1)
@@ -116,7 +116,7 @@ def _fold(x):
 
 
 @triton.jit
-def _unfold(x):
+def _repeat_to_children(x):
     """Each node's numbers at its children: (n, BLOCK_D) -> (4 n, BLOCK_D)."""
     nodes: tl.constexpr = x.shape[0]
     channels: tl.constexpr = x.shape[1]
@@ -167,8 +167,8 @@ def _eliminate(u, edge, carried, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, L
         if TRANSPOSED:
             up, down = down, up
         rights, scales, downs = rights + (r,), scales + (scale,), downs + (down,)
-        r = u[level + 1] + _fold(up[:, None] * r)
-        carried = 1 + _fold(added)
+        r = u[level + 1] + _sum_children(up[:, None] * r)
+        carried = 1 + _sum_children(added)
     return rights, scales, downs, r, carried
 
 
@@ -221,11 +221,11 @@ def _quadtree_solve_down_kernel(
     if BACKWARD:
         solved = _load(_vector_places(solution[last], s_strides[last], program, nodes[last], DIM, BLOCK_D), 0.0)
     for level in tl.static_range(LEVELS - 2, -1, -1):
-        parent = _unfold(x)
+        parent = _repeat_to_children(x)
         x = rights[level] * scales[level][:, None] + downs[level][:, None] * parent
         _store(_vector_places(out[level], o_strides[level], program, nodes[level], DIM, BLOCK_D), x)
         if BACKWARD:
-            solved_parent = _unfold(solved)
+            solved_parent = _repeat_to_children(solved)
             solved = _load(_vector_places(solution[level], s_strides[level], program, nodes[level], DIM, BLOCK_D), 0.0)
             part = edge_grads[level] + program[4].to(tl.int64) * g_strides[level][0]
             _store(_number_places(part, g_strides[level][1:], program, nodes[level]),

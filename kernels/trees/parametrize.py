@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common import checks
 from ..common.autocast import without_autocast
-from .grid import Level, fold, unfold
+from .grid import Level, repeat_to_children, sum_children
 from .sweeps import dagger
 from .tree import Tree
 
@@ -16,20 +16,20 @@ PARAMETRIZATIONS = ('laplacian', 'symmetric', 'skew')
 RHO = 0.98
 
 
-def sibling_normalised(z: Tensor, level: Level, rho: float) -> Tensor:
+def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
     """rho / 2 * z / sqrt(1 + sum of z^2 over the siblings), for any z (B, heads, H, W) on a grid.
 
     With sum b^2 <= rho^2 / 4 over the children of every node all pivots are at least (1 + sqrt(1 - rho^2)) / 2."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
     # sqrt(1 + sum z^2) = m sqrt(1 / m^2 + sum (z / m)^2): z may be as large as its dtype allows.
     largest = exact.detach().abs().clamp(min=1)
-    largest = unfold(_fold_max(largest, level), level)
+    largest = repeat_to_children(_max_children(largest, level), level)
     ratio = exact / largest
-    total = unfold(fold(ratio.square(), level), level) + largest.reciprocal().square()
+    total = repeat_to_children(sum_children(ratio.square(), level), level) + largest.reciprocal().square()
     return (rho / 2 * ratio * total.rsqrt()).to(z.dtype)
 
 
-def _fold_max(x: Tensor, level: Level) -> Tensor:
+def _max_children(x: Tensor, level: Level) -> Tensor:
     padding = (level.top % 2, level.left % 2)
     return torch.nn.functional.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 

@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
 from subquad.backbones.mixers.tree_sequence import Nodes, TreeSequenceMixer
-from subquad.kernels.trees import PARAMETRIZATIONS, grid_order, heights, quadtree_levels
+from subquad.kernels.trees import PARAMETRIZATIONS, common_ancestor_levels, grid_order, quadtree_levels
 from subquad.tools.stats import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
@@ -150,10 +150,10 @@ def test_influences_are_rows_of_the_inverse():
         assert model.influences(x)['stages.0.blocks.0'].weights.isfinite().all()
 
 
-def test_heights_of_common_ancestors():
-    table = heights(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
+def test_levels_of_common_ancestors():
+    table = common_ancestor_levels(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
     assert table[0].tolist() == [1, 0, 2, 2, 3, 3] and table[1, 0] == 2 and table.max() == 3
-    assert heights(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
+    assert common_ancestor_levels(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
 
 
 # --- sequences

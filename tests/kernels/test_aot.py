@@ -25,8 +25,8 @@ def _assert_compiled(resources, kernels_, spills_known=True):
 ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
                'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
                'quadtree_solve_up', 'quadtree_solve_down',
-               *(f'separable_attention_{name}' for name in ('fwd', 'softmax', 'context', 'apply', 'bwd_value',
-                                                            'bwd_key', 'bwd_query'))}
+               *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
+                                                            'bwd_value', 'bwd_key', 'bwd_query'))}
 
 
 def test_compiles_for_sm_90_without_spills(python):

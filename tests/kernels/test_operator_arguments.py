@@ -11,7 +11,7 @@ from subquad.kernels.common import checks, launch
 from subquad.kernels.trees import (
     Tree,
     leaf_counts,
-    means,
+    level_means,
     quadtree_levels,
     tree_blocks,
     tree_log_determinant,
@@ -160,9 +160,9 @@ def test_masks(mask, error, message):
     levels, values, edges = _tree_problem()
     with pytest.raises(error, match=message):
         kernels.quadtree_solve(values, edges, mask=mask)
-    for call in (means, leaf_counts):
+    for call in (level_means, leaf_counts):
         with pytest.raises(error, match=message):
-            call(*((values[0][..., 0], levels) if call is means else (levels, values[0])), mask)
+            call(*((values[0][..., 0], levels) if call is level_means else (levels, values[0])), mask)
 
 
 # --- layouts and sizes

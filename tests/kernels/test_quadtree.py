@@ -9,7 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.kernels import quadtree_solve, why_not
 from subquad.kernels.quadtree_solve import portable
 from subquad.kernels.quadtree_solve.reference import quadtree_matrix
-from subquad.kernels.trees import PARAMETRIZATIONS, heights, means, quadtree_levels, third
+from subquad.kernels.trees import (
+    PARAMETRIZATIONS,
+    common_ancestor_levels,
+    level_means,
+    quadtree_levels,
+    third_of_coarsest_cell,
+)
 from subquad.tools.contestants import loop_quadtree_solve
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
@@ -93,9 +99,9 @@ def test_rows_of_the_laplacian_sum_to_one(scale):
 def test_symmetric_and_skew_are_bounded():
     rho = 0.9
     _, edges = problem(9, 6, 'symmetric', scale=1e6, batch=1, heads=1)
-    from subquad.kernels.trees.parametrize import sibling_normalised
+    from subquad.kernels.trees.parametrize import sibling_normalized
     levels = quadtree_levels(9, 6)
-    bounded = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
+    bounded = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]
     spectrum = torch.linalg.eigvalsh(quadtree_matrix(bounded, 9, 6, 'symmetric', (0, 0)))
     assert 1 - rho - 1e-9 <= spectrum.min() and spectrum.max() <= 1 + rho + 1e-9
     scale, _, _ = portable.coefficients(bounded, levels, 'symmetric')
@@ -119,13 +125,13 @@ def test_padding_reaches_nothing(parametrization):
     g = torch.Generator().manual_seed(0)
     mask = torch.zeros(2, 14, 10, dtype=torch.bool)
     mask[0, :9, :10] = mask[1, :14, :3] = True
-    for shift in ((0, 0), third(14, 10)):
+    for shift in ((0, 0), third_of_coarsest_cell(14, 10)):
         levels = quadtree_levels(14, 10, None, shift)
         x = torch.randn(2, 4, 14, 10, generator=g)
         outputs = []
         for padding in (0.0, 1e3, float('inf'), float('nan')):
             inside = torch.where(mask[:, None], x, padding)
-            values = [v.permute(0, 2, 3, 1)[:, None] for v in means(inside, levels, mask)]
+            values = [v.permute(0, 2, 3, 1)[:, None] for v in level_means(inside, levels, mask)]
             edges = [v.square().sum(-1) for v in values[:-1]]
             edges = [torch.where(inside[:, :1] == padding, padding, edges[0]), *edges[1:]] if padding else edges
             outputs.append(quadtree_solve(values, edges, parametrization=parametrization, mask=mask, shift=shift)[0])
@@ -140,8 +146,8 @@ def test_a_padded_image_is_solved_as_if_alone():
 
     def solved(x, edge, mask):
         levels = quadtree_levels(*x.shape[2:])
-        values = [v.permute(0, 2, 3, 1)[:, None] for v in means(x, levels, mask)]
-        edges = [part for part in means(edge, levels, mask)[:-1]]
+        values = [v.permute(0, 2, 3, 1)[:, None] for v in level_means(x, levels, mask)]
+        edges = [part for part in level_means(edge, levels, mask)[:-1]]
         return quadtree_solve(values, edges, mask=mask)[0]
 
     inside = solved(x, edge, mask)[:, :, :11, :13]
@@ -151,13 +157,13 @@ def test_a_padded_image_is_solved_as_if_alone():
 def test_means():
     levels = quadtree_levels(5, 7, None, (1, 2))
     x = torch.arange(35.0).view(1, 1, 5, 7)
-    pyramid = means(x, levels)
+    pyramid = level_means(x, levels)
     assert [tuple(p.shape[2:]) for p in pyramid] == [level[:2] for level in levels]
     torch.testing.assert_close(pyramid[-1], x.mean((2, 3), keepdim=True))
     torch.testing.assert_close(pyramid[1][0, 0, 0, 0], x[0, 0, :1, :2].mean())           # row 0 alone: shifted by one
     mask = torch.zeros(1, 5, 7, dtype=torch.bool)
     mask[0, 2, 3] = True
-    assert means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
+    assert level_means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
 
 
 def test_third_moves_boundaries_of_all_levels():
@@ -169,7 +175,7 @@ def test_third_moves_boundaries_of_all_levels():
         while cells[0] != cells[1]:
             cells, height = [cell >> 1 for cell in cells], height + 1
         return height
-    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third(64, 64)) == 1
+    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third_of_coarsest_cell(64, 64)) == 1
 
 
 @pytest.mark.parametrize('parametrization, edge, rho, expected', [
@@ -187,7 +193,7 @@ def test_range(parametrization, edge, rho, expected):
     values[0][0, 0, 27, 36] = 1
     edges = [torch.full_like(x[..., 0], edge(n)) for n, x in enumerate(values[:-1])]
     row = quadtree_solve(values, edges, parametrization=parametrization, rho=rho)[0][0, 0, :, :, 0].abs()
-    height = heights(levels, 27, 36)
+    height = common_ancestor_levels(levels, 27, 36)
     shares = torch.stack([row[height == n].sum() for n in range(7)]) / row.sum()
     assert [round(100 * share) for share in shares.tolist()] == expected
 
