@@ -55,10 +55,10 @@ class MobileViTv2(TimmInterface):
         drop_rate: dropout rate before the classifier.
         drop_path_rate: rate of stochastic depth, which rises over blocks and stages; the layers of a block share it.
         img_size: image size of 'linformer' (256 by default); other attentions only check it.
-        weight_init: initialization of new weights. 'kaiming' is what the authors' configurations name: convolutions as
-            He et al. with the fan of the output, biases 0, the classifier from a normal distribution of standard
-            deviation 0.02. 'authors' is what the authors' library computes, whose initialization has no effect because
-            it receives a generator instead of modules: PyTorch's defaults, and a classifier as Glorot & Bengio.
+        weight_init: initialization of new weights. 'kaiming' follows the authors' configurations: convolutions as He et
+            al. with the fan of the output, biases 0, the classifier from a normal distribution of standard deviation
+            0.02. 'authors' follows the authors' library, whose initialization has no effect because it receives a
+            generator instead of modules: PyTorch's defaults, and a classifier as Glorot & Bengio.
         device, dtype: device and dtype of the parameters.
 
     Raises:
@@ -213,7 +213,7 @@ class MobileViTv2(TimmInterface):
         """
         layers = {name: layer.attn for name, layer in self.named_modules() if isinstance(layer, TransformerLayer)}
         if not all(isinstance(attention, SeparableSelfAttention) for attention in layers.values()):
-            raise ValueError("context scores belong to attention='separable', and this model has another")
+            raise ValueError("context scores require attention='separable'; this model has another attention")
         blocks = [(block, block.exportable) for block in self.modules() if isinstance(block, MobileViTv2Block)]
         try:
             for block, _ in blocks:

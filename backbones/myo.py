@@ -60,8 +60,8 @@ class Influence(NamedTuple):
         place: row and column of the one token.
         weights: the contribution of each token, (B, heads, H, W).
         edges: the edges of each level, (B, heads, H_l, W_l).
-        shares: for each height, the share of the absolute contributions of the tokens whose lowest common ancestor with
-            the one token has that height, (B, levels). Height 0 is the token itself.
+        shares: for each level, the share of the absolute contributions of the tokens whose lowest common ancestor with
+            the one token is on that level, (B, levels). Level 0 is the token itself.
     """
     place: Tuple[int, int]
     weights: Tensor
@@ -128,7 +128,7 @@ class Myo(HierarchicalBackbone):
             ValueError: the position is outside of the map.
         """
         if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
-            raise ValueError(f'at must be two shares of height and width from 0 to below 1, got {at!r}')
+            raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
 
         def influence(mixer: TreeMixer, tokens: Tensor) -> Influence:
             tokens = tokens.detach().clone()             # not an inference tensor
@@ -137,9 +137,9 @@ class Myo(HierarchicalBackbone):
             with torch.no_grad():
                 edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
-            height = common_ancestor_levels(levels, row, column).to(x.device)
+            ancestor = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)
-            shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
+            shares = torch.stack([(mass * (ancestor == n)).sum((1, 2)) for n in range(len(levels))], 1)
             return Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
 
         with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Observation of modules inside of a model: what each of them receives for an image."""
+"""Observe the inputs of modules inside a model."""
 from functools import partial
 from typing import Callable, Dict, Mapping, Tuple, TypeVar
 
@@ -24,7 +24,7 @@ def observe_inputs(
         observe: called as observe(module, input) before the module runs.
 
     Returns:
-        What `observe` returned, by the module's name.
+        The values that `observe` returned, by the module's name.
     """
     found: Dict[str, Seen] = {}
 

@@ -28,8 +28,8 @@ def check_source(x: Tensor, source: Tensor) -> Tensor:
         ValueError: batch, rank or number of channels differ from those of x.
     """
     if source.ndim != x.ndim or source.shape[:2] != x.shape[:2]:
-        raise ValueError(f'source must be tokens (B, C, H, W) with B={x.shape[0]} and C={x.shape[1]}, as those that '
-                         f'attend to it, got {tuple(source.shape)}')
+        raise ValueError(f'source must be tokens (B, C, H, W) with B={x.shape[0]} and C={x.shape[1]}, like x, '
+                         f'got {tuple(source.shape)}')
     return source
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from helpers import assert_close
 from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
@@ -54,10 +55,10 @@ def test_features_only_and_forward_intermediates(model, family):
     assert [f.shape[1] for f in pyramid(x)] == family.channels
     features, levels = model.forward_intermediates(x)
     assert [f.shape[1] for f in levels] == family.channels
-    torch.testing.assert_close(features, model.forward_features(x))
+    assert_close(features, model.forward_features(x))
     assert features.shape == (1, model.num_features, *family.small)
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
-    torch.testing.assert_close(model.forward_head(features), model(x))
+    assert_close(model.forward_head(features), model(x))
 
 
 def test_prune_intermediate_layers(model, family):
@@ -65,7 +66,7 @@ def test_prune_intermediate_layers(model, family):
     expected = model.forward_intermediates(x, intermediates_only=True)
     assert model.prune_intermediate_layers([0, 2]) == [0, 2]
     for found, wanted in zip(model.forward_intermediates(x, [0, 2], intermediates_only=True), expected[::2]):
-        torch.testing.assert_close(found, wanted)
+        assert_close(found, wanted)
     assert model(x).shape[1] == model.num_features == model.head_hidden_size == family.channels[2]
 
 
@@ -121,14 +122,14 @@ def test_gradient_checkpointing(model):
         y.square().sum().backward()
         results.append([y, *(p.grad for p in copied.parameters())])
     for expected, checkpointed in zip(*results):
-        torch.testing.assert_close(expected, checkpointed)
+        assert_close(expected, checkpointed)
 
 
 def test_compile_gives_one_graph(model):
     x = torch.randn(2, 3, 64, 64)
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(compiled(x), model(x), 1e-4)
     assert counter.frame_count == 1
     if type(model).__name__ == 'Myo' and tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):
         pytest.skip('torch 2.9 and 2.10 give the fake gradient of softplus another layout than the real one; aot_eager '
@@ -178,7 +179,7 @@ def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
     model = timm.create_model(family.name, exportable=True, num_classes=7, **options).eval()
     x = torch.randn(1, 3, 64, 96)
     program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(program.module()(x), model(x), 1e-4)
     views = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
              'expand', 'alias', 'select', 'slice', 'cat')
     for node in program.run_decompositions({}).graph.nodes:
@@ -194,9 +195,9 @@ def test_export_with_a_dynamic_batch_and_trace(model):
     x = torch.randn(2, 3, 64, 64)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
     y = torch.randn(5, 3, 64, 64)
-    torch.testing.assert_close(program.module()(y), model(y), rtol=1e-4, atol=1e-5)
+    assert_close(program.module()(y), model(y), 1e-4)
     traced = torch.jit.trace(model, x)
-    torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(traced(x), model(x), 1e-4)
 
 
 def test_timm_loads_weights_from_a_file(model, family, tmp_path):
@@ -204,7 +205,7 @@ def test_timm_loads_weights_from_a_file(model, family, tmp_path):
     overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=7)
     loaded = timm.create_model(family.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
     x = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(loaded(x), model(x))
+    assert_close(loaded(x), model(x))
     timm.create_model(family.name, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
 
 

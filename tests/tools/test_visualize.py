@@ -112,7 +112,7 @@ def test_scores_colour_their_place():
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),
     (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--most must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
-    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'shares of height and width from 0 to below 1'),
+    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
     (['nothing.safetensors', 'images'], 'no weight file at'),
     (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
     (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .pdf or')])
