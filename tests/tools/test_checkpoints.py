@@ -13,7 +13,7 @@ from PIL import Image
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.weight_files import config_facts, load_classifier
+from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
 
 OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
@@ -91,14 +91,14 @@ def test_what_is_assumed_is_said(model, image, tmp_path, capsys):
 
 def test_a_config_is_read_and_not_run(tmp_path):
     text = _config().pretty_text
-    assert config_facts(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
+    assert config_metadata(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
     marker = tmp_path / 'was_run'
     code = f'os.mkdir({str(marker)!r})'
-    assert config_facts(f'import os\n{code}\nx = {code}\n{text}') == config_facts(text)
+    assert config_metadata(f'import os\n{code}\nx = {code}\n{text}') == config_metadata(text)
     assert not marker.exists()
     for other in ('', 'model = dict(type="MaskRCNN")', 'model = dict(**x)', 'model = {[]: 1}', '(' * 10_000, 'a b',
                   '\0', 'model = 3', 'x = ' + '-' * 100_000 + '1'):
-        assert config_facts(other) == {}
+        assert config_metadata(other) == {}
 
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'resnet18'])

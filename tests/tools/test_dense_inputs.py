@@ -244,7 +244,7 @@ def test_the_image_that_cannot_be_prepared_is_named(data, tmp_path):
 def test_fewer_images_than_a_batch(data, tmp_path):
     """The shapes segmenter drops batches that are not full."""
     _error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
-           'train_dataloader: the data set has 4 images, fewer than batch_size=8, and drop_last leaves none')
+           'train_dataloader: the data set has 4 samples, fewer than batch_size=8, and drop_last leaves none')
     assert not (tmp_path / 'work').exists()
 
 

@@ -57,9 +57,9 @@ def trained(data, tmp_path_factory):
 def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
     folder = trained[name]
     assert {'last.safetensors', 'best.safetensors', 'epoch_3.pth'} <= set(os.listdir(folder))
-    last, facts, _ = read_checkpoint(folder / 'last.safetensors')
+    last, metadata, _ = read_checkpoint(folder / 'last.safetensors')
     state, _, source = read_checkpoint(folder / 'epoch_3.pth')         # no code runs, although a Runner wrote it
-    assert source == 'state_dict' and facts['epoch'] == 3 and facts['config'] == name
+    assert source == 'state_dict' and metadata['epoch'] == 3 and metadata['config'] == name
     assert set(last) == set(state) and all(torch.equal(last[key], state[key]) for key in last)
     for file in ('last.safetensors', 'epoch_3.pth'):
         arguments = [name, str(folder / file), '--data', str(data), '--json']
@@ -117,7 +117,7 @@ def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
     reported = float(re.search(r'validation .*mIoU ([\d.]+)', capsys.readouterr().err)[1])
     kept = read_checkpoint(work / 'epoch_2.pth')[0]
     for name in ('best', 'last'):
-        weights, facts, _ = read_checkpoint(work / f'{name}.safetensors')
+        weights, metadata, _ = read_checkpoint(work / f'{name}.safetensors')
         assert all(torch.equal(weights[key], kept[key]) for key in weights), name
     test.main([str(config), str(work / 'best.safetensors'), '--data', str(data), '--json'])
     assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(reported, abs=0.02)

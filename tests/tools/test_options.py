@@ -45,6 +45,13 @@ def test_an_option_without_effect_is_an_error(digits, key, message):
         check_options(digits, {key: 1}, 'test-ppma_digits.py')
 
 
+@pytest.mark.parametrize('key', ['resume', 'strict_images', 'train_dataloader.sampler.shuffle'])
+def test_text_for_a_boolean_entry_is_an_error(digits, key):
+    with pytest.raises(UserError, match=f"{key} must be True or False, got 'Tru'"):
+        check_options(digits, {key: 'Tru'}, 'test-ppma_digits.py')
+    check_options(digits, {key: False}, 'test-ppma_digits.py')
+
+
 def test_options_are_checked_when_a_config_is_read():
     with pytest.raises(UserError, match='--cfg-options epochs: '):
         load(DIGITS, {'epochs': 1})

@@ -98,8 +98,8 @@ def test_the_parts_share_no_background(folder):
         index = list(shapes.PHOTOGRAPHS).index(name)
         widths = [shapes.backgrounds(part)[index].width for part in shapes.PARTS]
         assert sum(widths) == width and min(widths) > 100
-    facts = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
-    assert set(facts['photographs']) == set(shapes.PHOTOGRAPHS) and facts['labels']['star'] == 5
+    metadata = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
+    assert set(metadata['photographs']) == set(shapes.PHOTOGRAPHS) and metadata['labels']['star'] == 5
 
 
 def test_the_same_seed_gives_the_same_bytes(folder, tmp_path, capsys):

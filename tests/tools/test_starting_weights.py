@@ -108,19 +108,19 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
     arguments = [*folder_arguments(images, work)]
     bad = tmp_path / 'bad.safetensors'
 
-    def write(changes, facts=None):
-        save_state_dict({**weights, **changes}, bad, facts)
+    def write(changes, metadata=None):
+        save_state_dict({**weights, **changes}, bad, metadata)
         return bad
     key = next(name for name in weights if name.startswith('stages.') and weights[name].ndim == 2)
-    for changes, facts, message in (
+    for changes, metadata, message in (
             ({'extra': torch.zeros(1)}, None, r'1 keys not in the model \(extra\)'),
             ({key: torch.zeros(3, 3)}, None, '1 shapes differ'),
             ({key: torch.full_like(weights[key], torch.nan)}, None, 'holds NaN or infinite values'),
-            ({}, dict(model='ppma_tiny', options={}), 'is of ppma_tiny, the config of test_ppma'),
+            ({}, dict(model='ppma_tiny', options={}), 'was trained as ppma_tiny, but the config builds test_ppma'),
             ({}, dict(model='test_ppma', options=dict(checkpoint_path='/x')),
              "unexpected keyword argument 'checkpoint_path'"),
             ({}, dict(model='test_ppma', options=3), 'options must be an object, got 3')):
-        fails([*arguments, '--weights', write(changes, facts)], message)
+        fails([*arguments, '--weights', write(changes, metadata)], message)
         assert not work.exists()
     fails([*arguments, '--weights', tmp_path / 'none.pth'], 'no weight file')
     short = {k: v for k, v in weights.items() if k != key}

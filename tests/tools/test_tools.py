@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from subquad.backbones import weights as weights_module
 from subquad.backbones.weights import save_weights
 from subquad.tools import models, predict, stats, test, train
 from subquad.tools.common import cli
 from subquad.tools.common.cli import UserError
+from subquad.tools.engine.classification import evaluation
 
 
 @pytest.fixture(scope='module')
@@ -161,7 +161,7 @@ def test_wrong_configs_write_nothing(tmp_path):
         ('x = = 1', 'config.py'), ('raise ValueError("a\\nb")', 'a b'), ('import sys; sys.exit(3)', 'config.py'),
         ('train_cfg = dict(max_epoch=1)', 'max_epoch'), ('train_cfg = 3', 'train_cfg'),
         ('train_dataloader = dict(batchsize=4)', 'batchsize'),
-        ('train_dataloader = dict(batch_size=2000)', 'config:'),
+        ('train_dataloader = dict(batch_size=2000)', '1437 samples, fewer than batch_size=2000'),
         ('train_dataloader = dict(sampler=dict(shufle=True))', 'shufle'),
         ('param_scheduler = [dict(type="LinearLR", ned=3)]', 'ned'),
         ('train_dataloader = dict(dataset=dict(transform=dict(input_size=(3, 16, 16))))', 'H and W >= 32'),
@@ -206,24 +206,24 @@ def test_wrong_folders(tmp_path, images):
 def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     """Options that change no shape come from the file; another model or other classes are refused."""
     import timm
-    facts = dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative'),
-                 classes=[str(n) for n in range(10)])
+    metadata = dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative'),
+                    classes=[str(n) for n in range(10)])
     path = tmp_path / 'w.safetensors'
     model = timm.create_model('test_ppma', num_classes=10)
-    save_weights(model, path, facts)
+    save_weights(model, path, metadata)
     seen = []
-    original = weights_module.load_weights
+    original = evaluation.load_weights
 
     def spy(network, file):
         seen.append(network.stages[0].blocks[0].mixer.mask_mode)
         return original(network, file)
-    monkeypatch.setattr(weights_module, 'load_weights', spy)
+    monkeypatch.setattr(evaluation, 'load_weights', spy)
     test.main(['test-ppma_digits', str(path), '--json'])
     assert seen == ['multiplicative']
-    save_weights(model, path, {**facts, 'classes': list('abcdefghij')})
+    save_weights(model, path, {**metadata, 'classes': list('abcdefghij')})
     _fails(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
-    save_weights(model, path, {**facts, 'model': 'ppma_tiny'})
-    _fails(test.main, ['test-ppma_digits', path], 'is of ppma_tiny, the config of test_ppma')
+    save_weights(model, path, {**metadata, 'model': 'ppma_tiny'})
+    _fails(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
 
 
 def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):

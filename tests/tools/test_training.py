@@ -91,7 +91,7 @@ def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypat
 def test_a_metric_that_is_nan_is_never_best(tmp_path):
     from subquad.tools.engine.hooks import WeightsHook
     hook, saved = WeightsHook(), []
-    hook._save = lambda runner, name, facts: saved.append(facts['accuracy/top1'])
+    hook._save = lambda runner, name, metadata: saved.append(metadata['accuracy/top1'])
     hook._when = lambda runner: {}
     for value in (float('nan'), float('inf'), 3., float('nan'), 2., 4.):
         hook.after_val_epoch(None, {'accuracy/top1': value})

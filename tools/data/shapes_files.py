@@ -10,7 +10,7 @@ from ..common.cli import UserError
 
 FORMAT = 1                                      # counts up when the same options would give other files
 MOST_IMAGES = 100_000                           # a part
-FACTS = 'dataset.json'
+METADATA_FILE = 'dataset.json'
 LAYOUT = {
     'images/{train,val}/*.jpg': 'the images',
     'annotations/instances_{train,val}.json': 'COCO instances: box, area and RLE mask of what is seen of each shape',
@@ -21,7 +21,7 @@ LAYOUT = {
 
 def expected_files(options: Dict[str, Any]) -> Set[str]:
     """The files of a data set with these options, relative to its folder, with slashes."""
-    files = {FACTS}
+    files = {METADATA_FILE}
     for part in ('train', 'val'):
         files.add(f'annotations/instances_{part}.json')
         for index in range(options[part]):
@@ -32,13 +32,13 @@ def expected_files(options: Dict[str, Any]) -> Set[str]:
 def read_options(folder: Path) -> Optional[Dict[str, Any]]:
     """The options with which the data set in a folder was made; None where there is none."""
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding='utf-8'))
-        options = facts['options']
+        metadata = json.loads((folder / METADATA_FILE).read_text(encoding='utf-8'))
+        options = metadata['options']
         counts = options['train'], options['val']
-        known = facts['dataset'] == 'shapes' and all(type(n) is int and 0 < n <= MOST_IMAGES for n in counts)
+        known = metadata['dataset'] == 'shapes' and all(type(n) is int and 0 < n <= MOST_IMAGES for n in counts)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return {'format': facts.get('format'), **options} if known else None
+    return {'format': metadata.get('format'), **options} if known else None
 
 
 def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
@@ -122,18 +122,18 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
     Raises:
         UserError: a photograph is missing, or the folder cannot be written to.
     """
-    from .shapes import CLASSES, photograph_facts
+    from .shapes import CLASSES, photograph_metadata
     temporary = None
     try:
         labels = {name: n for n, name in enumerate(('background', *CLASSES))}
-        facts = dict(dataset='shapes', format=FORMAT, options=options, layout=LAYOUT, labels=labels,
-                     photographs=photograph_facts())
+        metadata = dict(dataset='shapes', format=FORMAT, options=options, layout=LAYOUT, labels=labels,
+                     photographs=photograph_metadata())
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f'.{folder.name}.'))
         new = temporary / 'new'         # made by mkdir, for mkdtemp's own folder is closed to others
         new.mkdir()
         counts = {part: write_part(new, part, options) for part in ('train', 'val')}
-        (new / FACTS).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+        (new / METADATA_FILE).write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
         _replace(folder, new, temporary / 'old')
     except FileNotFoundError as error:
         if error.errno is not None:

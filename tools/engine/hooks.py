@@ -134,7 +134,7 @@ class WeightsHook(Hook):
     or segmenter.
 
     Args:
-        metadata: facts to keep in the file.
+        metadata: Entries to keep in the file beside the weights.
         metrics: names of metrics, the higher the better; the first that validation reports counts. NaN is never best.
     """
 
@@ -151,10 +151,10 @@ class WeightsHook(Hook):
         path = Path(runner.work_dir) / 'best.safetensors'
         if runner.iter and path.is_file():
             try:
-                _, facts, _ = read_checkpoint(path)
+                _, metadata, _ = read_checkpoint(path)
             except WeightsError:
                 return                                       # damaged: the next validation replaces it
-            known = [facts[name] for name in self.metrics if isinstance(facts.get(name), (int, float))]
+            known = [metadata[name] for name in self.metrics if isinstance(metadata.get(name), (int, float))]
             self.best = max(filter(math.isfinite, known), default=self.best)
             self.best_file = path
 
@@ -172,7 +172,7 @@ class WeightsHook(Hook):
         epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
         return {'epoch': runner.epoch} if epochs else {'iteration': runner.iter}
 
-    def _save(self, runner, name: str, facts: Dict[str, Any]) -> Path:
+    def _save(self, runner, name: str, state: Dict[str, Any]) -> Path:
         path = Path(runner.work_dir) / name
         if is_main_process():
             model = getattr(runner.model, 'module', runner.model)
@@ -181,5 +181,5 @@ class WeightsHook(Hook):
             runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
             part = 'net.' if hasattr(model, 'net') else ''
             save_state_dict({key.removeprefix(part): value for key, value in checkpoint['state_dict'].items()}, path,
-                            {**self.metadata, **facts})
+                            {**self.metadata, **state})
         return path

@@ -37,12 +37,13 @@ def adopt_options(config: Any, path: str) -> None:
     Raises:
         UserError: the file cannot be read, or is of another model.
     """
-    facts = _read(path)[1]
-    if not isinstance(facts.get('model'), str):
+    metadata = _read(path)[1]
+    if not isinstance(metadata.get('model'), str):
         return
-    if facts['model'] != config.model.name:
-        raise UserError(f"{path} is of {facts['model']}, the config of {config.model.name} (--model NAME)")
-    for key, value in network_options(facts, path).items():
+    if metadata['model'] != config.model.name:
+        raise UserError(f"{path} was trained as {metadata['model']}, but the config builds {config.model.name} "
+                        '(--model NAME changes it)')
+    for key, value in network_options(metadata, path).items():
         if key in _TRAINING_OPTIONS:
             continue
         given = config.model.setdefault(key, value)
@@ -50,16 +51,16 @@ def adopt_options(config: Any, path: str) -> None:
             say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which stays')
 
 
-def network_options(facts: Dict[str, Any], path: str) -> Dict[str, Any]:
+def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
     """The options of the network in a file's metadata, with the types and within the bounds of its family.
 
     Raises:
         UserError: no model or metadata of another program, or an option that the network does not have or allow.
     """
-    if not isinstance(facts.get('model'), str):
+    if not isinstance(metadata.get('model'), str):
         raise UserError(f'{path} holds metadata without the name of a model')
     try:
-        return check_options(facts['model'], facts.get('options') or {}, path)
+        return check_options(metadata['model'], metadata.get('options') or {}, path)
     except WeightsError as error:
         raise UserError(str(error)) from error
 
@@ -76,10 +77,10 @@ def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
     Raises:
         UserError: the file cannot be read, holds NaN, or is not this model's.
     """
-    weights, facts = _read(path)
+    weights, metadata = _read(path)
     weights, own = checkpoint_filter_fn(weights, net), net.state_dict()
     head = _classifier_keys(net, own)
-    why = _other_classes(weights, own, head, facts.get('classes'), classes)
+    why = _other_classes(weights, own, head, metadata.get('classes'), classes)
     if why:
         weights = {**{key: value for key, value in weights.items() if key not in head},
                    **{key: own[key] for key in head}}
@@ -138,12 +139,12 @@ def _checkpoint(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
 
 def _read(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
     """Weights, all finite, and metadata."""
-    weights, facts, _ = _checkpoint(path)
+    weights, metadata, _ = _checkpoint(path)
     try:
         check_finite(weights, path)
     except WeightsError as error:
         raise UserError(str(error)) from error
-    return weights, facts if isinstance(facts, dict) else {}
+    return weights, metadata if isinstance(metadata, dict) else {}
 
 
 class StartHook(Hook):
@@ -165,10 +166,10 @@ class StartHook(Hook):
             UserError: the file cannot be read, holds NaN, or fits neither the model nor its backbone.
         """
         from ...backbones.mm.checkpoints import translate_keys
-        weights, facts = _read(self.path)
+        weights, metadata = _read(self.path)
         whole = translate_keys(weights, model)
         if any(key.startswith('backbone.') for key in whole):
-            self._prepare_whole(model, whole, facts.get('classes'), list(classes))
+            self._prepare_whole(model, whole, metadata.get('classes'), list(classes))
         else:
             self._prepare_backbone(model.backbone, weights)
 

@@ -100,7 +100,7 @@ def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
         return UserError(f"{full} while writing to {folder}; free some space{go_on and f'; {go_on}'}")
     if go_on or isinstance(error, UserError):
         return error
-    return UserError(f'config: {one_line(error)}')
+    return UserError(f'training cannot start: {one_line(error)}')
 
 
 def vet_pretrained(config) -> None:

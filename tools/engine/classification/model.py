@@ -1,4 +1,6 @@
 """A timm model as an mmengine model, accuracy as its metric, timm's optimiser factory as its constructor."""
+import re
+from inspect import signature
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
@@ -7,10 +9,10 @@ from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_class
 from torch import Tensor
 
-from ...common.cli import UserError
+from ...common.cli import UserError, nearest
 from ..zoo import create
 
 
@@ -78,6 +80,16 @@ class AccuracyMetric(BaseMetric):
         return {f'top{k}': (ranks < k).float().mean().item() * 100 for k in self.topk}
 
 
+def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:
+    """'; did you mean NAME?' for an argument that neither timm nor the optimizer has, else ''."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if not unknown:
+        return ''
+    known = {*signature(create_optimizer_v2).parameters,
+             *signature(get_optimizer_class(options.get('opt', 'sgd'), bind_defaults=False)).parameters}
+    return nearest(unknown[1], sorted(known - {'model_or_params', 'params'}), 1)
+
+
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class TimmOptimizerConstructor:
     """timm.optim.create_optimizer_v2 from `optimizer=dict(opt='adamw', lr=..., weight_decay=..., layer_decay=...)`."""
@@ -93,7 +105,7 @@ class TimmOptimizerConstructor:
         try:
             optimizer = create_optimizer_v2(getattr(model, 'module', model).net, **options)
         except (TypeError, ValueError) as error:
-            raise UserError(f'optimizer: {error}') from error
+            raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
         for group in optimizer.param_groups:
             # timm's own schedulers apply this factor; mmengine's start from the group's lr.
             group['lr'] *= group.pop('lr_scale', 1.0)

@@ -11,7 +11,7 @@ from mmengine.runner import Runner, set_random_seed
 
 from ...common.cli import UserError
 from ...common.paths import writable_folder
-from ..building import build, made, process_options
+from ..building import build, check_batch_size, made, process_options
 from ..checkpoints import whole_checkpoints
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
@@ -77,7 +77,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
         load_from=start, resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
         default_scope=config.get('default_scope') or 'mmengine', cfg=config, experiment_name=name,
-        **process_options(config)), 'config')
+        **process_options(config)), 'the Runner cannot be built')
 
 
 def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
@@ -95,6 +95,7 @@ def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[st
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
             loader['dataset'] = build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
+            check_batch_size(loader, loader['dataset'], part)
             arguments[f'{part}_dataloader'] = loader
             arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
             if part != 'train':

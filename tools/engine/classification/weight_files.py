@@ -40,27 +40,28 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
     path = shorten_path(checkpoint)
     try:
         content = read_file(checkpoint)
-        facts = _facts(Path(checkpoint), content)
-        if not name and 'model' not in facts:
+        metadata = _metadata(Path(checkpoint), content)
+        if not name and 'model' not in metadata:
             raise UserError(f'{path} does not say which model it is of: give --model NAME (subquad models lists them)')
-        same = name in (None, facts.get('model'))
-        model = _fitting_model(name or facts['model'], facts.get('options', {}) if same else {}, content.weights, path)
+        same = name in (None, metadata.get('model'))
+        options = metadata.get('options', {}) if same else {}
+        model = _fitting_model(name or metadata['model'], options, content.weights, path)
         if not allow_nonfinite:
             check_finite(content.weights, path)
         load_state_dict(model, content.weights, path)
-        transform = check_transform((facts.get('transform') if same else None) or {}, path)
+        transform = check_transform((metadata.get('transform') if same else None) or {}, path)
     except NonFiniteError as error:
         raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
     except WeightsError as error:
         raise UserError(str(error)) from error
-    classes = facts.get('classes') or [str(n) for n in range(model.num_classes)]
+    classes = metadata.get('classes') or [str(n) for n in range(model.num_classes)]
     if len(classes) != model.num_classes:
         raise UserError(f'{path} names {len(classes)} classes for a model of {model.num_classes}')
     if getattr(model, 'in_chans', 3) != 3:
         raise UserError(f'{path}: the model takes images of {model.in_chans} channels, and image files are read as RGB')
     if not transform:
         transform = timm.data.resolve_model_data_config(model)
-        _say_assumed(path, name or facts['model'], transform)
+        _say_assumed(path, name or metadata['model'], transform)
     try:
         return model, timm.data.create_transform(**transform), classes
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
@@ -108,7 +109,7 @@ def _say_assumed(path: str, name: str, transform: Dict[str, Any]) -> None:
           f"{numbers['mean']}, standard deviation {numbers['std']})", file=sys.stderr)
 
 
-def _facts(path: Path, content: Any) -> Dict[str, Any]:
+def _metadata(path: Path, content: Any) -> Dict[str, Any]:
     """dict(model, options, classes, transform) as far as they are known: from the file, else from files beside it.
 
     Raises:
@@ -118,30 +119,30 @@ def _facts(path: Path, content: Any) -> Dict[str, Any]:
     if content.metadata or content.source != 'state_dict':
         return content.metadata
     config = content.runner_meta.get('cfg')
-    facts = config_facts(config) if isinstance(config, str) else {}
-    for file in sorted(path.parent.glob('*.py')) if not facts else ():
-        facts = config_facts(file.read_text('utf-8', 'replace')) if file.stat().st_size <= _CONFIG_BYTES else {}
-        if facts:
+    metadata = config_metadata(config) if isinstance(config, str) else {}
+    for file in sorted(path.parent.glob('*.py')) if not metadata else ():
+        metadata = config_metadata(file.read_text('utf-8', 'replace')) if file.stat().st_size <= _CONFIG_BYTES else {}
+        if metadata:
             print(f'the model and its transform are read from {file}', file=sys.stderr)
             break
     dataset = content.runner_meta.get('dataset_meta')
-    if facts and isinstance(dataset, dict) and 'classes' in dataset:
-        facts['classes'] = [*dataset['classes']] if isinstance(dataset['classes'], tuple) else dataset['classes']
+    if metadata and isinstance(dataset, dict) and 'classes' in dataset:
+        metadata['classes'] = [*dataset['classes']] if isinstance(dataset['classes'], tuple) else dataset['classes']
     for file in (path.parent / 'best.safetensors', path.parent / 'last.safetensors'):
         try:
-            beside = read_metadata(file) if 'classes' not in facts and file.is_file() else {}
+            beside = read_metadata(file) if 'classes' not in metadata and file.is_file() else {}
         except WeightsError:
             continue                                         # it is not the file that was asked for
-        if beside.get('model') and not facts:
-            facts = {key: beside[key] for key in ('model', 'options', 'classes', 'transform') if key in beside}
+        if beside.get('model') and not metadata:
+            metadata = {key: beside[key] for key in ('model', 'options', 'classes', 'transform') if key in beside}
             print(f'the model, its classes and its transform are read from {file}', file=sys.stderr)
-        elif facts and all(beside.get(key) == facts[key] for key in ('model', 'options')) and 'classes' in beside:
-            facts['classes'] = beside['classes']
-    check_metadata(facts, str(path))
-    return facts
+        elif metadata and all(beside.get(key) == metadata[key] for key in ('model', 'options')) and 'classes' in beside:
+            metadata['classes'] = beside['classes']
+    check_metadata(metadata, str(path))
+    return metadata
 
 
-def config_facts(text: str) -> Dict[str, Any]:
+def config_metadata(text: str) -> Dict[str, Any]:
     """dict(model, options, transform) from a classification config as mmengine writes it, which is read and not run.
 
     Args:

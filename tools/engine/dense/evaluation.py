@@ -10,7 +10,7 @@ from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
-from ..building import made
+from ..building import close_log, made
 from .photographs import pixels
 from .prediction import PictureNames, drawable
 from .runner import build_runner, classes_of, network
@@ -71,7 +71,5 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
             raise UserError(str(error)) from error
         made(lambda: runner.test_loop, 'test_evaluator')         # read now, not after minutes
         metrics = runner.test()
-        for handler in list(runner.logger.handlers):
-            handler.close()
-            runner.logger.removeHandler(handler)        # mmengine would go on writing to it
+        close_log(runner)
     return {name: float(value) for name, value in metrics.items()}

@@ -23,7 +23,7 @@ from ....backbones.mm.checkpoints import NewHeadsHook, compare_weights, make_loa
 from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
 from ...common.cli import UserError
 from ...common.paths import expanded, writable_folder
-from ..building import build, made, process_options
+from ..building import build, check_batch_size, made, process_options
 from ..checkpoints import whole_checkpoints
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
@@ -64,9 +64,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             # Not kept: a data set that lives in the config would be copied and written with it.
             dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
             check_dataset(dataset, config, part)
-            if loader.get('drop_last') and len(dataset) < loader.get('batch_size', 1):
-                raise UserError(f'{part}_dataloader: the data set has {len(dataset)} images, fewer than batch_size='
-                                f'{loader.batch_size}, and drop_last leaves none')
+            check_batch_size(loader, dataset, part)
             if config.get(f'{part}_evaluator') is not None:
                 check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
     # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
@@ -100,7 +98,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         arguments['default_hooks'] = whole_checkpoints(config.get('default_hooks'))
     # cfg is written to the work folder, whole, for other tools to use. (from_cfg would copy the model with it.)
     arguments.update(_photographs(config, arguments))
-    runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'config')
+    runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')
     for hook in (SeedHook(), LoadedHook(), *hooks):
         runner.register_hook(hook)
     return runner
@@ -218,11 +216,11 @@ def _check_labels(dataset: Any, classes: int) -> None:
     if load is None:
         return
     for n in sorted({round(k * (len(dataset) - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)}):
-        facts = load({**dataset.get_data_info(n), 'seg_fields': []})        # labels as training sees them
-        labels = np.unique(facts['gt_seg_map']).astype(int)
+        loaded = load({**dataset.get_data_info(n), 'seg_fields': []})        # labels as training sees them
+        labels = np.unique(loaded['gt_seg_map']).astype(int)
         labels = labels[labels != dataset.ignore_index]
         if labels.size and labels.max() >= classes:
-            raise UserError(f"{facts['seg_map_path']} has label {labels.max()}, the data set has {classes} classes: "
+            raise UserError(f"{loaded['seg_map_path']} has label {labels.max()}, the data set has {classes} classes: "
                             f'labels are 0 to {classes - 1}, and {dataset.ignore_index} for what is left out')
 
 
