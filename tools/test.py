@@ -76,9 +76,8 @@ def _record(path: str, config, args: argparse.Namespace, metrics: Dict[str, Opti
     Raises:
         UserError: the file cannot be written.
     """
-    from .bench.measure import environment
-    from .bench.records import append
     from .common.paths import expanded
+    from .engine.records import append, environment
     options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()] + ['--tta'] * args.tta)
     try:
         append(expanded(path), {'config': Path(args.config).stem, 'options': options,
