@@ -15,7 +15,7 @@ from timm.layers import ClassifierHead, ConvMlp, DropPath, calculate_drop_path_r
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
-from ..kernels.common.patches import fold, unfold
+from ..kernels.common.patches import fold_patches, unfold_patches
 from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq, pooled_width
 from .blocks import check_image, check_pool, folded, is_plain
@@ -132,12 +132,12 @@ class MobileViTv2Block(nn.Module):
         even = not any(n % p for y in (x, seen) for n, p in zip(y.shape[2:], PATCH))
         fold_tokens = not separable or even and (self.exportable or exporting())
         if fold_tokens:
-            x = fold(x, PATCH, self.sampling)
-            source = None if source is None else fold(source, PATCH, self.sampling)
+            x = fold_patches(x, PATCH, self.sampling)
+            source = None if source is None else fold_patches(source, PATCH, self.sampling)
         for layer in self.transformer:
             x = layer(x, source, fold_tokens)
         x = self.norm(x)
-        return unfold(x, PATCH, self.sampling, rows, columns) if fold_tokens else x
+        return unfold_patches(x, PATCH, self.sampling, rows, columns) if fold_tokens else x
 
     def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
         return self.conv_proj(self.forward_tokens(x, source))

@@ -12,7 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.trees import heights
+from ..kernels.trees import common_ancestor_levels
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .options import Options, flag
@@ -92,7 +92,7 @@ class Myo(HierarchicalBackbone):
             with torch.no_grad():
                 edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
-            height = heights(levels, row, column).to(x.device)
+            height = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)
             shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
             found[name] = Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))

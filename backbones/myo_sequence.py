@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import tree_solve
 from ..kernels.common.autocast import without_autocast
-from ..kernels.trees import ORDERS, PARAMETRISATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
+from ..kernels.trees import ORDERS, PARAMETRIZATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
 from .mixers.scan import ScanMixer
 from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
 from .weights import pretrained_filter
@@ -194,7 +194,7 @@ class MyoSequence(nn.Module):
         'vocab_size': or_none(integer(1, 10_000_000)), 'padding_idx': integer(-1, 10_000_000),
         'dim': integer(1, 65_536), 'depth': integer(1, 1024), 'num_heads': integer(1, 65_536),
         'block_size': integer(1, 64), 'arity': integer(2, 1024), 'order': one_of(*ORDERS),
-        'parametrisation': one_of(*PARAMETRISATIONS), 'static_edges': flag(), 'virtual_input': one_of(*VIRTUAL_INPUTS),
+        'parametrisation': one_of(*PARAMETRIZATIONS), 'static_edges': flag(), 'virtual_input': one_of(*VIRTUAL_INPUTS),
         'readout_levels': integer(1, 64), 'readout': one_of('mean', 'concat'), 'mixer': one_of('tree', 'scan'),
         'states': integer(1, 65_536), 'mlp_ratio': number(0, 64), 'img_size': or_none(image_size(1)),
         'global_pool': one_of('avg')}

@@ -1,25 +1,32 @@
-"""Compile the Triton kernels ahead of time, for a GPU that need not be there, and read what they take of it."""
+"""Compile the Triton kernels ahead of time, for a GPU that this machine need not have, and read their resource use."""
 import re
 import shutil
 import subprocess
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .common.launch import interpreted
+from .trees import quadtree_levels
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one launch of a kernel takes. Registers a thread, stack (bytes of spilled registers a thread), shared memory
-    (bytes a program); None where the target's tools don't tell."""
+    """Resource use of one launch of a kernel.
+
+    Attributes:
+        registers: registers per thread; None if the target's tools do not report them.
+        stack: bytes of spilled registers per thread; None if the target's tools do not report them.
+        shared: bytes of shared memory per program.
+    """
     kernel: str
     constants: str
     warps: int
@@ -29,13 +36,18 @@ class Resources:
 
 
 @contextmanager
-def recorded(target: str) -> Iterator[List]:
-    """Within the block Triton compiles for `target` ('cuda:90', 'hip:gfx942') and launches nothing; the compiled
-    kernels gather in the list that is yielded. Launch with tensors on the meta device.
+def compiling_for(target: str) -> Iterator[List]:
+    """Compile for `target` within the block, and launch nothing.
+
+    The context manager yields a list, to which Triton adds each kernel it compiles. Call the kernels with tensors on
+    the meta device.
+
+    Args:
+        target: such as 'cuda:90' or 'hip:gfx942'.
 
     Raises:
         RuntimeError: Triton runs in its interpreter, which compiles nothing.
-        ValueError: a target that isn't one.
+        ValueError: the target is not a known one.
     """
     if interpreted():
         raise RuntimeError('TRITON_INTERPRET is set: the interpreter compiles nothing; unset it')
@@ -50,7 +62,7 @@ def recorded(target: str) -> Iterator[List]:
     compiled: List = []
 
     class NoDriver:
-        """As much of a driver as compilation asks for."""
+        """The part of a driver that compilation needs."""
         def get_current_target(self):
             return gpu
 
@@ -64,7 +76,7 @@ def recorded(target: str) -> Iterator[List]:
 
     def compile_only(self, *args, grid, warmup, **options):
         compiled.append(launch(self, *args, grid=grid, warmup=True, **options))
-        for key in list(self.device_caches):       # a later block may compile for another target
+        for key in list(self.device_caches):            # a later block may compile for another target
             del self.device_caches[key]
 
     triton.runtime.jit.JITFunction.run = compile_only
@@ -73,11 +85,11 @@ def recorded(target: str) -> Iterator[List]:
         yield compiled
     finally:
         triton.runtime.jit.JITFunction.run = launch
-        triton.runtime.driver.set_active(None)          # found anew at the next launch
+        triton.runtime.driver.set_active(None)          # the next launch looks for it again
 
 
 def _usage(kernel) -> Dict[str, int]:
-    """REG and STACK of a compiled kernel by cuobjdump, which comes with Triton."""
+    """Read REG and STACK of a compiled kernel with cuobjdump, which comes with Triton."""
     import triton
     tool = Path(triton.__file__).parent / 'backends' / 'nvidia' / 'bin' / 'cuobjdump'
     tool = str(tool) if tool.exists() else shutil.which('cuobjdump')
@@ -91,14 +103,14 @@ def _usage(kernel) -> Dict[str, int]:
 
 
 def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[str, List[Resources]]:
-    """What every kernel takes that the calls launch (on meta tensors).
+    """Compile every kernel that the calls launch on meta tensors, and return its resource use by name of the call.
 
     Raises:
-        Exception: Triton's, for a kernel that does not compile.
+        Exception: a kernel does not compile (Triton's own exceptions).
     """
     result: Dict[str, List[Resources]] = {}
     for name, call in calls.items():
-        with recorded(target) as kernels:
+        with compiling_for(target) as kernels:
             call()
         result[name] = []
         for kernel in kernels:
@@ -113,71 +125,79 @@ def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[
 
 
 def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
-    """Calls that launch every kernel with every tile and launch option of `launch`, on meta tensors."""
-    from .decay_attention import triton as decay
-    from .polyline_attention import triton as polyline
-    from .polyline_scan import triton as scan
-    from .quadtree_solve import triton as quadtree
-    from .separable_attention import triton as separable
-    from .trees import quadtree_levels
+    """Return calls that launch every kernel with every tile and launch option of `launch`, on meta tensors."""
     calls: Dict[str, Callable] = {}
-
-    def attention(dtype, dim, length):
-        tensors = [torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta') for _ in range(4)]
-        return tensors, [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
-
-    def polyline_call(dtype, dim, length, mask, paths):
-        (q, k, v, grad), (sa, sb) = attention(dtype, dim, length)
-        polyline.forward(q, k, v, sa, sb, mask, paths, False)
-        polyline.backward(grad, q, k, v, sa, sb, *polyline.forward(q, k, v, sa, sb, mask, paths, True), mask, paths)
-
-    def decay_call(dtype, dim, length, mask):
-        (q, k, v, grad), (sums, _) = attention(dtype, dim, length)
-        decay.backward(grad, q, k, v, sums, *decay.forward(q, k, v, sums, 'row', mask, True), 'row', mask)
-
-    def scan_call(dtype, dim, length):
-        x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
-        steps = torch.empty(2, 4, length, 3, device='meta')
-        scan.backward(scan.forward(x, steps, 2, torch.float32), x, steps, 2)
-
-    def separable_call(dtype, dim, side, latents, key_map):
-        x = torch.empty(2, side, side, dim, dtype=dtype, device='meta')
-        query, weight = x.new_empty(2, side, side, latents), x.new_empty(dim, dim) if key_map else None
-        _, statistics, summed = separable.forward(query, x, x, weight, None, (2, 2), 'pixel')
-        separable.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
-
-    def quadtree_call(dtype, dim, side, parametrisation):
-        levels, heads = quadtree_levels(side, side), 4
-        values = [torch.empty(2, x.height, x.width, heads, dim, dtype=dtype, device='meta').permute(0, 3, 1, 2, 4)
-                  for x in levels]
-        edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2) for x in levels[:-1]]
-        solution = quadtree.forward(values, edges, parametrisation, (0, 0))
-        quadtree.backward(values, solution, edges, parametrisation, (0, 0))
-
-    def add(name, call, *args):
-        calls[name] = lambda: call(*args)
-
     for dtype in dtypes:
         for dim in dims:
             kind = f'{str(dtype).removeprefix("torch.")}, {dim} channels'
-            for length in lengths:
-                for mask in ('logit', 'product'):
-                    add(f'polyline_attention, {mask}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
-                        mask, 'both')
-                    add(f'decay_attention, {mask}, lines of {length}, {kind}', decay_call, dtype, dim, length, mask)
-                for paths in ('v2h', 'h2v'):
-                    add(f'polyline_attention, {paths}, {length} x {length}, {kind}', polyline_call, dtype, dim, length,
-                        'logit', paths)
-            for mask in ('logit', 'product'):
-                add(f'decay_attention, {mask}, lines of 100, {kind}', decay_call, dtype, dim, 100, mask)
-            for length in (*lengths, 100, 256, 600):
-                add(f'polyline_scan, lines of {length}, {kind}', scan_call, dtype, dim, length)
-            for latents in (1, 8):
-                for keys in ('keys', 'mapped keys'):
-                    add(f'separable_attention, {latents} latent, {keys}, 32 x 32, {kind}', separable_call, dtype, dim,
-                        32, latents, keys == 'mapped keys')
-            # Trees of one tile, of tiles of either side.
-            for side, parametrisation in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
-                add(f'quadtree_solve, {parametrisation}, {side} x {side}, {kind}', quadtree_call, dtype, dim, side,
-                    parametrisation)
+            for name, call, *args in _cases_of(lengths):
+                calls[f'{name}, {kind}'] = partial(call, dtype, dim, *args)
     return calls
+
+
+def _cases_of(lengths: Sequence[int]) -> Iterator[Tuple]:
+    """Name, function and arguments of each case, without dtype and channels."""
+    mask_modes = ('additive', 'multiplicative')
+    for length in lengths:
+        for mask_mode in mask_modes:
+            yield f'polyline_attention, {mask_mode}, {length} x {length}', _polyline, length, mask_mode, 'both'
+            yield f'decay_attention, {mask_mode}, lines of {length}', _decay, length, mask_mode
+        for paths in ('v2h', 'h2v'):
+            yield f'polyline_attention, {paths}, {length} x {length}', _polyline, length, 'additive', paths
+    for mask_mode in mask_modes:
+        yield f'decay_attention, {mask_mode}, lines of 100', _decay, 100, mask_mode
+    for length in (*lengths, 100, 256, 600):
+        yield f'polyline_scan, lines of {length}', _scan, length
+    for latents in (1, 8):
+        for keys in ('keys', 'mapped keys'):
+            yield (f'separable_attention, {latents} latent, {keys}, 32 x 32', _separable, 32, latents,
+                   keys == 'mapped keys')
+    # Trees of one tile, and trees of tiles of either side.
+    for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
+        yield f'quadtree_solve, {parametrization}, {side} x {side}', _quadtree, side, parametrization
+
+
+def _attention_inputs(dtype: torch.dtype, dim: int, length: int) -> Tuple[List[Tensor], List[Tensor]]:
+    """q, k, v and a gradient; sums of step logs along rows and along columns."""
+    tensors = [torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta') for _ in range(4)]
+    return tensors, [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
+
+
+def _polyline(dtype: torch.dtype, dim: int, length: int, mask_mode: str, paths: str) -> None:
+    from .polyline_attention import triton
+    (q, k, v, grad), (sa, sb) = _attention_inputs(dtype, dim, length)
+    triton.forward(q, k, v, sa, sb, mask_mode, paths, False)
+    saved = triton.forward(q, k, v, sa, sb, mask_mode, paths, True)
+    triton.backward(grad, q, k, v, sa, sb, *saved, mask_mode, paths)
+
+
+def _decay(dtype: torch.dtype, dim: int, length: int, mask_mode: str) -> None:
+    from .decay_attention import triton
+    (q, k, v, grad), (sums, _) = _attention_inputs(dtype, dim, length)
+    saved = triton.forward(q, k, v, sums, 'row', mask_mode, True)
+    triton.backward(grad, q, k, v, sums, *saved, 'row', mask_mode)
+
+
+def _scan(dtype: torch.dtype, dim: int, length: int) -> None:
+    from .polyline_scan import triton
+    x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
+    steps = torch.empty(2, 4, length, 3, device='meta')
+    triton.backward(triton.forward(x, steps, 2, torch.float32), x, steps, 2)
+
+
+def _separable(dtype: torch.dtype, dim: int, side: int, latents: int, key_map: bool) -> None:
+    from .separable_attention import triton
+    x = torch.empty(2, side, side, dim, dtype=dtype, device='meta')
+    query, weight = x.new_empty(2, side, side, latents), x.new_empty(dim, dim) if key_map else None
+    _, statistics, summed = triton.forward(query, x, x, weight, None, (2, 2), 'pixel')
+    triton.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
+
+
+def _quadtree(dtype: torch.dtype, dim: int, side: int, parametrization: str) -> None:
+    from .quadtree_solve import triton
+    levels, heads = quadtree_levels(side, side), 4
+    values = [torch.empty(2, x.height, x.width, heads, dim, dtype=dtype, device='meta').permute(0, 3, 1, 2, 4)
+              for x in levels]
+    edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2) for x in levels[:-1]]
+    solution = triton.forward(values, edges, parametrization, (0, 0))
+    triton.backward(values, solution, edges, parametrization, (0, 0))

@@ -21,6 +21,7 @@ from .rotary import rotary_angles, rotate, rotate_flat
 
 ATTENTIONS = ('full', 'crisscross', 'linear', 'decomposed')
 MASKS = ('logit', 'product')
+_MASK_MODES = {'logit': 'additive', 'product': 'multiplicative'}       # names of the operators
 PATHS = ('2d', 'v2h', 'cross_scan', 'rmt', 'none')
 
 
@@ -144,17 +145,18 @@ class PolylineMixer(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, scale=1.0)
         if self.paths == 'cross_scan':
             def raster(q, k, v, logs):
-                return decay_attention(q, k, v, logs, mask=self.mask, backend=backend)
+                return decay_attention(q, k, v, logs, mask_mode=_MASK_MODES[self.mask], backend=backend)
             return self._both_rasters(raster, q, k, v, a, b) * (0.5 if self.mask == 'logit' else 1.0)
         paths = 'both' if self.paths == '2d' else 'v2h'      # rmt: both masks are equal
         q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return polyline_attention(q, k, v, a, b, mask=self.mask, paths=paths, backend=backend).flatten(2, 3)
+        return polyline_attention(q, k, v, a, b, mask_mode=_MASK_MODES[self.mask], paths=paths,
+                                  backend=backend).flatten(2, 3)
 
     def _crisscross(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        order = 'both' if self.paths in ('2d', 'cross_scan') else 'column_first'
-        mask = 'logit' if self.paths == 'none' else self.mask
+        paths = 'both' if self.paths in ('2d', 'cross_scan') else 'v2h'
+        mask_mode = 'additive' if self.paths == 'none' else _MASK_MODES[self.mask]
         q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend).flatten(2, 3)
+        return crisscross_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel counts the weights
@@ -171,11 +173,11 @@ class PolylineMixer(nn.Module):
     def _scanned(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
         if self.paths == 'cross_scan':
             def raster(q, k, v, logs):
-                return polyline_linear_attention(q, k, v, logs, logs, order='v2h', backend=backend)
+                return polyline_linear_attention(q, k, v, logs, logs, paths='v2h', backend=backend)
             return self._both_rasters(raster, q, k, v, a, b)
-        order = 'both' if self.paths == '2d' else 'v2h'
+        paths = 'both' if self.paths == '2d' else 'v2h'
         q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return polyline_linear_attention(q, k, v, a, b, order=order, backend=backend).flatten(2, 3)
+        return polyline_linear_attention(q, k, v, a, b, paths=paths, backend=backend).flatten(2, 3)
 
     @staticmethod
     def _both_rasters(attend: Callable, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
 from ...kernels.common.autocast import without_autocast
-from ...kernels.trees import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ...kernels.trees import (
+    PARAMETRIZATIONS,
+    RHO,
+    Level,
+    level_means,
+    quadtree_levels,
+    repeat_to_children,
+    third_of_coarsest_cell,
+)
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # Levels with a bias of their own, counted from the leaves; higher ones share the last. 2^11 tokens a side.
@@ -49,7 +57,7 @@ class TreeMixer(nn.Module):
         ValueError: an option that is not allowed.
     """
 
-    OPTIONS: ClassVar[Options] = {'parametrisation': one_of(*PARAMETRISATIONS), 'static_edges': flag(),
+    OPTIONS: ClassVar[Options] = {'parametrisation': one_of(*PARAMETRIZATIONS), 'static_edges': flag(),
                                   'max_levels': or_none(integer(2, 32))}
 
     def __init__(self, dim: int, num_heads: int, parametrisation: str = 'laplacian', static_edges: bool = False,
@@ -84,15 +92,15 @@ class TreeMixer(nn.Module):
     def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """mask: (B, H, W), true for the tokens that are there; what is behind the others reaches no token within."""
         levels = self.levels(*x.shape[1:3])
-        values = [self._heads(v) for v in means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
-        y = quadtree_solve(values, self.edges(x, levels, mask), parametrisation=self.parametrisation, rho=self.rho,
+        values = [self._heads(v) for v in level_means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
+        y = quadtree_solve(values, self.edges(x, levels, mask), parametrization=self.parametrisation, rho=self.rho,
                            mask=mask, shift=levels[0][2:], backend=self.backend)[0]
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return self.out(F.silu(self.gate(x)) * y)
 
     def levels(self, height: int, width: int) -> List[Level]:
         """The grids of the tree over a map of that size."""
-        shift = third(height, width, self.max_levels) if self.shifted else (0, 0)
+        shift = third_of_coarsest_cell(height, width, self.max_levels) if self.shifted else (0, 0)
         return quadtree_levels(height, width, self.max_levels, shift)
 
     def influence(self, x: Tensor, row: int, column: int, edges: Sequence[Tensor]) -> Tensor:
@@ -111,8 +119,8 @@ class TreeMixer(nn.Module):
         with torch.enable_grad():
             like = edges[0] if edges else x              # a map of one token has none
             values = like.new_zeros(batch, self.num_heads, height, width).requires_grad_()
-            solution = quadtree_solve([v[..., None] for v in means(values, levels)], [e.detach() for e in edges],
-                                      parametrisation=self.parametrisation, rho=self.rho, shift=levels[0][2:])
+            solution = quadtree_solve([v[..., None] for v in level_means(values, levels)], [e.detach() for e in edges],
+                                      parametrization=self.parametrisation, rho=self.rho, shift=levels[0][2:])
             return torch.autograd.grad(solution[0][:, :, row, column].sum(), values)[0]
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -131,14 +139,14 @@ class TreeMixer(nn.Module):
             logits = [bias.expand(len(x), -1, -1, -1) for bias in logits]
         else:
             query, key = (self._pyramid(linear(x), levels, mask) for linear in (self.query, self.key))
-            logits = [self._dots(query[n], unfold(key[n + 1], level)) + bias
+            logits = [self._dots(query[n], repeat_to_children(key[n + 1], level)) + bias
                       for n, (level, bias) in enumerate(zip(levels, logits))]
         if self.parametrisation == 'laplacian':
             return [F.softplus(logit) * 4.0 ** n for n, logit in enumerate(logits)]
         return logits
 
     def _pyramid(self, x: Tensor, levels: Sequence[Level], mask: Optional[Tensor]) -> List[Tensor]:
-        return means(x.to(torch.promote_types(x.dtype, torch.float32)).permute(0, 3, 1, 2), levels, mask)
+        return level_means(x.to(torch.promote_types(x.dtype, torch.float32)).permute(0, 3, 1, 2), levels, mask)
 
     def _dots(self, query: Tensor, key: Tensor) -> Tensor:
         """Scaled products of each head's channels: (B, heads * 8, H, W) twice -> (B, heads, H, W)."""

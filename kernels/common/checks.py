@@ -1,7 +1,7 @@
 """Argument checks shared by the operators: each names the argument, what came and what is allowed."""
 import os
-from functools import lru_cache
-from typing import Mapping, Optional, Sequence
+from functools import lru_cache, wraps
+from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,11 +11,34 @@ from .tracing import exporting, is_traced_or_wrapped
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Elements up to which nobody asks for the size of the memory.
 _LARGE = 1 << 30
+# Values of arguments that had other names before version 0.1.
+_RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
+                   '2d': 'both'}
+P, R = ParamSpec('P'), TypeVar('R')
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate an operator so that the old name of an argument raises a TypeError with its new name.
+
+    Args:
+        names: old name = new name.
+    """
+    def decorate(op: Callable[P, R]) -> Callable[P, R]:
+        @wraps(op)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in kwargs:
+                if old in names:
+                    raise TypeError(f'{op.__name__}: argument {old!r} was renamed to {names[old]!r}')
+            return op(*args, **kwargs)
+        return checked
+    return decorate
 
 
 def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
+        hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
 def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:

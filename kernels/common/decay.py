@@ -31,15 +31,15 @@ def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return bounded(steps.to(compute_dtype(dtype))).cumsum(dim)
 
 
-def row_log_decay(a: Tensor, dtype: torch.dtype) -> Tensor:
-    """log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|. a: (..., H, W) -> (..., H, W, W), indexed [i, j, l]."""
-    total = cumulative(a, -1, dtype)
+def row_log_decay(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
+    """log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|. log_alpha: (..., H, W) -> (..., H, W, W), indexed [i, j, l]."""
+    total = cumulative(log_alpha, -1, dtype)
     return -(total[..., :, None] - total[..., None, :]).abs()
 
 
-def column_log_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|. b: (..., H, W) -> (..., H, H, W), indexed [i, k, l]."""
-    total = cumulative(b, -2, dtype)
+def column_log_decay(log_beta: Tensor, dtype: torch.dtype) -> Tensor:
+    """log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|. log_beta: (..., H, W) -> (..., H, H, W), indexed [i, k, l]."""
+    total = cumulative(log_beta, -2, dtype)
     return -(total[..., :, None, :] - total[..., None, :, :]).abs()
 
 

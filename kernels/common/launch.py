@@ -42,6 +42,18 @@ LONG_LINE_TILE = 32
 _TILE_OVERHEAD = 8
 
 
+# Channels of the widest heads that fit a tile.
+LARGEST_HEAD = 128
+
+
+def head_too_wide(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Optional[str]:
+    """Return why attention kernels, which hold tiles of whole heads, cannot take these tensors; None if they can."""
+    largest = max(x.shape[-1] for x in (q, k, v))
+    if largest > LARGEST_HEAD:
+        return f'the kernels take heads of at most {LARGEST_HEAD} channels, and these have {largest}.'
+    return None
+
+
 def largest_tile(kernel: str, dtype: torch.dtype, *dims: int) -> int:
     """Side of the largest tile for heads of `dims` channels."""
     return LARGEST_TILE[kernel][dtype.itemsize][(max(dims) > 32) + (max(dims) > 64)]

@@ -20,7 +20,7 @@ def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
     return both
 
 
-def parts(length: int, count: int, sampling: str) -> List[slice]:
+def group_slices(length: int, count: int, sampling: str) -> List[slice]:
     """The tokens along an axis of `length` that belong to each of `count` places (or patches); without empty ones."""
     if sampling == 'pixel':
         return [slice(n, length, count) for n in range(min(count, length))]
@@ -28,12 +28,12 @@ def parts(length: int, count: int, sampling: str) -> List[slice]:
     return [slice(start, min(start + side, length)) for start in range(0, length, side)]
 
 
-def count(length: int, places: int, sampling: str) -> int:
+def group_count(length: int, places: int, sampling: str) -> int:
     """How many parts of an axis have tokens."""
     return min(places, length) if sampling == 'pixel' else -(-length // -(-length // places))
 
 
-def part_of(length: int, count: int, sampling: str, device) -> Tensor:
+def group_index(length: int, count: int, sampling: str, device) -> Tensor:
     """(length,) integers: the part that each token along an axis belongs to."""
     index = torch.arange(length, device=device)
     return index % count if sampling == 'pixel' else index // -(-length // count)
@@ -42,12 +42,12 @@ def part_of(length: int, count: int, sampling: str, device) -> Tensor:
 def check_groups(op: str, keys: Sequence[int], values: Sequence[int], patch: Patch, sampling: str) -> None:
     """Raises ValueError where values have a group without keys (their grids differ, and that of keys is small)."""
     for axis in (0, 1):
-        if count(keys[axis], patch[axis], sampling) < count(values[axis], patch[axis], sampling):
+        if group_count(keys[axis], patch[axis], sampling) < group_count(values[axis], patch[axis], sampling):
             raise ValueError(f"{op}: keys on a grid of {tuple(keys)} leave a group of values without keys: the values' "
                              f'grid is {tuple(values)}, the patch {tuple(patch)}')
 
 
-def fold(x: Tensor, patch: Patch, sampling: str) -> Tensor:
+def fold_patches(x: Tensor, patch: Patch, sampling: str) -> Tensor:
     """(B, C, H, W) -> (B, C, P, N), a row for each of the P groups, by reshapes and permutes of rank 4 at most. H and W
     are multiples of the patch."""
     batch, channels, height, width = x.shape
@@ -60,7 +60,7 @@ def fold(x: Tensor, patch: Patch, sampling: str) -> Tensor:
     return x.reshape(batch, channels, patch[0] * patch[1], rows * columns)
 
 
-def unfold(x: Tensor, patch: Patch, sampling: str, height: int, width: int) -> Tensor:
+def unfold_patches(x: Tensor, patch: Patch, sampling: str, height: int, width: int) -> Tensor:
     """The inverse of `fold`: (B, C, P, N) -> (B, C, H, W)."""
     batch, channels = x.shape[:2]
     images, rows, columns = batch * channels, height // patch[0], width // patch[1]

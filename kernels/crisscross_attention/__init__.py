@@ -1,31 +1,45 @@
 """Criss-cross attention: decayed softmax attention within rows and within columns, chained (PPMA, section 3.4)."""
 from torch import Tensor
 
-from ..common import checks
-from ..decay_attention import MASKS
-from ..dispatch import choose
+from ..common import checks, launch
+from ..decay_attention import MASK_MODES
+from ..dispatch import choose, register
 from . import custom_op, portable, reference, triton
 
-ORDERS = ('both', 'row_first', 'column_first')
-_IMPLEMENTATIONS = {'reference': reference.crisscross_attention, 'portable': custom_op.crisscross_attention_portable,
-                    'triton': triton.crisscross_attention, 'export': portable.crisscross_attention_export}
+PATHS = ('both', 'v2h', 'h2v')
+_IMPLEMENTATIONS = register('crisscross_attention', {
+    'reference': reference.crisscross_attention,
+    'portable': custom_op.crisscross_attention_portable,
+    'triton': triton.crisscross_attention,
+    'export': portable.crisscross_attention_export,
+}, launch.head_too_wide)
 
 
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, mask: str = 'logit',
-                         order: str = 'both', backend: str = 'auto') -> Tensor:
-    """Criss-cross attention: rows and columns in turn. With P_w the weights of `decay_attention` within rows (decay
-    logs a) and P_h those within columns (b):
+@checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode', order='paths')
+def crisscross_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        *,
+        mask_mode: str = 'additive',
+        paths: str = 'both',
+        backend: str = 'auto',
+) -> Tensor:
+    """Criss-cross attention: rows and columns in turn. With P_w the weights of `decay_attention` within rows (step
+    logs log_alpha) and P_h those within columns (log_beta):
 
-        order='column_first':  P_w (P_h v)            (the V2H polyline: down the column, then along the row)
-        order='row_first':     P_h (P_w v)            (H2V)
-        order='both':          1/2 P_w (P_h v) + 1/2 P_h (P_w v)
+        paths='v2h':   P_w (P_h v)            (the V2H polyline: down the column, then along the row)
+        paths='h2v':   P_h (P_w v)
+        paths='both':  1/2 P_w (P_h v) + 1/2 P_h (P_w v)
 
     Args:
         q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `decay_attention`.
-        mask: 'logit' (published weights) or 'product' (paper).
-        order: 'both', 'row_first' or 'column_first'.
+        log_alpha, log_beta: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `decay_attention`.
+        mask_mode: 'additive' (published weights) or 'multiplicative' (paper).
+        paths: 'both', 'v2h' or 'h2v'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
@@ -34,7 +48,8 @@ def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     Raises:
         ValueError, TypeError: as `decay_attention`.
     """
-    checks.attention('crisscross_attention', q, k, v, a=a, b=b)
-    checks.one_of('crisscross_attention', 'mask', mask, MASKS)
-    checks.one_of('crisscross_attention', 'order', order, ORDERS)
-    return choose('crisscross_attention', _IMPLEMENTATIONS, backend, q, k, v, a, b)(q, k, v, a, b, mask, order)
+    checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.one_of('crisscross_attention', 'mask_mode', mask_mode, MASK_MODES)
+    checks.one_of('crisscross_attention', 'paths', paths, PATHS)
+    run = choose('crisscross_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

@@ -23,21 +23,23 @@ def _swap(x: Tensor) -> Tensor:
 class _Axes:
     """Weights within rows (P_w) and within columns (P_h) of some groups. q, k: (G, H, W, D); sa, sb: (G, H, W)."""
 
-    def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask: str, space: Workspace, plain: bool = False):
-        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask, space, 'rows', plain_exponentials=plain)
-        self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask, space, 'columns',
-                                   plain_exponentials=plain)
+    def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, space: Workspace,
+                 skip_maximum: bool = False):
+        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows',
+                                skip_maximum=skip_maximum)
+        self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask_mode, space, 'columns',
+                                   skip_maximum=skip_maximum)
 
-    def chain(self, v: Tensor, order: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        """The output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D); the last two where the order has them."""
+    def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        """The output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D); the last two where the path has them."""
         along = along_then_down = down = down_then_along = None
-        if order != 'column_first':
+        if paths != 'v2h':
             along = _on_lines(self.rows.apply, v)
             along_then_down = _on_lines(self.columns.apply, _swap(along)).transpose(1, 2)
-        if order != 'row_first':
+        if paths != 'h2v':
             down = _on_lines(self.columns.apply, _swap(v))
             down_then_along = _on_lines(self.rows.apply, _swap(down))
-        if order == 'both':
+        if paths == 'both':
             return down_then_along.add_(along_then_down).mul_(0.5), along, down
         return along_then_down if down is None else down_then_along, along, down
 
@@ -47,32 +49,33 @@ def _on_lines(f, x: Tensor) -> Tensor:
     return f(x.flatten(0, 1)).view(x.shape)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, order: str) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
     """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g in _plan(q):
-        output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask, space, all(safe[g])).chain(v[g], order)[0]
+        output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask_mode, space, all(safe[g])).chain(v[g], paths)[0]
     return output
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str,
-              order: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+             paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, sa, sb)
     dq, dk, dv, dsa, dsb = (torch.zeros_like(x) for x in inputs)
     space = Workspace(q)
     for g in _plan(q):
-        _backward_block([x[g] for x in inputs], grad[g], mask, order, [x[g] for x in (dq, dk, dv, dsa, dsb)], space)
+        grads = [x[g] for x in (dq, dk, dv, dsa, dsb)]
+        _backward_block([x[g] for x in inputs], grad[g], mask_mode, paths, grads, space)
     return dq, dk, dv, dsa, dsb
 
 
-def _backward_block(inputs, grad: Tensor, mask: str, order: str, grads, space: Workspace) -> None:
+def _backward_block(inputs, grad: Tensor, mask_mode: str, paths: str, grads, space: Workspace) -> None:
     """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
     q, k, v, sa, sb = inputs
     dq, dk, dv, dsa, dsb = grads
-    axes = _Axes(q, k, sa, sb, mask, space)
+    axes = _Axes(q, k, sa, sb, mask_mode, space)
     rows, columns = axes.rows, axes.columns
-    _, along, down = axes.chain(v, order)
-    grad = grad * 0.5 if order == 'both' else grad
+    _, along, down = axes.chain(v, paths)
+    grad = grad * 0.5 if paths == 'both' else grad
     row_pairs, column_pairs = [], []                  # (gradient, input) of each product with the weights of an axis
     if along is not None:                             # P_h (P_w v)
         dalong = _swap(_on_lines(columns.apply_transposed, _swap(grad)))
@@ -97,18 +100,18 @@ def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
     return torch.bmm(left, right.transpose(1, 2))
 
 
-def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str,
-                                order: str) -> Tensor:
+def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                                paths: str) -> Tensor:
     """Chained dense formulas, every tensor but the arguments of rank 4 at most."""
     def rows(x):
-        return decay_attention_export(q, k, x, a, 'row', mask)
+        return decay_attention_export(q, k, x, log_alpha, 'row', mask_mode)
 
     def columns(x):
-        return decay_attention_export(q, k, x, b, 'column', mask)
+        return decay_attention_export(q, k, x, log_beta, 'column', mask_mode)
 
-    if order == 'row_first':
+    if paths == 'h2v':
         return columns(rows(v))
-    if order == 'column_first':
+    if paths == 'v2h':
         return rows(columns(v))
-    row_first, column_first = (x.flatten(0, 1) for x in (columns(rows(v)), rows(columns(v))))
-    return ((row_first + column_first) * 0.5).view(v.shape)
+    h2v, v2h = (x.flatten(0, 1) for x in (columns(rows(v)), rows(columns(v))))
+    return ((h2v + v2h) * 0.5).view(v.shape)

@@ -10,7 +10,7 @@ from ..common.decay import bounded
 
 
 @torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
-def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def _triton_forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Scan of x (..., D) along its dimension `dim` >= 0, with step logs in float32, dense, of its shape without D; the
     output in `dtype`."""
     from . import triton
@@ -19,29 +19,29 @@ def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op('subquad::polyline_scan_bwd', mutates_args=())
-def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
+def _triton_backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
     from . import triton
     with torch.cuda.device_of(x):
         return triton.backward(grad, x, steps, dim)
 
 
-@_forward.register_fake
+@_triton_forward.register_fake
 def _(x, steps, dim, dtype):
     return torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype)
 
 
-@_backward.register_fake
+@_triton_backward.register_fake
 def _(grad, x, steps, dim):
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(steps)
 
 
-def _save(ctx, inputs, output) -> None:
+def _triton_save(ctx, inputs, output) -> None:
     *tensors, ctx.dim, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
-_forward.register_autograd(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.dim), None, None),
-                           setup_context=_save)
+_triton_forward.register_autograd(lambda ctx, grad: (*_triton_backward(grad, *ctx.saved_tensors, ctx.dim), None, None),
+                           setup_context=_triton_save)
 
 
 @register_flop_formula(torch.ops.subquad.polyline_scan_fwd)
@@ -58,19 +58,19 @@ def _count(shape) -> int:
     return torch.Size(shape).numel()
 
 
-def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     steps = [bounded(log.float()).contiguous() for log in logs]
     passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
-        if order in (name, 'both'):
+        if paths in (name, 'both'):
             y = x
             # One token: the scan of its line is itself (but its step log must not fall out of the graph).
             sequence = [(s, dim) for s, dim in sequence if x.shape[dim] > 1 or s.requires_grad] or sequence[:1]
             for n, (s, dim) in enumerate(sequence):
                 # Between passes in float32: half types are rounded once, at the end.
-                y = _forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
+                y = _triton_forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
             results.append(y)
     return results[0] + results[1] if len(results) == 2 else results[0]

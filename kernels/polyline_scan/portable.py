@@ -86,28 +86,28 @@ def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts, -3)).transpose(dim, -2)
 
 
-def _scan_groups(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def _scan_groups(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     """`scan_grid` a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
     step = max(1, GROUP_ELEMENTS * len(x) // x.numel())
     if step >= len(x) or torch.compiler.is_compiling():
-        return scan_grid(x, logs, order, axis_scan)
+        return scan_grid(x, logs, paths, axis_scan)
     if torch.is_grad_enabled():
-        return torch.cat([scan_grid(x[g], [steps[g] for steps in logs], order, axis_scan)
+        return torch.cat([scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)
                           for g in ranges(len(x), step)])
     keep_freed_memory()
     output = torch.empty_like(x)
     for g in ranges(len(x), step):
-        output[g] = scan_grid(x[g], [steps[g] for steps in logs], order, axis_scan)
+        output[g] = scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)
     return output
 
 
-def scan_grid(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
+def scan_grid(x: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
     """x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
     dims = [x.ndim - 2 - n for n in range(len(logs))]
     passes = list(zip(logs, dims))
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
-        if order in (name, 'both'):
+        if paths in (name, 'both'):
             y = x
             for steps, dim in sequence:
                 y = _along(y, steps, dim, scan)
@@ -115,19 +115,19 @@ def scan_grid(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
     return results[0] + results[1] if len(results) == 2 else results[0]
 
 
-def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
         return torch.zeros_like(x)
     dtype = compute_dtype(x.dtype)
     logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
-    return _scan_groups(by_group(x.to(dtype)), logs, order).reshape(x.shape).to(x.dtype)
+    return _scan_groups(by_group(x.to(dtype)), logs, paths).reshape(x.shape).to(x.dtype)
 
 
-def polyline_scan_export(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan_export(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     """One dense matrix an axis, no loop over the data; in two dimensions every tensor but x of rank 4 at most."""
     dtype = compute_dtype(x.dtype)
     logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
-    return scan_grid(by_group(x.to(dtype)), logs, order, dense_axis_scan).reshape(x.shape).to(x.dtype)
+    return scan_grid(by_group(x.to(dtype)), logs, paths, dense_axis_scan).reshape(x.shape).to(x.dtype)
 
 
 def by_group(x: Tensor) -> Tensor:

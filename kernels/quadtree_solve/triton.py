@@ -107,7 +107,7 @@ def _store(places, x):
 
 
 @triton.jit
-def _fold(x):
+def _sum_children(x):
     """Sums over the children of each node: (4 n,) -> (n,) or (4 n, BLOCK_D) -> (n, BLOCK_D)."""
     if len(x.shape) == 1:
         return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4)), 1)
@@ -116,7 +116,7 @@ def _fold(x):
 
 
 @triton.jit
-def _unfold(x):
+def _repeat_to_children(x):
     """Each node's numbers at its children: (n, BLOCK_D) -> (4 n, BLOCK_D)."""
     nodes: tl.constexpr = x.shape[0]
     channels: tl.constexpr = x.shape[1]
@@ -167,8 +167,8 @@ def _eliminate(u, edge, carried, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, L
         if TRANSPOSED:
             up, down = down, up
         rights, scales, downs = rights + (r,), scales + (scale,), downs + (down,)
-        r = u[level + 1] + _fold(up[:, None] * r)
-        carried = 1 + _fold(added)
+        r = u[level + 1] + _sum_children(up[:, None] * r)
+        carried = 1 + _sum_children(added)
     return rights, scales, downs, r, carried
 
 
@@ -221,11 +221,11 @@ def _quadtree_solve_down_kernel(
     if BACKWARD:
         solved = _load(_vector_places(solution[last], s_strides[last], program, nodes[last], DIM, BLOCK_D), 0.0)
     for level in tl.static_range(LEVELS - 2, -1, -1):
-        parent = _unfold(x)
+        parent = _repeat_to_children(x)
         x = rights[level] * scales[level][:, None] + downs[level][:, None] * parent
         _store(_vector_places(out[level], o_strides[level], program, nodes[level], DIM, BLOCK_D), x)
         if BACKWARD:
-            solved_parent = _unfold(solved)
+            solved_parent = _repeat_to_children(solved)
             solved = _load(_vector_places(solution[level], s_strides[level], program, nodes[level], DIM, BLOCK_D), 0.0)
             part = edge_grads[level] + program[4].to(tl.int64) * g_strides[level][0]
             _store(_number_places(part, g_strides[level][1:], program, nodes[level]),
@@ -284,18 +284,18 @@ def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tens
            kind, block)
 
 
-def forward(values: List[Tensor], edges: List[Tensor], parametrisation: str, shift: Sequence[int]) -> List[Tensor]:
+def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
     """x of every level, (B, heads, H_l, W_l, D) in the dtype of values; edges (B, heads, H_l, W_l)."""
     if not edges:
         return [x.clone() for x in values]
     out = [torch.empty_like(x) for x in values]
     if out[0].numel():
         block = min(LARGEST_BLOCK[0], triton.next_power_of_2(out[0].shape[-1]))
-        _start(values, edges, out, (), (), parametrisation, shift, block)
+        _start(values, edges, out, (), (), parametrization, shift, block)
     return out
 
 
-def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrisation: str,
+def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
              shift: Sequence[int]) -> Tuple[List[Tensor], List[Tensor]]:
     """Gradients of values and of edges."""
     if not edges:
@@ -309,5 +309,5 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
         parts = [x[None] for x in products]
     else:
         parts = [x.new_empty((triton.cdiv(dim, block), *x.shape), dtype=torch.float32) for x in edges]
-    _start(grads, edges, out, solution, parts, parametrisation, shift, block)
+    _start(grads, edges, out, solution, parts, parametrization, shift, block)
     return out, products if dim <= block else [x.copy_(part.sum(0)) for x, part in zip(products, parts)]

@@ -5,12 +5,16 @@ import torch
 from torch import Tensor
 
 from ..common import checks, patches
-from ..dispatch import choose
+from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
-_IMPLEMENTATIONS = {'reference': reference.separable_attention, 'portable': portable.separable_attention,
-                    'triton': custom_op.separable_attention, 'export': portable.separable_attention_export}
+_IMPLEMENTATIONS = register('separable_attention', {
+    'reference': reference.separable_attention,
+    'portable': portable.separable_attention,
+    'triton': custom_op.separable_attention_triton,
+    'export': portable.separable_attention_export,
+})
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
@@ -49,7 +53,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
     """
     patch = patches.patch('separable_attention', patch_size)
     # Tracing would record the checks, or warn of each.
-    if not torch.jit.is_tracing() and not _plain(query, key, value, sampling, key_weight, key_bias):
+    if not torch.jit.is_tracing() and not _is_self_attention(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
     checks.fits('separable_attention', 'value', value, value.shape)
     y = choose('separable_attention', _IMPLEMENTATIONS, backend, query, key, value)(
@@ -57,7 +61,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
+def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
            key_bias: Optional[Tensor]) -> bool:
     """Whether these are the arguments of MobileViTv2's self-attention, in which `_check` finds nothing: it would take
     as long as the arithmetic on a small map."""

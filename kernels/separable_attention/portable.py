@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.decay import compute_dtype
-from ..common.patches import Patch, count, fold, part_of, unfold
+from ..common.patches import Patch, fold_patches, group_count, group_index, unfold_patches
 from ..common.tracing import is_traced_or_wrapped
 from ..common.workspace import keep_freed_memory
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
     """(groups, 1, H * W): 0 for the tokens of a group, -inf for all others."""
-    rows, columns = (part_of(n, p, sampling, device) for n, p in zip((height, width), patch))
-    per_row = count(width, patch[1], sampling)
+    rows, columns = (group_index(n, p, sampling, device) for n, p in zip((height, width), patch))
+    per_row = group_count(width, patch[1], sampling)
     group = (rows[:, None] * per_row + columns).flatten()
-    other = group != torch.arange(count(height, patch[0], sampling) * per_row, device=device)[:, None]
+    other = group != torch.arange(group_count(height, patch[0], sampling) * per_row, device=device)[:, None]
     return torch.zeros(other.shape, dtype=dtype, device=device).masked_fill_(other, float('-inf'))[:, None]
 
 
@@ -53,7 +53,7 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
     table = context.reshape(batch, context.shape[1] // columns, columns, dim)  # (B, rows of groups, columns, D)
     if height % patch[0] or width % patch[1]:
         for axis in (1, 2):
-            index = part_of(value.shape[axis], patch[axis - 1], sampling, value.device)
+            index = group_index(value.shape[axis], patch[axis - 1], sampling, value.device)
             table = table.index_select(axis, index)
         return table, value                                                    # both (B, H, W, D)
     if sampling == 'pixel':                                                    # rows (i, pi), columns (j, pj)
@@ -81,7 +81,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
     active = value.relu()
-    context, parts = _broadcastable(context, active, patch, sampling, count(query.shape[2], patch[1], sampling))
+    context, parts = _broadcastable(context, active, patch, sampling, group_count(query.shape[2], patch[1], sampling))
     return _product(parts, context).reshape(value.shape)
 
 
@@ -122,9 +122,9 @@ def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_we
         key = F.linear(key, key_weight, key_bias)
     query, key, value = (x.permute(0, 3, 1, 2) for x in (query, key, value.relu()))
     if not rows:
-        query, key, value = (fold(x, patch, sampling) for x in (query, key, value))
+        query, key, value = (fold_patches(x, patch, sampling) for x in (query, key, value))
     scores = query.softmax(-1)
     if query.shape[1] > 1:
         scores = scores.mean(1, keepdim=True)
     y = value * (key * scores).sum(-1, keepdim=True)
-    return (y if rows else unfold(y, patch, sampling, height, width)).permute(0, 2, 3, 1)
+    return (y if rows else unfold_patches(y, patch, sampling, height, width)).permute(0, 2, 3, 1)

@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from ..common.autocast import without_autocast
-from ..dispatch import choose
+from ..dispatch import choose, register
 from ..trees import Tree
 from ..trees.arguments import check_blocks, own_parts
 from ..trees.diagnose import explain_tree, is_lost
-from . import custom_op, portable, reference
+from . import custom_op, portable, reference, triton
 
-# A tracer takes plain operations, not a Function.
-_IMPLEMENTATIONS = {'reference': reference.tree_solve, 'portable': custom_op.TreeSolve.apply,
-                    'export': portable.tree_solve}
+_IMPLEMENTATIONS = register('tree_solve', {
+    'reference': reference.tree_solve,
+    'portable': custom_op.TreeSolve.apply,
+    # A tracer takes plain operations, not an autograd Function.
+    'export': portable.tree_solve,
+}, triton.WHY_NOT)
 
 
 def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *, backend: str = 'auto') -> Tensor:

@@ -40,7 +40,7 @@ def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
 
 
 def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
-               ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:
+              ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:
     """The arguments with zeros outside of each node's block (ones on the diagonal of a), in shapes that fit."""
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (a, b, c, u) if x is not None))
     if tree.sizes is not None:

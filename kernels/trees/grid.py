@@ -51,14 +51,14 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
     return levels
 
 
-def third(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[int, int]:
+def third_of_coarsest_cell(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[int, int]:
     """The shift of every other layer: a third of the coarsest cell's side, so that its boundaries move at every level
     (half of it would move the coarsest alone: its other binary digits are zero)."""
     side = 1 << (len(quadtree_levels(height, width, max_levels)) - 1)
     return (side // 3, side // 3)
 
 
-def heights(levels: Sequence[Level], row: int, column: int) -> Tensor:
+def common_ancestor_levels(levels: Sequence[Level], row: int, column: int) -> Tensor:
     """(H, W) int64: the level of the lowest node that is above each leaf and above the one at (row, column); the number
     of levels where none is."""
     first = levels[0]
@@ -86,7 +86,7 @@ def quarters(level: Level) -> List[Tuple[Tuple, Tuple]]:
             for rows, above in _slots(level.height, level.top) for columns, left in _slots(level.width, level.left)]
 
 
-def fold(x: Tensor, level: Level) -> Tensor:
+def sum_children(x: Tensor, level: Level) -> Tensor:
     """Sums over the children of each parent: (B, C, H, W) on `level` -> (B, C, H', W') on the next."""
     padding = (level.top % 2, level.left % 2)
     # One more row or column before the first where it is a second child. The pooling pads both sides, and drops a last
@@ -94,7 +94,7 @@ def fold(x: Tensor, level: Level) -> Tensor:
     return F.avg_pool2d(x, 2, padding=padding, ceil_mode=True, divisor_override=1)
 
 
-def unfold(x: Tensor, level: Level) -> Tensor:
+def repeat_to_children(x: Tensor, level: Level) -> Tensor:
     """Each parent's value at its children: (B, C, H', W') -> (B, C, H, W) on `level`."""
     x = F.interpolate(x, scale_factor=2.0, mode='nearest')
     top, left = level.top % 2, level.left % 2
@@ -114,11 +114,11 @@ def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = 
         checks.shape('quadtree_solve', 'mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf')
     counts = [like.new_ones(1, 1, first.height, first.width) if mask is None else mask[:, None].to(like.dtype)]
     for level in levels[:-1]:
-        counts.append(fold(counts[-1], level))
+        counts.append(sum_children(counts[-1], level))
     return counts
 
 
-def means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
+def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
     """x (B, C, H, W) and its means over the (valid) leaves of each cell of the coarser grids, zero where there is none:
     a list of (B, C, H_l, W_l). Summed in float32 at least."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -128,6 +128,6 @@ def means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> 
         x = total.to(x.dtype)
     result = [x]
     for level, count in zip(levels, counts[1:]):
-        total = fold(total, level)
+        total = sum_children(total, level)
         result.append((total / (count if mask is None else count.clamp(min=1))).to(x.dtype))
     return result

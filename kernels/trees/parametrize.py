@@ -7,34 +7,35 @@ from torch import Tensor
 
 from ..common import checks
 from ..common.autocast import without_autocast
-from .grid import Level, fold, unfold
+from .grid import Level, repeat_to_children, sum_children
 from .sweeps import dagger
 from .tree import Tree
 
-PARAMETRISATIONS = ('laplacian', 'symmetric', 'skew')
+PARAMETRIZATIONS = ('laplacian', 'symmetric', 'skew')
 # Of 'symmetric'. Smaller ones are short-sighted: at 0.5 a leaf takes 95 % of its mass from its siblings.
 RHO = 0.98
 
 
-def sibling_normalised(z: Tensor, level: Level, rho: float) -> Tensor:
+def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
     """rho / 2 * z / sqrt(1 + sum of z^2 over the siblings), for any z (B, heads, H, W) on a grid.
 
     With sum b^2 <= rho^2 / 4 over the children of every node all pivots are at least (1 + sqrt(1 - rho^2)) / 2."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
     # sqrt(1 + sum z^2) = m sqrt(1 / m^2 + sum (z / m)^2): z may be as large as its dtype allows.
     largest = exact.detach().abs().clamp(min=1)
-    largest = unfold(_fold_max(largest, level), level)
+    largest = repeat_to_children(_max_children(largest, level), level)
     ratio = exact / largest
-    total = unfold(fold(ratio.square(), level), level) + largest.reciprocal().square()
+    total = repeat_to_children(sum_children(ratio.square(), level), level) + largest.reciprocal().square()
     return (rho / 2 * ratio * total.rsqrt()).to(z.dtype)
 
 
-def _fold_max(x: Tensor, level: Level) -> Tensor:
+def _max_children(x: Tensor, level: Level) -> Tensor:
     padding = (level.top % 2, level.left % 2)
     return torch.nn.functional.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 
 
-def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
+@checks.renamed(parametrisation='parametrization')
+def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
                 hermitian: bool = False) -> Tuple[Optional[Tensor], Tensor, Tensor]:
     """A, B and C for `tree_solve` from any z, such that no pivot can vanish.
 
@@ -60,9 +61,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         ValueError: an unknown name, a shape or a rho that does not fit; on a CPU outside of graphs also a negative
             weight.
     """
-    if parametrisation not in PARAMETRISATIONS:
-        raise ValueError("tree_blocks: parametrisation must be 'laplacian', 'symmetric' or 'skew', got "
-                         f'{parametrisation!r}')
+    checks.one_of('tree_blocks', 'parametrization', parametrization, PARAMETRIZATIONS)
     if tuple(z.shape[-3:]) != (len(tree), tree.block, tree.block):
         raise ValueError(f'tree_blocks: z must be (..., {len(tree)}, {tree.block}, {tree.block}), got {tuple(z.shape)}')
     if not isinstance(rho, Tensor) and not 0 < rho < 1:
@@ -71,7 +70,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
     child = (tree.parents >= 0).to(z.device)[:, None]
     own = tree.parts(z.device)
     both = own & own[parents] & child
-    if parametrisation == 'laplacian':
+    if parametrization == 'laplacian':
         z = z.masked_fill(~(both[:, :, None] & both[:, None]), 0)
         if tree.block == 1:
             checks.not_negative('tree_blocks', 'z', z.real if z.is_complex() else z,
@@ -82,7 +81,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrisation: str = 'laplacian', *, rh
         a = (identity + weight).index_add(-3, parents, weight)
         return a, -weight, -weight
     z = z.masked_fill(~((own & child)[:, :, None] & own[parents][:, None]), 0)
-    if parametrisation == 'skew':
+    if parametrization == 'skew':
         return None, z, -dagger(z)
     # sqrt(1 + sum |z|^2) = m sqrt(1 / m^2 + sum |z / m|^2): z may be as large as its dtype allows.
     size = z.detach().abs().amax((-2, -1))

@@ -10,7 +10,7 @@ from timm.optim import param_groups_layer_decay
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
 from subquad.backbones.myo_sequence import Nodes, TreeSequenceMixer
-from subquad.kernels.trees import PARAMETRISATIONS, grid_order, heights, quadtree_levels
+from subquad.kernels.trees import PARAMETRIZATIONS, common_ancestor_levels, grid_order, quadtree_levels
 from subquad.tools.engine.counting import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
@@ -53,7 +53,7 @@ def test_options_change_the_tree():
                    for block in stage.blocks)
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrisation', PARAMETRIZATIONS)
 @pytest.mark.parametrize('shifted', [False, True])
 def test_padding_reaches_nothing(parametrisation, shifted):
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_forest_sees_its_windows_alone():
     assert ((whole(x) - whole(other)).abs().amax(-1)[0] > 1e-9).all()
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrisation', PARAMETRIZATIONS)
 def test_training_in_bfloat16_with_large_edges(parametrisation):
     """500 steps under autocast; every 50 the edges become random and large."""
     torch.manual_seed(0)
@@ -150,9 +150,9 @@ def test_influences():
 
 
 def test_heights():
-    table = heights(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
+    table = common_ancestor_levels(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
     assert table[0].tolist() == [1, 0, 2, 2, 3, 3] and table[1, 0] == 2 and table.max() == 3
-    assert heights(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
+    assert common_ancestor_levels(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
 
 
 # --- sequences

@@ -143,11 +143,11 @@ def test_custom_operators_pass_opcheck():
     row, column = (-torch.rand(3, 4, n, n, generator=g) for n in (5, 4))
     column = -torch.rand(3, 4, 4, 5, generator=g)
     ops = torch.ops.subquad
-    torch.library.opcheck(ops.polyline_attention_portable_fwd, (q, k, v, row, column, 'logit', 'both'))
+    torch.library.opcheck(ops.polyline_attention_portable_fwd, (q, k, v, row, column, 'additive', 'both'))
     sa, sb = (-torch.rand(3, 4, 5, generator=g) for _ in range(2))
-    torch.library.opcheck(ops.crisscross_attention_portable_fwd, (q, k, v, sa, sb, 'logit', 'both'))
+    torch.library.opcheck(ops.crisscross_attention_portable_fwd, (q, k, v, sa, sb, 'additive', 'both'))
     lines = [x.detach()[0].requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(ops.decay_attention_portable_fwd, (*lines, sa[0], 'logit'))
+    torch.library.opcheck(ops.decay_attention_portable_fwd, (*lines, sa[0], 'additive'))
 
 
 def test_flop_counter_sees_the_definition():

@@ -22,7 +22,7 @@ def scan_growth(repeats: int, *, sides: Sequence[int], heads: int = 8, dim: int 
         dim: Channels of a head.
         max_exponent: Target: the exponent.
     """
-    scan = partial(kernels.polyline_scan, order='both', backend='portable')
+    scan = partial(kernels.polyline_scan, paths='both', backend='portable')
     inputs = {f'{n}x{n}': (torch.randn(1, heads, n, n, dim), *(-torch.rand(1, heads, n, n) for _ in range(2)))
               for n in sides}
     # Short and long axes take different code paths; this warm-up takes both before memory is measured.
