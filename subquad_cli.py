@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 
@@ -101,7 +102,7 @@ def options_of(tool: str) -> List[str]:
         return folder.joinpath(*module.split('.')).with_suffix('.py')
     tree = parsed(MODULES.get(tool, tool))
     found = {'--help', *_options_in(tree)}
-    for node in ast.walk(tree):                   # of functions that it takes from another tool, as `test` from `train`
+    for node in ast.walk(tree):                   # the options that an imported function adds
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and path(node.module).is_file():
             names = {alias.name for alias in node.names} - {'main'}
             found |= {option for function in parsed(node.module).body if getattr(function, 'name', '') in names
@@ -192,6 +193,8 @@ def _dispatch(argv: List[str]) -> int:
         return 2
     if name == 'configs':
         return configs(rest)
+    # It is for users' own scripts: no command needs torchvision's compiled operators.
+    warnings.filterwarnings('ignore', 'torchvision was built for another torch')
     run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
     run(importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main, rest)
 

@@ -16,6 +16,7 @@ from subquad.tools import kernels, models, stats, test, train
 from subquad.tools.bench import metrics
 from subquad.tools.common import cli, output
 from subquad.tools.engine import records
+from subquad.tools.engine.classification import evaluation
 from subquad.tools.engine.config import known_configs
 
 COMMAND = [sys.executable, '-W', 'ignore', '-c', 'import subquad_cli; subquad_cli.main()']
@@ -159,8 +160,7 @@ def test_json_has_no_nan(tmp_path, monkeypatch, capsys):
     assert _strict(output.dumps(value)) == dict(a=[1.5, None, [None, None]], b={'c': None}, d='NaN', e=True, f=3)
     records.append(tmp_path / 'r.jsonl', dict(preset='x', value=float('nan')))
     assert _strict((tmp_path / 'r.jsonl').read_text()) == dict(preset='x', value=None)
-    monkeypatch.setattr(test, 'evaluate', lambda *a, **k: {'accuracy/top1': float('nan')})
-    monkeypatch.setattr(test, '_refuse_nonfinite', lambda checkpoint: None)
+    monkeypatch.setattr(evaluation, 'evaluate', lambda *a, **k: {'accuracy/top1': float('nan')})
     assert test.main(['test-ppma_digits', 'any', '--json']) == 0
     assert _strict(capsys.readouterr().out) == {'accuracy/top1': None}
 

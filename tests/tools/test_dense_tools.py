@@ -23,6 +23,7 @@ from subquad.tools import make_dataset, predict, test, train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.runner import build_runner
+from subquad.tools.engine.schedule import scale_schedule
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']
@@ -132,7 +133,7 @@ def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
 def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
     config = load(name)
     warm_up = [s for s in load(name).param_scheduler if not s.by_epoch]
-    train.scale_schedule(config, epochs)
+    scale_schedule(config, epochs)
     main = [s for s in config.param_scheduler if s.by_epoch][-1]
     assert {key: main[key] for key in expected} == expected and config.train_cfg.max_epochs == epochs
     assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up

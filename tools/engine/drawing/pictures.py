@@ -191,3 +191,30 @@ def save(figure, path: Path) -> None:
         raise UserError(f"cannot write {shown(path)}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         plt.close(figure)
+
+
+def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: Sequence[str], horizontal, vertical,
+                    title: str) -> None:
+    """A row each of images with labels, of horizontal and of vertical decay factors."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    from PIL import Image
+    figure, axes = plt.subplots(3, len(files), figsize=(1.5 * len(files) + 1.4, 5.6), layout='constrained')
+    low, high = (float(f(horizontal.min(), vertical.min()) if f is min else f(horizontal.max(), vertical.max()))
+                 for f in (min, max))
+    for column, ((file, label), prediction) in enumerate(zip(files, predictions)):
+        axes[0, column].imshow(Image.open(file), cmap='gray')
+        axes[0, column].set_title(f'is {label}, seen as {prediction}', fontsize=9,
+                                  color='black' if str(label) == prediction else 'red')
+        for row, factors in ((1, horizontal), (2, vertical)):
+            shown = axes[row, column].imshow(factors[column], cmap='viridis', vmin=low, vmax=high)
+    for axis in axes.flat:
+        axis.set_xticks([])
+        axis.set_yticks([])
+    for row, name in enumerate(('test image', 'horizontal\ndecay factor', 'vertical\ndecay factor')):
+        axes[row, 0].set_ylabel(name, fontsize=9)
+    figure.colorbar(shown, ax=axes[1:, :], shrink=0.8, label='per step; 1: the path does not fade')
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
