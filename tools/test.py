@@ -59,8 +59,7 @@ def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None
     Raises:
         UserError: the file cannot be written.
     """
-    from .bench.measure import environment
-    from .bench.records import append
+    from .engine.records import append, environment
     options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()] + ['--tta'] * args.tta)
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     try:

@@ -13,8 +13,9 @@ from rich.table import Table
 
 import subquad_cli
 from subquad.tools import kernels, models, stats, test, train
-from subquad.tools.bench import records
+from subquad.tools.bench import metrics
 from subquad.tools.common import cli, output
+from subquad.tools.engine import records
 from subquad.tools.engine.classification import evaluation
 from subquad.tools.engine.config import known_configs
 
@@ -166,12 +167,12 @@ def test_json_has_no_nan(tmp_path, monkeypatch, capsys):
 
 def test_records_of_what_was_not_measured():
     """What NaN became in JSON is shown as not measured, and has no median."""
-    one = dict(preset='p', times_ms={'a': dict(p20=1., p50=2., p80=3.)}, figures=[records.figure('f', 1., 'x')],
+    one = dict(preset='p', times_ms={'a': dict(p20=1., p50=2., p80=3.)}, metrics=[metrics.metric('f', 1., 'x')],
                floor=None, other_cpus=0, threads=1, cpus=2, cpu='c', torch='t')
-    none = {**one, 'times_ms': {'a': dict(p20=1., p50=None, p80=3.)}, 'figures': [records.figure('f', None, 'x')]}
-    middle = records.medians([one, none, one])
-    assert middle['times_ms']['a'] == dict(p20=1., p50=None, p80=3.) and middle['figures'][0]['value'] is None
-    assert any('not measured' in cells[1] for cells in records.figures(middle))
+    none = {**one, 'times_ms': {'a': dict(p20=1., p50=None, p80=3.)}, 'metrics': [metrics.metric('f', None, 'x')]}
+    middle = metrics.medians([one, none, one])
+    assert middle['times_ms']['a'] == dict(p20=1., p50=None, p80=3.) and middle['metrics'][0]['value'] is None
+    assert any('not measured' in cells[1] for cells in [*metrics.time_rows(middle), *metrics.metric_rows(middle)])
 
 
 def test_kernels_json(capsys):

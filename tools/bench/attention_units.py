@@ -1,4 +1,4 @@
-"""The attention units of MobileViTv2's Figure 1 side by side: what their time goes to, how it grows with the tokens."""
+"""The attention units of MobileViTv2's Figure 1: how their time grows with the tokens, and what it is spent on."""
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -8,19 +8,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...backbones.mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .measure import time_interleaved
-from .records import figure
+from .metrics import metric, speedup
 
-MOST = 5
+_LISTED = 5
 
 
 def units(tokens: int, dim: int = 512, heads: int = 8, projected: int = 256) -> Dict[str, nn.Module]:
-    """The three units for `tokens` tokens of `dim` channels."""
+    """The three attention units for `tokens` tokens of `dim` channels."""
     return {'separable': SeparableSelfAttention(dim, patch_size=1), 'mha': MultiHeadSelfAttention(dim, heads),
             'linformer': LinformerSelfAttention(dim, tokens, heads, projected)}
 
 
-def operators(call: Callable[[], Any], rounds: int) -> List[Dict[str, Any]]:
-    """The operators that take most of a call's CPU time: {'name', 'ms' (a call, their own), 'share' of it}."""
+def slowest_operators(call: Callable[[], Any], rounds: int) -> List[Dict[str, Any]]:
+    """Profile a call on the CPU.
+
+    Returns:
+        {'name', 'ms', 'share'} of the operators that take most of the time: their own milliseconds in one call, and the
+        share of the call's time.
+    """
     call()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(rounds):
@@ -28,17 +33,17 @@ def operators(call: Callable[[], Any], rounds: int) -> List[Dict[str, Any]]:
     rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
     total = sum(row.self_cpu_time_total for row in rows)
     return [{'name': row.key, 'ms': row.self_cpu_time_total / rounds / 1e3, 'share': row.self_cpu_time_total / total}
-            for row in rows[:MOST]]
+            for row in rows[:_LISTED]]
 
 
-def figure1(repeats: int, *, tokens: Sequence[int], at: int = 256, **options: int) -> Dict[str, Any]:
-    """Time of each unit over the number of tokens, and where it goes `at` one of them.
+def attention_units(repeats: int, *, tokens: Sequence[int], profiled: int = 256, **options: int) -> Dict[str, Any]:
+    """Time each unit over the number of tokens, and profile it at one number of tokens.
 
     Args:
-        repeats: rounds of timing.
-        tokens: numbers of tokens; one image, one group.
-        at: for which of them operators are listed.
-        options: for `units`.
+        repeats: Rounds of timing.
+        tokens: Numbers of tokens; one image, one group.
+        profiled: The number of tokens at which operators are listed.
+        options: Options of `units`.
     """
     def forward(unit: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -49,10 +54,10 @@ def figure1(repeats: int, *, tokens: Sequence[int], at: int = 256, **options: in
         for name, unit in units(count, **options).items():
             x = torch.randn(1, unit.out_proj.in_channels, 1, count).to(memory_format=torch.channels_last)
             calls[f'{name} 1x{count}'] = partial(forward, unit.eval(), x)
-            if count == at:
-                listed[name] = operators(calls[f'{name} 1x{count}'], repeats)
+            if count == profiled:
+                listed[name] = slowest_operators(calls[f'{name} 1x{count}'], repeats)
     times = time_interleaved(calls, repeats)
-    figures = [figure(f'separable faster than {name}, {count} tokens',
-                      times[f'{name} 1x{count}']['p50'] / times[f'separable 1x{count}']['p50'], 'x')
-               for count in dict.fromkeys((at, tokens[-1])) if count in tokens for name in ('mha', 'linformer')]
-    return {'times_ms': times, 'peak_mb': {}, 'floor': None, 'figures': figures, 'operators': listed}
+    metrics = [metric(f'speed-up of separable over {name} at {count} tokens',
+                      speedup(times, f'separable 1x{count}', f'{name} 1x{count}'), 'x')
+               for count in dict.fromkeys((profiled, tokens[-1])) if count in tokens for name in ('mha', 'linformer')]
+    return {'times_ms': times, 'peak_mb': {}, 'floor': None, 'metrics': metrics, 'operators': listed}

@@ -1,4 +1,4 @@
-"""Models as `subquad benchmark` runs them: any timm name, on a backend of ours, compiled, a forward pass or a step."""
+"""Models as `subquad benchmark` runs them: any timm model, a backend, compiled or not, a forward pass or a step."""
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
@@ -8,43 +8,47 @@ from torch import Tensor, nn
 from ... import kernels
 from ..common.cli import UserError
 from ..engine import zoo
-from .baselines import OURS
+from .operators import OWN_BACKENDS
 
 
 def parse_model(text: str) -> Tuple[str, Optional[str], bool]:
-    """'NAME', 'NAME@BACKEND', 'NAME+compile' or both -> name, backend, whether compiled.
+    """Split 'NAME', 'NAME@BACKEND', 'NAME+compile' or 'NAME@BACKEND+compile'.
+
+    Returns:
+        (name, backend or None, whether it is compiled).
 
     Raises:
-        UserError: unknown backend.
+        UserError: The text has another form, or the backend is unknown.
     """
     text, plus, option = text.partition('+')
     name, at, backend = text.partition('@')
-    if plus and option != 'compile' or at and backend not in OURS:
-        raise UserError(f"a model is NAME, NAME@BACKEND or either with +compile, with a backend of {', '.join(OURS)}; "
-                        f'got {text + plus + option!r}')
+    if plus and option != 'compile' or at and backend not in OWN_BACKENDS:
+        raise UserError('a model is NAME, NAME@BACKEND, NAME+compile or NAME@BACKEND+compile, where BACKEND is one of '
+                        f"{', '.join(OWN_BACKENDS)}; got {text + plus + option!r}")
     return name, backend or None, bool(plus)
 
 
 def check_model(text: str) -> None:
-    """Raises UserError for a model that there is not, before anything runs."""
+    """Raise UserError for an unknown model, before anything runs."""
     zoo.create(parse_model(text)[0], device='meta')
 
 
 def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[str, Tensor]] = None
                ) -> Tuple[Callable[[], Any], Dict[str, Tensor]]:
-    """A forward pass, or a training step (cross entropy, gradients, SGD) under autocast where images are of half type.
+    """Create a model and a function that runs it.
 
     Args:
-        text: as for `parse_model`.
+        text: The model, as `parse_model` reads it.
         images: (B, 3, H, W).
-        train: a training step.
-        weights: a state dict, taken where its names and shapes are this model's.
+        train: The function runs a training step (cross entropy, gradients, SGD; under autocast for images of a half
+            type), not a forward pass.
+        weights: A state dict to load if its names and shapes are those of the model.
 
     Returns:
-        (the call, the model's state dict).
+        (the function, the model's state dict).
 
     Raises:
-        UserError: unknown model or backend, or a size that the model refuses.
+        UserError: The model or backend is unknown, or the model refuses the size.
     """
     name, backend, compiled = parse_model(text)
     fixed = zoo.size_options(name, images.shape[2:])
