@@ -4,8 +4,8 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
-from ..kernels.blocks import keep_freed_memory
-from ..kernels.dispatch import exporting
+from ..kernels.common.tracing import exporting
+from ..kernels.common.workspace import keep_freed_memory
 
 # Elements of the token map worked on at a time (4 images of 224 x 224 at PPMA-T's stride 4): 3.2 MB in float32.
 PART_ELEMENTS = 800_000

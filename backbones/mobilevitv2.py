@@ -15,8 +15,8 @@ from timm.layers import ClassifierHead, ConvMlp, DropPath, calculate_drop_path_r
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
-from ..kernels.dispatch import exporting
-from ..kernels.separable_attention.grid import fold, unfold
+from ..kernels.common.patches import fold, unfold
+from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq, pooled_width
 from .blocks import check_image, check_pool, folded, is_plain
 from .inference import in_parts

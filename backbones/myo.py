@@ -12,7 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.tree_solve import heights
+from ..kernels.trees import heights
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .options import Options, flag

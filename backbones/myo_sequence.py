@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels import tree_solve
-from ..kernels.precision import without_autocast
-from ..kernels.tree_solve import ORDERS, PARAMETRISATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
+from ..kernels.common.autocast import without_autocast
+from ..kernels.trees import ORDERS, PARAMETRISATIONS, Tree, cached_sequence, grid_order, level_lengths, tree_blocks
 from .mixers.scan import ScanMixer
 from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
 from .weights import pretrained_filter

@@ -7,7 +7,8 @@ from typing import Callable, Iterator, Mapping, Optional
 import torch
 from torch import Tensor
 
-from .launch import interpreted
+from .common.launch import interpreted
+from .common.tracing import exporting
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
@@ -48,18 +49,6 @@ def use_backend(backend: str) -> Iterator[None]:
         yield
     finally:
         _active = previous
-
-
-def exporting() -> bool:
-    """True while torch.export or torch.jit.trace records the graph; the ONNX exporter does it by one of the two."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def recorded(x: Tensor) -> bool:
-    """Whether x stands for other tensors: a compiler's, a tracer's, those of torch.func. Nothing of theirs is kept from
-    call to call, written to or looked at."""
-    return (torch.compiler.is_compiling() or exporting() or type(x) is not Tensor
-            or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:

@@ -15,12 +15,12 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from . import contestants, networks
-from .cli import UserError, nearest
-from .measure import OtherLoad, environment
-from .output import dumps, print_table
-from .presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
-from .records import append, medians, prepare, table
+from .bench import baselines, networks
+from .bench.measure import OtherLoad, environment
+from .bench.presets import DEFAULTS, GPU_DEFAULTS, PRESETS, Preset, model, operator
+from .bench.records import append, medians, prepare, table
+from .common.cli import UserError, nearest
+from .common.output import dumps, print_table
 
 DTYPES = ('float32', 'float16', 'bfloat16')
 # Options of what one names oneself.
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile]',
                      help='timm names, the first one against the others')
     own.add_argument('--size', default='224',
-                     help=f"{', '.join(contestants.SIZES)} or HEIGHTxWIDTH; for an operator the names stand for the "
+                     help=f"{', '.join(baselines.SIZES)} or HEIGHTxWIDTH; for an operator the names stand for the "
                           'grid at stride 16, and HEIGHTxWIDTH for tokens (default: %(default)s)')
     own.add_argument('--batch', type=int, default=1, help='images (default: %(default)s)')
     own.add_argument('--heads', type=int, default=8, help='heads of an operator (default: %(default)s)')
@@ -111,7 +111,7 @@ def _own_job(args: argparse.Namespace) -> Tuple[str, Preset]:
     shown = '{}x{}'.format(*grid)
     if args.operator is not None:
         for name in args.contestants or ['portable']:
-            contestants.operator_call(args.operator, name)
+            baselines.operator_call(args.operator, name)
         job = partial(operator, op=args.operator, grid=grid, batch=args.batch, heads=args.heads, dim=args.dim,
                       dtype=args.dtype, device=args.device, names=args.contestants, backward=args.backward)
         name = f"{args.operator}-{shown}-{args.dtype}{'-backward' if args.backward else ''}"
@@ -125,18 +125,18 @@ def _own_job(args: argparse.Namespace) -> Tuple[str, Preset]:
             Preset(f'{", ".join(args.model)} on {args.batch} image(s) of {shown}', 10, job, args.device))
 
 
-def _size(text: str, tokens: bool) -> contestants.Grid:
+def _size(text: str, tokens: bool) -> baselines.Grid:
     """Pixels or tokens of a size by name or as HEIGHTxWIDTH.
 
     Raises:
         UserError: neither.
     """
-    if text in contestants.SIZES:
-        height, width = contestants.SIZES[text]
-        return (-(-height // contestants.STRIDE), -(-width // contestants.STRIDE)) if tokens else (height, width)
+    if text in baselines.SIZES:
+        height, width = baselines.SIZES[text]
+        return (-(-height // baselines.STRIDE), -(-width // baselines.STRIDE)) if tokens else (height, width)
     parts = text.lower().split('x')
     if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--size takes {', '.join(contestants.SIZES)} or HEIGHTxWIDTH, got {text!r}")
+        raise UserError(f"--size takes {', '.join(baselines.SIZES)} or HEIGHTxWIDTH, got {text!r}")
     return int(parts[0]), int(parts[1])
 
 
@@ -180,7 +180,7 @@ def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[s
 def _list() -> None:
     print('\n'.join(f'{name:36s} {preset.what}' for name, preset in PRESETS.items()))
     print('\n--operator and its --contestants:')
-    print('\n'.join(f"{op:36s} {', '.join(contestants.contestants(op))}" for op in contestants.OPERATORS))
+    print('\n'.join(f"{op:36s} {', '.join(baselines.contestants(op))}" for op in baselines.OPERATORS))
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -218,5 +218,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

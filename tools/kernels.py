@@ -3,8 +3,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, one_line, quiet
-from .output import add_row, dumps, print_table
+from .common.cli import UserError, one_line, quiet
+from .common.output import add_row, dumps, print_table
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -55,13 +55,13 @@ def _compiled(args: argparse.Namespace) -> Dict[str, List[Any]]:
         UserError: no such case or target, or Triton is missing or cannot compile.
     """
     try:
-        from ..kernels import ahead
-        calls = {name: call for name, call in ahead.cases().items() if any(text in name for text in args.only or [''])}
+        from ..kernels import aot
+        calls = {name: call for name, call in aot.cases().items() if any(text in name for text in args.only or [''])}
         if not calls:
             raise UserError(f"no case contains {' or '.join(map(repr, args.only))}; cases are like "
-                            f'{next(iter(ahead.cases()))!r}')
+                            f'{next(iter(aot.cases()))!r}')
         with quiet():
-            return ahead.compile_all(calls, args.compile)
+            return aot.compile_all(calls, args.compile)
     except ModuleNotFoundError as error:
         raise UserError(f'--compile needs Triton: pip install triton ({error})') from error
     except (ValueError, RuntimeError) as error:
@@ -74,5 +74,5 @@ def _version() -> str:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

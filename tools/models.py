@@ -3,15 +3,15 @@ import argparse
 import fnmatch
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest
-from .output import add_row, dumps, print_table
+from .common.cli import UserError, nearest
+from .common.output import add_row, dumps, print_table
 
 
 def facts(name: str) -> Dict[str, Any]:
     """Name, parameters, default input size and one-line description of a registered model."""
     import timm
 
-    from .zoo import create
+    from .engine.zoo import create
     model = create(name, device='meta')          # shapes only: no memory, no random numbers
     description = (timm.models.model_entrypoint(name).__doc__ or '').strip().split('\n')[0]
     return dict(name=name, parameters=sum(p.numel() for p in model.parameters()),
@@ -21,7 +21,7 @@ def facts(name: str) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
-    from .zoo import our_models
+    from .engine.zoo import our_models
     parser = argparse.ArgumentParser('subquad models', description=__doc__)
     parser.add_argument('filter', nargs='?', default='*', help='pattern such as "ppma*" or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')
@@ -43,5 +43,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

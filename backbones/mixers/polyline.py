@@ -14,7 +14,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
-from ...kernels.dispatch import exporting
+from ...kernels.common.tracing import exporting
 from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat

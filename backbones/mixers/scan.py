@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.precision import without_autocast
-from ...kernels.tree_solve import Tree, cached_path
+from ...kernels.common.autocast import without_autocast
+from ...kernels.trees import Tree, cached_path
 
 
 def hippo_normal_eigenvalues(states: int) -> Tensor:

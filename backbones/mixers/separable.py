@@ -11,12 +11,12 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import separable_attention
-from ...kernels.dispatch import exporting
+from ...kernels.common.autocast import cast_for_autocast
+from ...kernels.common.tracing import exporting
 from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
 from ..blocks import is_plain
 from ..options import Options, check, integer, one_of
-from .precision import cast_for_autocast
 
 MAX_LATENT_TOKENS = 64
 

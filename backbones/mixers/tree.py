@@ -13,8 +13,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
-from ...kernels.precision import without_autocast
-from ...kernels.tree_solve import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
+from ...kernels.common.autocast import without_autocast
+from ...kernels.trees import PARAMETRISATIONS, RHO, Level, means, quadtree_levels, third, unfold
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # Levels with a bias of their own, counted from the leaves; higher ones share the last. 2^11 tokens a side.

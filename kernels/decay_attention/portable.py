@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..blocks import Workspace, exponentials_are_safe, ranges
-from ..decay import compute_dtype, cumulative
+from ..common.decay import compute_dtype, cumulative
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
 # Elements of the logits of a block, 4 MB in float32: fewer and the calls cost more than the work, more and a block and
 # its copies leave the caches of a CPU.

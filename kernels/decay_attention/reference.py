@@ -1,7 +1,7 @@
 """The definition, every matrix written out: the oracle of the tests."""
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE, row_log_decay
+from ..common.decay import REFERENCE_DTYPE, row_log_decay
 
 
 def decay_weights(q: Tensor, k: Tensor, a: Tensor, mask: str) -> Tensor:
@@ -18,18 +18,3 @@ def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask:
         q, k, values, a = (x.transpose(2, 3) for x in (q, k, values, a))
     y = decay_weights(q, k, a, mask) @ values
     return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
-
-
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    dtype = REFERENCE_DTYPE
-    q, k, values, a, b = (x.to(dtype) for x in (q, k, v, a, b))
-
-    def rows(x):
-        return decay_attention(q, k, x, a, 'row', mask)
-
-    def columns(x):
-        return decay_attention(q, k, x, b, 'column', mask)
-
-    results = {'column_first': lambda: rows(columns(values)), 'row_first': lambda: columns(rows(values))}
-    chosen = [f() for name, f in results.items() if order in (name, 'both')]
-    return (sum(chosen) / len(chosen)).to(v.dtype)

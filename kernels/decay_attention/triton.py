@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common import launch
+from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 
 @triton.jit

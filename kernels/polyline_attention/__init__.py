@@ -1,14 +1,14 @@
 """Full attention over a grid under the polyline path mask (PPMA, section 3 and the published code)."""
 from torch import Tensor
 
-from .. import checks
+from ..common import checks
 from ..dispatch import choose
-from . import operator, portable, reference
+from . import custom_op, portable, reference
 
 MASKS = ('logit', 'product')
 PATHS = ('both', 'v2h', 'h2v')
 _IMPLEMENTATIONS = {'reference': reference.polyline_attention, 'portable': portable.polyline_attention,
-                    'triton': operator.polyline_attention, 'export': portable.polyline_attention_export}
+                    'triton': custom_op.polyline_attention, 'export': portable.polyline_attention_export}
 
 
 def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, mask: str = 'logit',

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..blocks import Workspace, exponentials_are_safe, ranges
-from ..decay import column_log_decay, compute_dtype, cumulative, row_log_decay
+from ..common.decay import column_log_decay, compute_dtype, cumulative, row_log_decay
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
 # Elements of a block's logits, 10 MB in float32. Measured best at 50 x 80; no worse at 14 x 14 than smaller blocks.
 BLOCK_ELEMENTS = 2_500_000

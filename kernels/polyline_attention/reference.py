@@ -3,7 +3,7 @@ from typing import Tuple
 
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE, column_log_decay, row_log_decay
+from ..common.decay import REFERENCE_DTYPE, column_log_decay, row_log_decay
 
 
 def polyline_log_masks(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:

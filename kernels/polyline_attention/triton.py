@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common import launch
+from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}

@@ -3,15 +3,13 @@ from typing import Optional
 
 from torch import Tensor
 
-from .. import checks
+from ..common import checks
 from ..dispatch import choose
-from . import operator, portable, reference
+from . import custom_op, portable, reference
 
 ORDERS = ('v2h', 'h2v', 'both')
-_SCAN = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
-         'triton': operator.polyline_scan, 'export': portable.polyline_scan_export}
-_LINEAR = {'reference': reference.polyline_linear_attention, 'portable': portable.polyline_linear_attention,
-           'triton': operator.polyline_linear_attention, 'export': portable.polyline_linear_attention_export}
+_IMPLEMENTATIONS = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
+                    'triton': custom_op.polyline_scan, 'export': portable.polyline_scan_export}
 
 
 def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *, order: str = 'v2h',
@@ -45,29 +43,4 @@ def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
     checks.step_logs('polyline_scan', **logs)
     checks.one_of('polyline_scan', 'order', order, ORDERS)
-    return choose('polyline_scan', _SCAN, backend, x, *logs.values())(x, list(logs.values()), order)
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, order: str = 'both',
-                              backend: str = 'auto') -> Tensor:
-    """(q k' * M) v for the polyline mask M = L, L~ or L + L~, in O(N R Dv): sum_r q_r * scan(k_r * v).
-
-    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. No
-    normalisation: append a column of ones to v and divide by its result for one.
-
-    Args:
-        q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `polyline_scan`.
-        order: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
-
-    Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
-
-    Raises:
-        ValueError, TypeError: as `polyline_scan`.
-    """
-    checks.attention('polyline_linear_attention', q, k, v, a=a, b=b)
-    checks.one_of('polyline_linear_attention', 'order', order, ORDERS)
-    return choose('polyline_linear_attention', _LINEAR, backend, q, k, v, a, b)(q, k, v, a, b, order)
+    return choose('polyline_scan', _IMPLEMENTATIONS, backend, x, *logs.values())(x, list(logs.values()), order)

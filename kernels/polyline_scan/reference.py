@@ -3,7 +3,7 @@ from typing import List
 
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE, cumulative
+from ..common.decay import REFERENCE_DTYPE, cumulative
 from ..polyline_attention.reference import polyline_log_masks
 
 
@@ -22,7 +22,7 @@ def polyline_log_mask_3d(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return -total.reshape(*a.shape[:2], tokens, tokens)
 
 
-def _mask(logs: List[Tensor], order: str, dtype) -> Tensor:
+def polyline_mask(logs: List[Tensor], order: str, dtype) -> Tensor:
     logs = [x.to(dtype) for x in logs]
     mask = (polyline_log_masks(*logs)[0] if len(logs) == 2 else polyline_log_mask_3d(*logs)).exp()
     return {'v2h': mask, 'h2v': mask.transpose(-1, -2), 'both': mask + mask.transpose(-1, -2)}[order]
@@ -30,11 +30,4 @@ def _mask(logs: List[Tensor], order: str, dtype) -> Tensor:
 
 def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
     dtype = REFERENCE_DTYPE
-    return (_mask(logs, order, dtype) @ x.to(dtype).flatten(2, -2)).reshape(x.shape).to(x.dtype)
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    dtype = REFERENCE_DTYPE
-    q, k, values = (x.to(dtype).flatten(2, 3) for x in (q, k, v))
-    weights = (q @ k.transpose(-1, -2)) * _mask([a, b], order, dtype)
-    return (weights @ values).reshape(v.shape).to(v.dtype)
+    return (polyline_mask(logs, order, dtype) @ x.to(dtype).flatten(2, -2)).reshape(x.shape).to(x.dtype)

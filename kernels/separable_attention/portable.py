@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import keep_freed_memory
-from ..decay import compute_dtype
-from ..dispatch import recorded
-from .grid import Patch, count, fold, part_of, unfold
+from ..common.decay import compute_dtype
+from ..common.patches import Patch, count, fold, part_of, unfold
+from ..common.tracing import is_traced_or_wrapped
+from ..common.workspace import keep_freed_memory
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
@@ -34,7 +34,8 @@ def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
     logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
     if patch == (1, 1):
         return logits.softmax(-1)
-    outside = (_outside if recorded(query) else _kept_outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
+    outside = _outside if is_traced_or_wrapped(query) else _kept_outside
+    outside = outside(*query.shape[1:3], patch, sampling, dtype, query.device)
     return (logits + outside).softmax(-1)
 
 
@@ -67,7 +68,7 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                         key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
-    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not recorded(value):
+    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not is_traced_or_wrapped(value):
         keep_freed_memory()
     if key_weight is not None and key.is_meta:
         # There nothing is computed and all that is wanted are counts: those of the definition.
@@ -86,7 +87,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
 
 def _product(active: Tensor, context: Tensor) -> Tensor:
     """active * context, in place where nothing else will ask for `active`."""
-    return active * context if torch.is_grad_enabled() or recorded(active) else active.mul_(context)
+    return active * context if torch.is_grad_enabled() or is_traced_or_wrapped(active) else active.mul_(context)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE
-from .grid import Patch, parts
+from ..common.decay import REFERENCE_DTYPE
+from ..common.patches import Patch, parts
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from .grid import Patch
+from ..common import launch
+from ..common.patches import Patch
 
 BLOCK_N = 64
 BLOCK_D = 64

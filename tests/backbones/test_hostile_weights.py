@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from subquad.backbones.weights import WeightsError, load_weights
 from subquad.tools import predict
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 SECONDS, BYTES = 20, 2 * 2 ** 30
 OPTIONS = dict(dims=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], head_hidden_size=16, num_classes=3,

@@ -6,7 +6,7 @@ from helpers import assert_close
 from torch import nn
 
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
-from subquad.tools.stats import count
+from subquad.tools.engine.counting import count
 
 # Width: parameters, of them in the classifier, with one for ImageNet-21k; GMACs at 256 and 384, without and with norms.
 NETWORKS = {'050': (1_370_593, 257_000, 3_799_243, 0.4646, 0.4805, 1.0450, 1.0807),

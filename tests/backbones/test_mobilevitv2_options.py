@@ -212,7 +212,7 @@ def test_on_the_kernels():
     """The network on the Triton kernels (in the interpreter without a GPU), with gradients."""
     pytest.importorskip('triton')
     from subquad import kernels
-    from subquad.kernels import launch
+    from subquad.kernels.common import launch
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cpu' and not launch.interpreted():
         pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1')

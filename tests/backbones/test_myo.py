@@ -10,8 +10,8 @@ from timm.optim import param_groups_layer_decay
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
 from subquad.backbones.myo_sequence import Nodes, TreeSequenceMixer
-from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
-from subquad.tools.stats import count
+from subquad.kernels.trees import PARAMETRISATIONS, grid_order, heights, quadtree_levels
+from subquad.tools.engine.counting import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
 

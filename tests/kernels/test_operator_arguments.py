@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from subquad import kernels
-from subquad.kernels import checks, launch
-from subquad.kernels.tree_solve import (
+from subquad.kernels.common import checks, launch
+from subquad.kernels.trees import (
     Tree,
     leaf_counts,
     means,

@@ -107,7 +107,7 @@ def test_scan_over_several_chunks(length, order):
 
 
 def test_linear_attention_in_slices_of_the_state(monkeypatch):
-    from subquad.kernels.polyline_scan import portable
+    from subquad.kernels.polyline_linear_attention import portable
     inputs = _attention_inputs(4, 5)
     whole = kernels.polyline_linear_attention(*inputs)
     monkeypatch.setattr(portable, 'STATE_ELEMENTS', 3 * inputs[2].numel())
@@ -185,7 +185,7 @@ def test_wrong_arguments():
 def test_backend_override(monkeypatch):
     calls = []
     module = importlib.import_module('subquad.kernels.polyline_scan')
-    monkeypatch.setitem(module._SCAN, 'reference', lambda *args: calls.append(args))
+    monkeypatch.setitem(module._IMPLEMENTATIONS, 'reference', lambda *args: calls.append(args))
     v, a, b = _attention_inputs(2, 2)[2:]
     with kernels.use_backend('reference'):
         kernels.polyline_scan(v, a, b)

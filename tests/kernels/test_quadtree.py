@@ -7,9 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve, why_not
-from subquad.kernels.tree_solve import PARAMETRISATIONS, heights, means, portable, quadtree_levels, third
-from subquad.kernels.tree_solve.reference import quadtree_matrix
-from subquad.tools.contestants import loop_quadtree_solve
+from subquad.kernels.quadtree_solve import portable
+from subquad.kernels.quadtree_solve.reference import quadtree_matrix
+from subquad.kernels.trees import PARAMETRISATIONS, heights, means, quadtree_levels, third
+from subquad.tools.bench.baselines import loop_quadtree_solve
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
 
@@ -92,7 +93,7 @@ def test_rows_of_the_laplacian_sum_to_one(scale):
 def test_symmetric_and_skew_are_bounded():
     rho = 0.9
     _, edges = problem(9, 6, 'symmetric', scale=1e6, batch=1, heads=1)
-    from subquad.kernels.tree_solve.parametrise import sibling_normalised
+    from subquad.kernels.trees.parametrize import sibling_normalised
     levels = quadtree_levels(9, 6)
     bounded = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
     spectrum = torch.linalg.eigvalsh(quadtree_matrix(bounded, 9, 6, 'symmetric', (0, 0)))

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.kernels import launch, quadtree_solve
-from subquad.kernels.tree_solve import PARAMETRISATIONS, quadtree_levels
+from subquad.kernels import quadtree_solve
+from subquad.kernels.common import launch
+from subquad.kernels.trees import PARAMETRISATIONS, quadtree_levels
 
 pytest.importorskip('triton')
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -84,7 +85,7 @@ def test_trees_of_several_tiles(parametrisation, grid, shift):
 @pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
 def test_tiles_of_tiles(parametrisation, sides, dtype, monkeypatch):
     """Several times up and down, with float32 between the launches."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     monkeypatch.setattr(triton, 'SIDES', sides)
     _check(*_inputs(3, 6, parametrisation, (1, 3), dtype=dtype, dim=16), parametrisation=parametrisation, shift=(1, 3))
 
@@ -113,7 +114,7 @@ def test_head_dimensions(parametrisation, dim):
 
 def test_heads_that_need_smaller_tiles():
     """Of 64 channels: a tile of 16 x 16 with all of them, which the gradient wants, would not stay in registers."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     assert [triton._tile(levels, 32) for levels in range(2, 11)] == [
         (8, 2), (8, 3), (8, 4), (16, 5), (8, 4), (8, 4), (8, 4), (16, 5), (8, 4)]
     assert [triton._tile(levels, 64) for levels in (4, 5, 2)] == [(8, 4), (8, 4), (8, 2)]
@@ -194,7 +195,7 @@ def test_nothing_to_do(cut):
 
 def test_launches(monkeypatch):
     """A grid of up to 16 x 16 is one launch, one of up to 256 x 256 three; twice as many with the gradient."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     launched = []
 
     class Recorder:
@@ -223,7 +224,7 @@ def test_launches(monkeypatch):
 
 
 def test_spans_of_an_image():
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     values = [torch.empty(1, 64, 8192 >> n, 8192 >> n, 1, device='meta') for n in range(2)]
     with pytest.raises(ValueError, match='spans 2.31 elements'):
         triton.forward(values, [values[0][..., 0]], 'laplacian', [0, 0])

@@ -7,20 +7,19 @@ import pytest
 import torch
 from helpers import relative_error
 
-from subquad.kernels import tree_solve
-from subquad.kernels.tree_solve import (
+from subquad.kernels import quadtree_solve, tree_solve
+from subquad.kernels.tree_solve.reference import assemble
+from subquad.kernels.trees import (
     PARAMETRISATIONS,
     Tree,
     grid_order,
     quadtree_levels,
-    quadtree_solve,
     sweeps,
     tree_blocks,
     tree_log_determinant,
     tree_marginal_variances,
     tree_sample,
 )
-from subquad.kernels.tree_solve.reference import assemble
 
 
 def random_tree(seed: int) -> Tree:
@@ -121,7 +120,7 @@ def test_adjoint_against_autograd(seed, parametrisation):
 
 
 def _own(tree, blocks):
-    from subquad.kernels.tree_solve.arguments import own_parts
+    from subquad.kernels.trees.arguments import own_parts
     return own_parts(tree, *blocks)
 
 

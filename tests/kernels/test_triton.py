@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
-from subquad.kernels import launch
+from subquad.kernels.common import launch
 
 pytest.importorskip('triton')
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

@@ -25,9 +25,9 @@ from mmengine.runner.checkpoint import load_checkpoint as lax_load
 from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load_checkpoint
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import make_dataset, predict, test, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, load
-from subquad.tools.dense.runner import metadata, network
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, load
+from subquad.tools.engine.dense.runner import metadata, network
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 CLASSES = ['circle', 'ring', 'triangle', 'square', 'star']

@@ -16,10 +16,11 @@ pytest.importorskip('mmdet')
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, DefaultScope
 
-from subquad.tools import building, stats
-from subquad.tools.cli import UserError
-from subquad.tools.config import configs_folder, load
-from subquad.tools.stats_config import REPORTED, count_config
+from subquad.tools import stats
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine import building
+from subquad.tools.engine.config import configs_folder, load
+from subquad.tools.engine.counting_configs import REPORTED, count_config
 
 FOLDER = configs_folder() / 'detection'
 NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))

@@ -21,7 +21,7 @@ from mmseg.registry import MODELS
 
 import subquad.backbones.mm
 import subquad.configs
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 FOLDER = Path(subquad.configs.__path__[0]) / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))

@@ -13,7 +13,7 @@ pytest.importorskip('mmcv')
 pytest.importorskip('mmseg')
 
 from subquad.tools import make_dataset, test
-from subquad.tools.config import find, load
+from subquad.tools.engine.config import find, load
 
 UPERNET = 'upernet_test-ppma_shapes'
 
@@ -34,7 +34,7 @@ def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
         port = server.getsockname()[1]
     for key, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=port).items():
         monkeypatch.setenv(key, str(value))
-    from subquad.tools.dense.runner import build_runner
+    from subquad.tools.engine.dense.runner import build_runner
     config = load(UPERNET)
     config.merge_from_dict({'model.decode_head.norm_cfg.type': 'SyncBN',
                             **{f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val')}})
@@ -87,7 +87,7 @@ def test_the_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
     init_default_scope('mmseg')
     tool.main()
     (matrix, labels), = drawn
-    from subquad.tools.shapes import CLASSES
+    from subquad.tools.data.shapes import CLASSES
     assert tuple(labels) == ('background', *CLASSES)
     assert matrix.sum() == 8 * 96 * 96 and matrix[1:, 0].sum() == (true > 0).sum() > 0
     assert (matrix - np.diag(np.diag(matrix)))[:, 1:].sum() == 0

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from subquad import kernels
-from subquad.tools import benchmark, cli, contestants, measure, presets, records
+from subquad.tools import benchmark
+from subquad.tools.bench import baselines, measure, presets, records
+from subquad.tools.common import cli
 
 PRESETS = presets.DEFAULTS
 NAME = 'polyline_attention-14x14'
@@ -87,7 +89,7 @@ def test_operations_and_floor():
 def test_commit_is_this_checkout_s_or_nothing(monkeypatch):
     found = measure.commit()
     assert found['commit'] is None or len(found['commit']) == 40
-    monkeypatch.setattr(measure, '__file__', '/elsewhere/tools/measure.py')
+    monkeypatch.setattr(measure, '__file__', '/elsewhere/tools/bench/measure.py')
     assert measure.commit() == {'commit': None, 'modified': None}
 
 
@@ -113,46 +115,46 @@ def test_disturbed(threads, cpus, others, expected):
 # --- what is measured
 
 def test_dense_formula_is_polyline_attention():
-    inputs = [x.double() for x in contestants.attention_inputs(2, 3, (4, 5), 8)]
+    inputs = [x.double() for x in baselines.attention_inputs(2, 3, (4, 5), 8)]
     expected = kernels.polyline_attention(*inputs, backend='reference')
-    torch.testing.assert_close(contestants.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(baselines.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize('op', contestants.OPERATORS)
+@pytest.mark.parametrize('op', baselines.OPERATORS)
 def test_contestants_compute_the_same(op):
     """Of each operator, every contestant that needs no C++ compiler and no GPU, and their gradients."""
-    inputs = [x.double() for x in contestants.OPERATORS[op].inputs(2, 2, (4, 6), 6)]
-    expected = contestants.operator_call(op, 'reference')(*inputs)
-    gradients = contestants.step(contestants.operator_call(op, 'reference'), inputs)
-    for name in contestants.contestants(op):
-        if name in ('portable', *contestants.OPERATORS[op].others) and name != 'flex':
-            call = contestants.operator_call(op, name)
+    inputs = [x.double() for x in baselines.OPERATORS[op].inputs(2, 2, (4, 6), 6)]
+    expected = baselines.operator_call(op, 'reference')(*inputs)
+    gradients = baselines.step(baselines.operator_call(op, 'reference'), inputs)
+    for name in baselines.contestants(op):
+        if name in ('portable', *baselines.OPERATORS[op].others) and name != 'flex':
+            call = baselines.operator_call(op, name)
             torch.testing.assert_close(call(*inputs), expected, rtol=1e-10, atol=1e-12)
-            assert [x is None for x in contestants.step(call, inputs)()] == [x is None for x in gradients()]
+            assert [x is None for x in baselines.step(call, inputs)()] == [x is None for x in gradients()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('op', ['polyline_attention', 'decay_attention'])
 def test_flex_attention_computes_the_same(op):
-    inputs = contestants.attention_inputs(1, 2, (8, 16), 16)
+    inputs = baselines.attention_inputs(1, 2, (8, 16), 16)
     with torch.no_grad():
-        expected = contestants.operator_call(op, 'portable')(*inputs)
-        torch.testing.assert_close(contestants.operator_call(op, 'flex')(*inputs), expected, rtol=1e-4, atol=1e-4)
+        expected = baselines.operator_call(op, 'portable')(*inputs)
+        torch.testing.assert_close(baselines.operator_call(op, 'flex')(*inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bytes_that_must_move():
-    inputs = contestants.attention_inputs(1, 2, (3, 4), 8, torch.bfloat16)
+    inputs = baselines.attention_inputs(1, 2, (3, 4), 8, torch.bfloat16)
     tokens = 2 * 12
     logs, data = 2 * 4 * tokens, 2 * 8 * tokens
-    assert contestants.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
-    assert contestants.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
-    assert contestants.bytes_moved('polyline_scan', inputs, True) == 3 * logs + 2 * 5 * data
-    assert contestants.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
-    assert contestants.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
-    assert contestants.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
-    inputs = contestants.separable_inputs(1, 2, (2, 4), 8, torch.bfloat16)
-    assert contestants.bytes_moved('separable_attention', inputs, False) == 2 * 8 * (1 + 3 * 16)
-    assert contestants.multiply_adds('separable_attention', inputs, True) == 6 * 8 * 16
+    assert baselines.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
+    assert baselines.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
+    assert baselines.bytes_moved('polyline_scan', inputs, True) == 3 * logs + 2 * 5 * data
+    assert baselines.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
+    assert baselines.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
+    assert baselines.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
+    inputs = baselines.separable_inputs(1, 2, (2, 4), 8, torch.bfloat16)
+    assert baselines.bytes_moved('separable_attention', inputs, False) == 2 * 8 * (1 + 3 * 16)
+    assert baselines.multiply_adds('separable_attention', inputs, True) == 6 * 8 * 16
 
 
 def test_floor_says_what_binds(monkeypatch):
@@ -213,7 +215,7 @@ def test_measurement(kind, tmp_path):
 
 
 def test_networks_that_are_the_same_get_the_same_weights():
-    from subquad.tools.networks import model_call
+    from subquad.tools.bench.networks import model_call
     images = torch.rand(1, 3, 64, 64)
     first, weights = model_call('test_mobilevitv2', images, False)
     second, _ = model_call('test_mobilevitv2@reference', images, False, weights)
@@ -261,7 +263,7 @@ def test_targets(value, bounds, met):
 def test_presets_and_list(capsys):
     assert benchmark.main(['--list']) is None
     first = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
-    assert first == [*presets.PRESETS, '--operator', *contestants.OPERATORS]
+    assert first == [*presets.PRESETS, '--operator', *baselines.OPERATORS]
     assert set(PRESETS + presets.GPU_DEFAULTS) <= set(presets.PRESETS)
     assert all((presets.PRESETS[name].device == 'cuda') == name.startswith('gpu-') for name in presets.PRESETS)
 

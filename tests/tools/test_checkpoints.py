@@ -12,8 +12,8 @@ from PIL import Image
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.checkpoints import config_facts, load_classifier
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.classification.weight_files import config_facts, load_classifier
 
 OPTIONS = dict(num_classes=3, mask='product')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from subquad.tools import denoising
-from subquad.tools.cli import UserError
+from subquad.tools.bench import denoising
+from subquad.tools.common.cli import UserError
 
 
 def test_morton_order_denoises_better_than_snake():

@@ -16,10 +16,10 @@ from mmengine.registry import MODELS, init_default_scope
 import subquad.backbones.mm  # noqa: F401  (registers)
 from subquad.backbones.weights import save_weights
 from subquad.tools import make_dataset, predict, test, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, known_configs, load
-from subquad.tools.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
-from subquad.tools.dense.runner import check_dataset
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
+from subquad.tools.engine.dense.runner import check_dataset
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=1']

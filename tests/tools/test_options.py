@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, load
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, load
 from subquad.tools.engine.options import check_options
 
 DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'

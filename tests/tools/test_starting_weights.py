@@ -6,8 +6,8 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import checkpoint_filter_fn, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import train
-from subquad.tools.cli import UserError
-from subquad.tools.config import load
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import load
 
 FINETUNE = 'ppma-tiny_finetune-folder'
 
@@ -135,7 +135,7 @@ def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypa
     save_weights(timm.create_model('test_ppma', num_classes=10, mask='product'), path,
                  dict(model='test_ppma', options=dict(num_classes=10, mask='product', drop_path_rate=0.3),
                       classes=[*map(str, range(10))]))
-    from subquad.tools.classification import runner as module
+    from subquad.tools.engine.classification import runner as module
     seen = []
     monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask))
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
@@ -172,6 +172,6 @@ def test_how_long_it_takes(images, tmp_path, capsys):
     train.main(folder_arguments(images, tmp_path, epochs=4))
     text = capsys.readouterr().err
     assert text.count(' left (') == 1 and ' left (2 steps, ' in text
-    from subquad.tools.engine.summary import duration
+    from subquad.tools.engine.messages import duration
     assert [duration(s) for s in (0.2, 99, 100, 5000, 12_000, 200_000)] == [
         '1 s', '99 s', '2 min', '83 min', '3 h 20 min', '2 days 7 h']

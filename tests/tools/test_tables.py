@@ -1,8 +1,8 @@
 """The tables in README and model cards are what the tools compute."""
 import pytest
 
-from subquad.tools import tables
-from subquad.tools.cli import UserError
+from subquad.tools.bench import tables
+from subquad.tools.common.cli import UserError
 
 
 def test_tables_are_up_to_date(capsys):

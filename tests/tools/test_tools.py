@@ -11,8 +11,9 @@ from PIL import Image
 
 from subquad.backbones import weights as weights_module
 from subquad.backbones.weights import save_weights
-from subquad.tools import cli, models, predict, stats, test, train
-from subquad.tools.cli import UserError
+from subquad.tools import models, predict, stats, test, train
+from subquad.tools.common import cli
+from subquad.tools.common.cli import UserError
 
 
 @pytest.fixture(scope='module')
@@ -75,8 +76,8 @@ def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
 
 
 def test_configs_load_and_augmentation_never_fails(images):
-    from subquad.tools.classification.data import ImageFolder
-    from subquad.tools.config import known_configs, load
+    from subquad.tools.data.image_sets import ImageFolder
+    from subquad.tools.engine.config import known_configs, load
     names = known_configs()
     dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_cityscapes-512x1024',
              '_voc12-coco-512x512', '_shapes')

@@ -5,8 +5,9 @@ import torch
 from PIL import Image
 
 from subquad.backbones.weights import save_weights
-from subquad.tools import pictures, visualize
-from subquad.tools.cli import UserError
+from subquad.tools import visualize
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.drawing import pictures
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_pictures_are_labelled(folder, monkeypatch):
     """A title, a colour bar with a label, and layers above the maps, in all three families."""
     figures = []
     monkeypatch.setattr(pictures, 'save', lambda figure, path: figures.append(figure))
-    from subquad.tools import influences
+    from subquad.tools.engine.drawing import influences
     monkeypatch.setattr(influences, 'save', pictures.save)
     for name, label in (('test_mobilevitv2', 'context score'), ('test_ppma', 'factor per step'),
                         ('test_myo', 'influence and edges')):

@@ -10,7 +10,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
 from ...backbones.weights import write_atomically
-from ..cli import UserError
+from ..common.cli import UserError
 
 
 class WholeFilesBackend(LocalBackend):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
-from ..cli import UserError
+from ..common.cli import UserError
 
 RULE = 'valid keys: entries of the config, arguments of the Runner, or arguments of the class that `type` names'
 # What is set in another way, and how.

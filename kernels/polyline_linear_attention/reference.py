@@ -1,0 +1,12 @@
+"""The definition, with the N x N mask written out: the oracle of the tests."""
+from torch import Tensor
+
+from ..common.decay import REFERENCE_DTYPE
+from ..polyline_scan.reference import polyline_mask
+
+
+def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
+    dtype = REFERENCE_DTYPE
+    q, k, values = (x.to(dtype).flatten(2, 3) for x in (q, k, v))
+    weights = (q @ k.transpose(-1, -2)) * polyline_mask([a, b], order, dtype)
+    return (weights @ values).reshape(v.shape).to(v.dtype)
