@@ -180,11 +180,11 @@ def _walk(python, folder, first, files, blocks):
     return seen
 
 
-def test_mutated_files_and_metadata(python, tmp_path):
+def test_mutated_files_load_or_raise_weights_error(python, tmp_path):
     _walk(python, tmp_path, 100_000, 40, 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', range(4))
-def test_thousands_of_mutated_files_and_metadata(part, python, tmp_path):
+def test_thousands_of_mutated_files_load_or_raise_weights_error(part, python, tmp_path):
     print(_walk(python, tmp_path, part * 1000, 500, 50))

@@ -75,7 +75,7 @@ def log():
 
 # ---- init_cfg
 
-def test_the_log_says_what_init_cfg_loaded(files, log):
+def test_log_names_weights_loaded_by_init_cfg(files, log):
     path = files / 'classifier.safetensors'
     detector = _detector(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
     assert detector.backbone.load_summary is None
@@ -93,7 +93,7 @@ def test_the_log_says_what_init_cfg_loaded(files, log):
     assert not any('user-defined' in words for key, words in about.items() if key.startswith('backbone.'))
 
 
-def test_prefix_and_detectors_are_said(files):
+def test_load_summary_names_prefix_and_unused_weights(files):
     path = files / 'detector.pth'
     for options in ({}, dict(prefix='backbone')):
         backbone = MODELS.build(dict(type='PPMA', arch='test', out_indices=(1, 2), init_cfg=dict(
@@ -113,12 +113,12 @@ def test_prefix_and_detectors_are_said(files):
     (dict(type='Pretrained', checkpoint=''), "checkpoint must be the path of a file, got ''"),
     (dict(type='Pretrained', checkpoint='w.pth', prefix=3), 'prefix must be a string or None, got 3'),
     (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'), "takes checkpoint and prefix, got 'prefx'")])
-def test_init_cfg_is_checked_when_given(init_cfg, message):
+def test_invalid_init_cfg_is_refused_at_construction(init_cfg, message):
     with pytest.raises(TypeError, match=message):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=init_cfg))
 
 
-def test_a_missing_checkpoint_is_one_sentence(data, tmp_path):
+def test_missing_checkpoint_ends_training_with_one_sentence(data, tmp_path):
     for changes, message in (
             (['init_cfg.type=Pretrained', f'init_cfg.checkpoint={tmp_path}/none.pth'], 'no weight file at .*none.pth'),
             (['init_cfg=none.pth'], 'model: .*init_cfg must be None, a dict'),
@@ -130,7 +130,7 @@ def test_a_missing_checkpoint_is_one_sentence(data, tmp_path):
     assert not (tmp_path / 'work').exists()
 
 
-def test_other_initializers_still_work(files):
+def test_init_cfg_may_list_other_initializers(files):
     backbone = MODELS.build(dict(type='PPMA', arch='test', init_cfg=[
         dict(type='Constant', layer='LayerNorm', val=0.5),
         dict(type='Pretrained', checkpoint=str(files / 'classifier.safetensors'))]))
@@ -148,7 +148,7 @@ def test_other_initializers_still_work(files):
     (lambda w: w.update({'backbone.stages.7.x.weight': torch.zeros(1)}), 'stages.7.x.weight'),
     (lambda w: [w.pop(key) for key in list(w) if key.startswith('backbone.')], 'keys missing .*backbone.stem'),
     (lambda w: w.clear(), 'keys missing')])
-def test_gaps_are_refused_however_a_detector_is_loaded(files, change, message, tmp_path):
+def test_every_way_of_loading_a_detector_is_strict(files, change, message, tmp_path):
     model = _detector()
     before = copy.deepcopy(model.state_dict())
     weights = dict(read_checkpoint(files / 'detector.pth')[0])
@@ -170,7 +170,7 @@ def test_gaps_are_refused_however_a_detector_is_loaded(files, change, message, t
         whole.init_weights()
 
 
-def test_what_may_differ(files, log, tmp_path):
+def test_unused_weights_and_auxiliary_heads_may_differ(files, log, tmp_path):
     """A detector's file in a smaller backbone, and a file without an auxiliary head."""
     detector = _detector()
     weights = dict(read_checkpoint(files / 'detector.pth')[0])
@@ -213,7 +213,7 @@ def _config(tmp_path, data, files, hooks, **more):
     return path
 
 
-def test_other_classes_only_where_asked_for(files, data, tmp_path, capsys):
+def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, capsys):
     given = read_checkpoint(files / 'detector.safetensors')[0]
     work = tmp_path / 'work'
     plain = _config(tmp_path, data, files, [])
@@ -242,7 +242,7 @@ def test_other_classes_only_where_asked_for(files, data, tmp_path, capsys):
         train.main([str(asked), '--work-dir', str(tmp_path / 'other'), '--resume', str(files / 'detector.pth')])
 
 
-def test_the_libraries_own_runner(files, data, tmp_path, log):
+def test_mmengine_runner_loads_strictly(files, data, tmp_path, log):
     """What their train.py and test.py do: Runner.from_cfg on the config, here with our safetensors file."""
     config = load(str(_config(tmp_path, data, files, [])))
     config.work_dir = str(tmp_path / 'work')
@@ -264,7 +264,7 @@ def test_the_libraries_own_runner(files, data, tmp_path, log):
         Runner.from_cfg(tested).test()
 
 
-def test_modules_that_the_file_lacks(files):
+def test_new_heads_hook_allows_missing_modules(files):
     weights = {key: value for key, value in read_checkpoint(files / 'detector.pth')[0].items()
                if not key.startswith('roi_head.mask_head.')}
     model = _detector()
@@ -277,7 +277,7 @@ def test_modules_that_the_file_lacks(files):
         NewHeadsHook('roi_head')
 
 
-def test_training_says_what_init_cfg_loaded(files, data, tmp_path, capsys):
+def test_training_reports_weights_loaded_by_init_cfg(files, data, tmp_path, capsys):
     train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
                 'train_cfg.max_epochs=1', 'train_cfg.val_interval=5', 'model.backbone.init_cfg.type=Pretrained',
                 f'model.backbone.init_cfg.checkpoint={files / "classifier.safetensors"}'])
@@ -314,7 +314,7 @@ def _wrong_files(folder, files):
         yield folder / f'{value}.pth', r'holds NaN or infinite values in 1 of .*\(roi_head.bbox_head.fc_cls.bias\)'
 
 
-def test_files_of_wrong_kinds_are_one_line(files, data, tmp_path):
+def test_invalid_files_raise_one_line_errors(files, data, tmp_path):
     model = _detector()
     for path, message in _wrong_files(tmp_path, files):
         with pytest.raises(WeightsError, match=message) as error:
@@ -331,7 +331,7 @@ def test_files_of_wrong_kinds_are_one_line(files, data, tmp_path):
         predict.main([UPERNET, str(files / 'detector.safetensors'), image, '--out', str(tmp_path / 'out')])
 
 
-def test_weights_that_are_not_finite_where_asked_for(files, data, tmp_path):
+def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):
     weights = {key: value.clone() for key, value in read_checkpoint(files / 'detector.pth')[0].items()}
     weights['backbone.stem.conv1.conv.bias'][0] = float('nan')
     torch.save(weights, tmp_path / 'nan.pth')
@@ -346,7 +346,7 @@ def test_weights_that_are_not_finite_where_asked_for(files, data, tmp_path):
                     f'load_from={tmp_path / "nan.pth"}'])
 
 
-def test_options_that_no_shape_shows_are_compared(files, tmp_path):
+def test_other_network_options_in_the_file_warn(files, tmp_path):
     """A network with the same weights computes something else."""
     config = load(MASK_RCNN)
     trained = metadata(load(MASK_RCNN, {'model.backbone.attention': ['crisscross'] * 4,
@@ -367,7 +367,7 @@ def test_options_that_no_shape_shows_are_compared(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_libraries_own_train_and_test(files, data, tmp_path):
+def test_stock_train_and_test_scripts_load_strictly(files, data, tmp_path):
     """Their tools as programs: the log names the file and what was loaded, and heads that do not fit end the run."""
     import mmdet
     tools = Path(mmdet.__path__[0]) / '.mim' / 'tools'

@@ -58,7 +58,7 @@ def build(config):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_every_config_builds_and_its_parts_fit(name):
+def test_config_builds_and_channels_match(name):
     model = build(config_of(name))
     levels, strides = model.backbone.out_channels, model.backbone.out_strides
     if model.with_neck and hasattr(model.neck, 'lateral_convs'):
@@ -72,7 +72,7 @@ def test_every_config_builds_and_its_parts_fit(name):
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_the_folder_has_the_networks_of_the_papers():
+def test_configs_of_all_published_networks_exist():
     sizes = [f'{kind}_{name}-{size}_fpn_{schedule}_coco' for size in 'tsb' for kind, name, schedule in (
         ('mask-rcnn', 'ppma', '1x'), ('mask-rcnn', 'ppma', '3x-ms'), ('cascade-mask-rcnn', 'ppma', '3x-ms'),
         ('retinanet', 'ppma', '1x'), ('mask-rcnn', 'myo', '1x'), ('mask-rcnn', 'myo', '3x-ms'),
@@ -81,7 +81,7 @@ def test_the_folder_has_the_networks_of_the_papers():
     assert {*sizes, *widths, *STOCK} <= {*NAMES}
 
 
-def test_no_variable_is_left_over():
+def test_loaded_configs_have_no_helper_variables():
     """What only helps to write a config is not in the one that mmengine reads and writes to the work folder."""
     for name in ('mask-rcnn_ppma-t_fpn_3x-ms_coco', 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes',
                  'ssdlite_test-mobilevitv2_shapes', 'myo_listops', 'myo_zmnist', 'myo_listops-short'):
@@ -93,7 +93,7 @@ def test_no_variable_is_left_over():
 @pytest.mark.parametrize('name, epochs', [('mask-rcnn_ppma-b_fpn_1x_coco', 12), ('retinanet_ppma-b_fpn_1x_coco', 12),
                                           ('cascade-mask-rcnn_ppma-s_fpn_3x-ms_coco', 36),
                                           ('mask-rcnn_mobilevitv2-100_fpn_1x_coco', 12)])
-def test_recipe(name, epochs):
+def test_recipe_is_the_published_one(name, epochs):
     config = config_of(name)
     assert config.train_cfg.max_epochs == epochs and config.train_dataloader.batch_size == 2
     assert config.auto_scale_lr.base_batch_size == 16
@@ -125,7 +125,7 @@ STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco'
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', STOCK)
-def test_stock_detectors_learn(name):
+def test_stock_detectors_have_finite_losses_and_all_gradients(name):
     """The losses of two small images are finite, and every parameter has a gradient, as distributed training wants."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
@@ -152,7 +152,7 @@ def test_stock_detectors_learn(name):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), path
 
 
-def test_building_leaves_the_config_as_it_is():
+def test_building_does_not_change_the_config():
     config = load('dino-4scale_ppma-t_8xb2-12e_coco')
     before = config.model.to_dict()
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_building_leaves_the_config_as_it_is():
     assert config.model.to_dict() == before
 
 
-def test_stock_detectors_keep_their_recipe():
+def test_stock_detectors_keep_mmdetections_recipes():
     """The backbone's learning rate, the norms' decay, and images as PPMA's classifiers take them."""
     for name in STOCK:
         config = config_of(name)
@@ -185,7 +185,7 @@ def test_stock_detectors_keep_their_recipe():
         assert {groups[id(p)]['lr'] for p in model.backbone.parameters()} == {rate * factor}, name
 
 
-def test_weights_and_colours_are_the_classifiers():
+def test_init_cfg_and_image_normalization_are_the_classifiers():
     pretrained = {'model.backbone.init_cfg.type': 'Pretrained', 'model.backbone.init_cfg.checkpoint': 'file'}
     config = load('mask-rcnn_ppma-t_fpn_1x_coco', pretrained)
     assert build(config).backbone.init_cfg == dict(type='Pretrained', checkpoint='file')
@@ -198,12 +198,12 @@ def test_weights_and_colours_are_the_classifiers():
         assert torch.allclose(torch.stack([mean, std]), torch.tensor([ours.mean, ours.std]), atol=1e-4)
 
 
-def test_every_row_with_macs_is_tried():
+def test_all_reported_macs_are_covered():
     assert {name for name, figures in REPORTED.items() if 'gmacs' in figures} == {*ROWS}
 
 
 @pytest.mark.parametrize('name', ROWS)
-def test_the_papers_figures(name):
+def test_counts_are_near_the_reported_ones(name):
     row = count_config(name)
     theirs = row['reported_by_authors']
     assert row['size'] == ([800, 1280] if 'rcnn' in name else [512, 2048] if 'upernet' in name
@@ -220,7 +220,7 @@ def test_the_papers_figures(name):
         assert row['macs_with_norms'] / 1e9 == pytest.approx(norms, rel=1e-3)      # fvcore counts average pooling, too
 
 
-def test_heads_are_counted():
+def test_macs_of_box_and_mask_heads():
     """By hand: box heads on 1000 regions, mask heads on 100, three stages of each in a cascade."""
     small = {'model.backbone.arch': 'test', 'model.neck.in_channels': [32, 48, 64, 96]}
     one, three = (count_config(f'{name}_coco', 64, 64, **small)['macs_of_weights']
@@ -233,7 +233,7 @@ def test_heads_are_counted():
         'model.roi_head.mask_head': None, 'model.roi_head.mask_roi_extractor': None})['macs_of_weights'] == one - mask
 
 
-def test_table_json_and_other_sizes(capsys):
+def test_stats_table_json_and_sizes(capsys):
     stats.main(['mask-rcnn_ppma-t_fpn_1x_coco', 'test_ppma', 'deeplabv3_mobilevitv2-050_4xb4-120e_ade20k-512x512'])
     table = capsys.readouterr().out
     for words in ('800x1280', '32,935,856', '33 M, 218 G (with norms +0.01 %)', 'mask AP', '64x64', '487,182',
@@ -248,7 +248,7 @@ def test_table_json_and_other_sizes(capsys):
     assert smaller['reported_by_authors']['gmacs'] == 0.9 and 'nearest_count' not in smaller
 
 
-def test_a_users_config_of_the_same_name(tmp_path):
+def test_user_config_with_a_published_name_has_no_reported_values(tmp_path):
     own = tmp_path / 'mask-rcnn_ppma-t_fpn_1x_coco.py'
     own.write_text(f"_base_ = '{FOLDER / own.name}'\nmodel = dict(backbone=dict(arch='test'), "
                    "neck=dict(in_channels=[32, 48, 64, 96]))\n")
@@ -266,14 +266,14 @@ def test_a_users_config_of_the_same_name(tmp_path):
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'modle.backbone.arch=tiny'], ["no 'modle'", 'model']),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.roi_head.type=DoubleHeadRoIHead',
       'model.roi_head.reg_roi_scale_factor=1.3'], ['CascadeRoIHead', 'DoubleHeadRoIHead'])])
-def test_mistakes(arguments, words):
+def test_stats_errors(arguments, words):
     with pytest.raises(UserError) as caught:
         stats.main(arguments)
     message = str(caught.value)
     assert all(word in message for word in words) and '\n' not in message, message
 
 
-def test_metafile_and_readme_have_the_reported_figures():
+def test_metafile_and_readme_have_the_reported_metrics():
     models = {model['Name']: model for model in yaml.safe_load((FOLDER / 'metafile.yml').read_text())['Models']}
     readme = (FOLDER / 'README.md').read_text()
     assert {*models} == {name for name in NAMES if not name.endswith('_shapes')}

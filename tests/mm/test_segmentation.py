@@ -77,7 +77,7 @@ def sample(height, width, classes=150, ignored=20):
 
 
 @pytest.mark.parametrize('head, data', TOTALS)
-def test_parameters_are_the_published(head, data):
+def test_parameter_counts_are_the_published_ones(head, data):
     for width, total, auxiliary in zip(WIDTHS, TOTALS[head, data], AUXILIARY):
         model = on_meta(config_of(f'{head}_mobilevitv2-{width}_{SCHEDULES[data]}_{data}-512x512'))
         assert count(model) - count(model.auxiliary_head) == total, width
@@ -90,7 +90,7 @@ def test_parameters_are_the_published(head, data):
             assert model.decode_head.dilations == ((12, 24, 36) if data == 'ade20k' else (6, 12, 18))
 
 
-def test_upernet_parameters_are_the_papers():
+def test_upernet_parameter_counts_are_the_papers():
     """The paper's 43, 56 and 83 M have the auxiliary head in them: without it PPMA-T's would be 42 M."""
     totals = [count(on_meta(config_of(f'upernet_ppma-{size}_8xb2-160k_ade20k-512x512'))) for size in 'tsb']
     assert totals == [43_092_460, 55_726_660, 83_120_736]
@@ -98,7 +98,7 @@ def test_upernet_parameters_are_the_papers():
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_every_config_builds(name):
+def test_config_builds_and_pipelines_compose(name):
     config = config_of(name)
     model = on_meta(config)
     heads = [model.decode_head, *([model.auxiliary_head] if model.with_auxiliary_head else [])]
@@ -120,7 +120,7 @@ def test_every_config_builds(name):
     assert 'upernet_ppma' not in name or 'tta_pipeline' in config
 
 
-def test_windows_of_the_published_tests():
+def test_sliding_windows_are_the_published_ones():
     for size in 'tsb':
         ade, city = (config_of(f'upernet_ppma-{size}_{data}').model.test_cfg
                      for data in ('8xb2-160k_ade20k-512x512', '8xb1-160k_cityscapes-1024x1024'))
@@ -143,7 +143,7 @@ def resized(x, size, align_corners):
 
 
 @pytest.mark.parametrize('size', [(9, 13), (5, 4)])
-def test_heads_by_the_formula(size):
+def test_heads_compute_their_formulas(size):
     init_default_scope('mmseg')
     maps = [torch.randn(2, 8, 3, 3).double(), torch.randn(2, 80, *size).double()]
     x = maps[1]
@@ -170,7 +170,7 @@ def test_heads_by_the_formula(size):
 
 
 @pytest.mark.parametrize('head', ['deeplabv3', 'pspnet'])
-def test_losses(head):
+def test_losses_average_over_labeled_pixels(head):
     """Of one image: mean over its labelled pixels, at the image's size, the auxiliary head's times 0.4."""
     _, model = small(head)
     x, data = torch.rand(1, 3, 64, 96), sample(64, 96)
@@ -192,7 +192,7 @@ def test_losses(head):
 
 @pytest.mark.parametrize('head, data, size', [('deeplabv3', 'ade20k', (136, 104)), ('pspnet', 'voc12-coco', (75, 100)),
                                               ('deeplabv3', 'voc12-coco', (33, 190))])
-def test_any_size(head, data, size):
+def test_any_image_size_is_segmented(head, data, size):
     """Logits at the image's size, and a prediction at the size before resizing."""
     _, model = small(head, data)
     image = torch.randint(256, (3, *size), dtype=torch.uint8)
@@ -212,7 +212,7 @@ SIZES = {(480, 640): [(512, 680), (512, 672)], (333, 500): [(512, 768), (512, 76
          (1536, 2050): [(512, 680), (512, 672)], (600, 599): [(512, 512)] * 2}
 
 
-def test_sizes_are_the_authors():
+def test_test_pipeline_sizes_are_the_authors():
     for data, stride, column in (('ade20k', 8, 0), ('voc12-coco', 16, 1)):
         for kind in ('deeplabv3', 'pspnet'):
             config = config_of(f'{kind}_mobilevitv2-200_{SCHEDULES[data]}_{data}-512x512')
@@ -224,7 +224,7 @@ def test_sizes_are_the_authors():
 
 
 @pytest.mark.parametrize('head, data, size', [('deeplabv3', 'ade20k', (120, 151)), ('pspnet', 'voc12-coco', (97, 60))])
-def test_evaluation_is_the_authors(head, data, size, tmp_path):
+def test_evaluation_equals_the_authors(head, data, size, tmp_path):
     """From the file to the labels: Pillow's bicubic, bilinear with aligned corners, the network, one interpolation."""
     from PIL import Image
     config, model = small(head, data)
@@ -247,7 +247,7 @@ def test_evaluation_is_the_authors(head, data, size, tmp_path):
     assert (result.pred_sem_seg.data == expected.argmax(0)).float().mean() > 0.999
 
 
-def test_pictures_of_two_sizes_and_windows():
+def test_batches_of_two_sizes_and_sliding_windows():
     """One batch of pictures that differ in size, and sliding windows, which keep MMSegmentation's two steps."""
     _, model = small('deeplabv3')
     x = torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8)
@@ -267,7 +267,7 @@ def test_pictures_of_two_sizes_and_windows():
     torch.testing.assert_close(run([0])[0], resized(logits, (30, 50), True)[0])
 
 
-def test_mistakes_with_the_resizing():
+def test_resize_transform_errors():
     from mmengine.registry import TRANSFORMS
     for cfg in (dict(type='ResizeShortSide', size=0), dict(type='ResizeShortSide', size=(512, 512)),
                 dict(type='ResizeToStride', stride=-8), dict(type='ResizeToStride', stride=8.)):
@@ -281,7 +281,7 @@ def test_mistakes_with_the_resizing():
     np.testing.assert_allclose(tiny['img'], 7, rtol=1e-6)
 
 
-def test_pretrained_by_options(tmp_path):
+def test_cfg_options_set_a_pretrained_backbone(tmp_path):
     import timm
 
     from subquad.backbones.weights import save_weights
@@ -296,7 +296,7 @@ def test_pretrained_by_options(tmp_path):
     assert all(torch.equal(value, own[key]) for key, value in model.backbone.state_dict().items())
 
 
-def test_augmentation(tmp_path):
+def test_training_augmentation(tmp_path):
     from mmcv import imwrite
     config = config_of('deeplabv3_mobilevitv2-100_4xb4-120e_ade20k-512x512')
     rng = np.random.default_rng(0)
@@ -325,7 +325,7 @@ def test_augmentation(tmp_path):
         assert all(sums) if 'Order' in kind else not all(sums)
 
 
-def test_cocos_annotations_become_vocs(tmp_path):
+def test_readme_code_converts_coco_to_voc(tmp_path):
     """The code in the README, on an image with a bus under a person, a giraffe, and on one without instances."""
     pytest.importorskip('pycocotools')
     from PIL import Image

@@ -46,7 +46,7 @@ def on_meta(config):
     ('upernet_ppma-b_160k_cityscapes-1024x1024', 'upernet_ppma-b_8xb1-160k_cityscapes-1024x1024'),
     ('pspnet_mobilevitv2-175_ade20k-512x512', 'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512'),
     ('deeplabv3_mobilevitv2-050_voc12-coco-512x512', 'deeplabv3_mobilevitv2-050_4xb32-50e_voc12-coco-512x512')])
-def test_an_old_name_gives_the_new_one(old, new):
+def test_old_config_names_raise_errors_with_the_new_name(old, new):
     from subquad.tools import stats, test, train
     for command in (train.main, stats.main, lambda arguments: test.main([*arguments, 'weights.pth'])):
         with pytest.raises(UserError, match=f'now called {new}$'):
@@ -55,7 +55,7 @@ def test_an_old_name_gives_the_new_one(old, new):
         train.main(['upernet_ppma-x_160k_ade20k-512x512'])
 
 
-def test_what_troubleshooting_says(tmp_path):
+def test_troubleshooting_base_config_loads(tmp_path):
     """The way round `mmseg::`, as it stands there."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     base, = re.findall(r"`(_base_ = __import__\('mmseg'\).*)`", text)
@@ -66,7 +66,7 @@ def test_what_troubleshooting_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_of_mmsegmentation(tmp_path):
+def test_troubleshooting_command_runs_get_flops(tmp_path):
     """The command that imports subquad before a script."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     code, = re.findall(r'`python -c "(.*)" get_flops.py CONFIG`', text)
@@ -77,7 +77,7 @@ def test_a_script_of_mmsegmentation(tmp_path):
     assert done.returncode == 0 and 'Flops:' in done.stdout, done.stderr[-2000:]
 
 
-def test_names_carry_the_batch():
+def test_config_names_state_batch_and_length():
     for name in CONFIGS:
         if name.endswith('_shapes'):
             continue
@@ -99,7 +99,7 @@ def decays_of(config):
 
 @pytest.mark.parametrize('name', ['upernet_ppma-b_8xb2-160k_ade20k-512x512',
                                   'upernet_ppma-t_8xb1-160k_cityscapes-1024x1024'])
-def test_no_decay_on_parameters_that_are_called_norm(name):
+def test_ppma_weight_decay_follows_the_authors_names(name):
     """As PPMA's authors: not the stem's BatchNorm, which their code calls by numbers, nor that of the heads, `bn`."""
     model, decays = decays_of(config_of(name))
     norms = {f'{path}.{kind}' for path, module in model.named_modules() for kind in ('weight', 'bias')
@@ -111,14 +111,14 @@ def test_no_decay_on_parameters_that_are_called_norm(name):
     assert set(decays.values()) == {0, 0.05}
 
 
-def test_no_decay_on_norms_and_biases():
+def test_mobilevitv2_has_no_weight_decay_on_norms_and_biases():
     """As MobileViTv2's authors."""
     _, decays = decays_of(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
     model = on_meta(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
     assert all(decays[name] == (0 if parameter.ndim == 1 else 1e-4) for name, parameter in model.named_parameters())
 
 
-def test_batch_norms_are_shared_as_published():
+def test_batch_norms_are_synchronized_as_published():
     sync = torch.nn.SyncBatchNorm
     for name in CONFIGS:
         config = config_of(name)
@@ -132,7 +132,7 @@ def test_batch_norms_are_shared_as_published():
             assert config.get('sync_bn') == (None if name.endswith('_shapes') else 'torch'), name
 
 
-def test_validated_as_published():
+def test_validation_intervals_are_the_published_ones():
     for name in CONFIGS:
         if name.startswith('upernet_ppma') and not name.endswith('_shapes'):
             assert config_of(name).train_cfg.val_interval == (4000 if 'cityscapes' in name else 16000)
@@ -143,7 +143,7 @@ def schedule_of(config):
     return optimizer, [PARAM_SCHEDULERS.build(dict(cfg, optimizer=optimizer)) for cfg in config.param_scheduler]
 
 
-def test_learning_rates_of_upernet():
+def test_learning_rate_schedule_of_upernet():
     """Linearly to 0 from the first iteration, times a warm-up over 1,500, as MMCV 1 computes both."""
     optimizer, schedulers = schedule_of(config_of('upernet_ppma-t_8xb2-160k_ade20k-512x512'))
     total, warm, ratio = 160_000, 1500, 1e-6
@@ -153,7 +153,7 @@ def test_learning_rates_of_upernet():
         [scheduler.step() for scheduler in schedulers]
 
 
-def test_learning_rates():
+def test_learning_rate_schedules_of_mobilevitv2():
     """After a warm-up, a cosine of the epoch: not of the iteration."""
     def rates(name, epochs, iterations):
         config = config_of(name)
@@ -176,7 +176,7 @@ def test_learning_rates():
     np.testing.assert_allclose(voc[1:].std(1), 0, atol=1e-9)
 
 
-def test_metafile():
+def test_metafile_lists_all_configs():
     yaml = pytest.importorskip('yaml')
     content = yaml.safe_load((FOLDER / 'metafile.yml').read_text())
     entries = {entry['Name']: entry for entry in content['Models']}

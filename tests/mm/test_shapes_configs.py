@@ -26,7 +26,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
+def test_sync_bn_becomes_batch_norm_on_cpus(data, tmp_path, monkeypatch):
     """PyTorch has no SyncBatchNorm for CPUs: under torchrun, too, it becomes BatchNorm."""
     import socket
     with socket.socket() as server:
@@ -48,7 +48,7 @@ def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', [UPERNET, 'deeplabv3_test-mobilevitv2_shapes'])
-def test_augmented_tests_of_shapes(name, data, tmp_path, capsys):
+def test_tta_averages_six_predictions(name, data, tmp_path, capsys):
     """--tta is the mean over three sizes and their mirror images, of any weights."""
     from mmengine.registry import MODELS, init_default_scope
     from safetensors.torch import save_file
@@ -64,7 +64,7 @@ def test_augmented_tests_of_shapes(name, data, tmp_path, capsys):
     assert len(transforms[0]) * len(transforms[1]) == 6
 
 
-def test_the_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
+def test_mmsegmentation_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
     """MMSegmentation's tool, which takes the classes from the data set's type. Predictions: the labels, but for one
     image that is called background."""
     import importlib.util

@@ -189,7 +189,7 @@ def rows_of(scores, codes, classes=80):
 
 
 @pytest.mark.parametrize('width', WIDTHS)
-def test_parameters_are_the_authors(width):
+def test_parameter_counts_are_the_authors(width):
     with torch.device('meta'):
         model = build(config(width).model)
     parts = (model, model.backbone, model.neck, model.bbox_head)
@@ -197,7 +197,7 @@ def test_parameters_are_the_authors(width):
 
 
 @pytest.mark.parametrize('width', ['050', '100'])
-def test_the_authors_file_loads_and_computes_the_same(width):
+def test_authors_ssdlite_file_loads_and_computes_the_same(width):
     scale = int(width) / 100
     weights = authors_file(_encoder(scale), _ssd(scale))
     assert len(weights) == (352 if width == '050' else 358)
@@ -218,7 +218,7 @@ def test_the_authors_file_loads_and_computes_the_same(width):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_joint_layer_keeps_the_authors_channels():
+def test_joint_layer_has_the_authors_channel_order():
     head = SSDLiteJointHead(num_classes=3).eval()
     for last in (getattr(level.joint, 'pointwise_conv', level.joint).conv for level in head.levels):
         last.weight.data.zero_()
@@ -230,7 +230,7 @@ def test_joint_layer_keeps_the_authors_channels():
         assert torch.equal(score[0, :, 1, 0].reshape(anchors, 4), first[:, None] + torch.tensor([5, 6, 7, 4]))
 
 
-def test_anchors_are_the_authors():
+def test_anchors_equal_the_authors():
     generator = SSDLiteAnchorGenerator()
     priors = generator.grid_priors(MAPS, (320, 320))
     assert [len(level) for level in priors] == [2400, 600, 150, 54, 24, 4] and priors[0].dtype == torch.float32
@@ -242,7 +242,7 @@ def test_anchors_are_the_authors():
     torch.testing.assert_close(wide.double(), corners(authors_anchors(maps)), rtol=0, atol=1e-6)
 
 
-def test_boxes_are_decoded_as_the_authors_do():
+def test_box_coder_equals_the_authors():
     coder = SSDLiteBoxCoder()
     anchors = authors_anchors(MAPS)[::50]
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def authors_loss(rows, truths):
     return total / max(positives, 1)
 
 
-def test_loss_is_the_authors():
+def test_loss_equals_the_authors():
     head = build({**config().model.bbox_head, 'train_cfg': config().model.train_cfg})
     torch.manual_seed(0)
     scores, codes = ([torch.randn(3, a * n, *size, dtype=torch.float64) for a, size in zip(head.num_base_priors, MAPS)]
@@ -292,7 +292,7 @@ def test_loss_is_the_authors():
 
 
 @pytest.mark.parametrize('truths,size', [([([[9., 30, 90, 99]], [2]), ([], [])], (192, 192)), ([([], [])], (320, 320))])
-def test_training_step(truths, size):
+def test_training_step_has_finite_gradients(truths, size):
     model = small().train()
     model.init_weights()
     losses, _ = model.parse_losses(model(**batch(model, truths, size), mode='loss'))
@@ -302,7 +302,7 @@ def test_training_step(truths, size):
 
 
 @pytest.mark.parametrize('size, maps', [((288, 288), (18, 10, 5, 3, 2, 1)), ((384, 256), (24, 12, 6, 3, 2, 1))])
-def test_other_sizes(size, maps):
+def test_detection_at_other_image_sizes(size, maps):
     model = small().eval()
     data = batch(model, [([], [])] * 2, size, training=False)
     with torch.no_grad():
@@ -326,7 +326,7 @@ def authors_detections(rows):
     return zip(*sorted(found, key=lambda item: -item[0])[:200])
 
 
-def test_detections_are_the_authors():
+def test_detections_equal_the_authors():
     head = build({**config().model.bbox_head, 'num_classes': 5, 'test_cfg': config().model.test_cfg})
     torch.manual_seed(0)
     scores = [2 * torch.randn(2, a * 6, *size) for a, size in zip(head.num_base_priors, MAPS)]
@@ -349,7 +349,7 @@ def test_detections_are_the_authors():
     assert len(head.predict_by_feat(scores, codes, batch_img_metas=metas)[0]) == 0
 
 
-def test_classes_do_not_suppress_each_other_outside_the_image():
+def test_nms_keeps_classes_apart_outside_the_image():
     head = build({**config().model.bbox_head, 'num_classes': 2, 'test_cfg': config().model.test_cfg})
     maps = list(zip(head.num_base_priors, [(1, 2), *[(1, 1)] * 5]))
     scores = [torch.tensor([0., 0, 99]).repeat(a)[:, None, None].repeat(1, 1, *size) for a, size in maps]
@@ -362,7 +362,7 @@ def test_classes_do_not_suppress_each_other_outside_the_image():
 
 
 @pytest.mark.parametrize('kind', ['deeplabv3', 'pspnet'])
-def test_the_authors_segmenters_load(kind):
+def test_authors_segmenter_files_load(kind):
     pytest.importorskip('mmseg')
     weights = authors_file(_encoder(0.5), _segmenter(0.5, kind))
     assert len(weights) == (313 if kind == 'deeplabv3' else 307)
@@ -381,7 +381,7 @@ def test_the_authors_segmenters_load(kind):
     assert all(cvnets.translate(file, model).keys() == model.state_dict().keys() for file in (weights, without))
 
 
-def test_translation_leaves_other_files_and_unknown_names_alone():
+def test_translation_keeps_other_files_and_unknown_keys():
     model = small()
     state, weights = model.state_dict(), authors_file(_encoder(0.25), [('ssd_heads.0.other', (2,))])
     assert cvnets.translate(state, model) is state and 'ssd_heads.0.other' in cvnets.translate(weights, model)
@@ -398,6 +398,6 @@ def test_translation_leaves_other_files_and_unknown_names_alone():
     (lambda: SSDLiteJointHead()([torch.rand(1, 512, 4, 4)]), 'the head has 6 levels, got 1 maps'),
     (lambda: SSDLiteAnchorGenerator(ratios=[[2], [-3]]), 'ratios must be positive numbers'),
 ])
-def test_wrong_arguments(make, message):
+def test_invalid_ssdlite_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
