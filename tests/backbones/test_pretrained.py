@@ -1,4 +1,4 @@
-"""What timm loads into our models: all of the backbone or an error, and a sentence on what is not the file's."""
+"""Pretrained weights in timm: the whole backbone loads or an error is raised, and warnings name what is untrained."""
 import re
 import warnings
 
@@ -15,7 +15,7 @@ NAMES = ('test_ppma', 'test_mobilevitv2', 'test_myo')
 
 @pytest.fixture(scope='module', params=NAMES)
 def published(request, tmp_path_factory):
-    """(name, file of a network of 1000 classes, its state dict)."""
+    """Name, weight file and state dict of a network with 1000 classes."""
     torch.manual_seed(1)
     model = timm.create_model(request.param)
     path = tmp_path_factory.mktemp('published') / f'{request.param}.safetensors'
@@ -24,7 +24,7 @@ def published(request, tmp_path_factory):
 
 
 def _create(name, file, overlay=None, **kwargs):
-    """(model, sentences of warnings)."""
+    """Return the model and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=file, **(overlay or {})),
@@ -40,7 +40,7 @@ def _backbone_is(model, state, prefix=''):
 
 @pytest.fixture(scope='module')
 def foreign_files(tmp_path_factory):
-    """Files that leave weights random: of a resnet18, of part of a network, of a deeper one, of a wider one."""
+    """Files that would leave weights random: of a resnet18, and of incomplete, deeper and wider networks."""
     folder = tmp_path_factory.mktemp('foreign')
     model = timm.create_model('test_ppma')
     state = model.state_dict()
@@ -81,7 +81,7 @@ def test_other_number_of_classes_warns_of_untrained_classifier(published):
 
 
 def test_matching_classifier_loads_although_timm_expects_1000(tmp_path):
-    """timm drops a classifier whose size is not that of its pretrained_cfg."""
+    """timm drops a classifier whose size differs from its pretrained_cfg."""
     trained = timm.create_model('test_ppma', num_classes=10)
     save_weights(trained, tmp_path / 'w.safetensors')
     model, said = _create('test_ppma', str(tmp_path / 'w.safetensors'), num_classes=10)
@@ -136,7 +136,7 @@ def test_unadaptable_first_layer_is_refused(tmp_path):
     with pytest.raises(WeightsError, match=r'stem.conv1.conv.weight .*5, 3, 3. instead of'):
         _create('test_ppma', str(tmp_path / 'w.safetensors'), in_chans=2, num_classes=10)
     save_weights(timm.create_model('myo_sequence'), tmp_path / 's.safetensors')
-    with pytest.raises(WeightsError, match='encoder'):         # a linear layer, which timm would leave random
+    with pytest.raises(WeightsError, match='encoder'):         # a linear layer, which timm would not load
         _create('myo_sequence', str(tmp_path / 's.safetensors'), in_chans=1, num_classes=4)
 
 
@@ -212,7 +212,7 @@ def test_load_weights_warns_of_unloaded_weights(tmp_path):
 @pytest.mark.filterwarnings('ignore:The nodes obtained')
 @pytest.mark.parametrize('name', NAMES)
 def test_torchvision_feature_extractor_error_names_timms(name):
-    """torchvision's tracer goes into what timm's takes as a leaf."""
+    """torchvision's tracer enters modules that timm's tracer treats as leaves, so an error names timm's."""
     from torchvision.models.feature_extraction import create_feature_extractor
     model = timm.create_model(name).eval()
     with pytest.raises(TypeError, match='features_only=True, or timm.models.create_feature_extractor'):

@@ -1,4 +1,4 @@
-"""Weight files: what is read, what is refused, and that nothing stays random or half-written."""
+"""Weight files: reading, writing, and errors for damaged, unsafe and mismatched files."""
 import argparse
 import os
 import pickle
@@ -25,8 +25,8 @@ def _same(first, second):
 def test_saved_weights_and_metadata_are_read_back(model, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(model, path, dict(model='test_ppma', classes=['a', 'b']))
-    weights, facts, source = read_checkpoint(path)
-    assert facts == dict(model='test_ppma', classes=['a', 'b']) and source == '' and len(weights) > 100
+    weights, metadata, source = read_checkpoint(path)
+    assert metadata == dict(model='test_ppma', classes=['a', 'b']) and source == '' and len(weights) > 100
     other = timm.create_model('test_ppma', num_classes=4)
     assert not _same(model, other)
     load_weights(other, path)
@@ -71,7 +71,7 @@ def test_averaged_weights_are_preferred(model, tmp_path):
 
 
 class _Code:
-    """Unpickling it would make a folder."""
+    """Pickle that would create a folder when it is loaded."""
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -138,7 +138,7 @@ def test_failed_write_keeps_the_old_file(model, tmp_path, monkeypatch):
 
 
 class _Reach:
-    """Pickled as getattr(owner, name)."""
+    """Object that is pickled as getattr(owner, name)."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -223,7 +223,7 @@ def test_unreadable_paths_raise_short_errors(tmp_path):
 @pytest.mark.parametrize('older', [False, True])
 @pytest.mark.parametrize('protocol', [2, 3, 4, 5])
 def test_pickle_that_names_code_is_called_unsafe(older, protocol, tmp_path):
-    """Whatever torch's message says: it stops at the first operation that it does not know."""
+    """The error does not depend on torch's message, which names the first unknown operation only."""
     path, marker = tmp_path / 'w.pth', tmp_path / 'was_run'
     for content in ({'w': torch.ones(1), 'x': _Code(marker)}, {'x': _Code(marker)}, _Code(marker)):
         torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=not older)
@@ -250,8 +250,8 @@ def test_unlisted_functions_and_classes_are_unsafe(tmp_path):
 
 
 def test_compressed_archive_is_refused_before_unpacking(tmp_path):
-    torch.save({'w': torch.zeros(5_000_000)}, tmp_path / 'plain.pth')
-    with zipfile.ZipFile(tmp_path / 'plain.pth') as source, zipfile.ZipFile(tmp_path / 'w.pth', 'w') as target:
+    torch.save({'w': torch.zeros(5_000_000)}, tmp_path / 'uncompressed.pth')
+    with zipfile.ZipFile(tmp_path / 'uncompressed.pth') as source, zipfile.ZipFile(tmp_path / 'w.pth', 'w') as target:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry), zipfile.ZIP_DEFLATED)
     with pytest.raises(WeightsError, match='is a compressed archive .20,0'):

@@ -1,4 +1,4 @@
-"""The backbones of detectors and segmenters: arguments, freezing, checkpointing, and weights that are really loaded."""
+"""Backbones of detectors and segmenters: arguments, frozen stages, activation checkpointing, weights, layer decay."""
 import copy
 import json
 import logging
@@ -28,7 +28,7 @@ def _build(family, **kwargs):
 
 @pytest.fixture(autouse=True)
 def silence():
-    """mmengine logs a line for each weight."""
+    """Switch off mmengine's log, which has a line for each weight."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -117,7 +117,7 @@ def test_activation_checkpointing_keeps_outputs_and_gradients(family):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_bfloat16_autocast_trains(family):
-    # A random MobileViTv2 amplifies rounding level by level, timm's as well, and the test network most.
+    # A random MobileViTv2 amplifies rounding errors from level to level, as timm's does; the test network does so most.
     backbone = MODELS.build(dict(type=family, arch='050' if family == 'MobileViTv2' else 'test')).eval()
     x = torch.rand(2, 3, 64, 96)
     with torch.autocast('cpu', torch.bfloat16):
@@ -140,7 +140,7 @@ def test_output_stride_of_mobilevitv2():
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_roi_align_reads_the_maps_in_the_right_layout(family):
-    """mmcv's RoIAlign takes memory for rows of a channel, whatever the strides say."""
+    """mmcv's RoIAlign ignores strides, so maps must be contiguous."""
     from mmcv.ops import roi_align
     levels = _build(family).eval()(torch.rand(2, 3, 64, 96))
     convolution = nn.Conv2d(levels[0].shape[1], 4, 1)
@@ -159,7 +159,7 @@ def _first_stage(model):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_init_cfg_loads_classifiers_and_detectors(family, tmp_path):
     classifier = timm.create_model(FAMILIES[family][0])
-    for module in classifier.modules():                # weights that no constructor gives
+    for module in classifier.modules():                # values that differ from initialization
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, _BatchNorm)):
             nn.init.normal_(module.weight)
     save_weights(classifier, tmp_path / 'c.safetensors')
@@ -168,7 +168,7 @@ def test_init_cfg_loads_classifiers_and_detectors(family, tmp_path):
     detector.backbone.init_weights()
     for ours, theirs in zip(_first_stage(detector.backbone), _first_stage(classifier), strict=True):
         assert torch.equal(ours, theirs)
-    # ... and by a detector's, of which it is a part.
+    # The same weights load from a detector's file.
     path = str(tmp_path / 'detector.pth')
     save_checkpoint(dict(state_dict=detector.state_dict(), meta={}), path)
     for options in (dict(prefix='backbone.'), dict(prefix='backbone'), {}):
@@ -179,7 +179,7 @@ def test_init_cfg_loads_classifiers_and_detectors(family, tmp_path):
 
 
 def test_init_cfg_translates_published_keys(tmp_path):
-    """The authors' classifier: other key names, a Relpos buffer, and a head that detectors do not have."""
+    """The authors' classifier has other keys, a Relpos buffer, and a head that detectors do not have."""
     with safe_open(DATA / 'ppma_layerscale_nonsquare.safetensors', 'pt') as file:
         state = {key.removeprefix('state/'): file.get_tensor(key) for key in file.keys() if key.startswith('state/')}
         config = json.loads(file.metadata()['config'])
@@ -212,7 +212,7 @@ def test_every_way_of_loading_a_backbone_is_strict(change, message, tmp_path):
     detector = nn.Module()
     detector.backbone = backbone
     with pytest.raises(WeightsError, match=message):
-        lax_load(detector, path)                       # as a Runner's load_from and resume do
+        lax_load(detector, path)                       # used by a Runner's load_from and resume
     with pytest.raises(WeightsError, match=message):
         backbone.load_state_dict(weights, strict=False)
     if weights:
@@ -220,7 +220,7 @@ def test_every_way_of_loading_a_backbone_is_strict(change, message, tmp_path):
         with pytest.raises(WeightsError, match=message):
             _build('PPMA', init_cfg=dict(type='Pretrained', checkpoint=path)).init_weights()
     for name, value in backbone.state_dict().items():
-        assert torch.equal(value, before[name]), 'nothing may be half loaded'
+        assert torch.equal(value, before[name]), 'no weight may change'
 
 
 def test_init_cfg_errors_name_the_file(tmp_path):
@@ -249,7 +249,7 @@ def test_invalid_backbone_arguments(kwargs, message):
         _ = MODELS.build({**dict(type='PPMA', arch='test'), **kwargs})
 
 
-# ---- optimisers
+# ---- optimizers
 
 class _Detector(nn.Module):
     def __init__(self, backbone):

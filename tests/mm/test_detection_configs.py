@@ -1,4 +1,4 @@
-"""The configs of detectors: they build, their recipe is the published one, and they count what the papers report."""
+"""Detection configs build, follow the published recipes, and have the parameters and MACs that the papers report."""
 import functools
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from subquad.tools.engine.counting_configs import REPORTED, count_config
 
 FOLDER = configs_folder() / 'detection'
 NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))
-# The papers' rows with MACs, and the count that is nearest.
+# Configs for which the papers report MACs -> the count that is nearest to the reported value.
 ROWS = {
     'mask-rcnn_ppma-t_fpn_1x_coco': 'macs_with_norms', 'mask-rcnn_ppma-s_fpn_1x_coco': 'macs_with_norms',
     'mask-rcnn_ppma-b_fpn_1x_coco': 'macs_with_norms',
@@ -36,8 +36,8 @@ ROWS = {
     'deeplabv3_mobilevitv2-200_4xb4-120e_ade20k-512x512': 'macs_with_norms',
     'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512': 'macs_with_norms',
     'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512': 'macs'}
-# Exact parameters without the auxiliary head, multiply-adds of the weights, and fvcore's count, both in G: measured on
-# the authors' own code (cvnets).
+# Parameters without the auxiliary head, multiply-adds of the weights in G, and fvcore's count in G, all measured with
+# the authors' code (cvnets).
 CVNETS = {
     'ssdlite_mobilevitv2-050_coco-320': (2_035_395, 0.8907, 0.9164),
     'ssdlite_mobilevitv2-075_coco-320': (3_584_955, 1.8012, 1.8393),
@@ -82,7 +82,6 @@ def test_configs_of_all_published_networks_exist():
 
 
 def test_loaded_configs_have_no_helper_variables():
-    """What only helps to write a config is not in the one that mmengine reads and writes to the work folder."""
     for name in ('mask-rcnn_ppma-t_fpn_3x-ms_coco', 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes',
                  'ssdlite_test-mobilevitv2_shapes', 'myo_listops', 'myo_zmnist', 'myo_listops-short'):
         config = config_of(name)
@@ -110,14 +109,14 @@ def test_recipe_is_the_published_one(name, epochs):
     decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     norms = {id(p) for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm))
              for p in m.parameters()}
-    # The authors of PPMA spare names with "norm" in them; their stem's BatchNorm layers are called by numbers.
+    # The authors of PPMA exempt names with "norm" from decay; BatchNorm layers of their stem have numbers as names.
     stem = {id(p) for p in model.backbone.stem.parameters()} & norms if 'ppma' in name else set()
     assert len(stem) == (8 if 'ppma' in name else 0) and norms > stem
     assert all(decays[id(p)] == (0 if id(p) in norms - stem else 0.05) for p in model.parameters())
     assert {group['lr'] for group in optimizer.param_groups} == {1e-4}
 
 
-# MMDetection's own recipes with PPMA-T, and options that keep the network small enough to run here.
+# Configs with MMDetection's own recipes -> options that make them small enough for a test.
 STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco': {},
          'dino-4scale_ppma-t_8xb2-12e_coco': {'model.num_queries': 20},
          'mask2former_ppma-t_8xb2-lsj-50e_coco': {'model.data_preprocessor.batch_augments': None}}
@@ -126,7 +125,7 @@ STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco'
 @pytest.mark.slow
 @pytest.mark.parametrize('name', STOCK)
 def test_stock_detectors_have_finite_losses_and_all_gradients(name):
-    """The losses of two small images are finite, and every parameter has a gradient, as distributed training wants."""
+    """Distributed training needs a gradient for every parameter."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
@@ -161,7 +160,7 @@ def test_building_does_not_change_the_config():
 
 
 def test_stock_detectors_keep_mmdetections_recipes():
-    """The backbone's learning rate, the norms' decay, and images as PPMA's classifiers take them."""
+    """Learning rates of the backbone and weight decay of norms are MMDetection's, image normalization is PPMA's."""
     for name in STOCK:
         config = config_of(name)
         preprocessor = config.model.data_preprocessor
@@ -221,7 +220,7 @@ def test_counts_are_near_the_reported_ones(name):
 
 
 def test_macs_of_box_and_mask_heads():
-    """By hand: box heads on 1000 regions, mask heads on 100, three stages of each in a cascade."""
+    """Box heads run on 1000 regions and mask heads on 100; a cascade has three of each."""
     small = {'model.backbone.arch': 'test', 'model.neck.in_channels': [32, 48, 64, 96]}
     one, three = (count_config(f'{name}_coco', 64, 64, **small)['macs_of_weights']
                   for name in ('mask-rcnn_ppma-t_fpn_1x', 'cascade-mask-rcnn_ppma-t_fpn_3x-ms'))

@@ -1,4 +1,4 @@
-"""Recipes of the segmentation configs: names, optimiser groups, learning rates, norms; and their metafile."""
+"""Recipes of the segmentation configs: names, optimizer groups, learning rates, norms, and the metafile."""
 import functools
 import os
 import re
@@ -14,30 +14,27 @@ from helpers import ROOT
 pytest.importorskip('mmseg')
 
 import mmseg
+from dense_cases import CONFIGS as FOLDERS
+from dense_cases import build_on_meta, load_segmentation
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
-from mmseg.registry import MODELS
 
-import subquad.backbones.mm
-import subquad.configs
 from subquad.tools.common.cli import UserError
 
-FOLDER = Path(subquad.configs.__path__[0]) / 'segmentation'
+FOLDER = FOLDERS / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
 
 
 @functools.lru_cache(None)
 def config_of(name):
-    """Read once; no test changes it."""
-    config = Config.fromfile(FOLDER / f'{name}.py')
+    """Return a config that is read once; no test changes it."""
+    return load_segmentation(name)
+
+
+@pytest.fixture(autouse=True)
+def mmseg_scope():
     init_default_scope('mmseg')
-    return config
-
-
-def on_meta(config):
-    with torch.device('meta'):
-        return MODELS.build(config.model)
 
 
 @pytest.mark.parametrize('old, new', [
@@ -56,7 +53,7 @@ def test_old_config_names_raise_errors_with_the_new_name(old, new):
 
 
 def test_troubleshooting_base_config_loads(tmp_path):
-    """The way round `mmseg::`, as it stands there."""
+    """The replacement of `mmseg::` in docs/troubleshooting.md works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     base, = re.findall(r"`(_base_ = __import__\('mmseg'\).*)`", text)
     backbone = "dict(_delete_=True, type='PPMA')"
@@ -67,7 +64,7 @@ def test_troubleshooting_base_config_loads(tmp_path):
 
 @pytest.mark.slow
 def test_troubleshooting_command_runs_get_flops(tmp_path):
-    """The command that imports subquad before a script."""
+    """The command in docs/troubleshooting.md that imports subquad before a script works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     code, = re.findall(r'`python -c "(.*)" get_flops.py CONFIG`', text)
     script = Path(mmseg.__path__[0]) / '.mim' / 'tools' / 'analysis_tools' / 'get_flops.py'
@@ -90,8 +87,8 @@ def test_config_names_state_batch_and_length():
 
 
 def decays_of(config):
-    """The network, and the weight decay of each parameter by its name."""
-    model = on_meta(config)
+    """Return the network and the weight decay of each parameter by name."""
+    model = build_on_meta(config)
     optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
     by_id = {id(parameter): group['weight_decay'] for group in optimizer.param_groups for parameter in group['params']}
     return model, {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
@@ -100,7 +97,7 @@ def decays_of(config):
 @pytest.mark.parametrize('name', ['upernet_ppma-b_8xb2-160k_ade20k-512x512',
                                   'upernet_ppma-t_8xb1-160k_cityscapes-1024x1024'])
 def test_ppma_weight_decay_follows_the_authors_names(name):
-    """As PPMA's authors: not the stem's BatchNorm, which their code calls by numbers, nor that of the heads, `bn`."""
+    """Parameters called "norm" by PPMA's authors have no decay; BatchNorm of the stem and the heads has decay."""
     model, decays = decays_of(config_of(name))
     norms = {f'{path}.{kind}' for path, module in model.named_modules() for kind in ('weight', 'bias')
              if isinstance(module, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.LayerNorm))}
@@ -112,9 +109,8 @@ def test_ppma_weight_decay_follows_the_authors_names(name):
 
 
 def test_mobilevitv2_has_no_weight_decay_on_norms_and_biases():
-    """As MobileViTv2's authors."""
     _, decays = decays_of(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
-    model = on_meta(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
+    model = build_on_meta(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
     assert all(decays[name] == (0 if parameter.ndim == 1 else 1e-4) for name, parameter in model.named_parameters())
 
 
@@ -123,7 +119,7 @@ def test_batch_norms_are_synchronized_as_published():
     for name in CONFIGS:
         config = config_of(name)
         if re.match('(upernet|fpn)_(ppma|myo)-t', name):
-            model = on_meta(config)
+            model = build_on_meta(config)
             assert config.get('sync_bn') is None and not any(isinstance(m, sync) for m in model.backbone.modules())
             for head in [model.decode_head] + ([model.auxiliary_head] if model.with_auxiliary_head else []):
                 norms = [m for m in head.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
@@ -144,7 +140,7 @@ def schedule_of(config):
 
 
 def test_learning_rate_schedule_of_upernet():
-    """Linearly to 0 from the first iteration, times a warm-up over 1,500, as MMCV 1 computes both."""
+    """The rate falls linearly to 0 and is multiplied by a warm-up over 1,500 iterations, as in MMCV 1."""
     optimizer, schedulers = schedule_of(config_of('upernet_ppma-t_8xb2-160k_ade20k-512x512'))
     total, warm, ratio = 160_000, 1500, 1e-6
     for step in range(3001):
@@ -154,7 +150,7 @@ def test_learning_rate_schedule_of_upernet():
 
 
 def test_learning_rate_schedules_of_mobilevitv2():
-    """After a warm-up, a cosine of the epoch: not of the iteration."""
+    """After a warm-up, the rate is a cosine of the epoch, not of the iteration."""
     def rates(name, epochs, iterations):
         config = config_of(name)
         optimizer, schedulers = schedule_of(config)
@@ -186,7 +182,7 @@ def test_metafile_lists_all_configs():
     for name, entry in entries.items():
         assert entry['Config'] == f'configs/segmentation/{name}.py' and entry['In Collection'] in collections
         assert ('Results' in entry) == ('Reported By' in entry)
-        # The paper has a figure of one more network than the authors' model zoo has files.
+        # The paper reports one network for which the authors' model zoo has no file.
         published = 'Results' in entry and name != 'pspnet_mobilevitv2-175_4xb32-50e_voc12-coco-512x512'
         assert ('Published File' in entry) == published, name
         file = entry.get('Published File', '')
