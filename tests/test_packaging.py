@@ -1,4 +1,4 @@
-"""The source archive and the wheel: what the README's commands and links need is in them."""
+"""The source archive and the wheel contain what README, docs and commands need."""
 import importlib.util
 import re
 import shutil
@@ -14,7 +14,7 @@ from helpers import ROOT
 
 @pytest.fixture(scope='module')
 def setup_file():
-    """setup.py as a module; it calls `setup` only when it is run."""
+    """setup.py as a module. It calls `setup` only when it is run."""
     spec = importlib.util.spec_from_file_location('subquad_setup', ROOT / 'setup.py')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,7 +26,8 @@ def unpacked(tmp_path_factory):
     """The source archive of this tree, unpacked."""
     folder = tmp_path_factory.mktemp('sdist')
     tree = folder / 'tree'
-    hidden = ('.git', '.venv', 'runs', 'demo', 'benchmarks', 'build', 'dist', '*.egg-info', '__pycache__', '.*_cache')
+    hidden = ('.git', '.venv', 'runs', 'demo', 'benchmarks', 'build', 'dist', 'site', '*.egg-info', '__pycache__',
+              '.*_cache')
     shutil.copytree(ROOT, tree, ignore=lambda at, names: [] if Path(at).name == 'model_cards' else
                     shutil.ignore_patterns(*hidden)(at, names))
     _build('build_sdist', tree, folder)
@@ -48,8 +49,8 @@ def _links(text: str):
 
 
 def test_source_archive_has_what_the_documents_link_to(unpacked):
-    documents = [unpacked / 'README.md', *unpacked.glob('docs/**/*.md'), *unpacked.glob('model_cards/*.md'),
-                 *unpacked.glob('configs/*/README.md')]
+    documents = [*unpacked.glob('*.md'), *unpacked.glob('docs/**/*.md'), *unpacked.glob('examples/*.md'),
+                 *unpacked.glob('model_cards/*.md'), *unpacked.glob('configs/*/README.md')]
     assert len(documents) > 5
     missing = [f'{file.relative_to(unpacked)} -> {target}' for file in documents for target in _links(file.read_text())
                if not (file.parent / target).exists()]
@@ -57,10 +58,11 @@ def test_source_archive_has_what_the_documents_link_to(unpacked):
 
 
 def test_source_archive_runs_the_makefile(unpacked):
-    """`make demo` and `make test` need these files; `make -n` finds every rule and prerequisite."""
-    for name in ('.ci/setup', '.ci/run', '.ci/timm-suite', 'constraints.txt', 'tests/conftest.py', 'LICENSE'):
+    """The targets need these files, and `make -n` finds every rule and prerequisite."""
+    for name in ('.ci/setup', '.ci/run', '.ci/timm-suite', 'CITATION.cff', 'LICENSE', 'constraints.txt',
+                 'docs/hooks.py', 'mkdocs.yml', 'tests/conftest.py'):
         assert (unpacked / name).is_file(), name
-    done = subprocess.run(['make', '-n', 'demo', 'test'], cwd=unpacked, capture_output=True, text=True)
+    done = subprocess.run(['make', '-n', 'demo', 'test', 'docs', 'dev'], cwd=unpacked, capture_output=True, text=True)
     assert done.returncode == 0 and 'pytest' in done.stdout, done.stderr
 
 
@@ -84,6 +86,20 @@ def test_index_page_has_no_relative_links(setup_file):
     assert not _links(setup_file.long_description(readme, 'https://example.org/subquad/', 'v1'))
     plain = setup_file.long_description(readme, '', 'v1')
     assert not _links(plain) and '![' not in plain and '](#' not in plain
+
+
+def test_index_page_links_to_the_project(setup_file):
+    assert setup_file.project_urls('', 'v1') == {}
+    urls = setup_file.project_urls('https://example.org/subquad/', 'v1')
+    assert urls['Source'] == 'https://example.org/subquad'
+    assert urls['Changelog'] == 'https://example.org/subquad/blob/v1/CHANGELOG.md'
+
+
+def test_every_extra_is_pinned_for_development(setup_file):
+    """`make dev` and `make docs` install the versions of constraints.txt."""
+    pins = {line.split('=')[0].split('>')[0] for line in (ROOT / 'constraints.txt').read_text().splitlines()}
+    wanted = {re.split(r'[>\[]', name)[0] for name in setup_file.docs + ['pre-commit']}
+    assert wanted <= pins
 
 
 def test_index_page_points_to_pages_and_raw_pictures(setup_file):
