@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 
@@ -27,6 +28,9 @@ TOOLS = {
     'kernels': 'which operators run on Triton kernels here, and what the kernels take',
     'tables': 'write the tables of README and model cards (for developers)',
 }
+
+# Where a command's module lies in subquad.tools, if not under the command's own name.
+MODULES = {'make-dataset': 'make_dataset', 'tables': 'bench.tables'}
 
 
 def usage() -> str:
@@ -92,11 +96,14 @@ def options_of(tool: str) -> List[str]:
     folder = package_folder('tools')
 
     def parsed(module: str) -> ast.Module:
-        return ast.parse((folder / f'{module}.py').read_text(encoding='utf-8'))
-    tree = parsed(tool.replace('-', '_'))
+        return ast.parse(path(module).read_text(encoding='utf-8'))
+
+    def path(module: str) -> Path:
+        return folder.joinpath(*module.split('.')).with_suffix('.py')
+    tree = parsed(MODULES.get(tool, tool))
     found = {'--help', *_options_in(tree)}
-    for node in ast.walk(tree):                   # of functions that it takes from another tool, as `test` from `train`
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and (folder / f'{node.module}.py').is_file():
+    for node in ast.walk(tree):                   # the options that an imported function adds
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and path(node.module).is_file():
             names = {alias.name for alias in node.names} - {'main'}
             found |= {option for function in parsed(node.module).body if getattr(function, 'name', '') in names
                       for option in _options_in(function)}
@@ -186,8 +193,10 @@ def _dispatch(argv: List[str]) -> int:
         return 2
     if name == 'configs':
         return configs(rest)
-    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.cli').run
-    run(importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main, rest)
+    # It is for users' own scripts: no command needs torchvision's compiled operators.
+    warnings.filterwarnings('ignore', 'torchvision was built for another torch')
+    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
+    run(importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main, rest)
 
 
 def version() -> str:

@@ -1,4 +1,4 @@
-"""Backbones, made by name with `timm.create_model` once this package is imported."""
+"""Vision backbones. Importing this package registers them with timm."""
 if __name__ != 'subquad.backbones':
     raise ImportError(f"import subquad.backbones, not {__name__!r}: the folder of the checkout is not a package of its "
                       'own, and its models would be registered twice')

@@ -1,4 +1,4 @@
-"""The parts that backbones share: convolution and BatchNorm, stem, depthwise convolution, feed-forward, block, head."""
+"""Layers that the backbones share: convolutions, stem, feed-forward layer, block and head."""
 from typing import Callable, Optional
 
 import torch
@@ -8,17 +8,17 @@ from timm.models import register_notrace_function
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .inference import in_parts
+from .inference import forward_in_parts
 from .options import MIN_SIZE
 
 
 @register_notrace_function
 def check_image(x: Tensor, in_chans: int) -> Tensor:
-    """x itself, if it is a batch of images that a stride-32 network can take.
+    """Check that x is a batch of images that a network of stride 32 can take, and return x.
 
     Raises:
-        TypeError: not a floating tensor, or a proxy of a tracer that does not know timm's leaves.
-        ValueError: not (B, in_chans, H, W) with H, W >= 32.
+        TypeError: x is not a floating-point tensor, or is the proxy of a tracer that does not know timm's leaf modules.
+        ValueError: the shape is not (B, in_chans, H, W) with H, W >= 32.
     """
     if isinstance(x, Proxy):
         raise TypeError('torch.fx cannot trace this network by itself: use features_only=True, or timm.models.'
@@ -31,16 +31,22 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
     return x
 
 
-def is_plain(*modules: nn.Module) -> bool:
-    """Whether the modules are PyTorch's own convolutions and norms, without adapter, parametrization or hook: then
-    their weights may be used without calling them."""
-    return all(type(m) in (nn.Conv2d, nn.BatchNorm2d) and not m._forward_hooks and not m._forward_pre_hooks
-               for m in modules)
+def can_bypass_forward(*modules: nn.Module) -> bool:
+    """True if the modules are PyTorch's own convolutions and norms without adapter, parametrization or hook.
+
+    Then a layer may use their weights directly instead of calling them.
+    """
+    return all(
+        type(m) in (nn.Conv2d, nn.BatchNorm2d) and not m._forward_hooks and not m._forward_pre_hooks
+        for m in modules
+    )
 
 
-def folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """norm(conv(x)) in evaluation: the statistics are constants, and folded into the convolution they save a pass over
-    its output."""
+def conv_norm_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Return norm(conv(x)) in evaluation mode, with the norm's statistics folded into the convolution.
+
+    This saves a pass over the output of the convolution.
+    """
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
     weight = conv.weight * scale[:, None, None, None]
@@ -48,18 +54,26 @@ def folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 class ConvNorm(nn.Module):
-    """3x3 convolution with bias, BatchNorm and, if asked for, GELU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
+    """3x3 convolution with bias, BatchNorm and, with `act`, GELU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
 
-    def __init__(self, in_chs: int, out_chs: int, stride: int = 1, act: bool = False, device=None, dtype=None):
+    def __init__(
+            self,
+            in_chs: int,
+            out_chs: int,
+            stride: int = 1,
+            act: bool = False,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         self.conv = nn.Conv2d(in_chs, out_chs, 3, stride, 1, device=device, dtype=dtype)
         self.norm = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
         self.act = nn.GELU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.norm.training or not is_plain(self.conv, self.norm):
+        if self.norm.training or not can_bypass_forward(self.conv, self.norm):
             return self.act(self.norm(self.conv(x)))
-        return self.act(folded(self.conv, self.norm, x))
+        return self.act(conv_norm_folded(self.conv, self.norm, x))
 
 
 class Stem(nn.Module):
@@ -75,20 +89,29 @@ class Stem(nn.Module):
         self.conv4 = ConvNorm(dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Everything after works on channels-last memory: tokens (B, H, W, C) are then a free view of images.
+        # All layers after this one work on channels-last memory, where tokens (B, H, W, C) are a view of images.
         x = check_image(x, self.in_chans).contiguous(memory_format=torch.channels_last)
-        return in_parts(self, self._forward, x, x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels)
+        elements = x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels
+        return forward_in_parts(self, self._forward, x, elements)
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.conv4(self.conv3(self.conv2(self.conv1(x))))
 
 
 class DepthwiseConv(nn.Module):
-    """k x k depthwise convolution of tokens, (B, H, W, C) -> (B, H, W, C); with `residual`, plus its input.
+    """k x k depthwise convolution of tokens, (B, H, W, C) -> (B, H, W, C). With `residual` it adds its input.
 
-    The residual is one more unit at the centre of the kernel, which saves a pass over the data."""
+    The residual is an increment of 1 at the center of the kernel, which saves a pass over the data.
+    """
 
-    def __init__(self, dim: int, kernel_size: int, residual: bool = False, device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            kernel_size: int,
+            residual: bool = False,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, kernel_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
@@ -97,7 +120,8 @@ class DepthwiseConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.Conv2d.reset_parameters(self)    # PyTorch's own default, as in the published network
+        """Initialize as PyTorch's convolutions, like the published network."""
+        nn.Conv2d.reset_parameters(self)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -108,7 +132,7 @@ class DepthwiseConv(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """fc1, GELU, h + DWConv3x3(h), fc2 on tokens (B, H, W, C)."""
+    """Feed-forward layer on tokens (B, H, W, C): fc1, GELU, h + DWConv3x3(h), fc2."""
 
     def __init__(self, dim: int, hidden_dim: int, device=None, dtype=None):
         super().__init__()
@@ -122,10 +146,27 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + DWConv3x3(x); x + mixer(LN(x)); x + FFN(LN(x)), on tokens (B, H, W, C)."""
+    """Block on tokens (B, H, W, C): x + DWConv3x3(x), then x + mixer(LN(x)), then x + FFN(LN(x)).
 
-    def __init__(self, dim: int, mixer: nn.Module, mlp_ratio: float, drop_path: float = 0.,
-                 layer_scale: Optional[float] = None, device=None, dtype=None):
+    Args:
+        dim: channels C.
+        mixer: token mixer (B, H, W, C) -> (B, H, W, C).
+        mlp_ratio: width of the feed-forward layer, as a multiple of `dim`.
+        drop_path: rate of stochastic depth.
+        layer_scale: initial value of LayerScale; None for no LayerScale.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            mixer: nn.Module,
+            mlp_ratio: float,
+            drop_path: float = 0.,
+            layer_scale: Optional[float] = None,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.pos = DepthwiseConv(dim, 3, residual=True, **dd)
@@ -144,19 +185,34 @@ class Block(nn.Module):
 
 
 def check_pool(global_pool: str, num_classes: int) -> None:
-    """Raises ValueError for a classifier without pooling."""
+    """Raise ValueError for a classifier without pooling."""
     if not global_pool and num_classes:
         raise ValueError(f"global_pool must name a pooling, such as 'avg', for a classifier, got '' with {num_classes} "
                          'classes (num_classes=0 makes no classifier)')
 
 
 class ProjectionHead(nn.Module):
-    """Linear, BatchNorm, SiLU on every token, then mean over tokens and a classifier: (B, C, H, W) -> (B, classes).
+    """Projection of every token (linear, BatchNorm, SiLU), mean over tokens, classifier: (B, C, H, W) -> (B, classes).
 
-    With `hidden` None there is no projection; with num_classes 0 no classifier; with global_pool '' no mean."""
+    Args:
+        dim: channels C.
+        hidden: width of the projection; None for no projection.
+        num_classes: number of classes; 0 for no classifier.
+        global_pool: 'avg', or '' to keep the map.
+        drop_rate: dropout rate before the classifier.
+        device, dtype: device and dtype of the parameters.
+    """
 
-    def __init__(self, dim: int, hidden: Optional[int], num_classes: int, global_pool: str = 'avg',
-                 drop_rate: float = 0., device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            hidden: Optional[int],
+            num_classes: int,
+            global_pool: str = 'avg',
+            drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.proj = nn.Linear(dim, hidden, **dd) if hidden else nn.Identity()
@@ -166,14 +222,26 @@ class ProjectionHead(nn.Module):
         self.drop = nn.Dropout(drop_rate)
         self.reset(num_classes, global_pool, **dd)
 
-    def reset(self, num_classes: int, global_pool: Optional[str] = None, in_features: Optional[int] = None, device=None,
-              dtype=None) -> None:
-        """A new classifier; with `in_features` for as many features as they come, without projection.
+    def reset(
+            self,
+            num_classes: int,
+            global_pool: Optional[str] = None,
+            in_features: Optional[int] = None,
+            device=None,
+            dtype=None,
+    ) -> None:
+        """Replace the classifier.
+
+        Args:
+            num_classes: number of classes; 0 for no classifier.
+            global_pool: 'avg' or ''; None keeps the current one.
+            in_features: number of input channels of a head without projection; None keeps the projection.
+            device, dtype: device and dtype of the parameters.
 
         Raises:
-            ValueError: an unknown pooling, or none for a classifier.
+            ValueError: the classifier has no pooling.
         """
-        if global_pool is not None:              # None keeps '', too, as in timm
+        if global_pool is not None:              # None keeps '' too, as in timm
             check_pool(global_pool, num_classes)
             self.global_pool = global_pool
         if in_features is not None:

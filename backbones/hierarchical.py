@@ -1,7 +1,7 @@
-"""The four-stage skeleton that PPMA, Myo and LCSM share.
+"""The four-stage skeleton that PPMA and Myo share.
 
-A family brings a mixer for each block; stem, convolutions, feed-forward, downsampling and head are the same, so that a
-comparison between families compares mixers.
+A family supplies the token mixer of each block. The stem, convolutions, feed-forward layers, downsampling and head are
+the same for all families, so that a comparison between families compares mixers.
 """
 from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Tuple, Union
 
@@ -11,18 +11,25 @@ from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
-from .inference import in_parts
+from .inference import forward_in_parts
 from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, or_none
-from .staged import StagedBackbone, init_linear
+from .timm_interface import TimmInterface, init_linear
 
 STRIDES = (4, 8, 16, 32)
-# Options of the skeleton; a family adds its mixer's.
+# Options of the skeleton. A family adds the options of its mixer.
 OPTIONS: Options = {
-    **COMMON, 'dims': each_stage(integer(8, 8192)), 'depths': each_stage(integer(1, 256)),
-    'num_heads': each_stage(integer(1, 1024)), 'mlp_ratios': each_stage(number(0.125, 64)),
-    'layer_scale': each_stage(flag()), 'layer_scale_init': number(0, 10),
-    'head_hidden_size': or_none(integer(1, 65_536)), 'output_norms': flag(), 'global_pool': one_of('avg', ''),
-    'output_stride': one_of(STRIDES[-1])}
+    **COMMON,
+    'dims': each_stage(integer(8, 8192)),
+    'depths': each_stage(integer(1, 256)),
+    'num_heads': each_stage(integer(1, 1024)),
+    'mlp_ratios': each_stage(number(0.125, 64)),
+    'layer_scale': each_stage(flag()),
+    'layer_scale_init': number(0, 10),
+    'head_hidden_size': or_none(integer(1, 65_536)),
+    'output_norms': flag(),
+    'global_pool': one_of('avg', ''),
+    'output_stride': one_of(STRIDES[-1]),
+}
 
 
 class Stage(nn.Module):
@@ -36,7 +43,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)
-        return in_parts(self, self._forward, x, x.shape[1] * x.shape[2] * x.shape[3])
+        return forward_in_parts(self, self._forward, x, x.shape[1] * x.shape[2] * x.shape[3])
 
     def _forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1)                        # (B, H, W, C): a view, the memory is channels-last
@@ -47,42 +54,60 @@ class Stage(nn.Module):
         return x.permute(0, 3, 1, 2)
 
 
-class HierarchicalBackbone(StagedBackbone):
-    """A stem at stride 4 and four stages at strides 4, 8, 16, 32, with a projecting classifier head.
+class HierarchicalBackbone(TimmInterface):
+    """A stem at stride 4, four stages at strides 4, 8, 16 and 32, and a head with a projection and a classifier.
 
     Args:
         mixer: called as mixer(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...) for each block of a
             stage; returns a module (B, H, W, C) -> (B, H, W, C) that takes any H, W >= 1.
-        dims, depths, num_heads, mlp_ratios: one value a stage.
-        layer_scale: whether a stage's blocks have LayerScale, one value a stage.
-        layer_scale_init: its initial value.
-        head_hidden_size: width of the head's projection; None for none.
-        output_norms: a LayerNorm (eps 1e-5) on each stage's output, for dense prediction; applied by
-            `forward_intermediates(norm=True)`.
-        num_classes: 0 for no classifier.
-        in_chans: input channels.
+        dims: number of channels of each stage.
+        depths: number of blocks of each stage.
+        num_heads: number of heads of each stage.
+        mlp_ratios: width of the feed-forward layers of each stage, as a multiple of its `dims`.
+        layer_scale: whether the blocks of each stage have LayerScale.
+        layer_scale_init: initial value of LayerScale.
+        head_hidden_size: width of the head's projection; None for no projection.
+        output_norms: add a LayerNorm (eps 1e-5) to the output of each stage, for dense prediction;
+            `forward_intermediates(norm=True)` applies it.
+        num_classes: number of classes; 0 for no classifier.
+        in_chans: number of input channels.
         global_pool: 'avg', or '' without a classifier.
-        drop_rate: dropout before the classifier.
-        drop_path_rate: stochastic depth, linearly from 0 in the first block to this in the last.
-        img_size: ignored but for a check, since any size of at least 32 x 32 works; for timm's sake.
+        drop_rate: dropout rate before the classifier.
+        drop_path_rate: rate of stochastic depth, which rises linearly from 0 in the first block to this in the last.
+        img_size: checked and otherwise ignored, because any size of at least 32 x 32 works; timm passes it.
         output_stride: 32.
-        device, dtype: of the parameters.
-        mixer_options: of the family, which are checked here and used by `mixer`.
+        device, dtype: device and dtype of the parameters.
+        mixer_options: options of the family, which are checked here and used by `mixer`.
 
     Raises:
-        ValueError: a value that the family's `OPTIONS` do not allow.
-        TypeError: an option that is not in them.
+        ValueError: the family's `OPTIONS` do not allow a value.
+        TypeError: an option is not in the family's `OPTIONS`.
     """
 
     OPTIONS: ClassVar[Options] = OPTIONS
 
-    def __init__(self, mixer: Callable[..., nn.Module], dims: Sequence[int], depths: Sequence[int],
-                 num_heads: Sequence[int], mlp_ratios: Sequence[float],
-                 layer_scale: Sequence[bool] = (False, False, False, False), layer_scale_init: float = 1e-6,
-                 head_hidden_size: Optional[int] = 1024, output_norms: bool = False, num_classes: int = 1000,
-                 in_chans: int = 3, global_pool: str = 'avg', drop_rate: float = 0., drop_path_rate: float = 0.,
-                 img_size: Union[None, int, Tuple[int, int]] = None, output_stride: int = 32, device=None, dtype=None,
-                 **mixer_options: Any):
+    def __init__(
+            self,
+            mixer: Callable[..., nn.Module],
+            dims: Sequence[int],
+            depths: Sequence[int],
+            num_heads: Sequence[int],
+            mlp_ratios: Sequence[float],
+            layer_scale: Sequence[bool] = (False, False, False, False),
+            layer_scale_init: float = 1e-6,
+            head_hidden_size: Optional[int] = 1024,
+            output_norms: bool = False,
+            num_classes: int = 1000,
+            in_chans: int = 3,
+            global_pool: str = 'avg',
+            drop_rate: float = 0.,
+            drop_path_rate: float = 0.,
+            img_size: Union[None, int, Tuple[int, int]] = None,
+            output_stride: int = 32,
+            device=None,
+            dtype=None,
+            **mixer_options: Any,
+    ):
         check(type(self).__name__, self.OPTIONS, dict(
             dims=dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios, layer_scale=layer_scale,
             layer_scale_init=layer_scale_init, head_hidden_size=head_hidden_size, output_norms=output_norms,
@@ -92,24 +117,50 @@ class HierarchicalBackbone(StagedBackbone):
         dd = {'device': device, 'dtype': dtype}
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]
         self.stem = Stem(in_chans, dims[0], **dd)
+
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(dims):
-            blocks = [Block(dim, mixer(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd), mlp_ratios[i],
-                            rate, layer_scale_init if layer_scale[i] else None, **dd)
-                      for j, rate in enumerate(rates[i])]
-            stages.append(Stage(ConvNorm(dims[i - 1], dim, stride=2, **dd) if i else nn.Identity(), blocks))
+            blocks = [
+                Block(
+                    dim,
+                    mixer=mixer(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
+                    mlp_ratio=mlp_ratios[i],
+                    drop_path=rate,
+                    layer_scale=layer_scale_init if layer_scale[i] else None,
+                    **dd,
+                )
+                for j, rate in enumerate(rates[i])
+            ]
+            downsample = ConvNorm(dims[i - 1], dim, stride=2, **dd) if i else nn.Identity()
+            stages.append(Stage(downsample, blocks))
         self.stages = nn.Sequential(*stages)
-        self.feature_info = [dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
-                             for i, (dim, stride) in enumerate(zip(dims, STRIDES))]
+        self.feature_info = [
+            dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
+            for i, (dim, stride) in enumerate(zip(dims, STRIDES))
+        ]
+
         self.output_norms = nn.ModuleList(nn.LayerNorm(dim, **dd) for dim in dims) if output_norms else None
         self.head = ProjectionHead(dims[-1], head_hidden_size, num_classes, global_pool, drop_rate, **dd)
         self.apply(init_linear)
 
+    def mixers(self) -> Dict[str, nn.Module]:
+        """The token mixers of all blocks, by the name of the block ('stages.0.blocks.0', ...)."""
+        return {
+            f'stages.{i}.blocks.{j}': block.mixer
+            for i, stage in enumerate(self.stages)
+            for j, block in enumerate(stage.blocks)
+        }
+
     def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
-        """Patterns for layer decay: the stem, then every block; a stage's downsampling goes with its first block."""
+        """Patterns for layer decay: the stem, then every block. Downsampling belongs to the stage's first block."""
         if coarse:
             return dict(stem=r'^stem', blocks=[(r'^stages\.(\d+)', None), (r'^output_norms', (99999,))])
-        return dict(stem=r'^stem', blocks=[(r'^stages\.(\d+)\.downsample', (0,)),
-                                           (r'^stages\.(\d+)\.blocks\.(\d+)', None),
-                                           (r'^output_norms', (99999,))])
+        return dict(
+            stem=r'^stem',
+            blocks=[
+                (r'^stages\.(\d+)\.downsample', (0,)),
+                (r'^stages\.(\d+)\.blocks\.(\d+)', None),
+                (r'^output_norms', (99999,)),
+            ],
+        )

@@ -1,42 +1,68 @@
-"""Myo: a hierarchical vision transformer whose tokens meet by solves on a quad tree.
+"""Myo: a hierarchical vision transformer that mixes tokens by linear solves on a quad tree.
 
-The layer is that of "Myosotis: structured computation for attention like layer", arXiv 2509.20503; the paper has it for
-sequences (`MyoSequence`), these backbones are ours: the macro-architecture of PPMA with another mixer. There are no
+The layer is from "Myosotis: structured computation for attention like layer", arXiv 2509.20503, which describes it for
+sequences (`MyoSequence`). These backbones are this project's: they are PPMA with another token mixer. There are no
 published weights. See backbones/mixers/tree.py for the layer.
 """
-from functools import partial
 from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..kernels.tree_solve import heights
+from ..kernels.trees import common_ancestor_levels
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
+from .observation import observe_inputs
 from .options import Options, flag
-from .weights import pretrained_filter
+from .timm_interface import build_model, image_cfg
 
 __all__ = ['Myo']
 
-# Widths, depths and ratios of PPMA's.
+# Widths, depths and ratios of PPMA.
 ARCHS: Dict[str, Dict[str, Any]] = {
-    'tiny': dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
-                 drop_path_rate=0.1),
-    'small': dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
-                  drop_path_rate=0.15),
-    'base': dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
-                 drop_path_rate=0.4, layer_scale=(False, False, True, True)),
-    'test': dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
-                 head_hidden_size=128),
+    'tiny': dict(
+        dims=(64, 128, 256, 512),
+        depths=(2, 2, 8, 2),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(3, 3, 3, 3),
+        drop_path_rate=0.1,
+    ),
+    'small': dict(
+        dims=(64, 128, 256, 512),
+        depths=(3, 4, 18, 4),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.15,
+    ),
+    'base': dict(
+        dims=(80, 160, 320, 512),
+        depths=(4, 8, 25, 8),
+        num_heads=(5, 5, 10, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.4,
+        layer_scale=(False, False, True, True),
+    ),
+    'test': dict(
+        dims=(32, 48, 64, 96),
+        depths=(1, 1, 2, 1),
+        num_heads=(2, 3, 4, 6),
+        mlp_ratios=(3, 3, 3, 3),
+        head_hidden_size=128,
+    ),
 }
 
 
 class Influence(NamedTuple):
-    """Of one layer: the place of the token that is looked at (row, column); what each token contributes to it,
-    (B, heads, H, W); the edges of each level, (B, heads, H_l, W_l); and the share of the contributions' size by the
-    height of the lowest node that two tokens share, (B, levels), 0 for the token itself."""
+    """The contributions of all tokens to one token of a layer.
+
+    Attributes:
+        place: row and column of the one token.
+        weights: the contribution of each token, (B, heads, H, W).
+        edges: the edges of each level, (B, heads, H_l, W_l).
+        shares: for each level, the share of the absolute contributions of the tokens whose lowest common ancestor with
+            the one token is on that level, (B, levels). Level 0 is the token itself.
+    """
     place: Tuple[int, int]
     weights: Tensor
     edges: List[Tensor]
@@ -44,117 +70,117 @@ class Influence(NamedTuple):
 
 
 class Myo(HierarchicalBackbone):
-    """Quad-tree solves on the common skeleton. Every second block has its tree on a shifted grid.
+    """Backbone with quad-tree solves. The tree of every second block lies on a shifted grid.
 
     Args:
-        parametrisation: 'laplacian', 'symmetric' or 'skew'.
-        static_edges: edges that do not depend on the image.
-        max_levels: height of the trees; None for one over the whole map.
-        shift: whether every second block's grid is shifted.
-        kwargs: as for HierarchicalBackbone.
+        parametrization: 'laplacian', 'symmetric' or 'skew'.
+        static_edges: use edges that do not depend on the image.
+        max_levels: height of the trees; None for one tree over the whole map.
+        shifted_blocks: shift the grid of every second block.
+        kwargs: arguments of HierarchicalBackbone.
 
     Raises:
-        ValueError: an option or a size that is not allowed.
-        TypeError: an unknown option.
+        ValueError: the value of an option is not allowed.
+        TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {**OPTIONS, **TreeMixer.OPTIONS, 'shift': flag()}
+    OPTIONS: ClassVar[Options] = {**OPTIONS, **TreeMixer.OPTIONS, 'shifted_blocks': flag()}
 
-    def __init__(self, parametrisation: str = 'laplacian', static_edges: bool = False,
-                 max_levels: Optional[int] = None, shift: bool = True, **kwargs: Any):
+    def __init__(
+            self,
+            parametrization: str = 'laplacian',
+            static_edges: bool = False,
+            max_levels: Optional[int] = None,
+            shifted_blocks: bool = True,
+            **kwargs: Any,
+    ):
         def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            return TreeMixer(dim, num_heads, parametrisation, static_edges, max_levels, shift and block % 2 == 1, **dd)
+            return TreeMixer(
+                dim,
+                num_heads,
+                parametrization=parametrization,
+                static_edges=static_edges,
+                max_levels=max_levels,
+                shift_grid=shifted_blocks and block % 2 == 1,
+                **dd,
+            )
 
-        super().__init__(mixer, parametrisation=parametrisation, static_edges=static_edges, max_levels=max_levels,
-                         shift=shift, **kwargs)
+        super().__init__(
+            mixer,
+            parametrization=parametrization,
+            static_edges=static_edges,
+            max_levels=max_levels,
+            shifted_blocks=shifted_blocks,
+            **kwargs,
+        )
 
     def influences(self, x: Tensor, at: Tuple[float, float] = (0.5, 0.5)) -> Dict[str, Influence]:
-        """What every token of each layer contributes to one of them, in evaluation mode.
+        """Return the contributions of all tokens to one token of each layer, in evaluation mode.
 
         Args:
-            x: (B, in_chans, H, W).
-            at: where that one is, as shares of the map's height and width, 0 to below 1.
+            x: images (B, in_chans, H, W).
+            at: position of the one token, as fractions of the map's height and width, 0 to below 1.
 
         Returns:
-            By the layer's name ('stages.0.blocks.0', ...).
+            The influences by the name of the layer ('stages.0.blocks.0', ...).
 
         Raises:
-            ValueError: a place outside of the map.
+            ValueError: the position is outside of the map.
         """
         if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
-            raise ValueError(f'at must be two shares of height and width from 0 to below 1, got {at!r}')
-        found: Dict[str, Influence] = {}
+            raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
 
-        def keep(name: str, mixer: TreeMixer, inputs: Tuple[Tensor, ...]) -> None:
-            tokens = inputs[0].detach().clone()          # not an inference tensor
+        def influence(mixer: TreeMixer, tokens: Tensor) -> Influence:
+            tokens = tokens.detach().clone()             # not an inference tensor
             levels = mixer.levels(*tokens.shape[1:3])
             row, column = (int(place * size) for place, size in zip(at, tokens.shape[1:3]))
             with torch.no_grad():
                 edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
-            height = heights(levels, row, column).to(x.device)
+            ancestor = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)
-            shares = torch.stack([(mass * (height == n)).sum((1, 2)) for n in range(len(levels))], 1)
-            found[name] = Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
+            shares = torch.stack([(mass * (ancestor == n)).sum((1, 2)) for n in range(len(levels))], 1)
+            return Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
 
-        handles = [block.mixer.register_forward_pre_hook(partial(keep, f'stages.{i}.blocks.{j}'))
-                   for i, stage in enumerate(self.stages) for j, block in enumerate(stage.blocks)]
-        modes = [(module, module.training) for module in self.modules()]
-        try:
-            self.eval()                                  # no running statistics change
-            with torch.inference_mode(False), torch.no_grad():
-                self.forward_features(x.clone())
-        finally:
-            for module, training in modes:
-                module.training = training
-            for handle in handles:
-                handle.remove()
-        return found
+        with torch.inference_mode(False), torch.no_grad():
+            return observe_inputs(self, self.mixers(), x.clone(), influence)
 
     def no_weight_decay(self) -> Set[str]:
-        """The edges' biases."""
+        """The biases of the edges."""
         return {name for name, _ in self.named_parameters() if name.endswith('.edge_bias')}
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7), 'crop_pct': 0.875,
-            'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-            'first_conv': 'stem.conv1.conv', 'classifier': 'head.fc', 'license': 'apache-2.0',
-            'paper_ids': 'arXiv:2509.20503', **kwargs}
+    return image_cfg(paper_ids='arXiv:2509.20503', **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
-    'myo_tiny.untrained': _cfg(), 'myo_small.untrained': _cfg(), 'myo_base.untrained': _cfg(),
+    'myo_tiny.untrained': _cfg(),
+    'myo_small.untrained': _cfg(),
+    'myo_base.untrained': _cfg(),
     'test_myo.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
 })
-
-
-def _build(name: str, pretrained: bool, **kwargs: Any) -> Myo:
-    # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
-    wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
-    return build_model_with_cfg(Myo, name, pretrained, pretrained_filter_fn=pretrained_filter(**kwargs),
-                                feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
 
 
 @register_model
 def myo_tiny(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-T: 13.7 M parameters, 2.3 GMACs at 224."""
-    return _build('myo_tiny', pretrained, **{**ARCHS['tiny'], **kwargs})
+    return build_model(Myo, 'myo_tiny', pretrained, {**ARCHS['tiny'], **kwargs})
 
 
 @register_model
 def myo_small(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-S: 25.6 M parameters, 4.3 GMACs at 224."""
-    return _build('myo_small', pretrained, **{**ARCHS['small'], **kwargs})
+    return build_model(Myo, 'myo_small', pretrained, {**ARCHS['small'], **kwargs})
 
 
 @register_model
 def myo_base(pretrained: bool = False, **kwargs: Any) -> Myo:
     """Myo-B: 51.4 M parameters, 9.5 GMACs at 224."""
-    return _build('myo_base', pretrained, **{**ARCHS['base'], **kwargs})
+    return build_model(Myo, 'myo_base', pretrained, {**ARCHS['base'], **kwargs})
 
 
 @register_model
 def test_myo(pretrained: bool = False, **kwargs: Any) -> Myo:
-    """A Myo of a few hundred thousand parameters, for tests and demonstrations."""
-    return _build('test_myo', pretrained, **{**ARCHS['test'], **kwargs})
+    """A small Myo with a few hundred thousand parameters, for tests and demonstrations."""
+    return build_model(Myo, 'test_myo', pretrained, {**ARCHS['test'], **kwargs})

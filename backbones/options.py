@@ -1,19 +1,28 @@
-"""Options of networks: one table for each family, and one check for all of them.
+"""Options of the networks: one table for each family, and one function that checks them all.
 
-A family's `OPTIONS` names every option that a caller or a file may set, with its type and its bounds. Bounds are wide:
-they keep a slip or a damaged file from asking for a network that no machine holds, and no sensible network is beyond
-them.
+The table `OPTIONS` of a family names every option that a caller or a weight file may set, with its type and its bounds.
+The bounds are wide. They keep a typing error or a damaged file from requesting a network that no machine can hold.
 """
 from difflib import get_close_matches
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 MIN_SIZE = 32
 
+# Former name of an option -> its name today, and the former names of its values. `check` refuses the former names.
+RENAMED: Dict[str, Tuple[str, Dict[str, str]]] = {
+    'mask': ('mask_mode', {'logit': 'additive', 'product': 'multiplicative'}),
+    'paths': ('paths', {'2d': 'both'}),
+    'parametrisation': ('parametrization', {}),
+    'shift': ('shifted_blocks', {}),
+}
+
 
 class Option(NamedTuple):
-    """What one option may be.
+    """The values that one option accepts.
 
-    allowed: in words, for messages, after "must be". accepts: whether a value is allowed.
+    Attributes:
+        allowed: the accepted values in words, which follow "must be" in error messages.
+        accepts: returns True for an accepted value.
     """
     allowed: str
     accepts: Callable[[Any], bool]
@@ -23,7 +32,7 @@ Options = Mapping[str, Option]
 
 
 def integer(least: int, most: int) -> Option:
-    """An integer from `least` to `most`. True and False are none."""
+    """An integer from `least` to `most`. True and False are not accepted."""
     return Option(f'an integer from {least} to {most}', lambda value: _is_integer(value) and least <= value <= most)
 
 
@@ -33,76 +42,108 @@ def number(least: float, most: float) -> Option:
 
 
 def rate() -> Option:
-    """A probability below 1, as of dropout and stochastic depth."""
+    """A probability below 1, such as a dropout rate."""
     return Option('a number from 0 to below 1', lambda value: _is_number(value) and 0 <= value < 1)
 
 
 def flag() -> Option:
-    """True or False, and not what Python takes for them, such as 'no'."""
+    """True or False. Other values that Python treats as true or false, such as 'no', are not accepted."""
     return Option('True or False', lambda value: isinstance(value, bool))
 
 
 def one_of(*values: Any) -> Option:
-    """One of some names or numbers."""
+    """One of a few names or numbers."""
     allowed = ', '.join(map(repr, values))
-    return Option(f'one of {allowed}' if len(values) > 1 else allowed, lambda value: any(
-        isinstance(value, type(choice)) and value == choice for choice in values))
+
+    def accepts(value: Any) -> bool:
+        return any(isinstance(value, type(choice)) and value == choice for choice in values)
+
+    return Option(f'one of {allowed}' if len(values) > 1 else allowed, accepts)
 
 
 def or_none(option: Option) -> Option:
-    """What `option` allows, or None."""
+    """A value that `option` accepts, or None."""
     return Option(f'{option.allowed} or None', lambda value: value is None or option.accepts(value))
 
 
 def each_stage(option: Option, stages: int = 4) -> Option:
-    """A list or tuple with a value for each stage."""
-    return Option(f'one value for each of {stages} stages, each {option.allowed}',
-                  lambda value: _is_list(value, stages) and all(map(option.accepts, value)))
+    """A list or tuple with one value for each stage."""
+    return Option(
+        f'one value for each of {stages} stages, each {option.allowed}',
+        lambda value: _is_list(value, stages) and all(map(option.accepts, value)),
+    )
 
 
 def one_or_each_stage(option: Option, stages: int = 4) -> Option:
-    """A name for all stages, or a list or tuple with one for each."""
+    """One name for all stages, or a list or tuple with one name for each stage."""
     every = each_stage(option, stages)
-    return Option(f'{option.allowed}, one name or one for each of {stages} stages',
-                  lambda value: option.accepts(value) or every.accepts(value))
+    return Option(
+        f'{option.allowed}, one name or one for each of {stages} stages',
+        lambda value: option.accepts(value) or every.accepts(value),
+    )
 
 
 def image_size(least: int = MIN_SIZE) -> Option:
-    """One integer for a square, or height and width."""
+    """One integer for a square image, or a pair (height, width)."""
     side = integer(least, 1 << 20)
-    return Option(f'integers of at least {least}, one for a square image or two for height and width',
-                  lambda value: side.accepts(value) or _is_list(value, 2) and all(map(side.accepts, value)))
+    return Option(
+        f'integers of at least {least}, one for a square image or two for height and width',
+        lambda value: side.accepts(value) or _is_list(value, 2) and all(map(side.accepts, value)),
+    )
 
 
 def check(owner: str, options: Options, given: Mapping[str, Any]) -> None:
-    """Every given value is what its option allows.
+    """Check the names and values of options.
 
     Args:
-        owner: whose options these are, for messages.
-        options: by name.
-        given: values by the options' names.
+        owner: name of the model or module, for error messages.
+        options: the options that `owner` has, by name.
+        given: the values to check, by option name.
 
     Raises:
-        TypeError: a name that is not an option.
-        ValueError: a value that its option does not allow.
+        TypeError: a name is not an option, or is the former name of one.
+        ValueError: an option does not accept its value.
     """
     for name, value in given.items():
         if name not in options:
-            near = get_close_matches(str(name), options, 1)
-            hint = f'; did you mean {near[0]!r}?' if near else f"; its options are {', '.join(options)}"
-            raise TypeError(f'{owner} got an unexpected keyword argument {name!r}{hint}')
+            raise TypeError(_unknown_name(owner, options, name, value))
         if not options[name].accepts(value):
-            raise ValueError(f'{name} must be {options[name].allowed}, got {shown(value)}')
+            new = _renamed_value(name, value)
+            hint = f'; {value!r} was renamed to {new!r}' if new is not None and options[name].accepts(new) else ''
+            raise ValueError(f'{name} must be {options[name].allowed}, got {short_repr(value)}{hint}')
 
 
-# Options that all families of images have.
+def _unknown_name(owner: str, options: Options, name: str, value: Any) -> str:
+    """The error message for a name that is not an option."""
+    new, values = RENAMED.get(name, (None, {}))
+    if new in options:
+        new_value = values.get(value, value) if isinstance(value, str) else value
+        return f'{owner}: the option {name} was renamed to {new}; pass {new}={short_repr(new_value)}'
+    near = get_close_matches(str(name), options, 1)
+    hint = f'; did you mean {near[0]!r}?' if near else f"; its options are {', '.join(options)}"
+    return f'{owner} got an unexpected keyword argument {name!r}{hint}'
+
+
+def _renamed_value(name: str, value: Any) -> Optional[str]:
+    """The name today of a renamed value of option `name`, or None."""
+    for new, values in RENAMED.values():
+        if new == name and isinstance(value, str) and value in values:
+            return values[value]
+    return None
+
+
+# Options that all families of image backbones have.
 COMMON: Options = {
-    'num_classes': integer(0, 10_000_000), 'in_chans': integer(1, 65_536), 'img_size': or_none(image_size()),
-    'drop_rate': rate(), 'drop_path_rate': rate()}
+    'num_classes': integer(0, 10_000_000),
+    'in_chans': integer(1, 65_536),
+    'img_size': or_none(image_size()),
+    'drop_rate': rate(),
+    'drop_path_rate': rate(),
+}
 
 
-def shown(value: Any) -> str:
-    """A value in a message, cut where it is long: what comes may be a list of thousands."""
+def short_repr(value: Any) -> str:
+    """The repr of a value, cut to 120 characters, because a value may be a list of thousands."""
     text = repr(value)
     return text if len(text) <= 120 else text[:120] + '...'
 

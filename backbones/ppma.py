@@ -1,82 +1,133 @@
 """PPMA: a hierarchical vision transformer with polyline path masked attention.
 
 Zhao et al., "Polyline Path Masked Attention for Vision Transformer", NeurIPS 2025, arXiv 2506.15940, and its published
-code (Apache-2.0). By default these are the networks of the published weights, which are the code's and not quite the
-paper's: the mask is added to the logits as its logarithm (`mask='logit'`) instead of multiplying the softmax
-(`mask='product'`). See backbones/mixers/polyline.py for every option.
+code (Apache-2.0). The defaults build the networks of the published weights, which follow the code. The code adds the
+logarithm of the mask to the logits (`mask_mode='additive'`), whereas the paper multiplies the softmax by the mask
+(`mask_mode='multiplicative'`). See backbones/mixers/polyline.py for every option.
 """
 import re
 from typing import Any, ClassVar, Dict, Sequence, Set, Union
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import PolylineMixer
 from .options import Options, one_or_each_stage
-from .weights import pretrained_filter
+from .timm_interface import build_model, image_cfg
 
 __all__ = ['PPMA']
 
-# The published entry points, drop path included. Criss-cross attention where maps are large, full attention after.
+# The published networks, including their drop path rates. They use criss-cross attention on large maps and full
+# attention on small maps.
 ARCHS: Dict[str, Dict[str, Any]] = {
-    'tiny': dict(dims=(64, 128, 256, 512), depths=(2, 2, 8, 2), num_heads=(4, 4, 8, 16), mlp_ratios=(3, 3, 3, 3),
-                 attention=('crisscross', 'crisscross', 'full', 'full'), drop_path_rate=0.1),
-    'small': dict(dims=(64, 128, 256, 512), depths=(3, 4, 18, 4), num_heads=(4, 4, 8, 16), mlp_ratios=(4, 4, 3, 3),
-                  attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.15),
-    'base': dict(dims=(80, 160, 320, 512), depths=(4, 8, 25, 8), num_heads=(5, 5, 10, 16), mlp_ratios=(4, 4, 3, 3),
-                 attention=('crisscross', 'crisscross', 'crisscross', 'full'), drop_path_rate=0.4,
-                 layer_scale=(False, False, True, True)),
-    'test': dict(dims=(32, 48, 64, 96), depths=(1, 1, 2, 1), num_heads=(2, 3, 4, 6), mlp_ratios=(3, 3, 3, 3),
-                 attention=('crisscross', 'crisscross', 'full', 'full'), head_hidden_size=128),
+    'tiny': dict(
+        dims=(64, 128, 256, 512),
+        depths=(2, 2, 8, 2),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(3, 3, 3, 3),
+        attention=('crisscross', 'crisscross', 'full', 'full'),
+        drop_path_rate=0.1,
+    ),
+    'small': dict(
+        dims=(64, 128, 256, 512),
+        depths=(3, 4, 18, 4),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        attention=('crisscross', 'crisscross', 'crisscross', 'full'),
+        drop_path_rate=0.15,
+    ),
+    'base': dict(
+        dims=(80, 160, 320, 512),
+        depths=(4, 8, 25, 8),
+        num_heads=(5, 5, 10, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        attention=('crisscross', 'crisscross', 'crisscross', 'full'),
+        drop_path_rate=0.4,
+        layer_scale=(False, False, True, True),
+    ),
+    'test': dict(
+        dims=(32, 48, 64, 96),
+        depths=(1, 1, 2, 1),
+        num_heads=(2, 3, 4, 6),
+        mlp_ratios=(3, 3, 3, 3),
+        attention=('crisscross', 'crisscross', 'full', 'full'),
+        head_hidden_size=128,
+    ),
 }
-# Criss-cross attention in every stage: its cost grows as N^1.5 with the number N of tokens, full attention's as N^2.
-ARCHS.update({f'{size}_crisscross': {**ARCHS[size], 'attention': ('crisscross',) * 4}
-              for size in ('tiny', 'small', 'base')})
+# Criss-cross attention in every stage. Its cost grows as N^1.5 with the number N of tokens, that of full attention
+# as N^2.
+ARCHS.update({
+    f'{size}_crisscross': {**ARCHS[size], 'attention': ('crisscross',) * 4} for size in ('tiny', 'small', 'base')
+})
 
 
 class PPMA(HierarchicalBackbone):
-    """Polyline path masked attention backbone.
+    """Backbone with polyline path masked attention.
 
     Args:
-        attention: 'full', 'crisscross', 'linear' or 'decomposed', one for all stages or one each.
-        mask: 'logit' (published weights) or 'product' (paper).
-        paths: '2d', 'v2h', 'cross_scan', 'rmt' or 'none' (the masks of Table 9).
-        shared_decay: one decay for both directions.
-        kwargs: as for HierarchicalBackbone.
+        attention: 'full', 'crisscross', 'linear' or 'decomposed', one for all stages or one for each.
+        mask_mode: 'additive' (the published weights) or 'multiplicative' (the paper).
+        paths: 'both', 'v2h', 'cross_scan', 'rmt' or 'none' (the masks of Table 9).
+        shared_decay: use one decay for both directions.
+        kwargs: arguments of HierarchicalBackbone.
 
     Raises:
-        ValueError: an option or a size that is not allowed.
-        TypeError: an unknown option.
+        ValueError: the value of an option is not allowed.
+        TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {**OPTIONS, **PolylineMixer.OPTIONS,
-                                  'attention': one_or_each_stage(PolylineMixer.OPTIONS['attention'])}
+    OPTIONS: ClassVar[Options] = {
+        **OPTIONS,
+        **PolylineMixer.OPTIONS,
+        'attention': one_or_each_stage(PolylineMixer.OPTIONS['attention']),
+    }
 
-    def __init__(self, attention: Union[str, Sequence[str]] = 'full', mask: str = 'logit', paths: str = '2d',
-                 shared_decay: bool = False, **kwargs: Any):
+    def __init__(
+            self,
+            attention: Union[str, Sequence[str]] = 'full',
+            mask_mode: str = 'additive',
+            paths: str = 'both',
+            shared_decay: bool = False,
+            **kwargs: Any,
+    ):
         def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            kind = attention if isinstance(attention, str) else attention[stage]
-            return PolylineMixer(dim, num_heads, kind, mask, paths, shared_decay,
-                                 rmt_range=(4.0, 4.0, 6.0, 6.0)[stage], **dd)
+            return PolylineMixer(
+                dim,
+                num_heads,
+                attention=attention if isinstance(attention, str) else attention[stage],
+                mask_mode=mask_mode,
+                paths=paths,
+                shared_decay=shared_decay,
+                rmt_range=(4.0, 4.0, 6.0, 6.0)[stage],
+                **dd,
+            )
 
-        super().__init__(mixer, attention=attention, mask=mask, paths=paths, shared_decay=shared_decay, **kwargs)
+        super().__init__(
+            mixer,
+            attention=attention,
+            mask_mode=mask_mode,
+            paths=paths,
+            shared_decay=shared_decay,
+            **kwargs,
+        )
 
     def no_weight_decay(self) -> Set[str]:
-        """A_log and dt_bias, as in the published classification training."""
+        """The parameters A_log and dt_bias, which the published training of classifiers excludes from weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith(('.A_log', '.dt_bias'))}
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
-        """Our key names from the published ones (or from ours). Output norms that this model does not have are dropped;
-        everything else is kept, for the loader to judge."""
+        """Rename the keys of published weights. Keys that have this model's names are kept.
+
+        Output norms that this model does not have are dropped. The loader checks all other keys.
+        """
         if not any(key.startswith('patch_embed.') for key in weights):
             return weights
         out = {}
         for key, value in weights.items():
             if key.endswith('Relpos.angle'):
                 continue
-            for pattern, replacement in _RENAMES:
+            for pattern, replacement in _KEY_PATTERNS:
                 key = pattern.sub(replacement, key)
             if key.startswith('output_norms.') and self.output_norms is None:
                 continue
@@ -84,8 +135,8 @@ class PPMA(HierarchicalBackbone):
         return out
 
 
-# Published key -> ours, in this order.
-_RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
+# Pattern in a published key -> replacement. The patterns apply in this order.
+_KEY_PATTERNS = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r'^patch_embed\.proj\.0\.', 'stem.conv1.conv.'), (r'^patch_embed\.proj\.1\.', 'stem.conv1.norm.'),
     (r'^patch_embed\.proj\.3\.', 'stem.conv2.conv.'), (r'^patch_embed\.proj\.4\.', 'stem.conv2.norm.'),
     (r'^patch_embed\.proj\.6\.', 'stem.conv3.conv.'), (r'^patch_embed\.proj\.7\.', 'stem.conv3.norm.'),
@@ -102,10 +153,7 @@ _RENAMES = [(re.compile(pattern), replacement) for pattern, replacement in (
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7), 'crop_pct': 0.875,
-            'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-            'first_conv': 'stem.conv1.conv', 'classifier': 'head.fc', 'license': 'apache-2.0',
-            'paper_ids': 'arXiv:2506.15940', **kwargs}
+    return image_cfg(paper_ids='arXiv:2506.15940', **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
@@ -114,50 +162,43 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-def _build(name: str, pretrained: bool, **kwargs: Any) -> PPMA:
-    # Output norms are applied by forward_intermediates, which timm's getter calls and its default wrapper does not.
-    wrapper = dict(feature_cls='getter', norm=True) if kwargs.get('output_norms') else dict(flatten_sequential=True)
-    return build_model_with_cfg(PPMA, name, pretrained, pretrained_filter_fn=pretrained_filter(**kwargs),
-                                feature_cfg=dict(out_indices=(0, 1, 2, 3), **wrapper), **kwargs)
-
-
 @register_model
 def ppma_tiny(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-T: 14.3 M parameters, 2.7 GMACs at 224."""
-    return _build('ppma_tiny', pretrained, **{**ARCHS['tiny'], **kwargs})
+    return build_model(PPMA, 'ppma_tiny', pretrained, {**ARCHS['tiny'], **kwargs})
 
 
 @register_model
 def ppma_small(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-S: 27.0 M parameters, 4.9 GMACs at 224."""
-    return _build('ppma_small', pretrained, **{**ARCHS['small'], **kwargs})
+    return build_model(PPMA, 'ppma_small', pretrained, {**ARCHS['small'], **kwargs})
 
 
 @register_model
 def ppma_base(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-B: 54.2 M parameters, 10.6 GMACs at 224."""
-    return _build('ppma_base', pretrained, **{**ARCHS['base'], **kwargs})
+    return build_model(PPMA, 'ppma_base', pretrained, {**ARCHS['base'], **kwargs})
 
 
 @register_model
 def ppma_tiny_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-T with criss-cross attention in every stage: 14.3 M parameters, 2.6 GMACs at 224. No published weights."""
-    return _build('ppma_tiny_crisscross', pretrained, **{**ARCHS['tiny_crisscross'], **kwargs})
+    return build_model(PPMA, 'ppma_tiny_crisscross', pretrained, {**ARCHS['tiny_crisscross'], **kwargs})
 
 
 @register_model
 def ppma_small_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-S with criss-cross attention in every stage: 27.0 M parameters, 4.9 GMACs at 224. No published weights."""
-    return _build('ppma_small_crisscross', pretrained, **{**ARCHS['small_crisscross'], **kwargs})
+    return build_model(PPMA, 'ppma_small_crisscross', pretrained, {**ARCHS['small_crisscross'], **kwargs})
 
 
 @register_model
 def ppma_base_crisscross(pretrained: bool = False, **kwargs: Any) -> PPMA:
     """PPMA-B with criss-cross attention in every stage: 54.2 M parameters, 10.6 GMACs at 224. No published weights."""
-    return _build('ppma_base_crisscross', pretrained, **{**ARCHS['base_crisscross'], **kwargs})
+    return build_model(PPMA, 'ppma_base_crisscross', pretrained, {**ARCHS['base_crisscross'], **kwargs})
 
 
 @register_model
 def test_ppma(pretrained: bool = False, **kwargs: Any) -> PPMA:
-    """A PPMA of a few hundred thousand parameters, for tests and demonstrations."""
-    return _build('test_ppma', pretrained, **{**ARCHS['test'], **kwargs})
+    """A small PPMA with a few hundred thousand parameters, for tests and demonstrations."""
+    return build_model(PPMA, 'test_ppma', pretrained, {**ARCHS['test'], **kwargs})

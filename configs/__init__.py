@@ -1,1 +1,1 @@
-"""mmengine config files; `subquad.tools.config.find` locates them in an installed package."""
+"""Config files for classification, sequences, detection and segmentation. Commands of `subquad` find them by name."""

@@ -17,12 +17,15 @@ if __name__ != 'subquad.kernels':
     raise ImportError(f'import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its '
                       'own')
 
-from .decay_attention import crisscross_attention, decay_attention
+from .crisscross_attention import crisscross_attention
+from .decay_attention import decay_attention
 from .dispatch import use_backend, why_not
 from .polyline_attention import polyline_attention
-from .polyline_scan import polyline_linear_attention, polyline_scan
+from .polyline_linear_attention import polyline_linear_attention
+from .polyline_scan import polyline_scan
+from .quadtree_solve import quadtree_solve
 from .separable_attention import separable_attention
-from .tree_solve import quadtree_solve, tree_solve
+from .tree_solve import tree_solve
 
 __all__ = ['crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
            'polyline_scan', 'quadtree_solve', 'separable_attention', 'tree_solve', 'use_backend', 'why_not']

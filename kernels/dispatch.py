@@ -2,21 +2,18 @@
 import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Iterator, Mapping, Optional
+from typing import Callable, Dict, Iterator, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
 
-from .launch import interpreted
+from .common.launch import interpreted
+from .common.tracing import exporting
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
-OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-             'polyline_scan', 'quadtree_solve', 'separable_attention', 'tree_solve')
-# Those without a kernel.
-_PORTABLE_ONLY = ('tree_solve',)
-# Those that hold a tile of whole heads, and how many channels it may have.
-_MATRIX_OPERATORS = ('crisscross_attention', 'decay_attention', 'polyline_attention')
-LARGEST_HEAD = 128
+# Objections to Triton, by operator: a function of the operator's tensors, or one sentence where there is no kernel.
+Objection = Union[None, str, Callable[..., Optional[str]]]
+OPERATORS: Dict[str, Objection] = {}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Found, not imported: nothing here imports Triton before a kernel runs.
 _TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
@@ -50,16 +47,17 @@ def use_backend(backend: str) -> Iterator[None]:
         _active = previous
 
 
-def exporting() -> bool:
-    """True while torch.export or torch.jit.trace records the graph; the ONNX exporter does it by one of the two."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+def register(op: str, implementations: Mapping[str, Callable], objection: Objection = None) -> Dict[str, Callable]:
+    """Make an operator known to `why_not`, and return its table of implementations.
 
-
-def recorded(x: Tensor) -> bool:
-    """Whether x stands for other tensors: a compiler's, a tracer's, those of torch.func. Nothing of theirs is kept from
-    call to call, written to or looked at."""
-    return (torch.compiler.is_compiling() or exporting() or type(x) is not Tensor
-            or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    Args:
+        op: the operator's name.
+        implementations: backend name -> function.
+        objection: returns why the operator's Triton kernels cannot take the tensors it is called with, or None; a
+            sentence where the operator has no Triton kernel.
+    """
+    OPERATORS[op] = objection
+    return dict(implementations)
 
 
 def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
@@ -98,8 +96,8 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
         ValueError: unknown operator.
     """
     if op not in OPERATORS:
-        raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(OPERATORS)}")
-    has_kernel = _TRITON_INSTALLED and op not in _PORTABLE_ONLY
+        raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(sorted(OPERATORS))}")
+    has_kernel = _TRITON_INSTALLED and not isinstance(OPERATORS[op], str)
     if not tensors and has_kernel and not torch.cuda.is_available():
         return f'{op} runs on the portable PyTorch path: torch finds no GPU here.'
     if has_kernel and tensors and tensors[0].device.type != 'cuda':
@@ -111,8 +109,9 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
 
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:
     """What makes a Triton kernel impossible, whoever asks for it, in a clause; None where it can run."""
-    if op in _PORTABLE_ONLY:
-        return 'it has no Triton kernel.'
+    own = OPERATORS[op]
+    if isinstance(own, str):
+        return own
     if not _TRITON_INSTALLED:
         return 'Triton is not installed (pip install triton, on Linux).'
     if not tensors:
@@ -125,8 +124,4 @@ def _objection(op: str, *tensors: Tensor) -> Optional[str]:
         return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'
     if first.dtype not in _DTYPES:
         return f'the kernels take float32, float16 and bfloat16, and the arguments are {first.dtype}.'
-    if op in _MATRIX_OPERATORS:
-        largest = max(x.shape[-1] for x in tensors[:3])
-        if largest > LARGEST_HEAD:
-            return f'the kernels take heads of at most {LARGEST_HEAD} channels, and these have {largest}.'
-    return None
+    return own(*tensors) if own is not None else None

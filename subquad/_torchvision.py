@@ -1,5 +1,6 @@
-"""Survive a torchvision whose compiled operators do not load, such as a CUDA build beside a CPU torch."""
+"""Repair the import of a torchvision whose operators do not load, such as a CUDA build beside a CPU torch."""
 import importlib
+import os
 import sys
 import warnings
 
@@ -28,6 +29,22 @@ def mend_torchvision() -> None:
     for module in [m for m in sys.modules if m == 'torchvision' or m.startswith('torchvision.')]:
         del sys.modules[module]
     importlib.import_module('torchvision')
-    warnings.warn('torchvision was built for another torch: its compiled operators (nms and the like) are not '
-                  'available, everything else is. A torchvision of the same build as torch removes this warning.',
-                  stacklevel=3)
+    if not _runs_tools():
+        _warn('torchvision was built for another torch: its compiled operators (nms and the like) are not '
+              'available, everything else is. A torchvision of the same build as torch removes this warning.')
+
+
+def _runs_tools() -> bool:
+    """Whether this process is `python -m subquad.tools ...`, which needs none of these operators."""
+    return any(flag == '-m' and module.split('.')[:2] == ['subquad', 'tools']
+               for flag, module in zip(sys.orig_argv, sys.orig_argv[1:]))
+
+
+def _warn(message: str) -> None:
+    """Warn at the line that imports this package, not at one of its own files or of the import system."""
+    own_files = (os.path.dirname(os.path.abspath(__file__)), os.path.dirname(importlib.__file__), '<frozen importlib')
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own_files):
+        frame = frame.f_back
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno,
+                           registry=frame.f_globals.setdefault('__warningregistry__', {}))

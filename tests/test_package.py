@@ -16,7 +16,7 @@ def _python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProc
 def test_bare_checkout(tmp_path):
     """A checkout that is not installed can be imported: the finder of an editable installation is removed."""
     code = ('import sys; sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]; '
-            'import subquad, subquad.tools.cli, subquad.configs, timm; print(timm.is_model("ppma_tiny"))')
+            'import subquad, subquad.tools.common.cli, subquad.configs, timm; print(timm.is_model("ppma_tiny"))')
     done = _python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.stdout.strip() == 'True', done.stderr
 
@@ -48,6 +48,12 @@ def _fake_torchvision(folder: Path, body: str) -> None:
     (folder / 'torchvision' / '__init__.py').write_text(body)
 
 
+_BROKEN = """
+import torch
+if not hasattr(torch.ops.torchvision, "nms"):
+    raise RuntimeError("operator torchvision::nms does not exist")
+"""
+
 _MEND = ('import importlib.util, sys, warnings\n'
          'spec = importlib.util.spec_from_file_location("mend", sys.argv[1])\n'
          'mend = importlib.util.module_from_spec(spec); spec.loader.exec_module(mend)\n'
@@ -58,14 +64,32 @@ _MEND = ('import importlib.util, sys, warnings\n'
 
 @pytest.mark.parametrize('body, expected', [
     ('', '0 False'),                                      # a matching pair: nothing happens, no warning
-    ('import torch\nif not hasattr(torch.ops.torchvision, "nms"):\n'
-     '    raise RuntimeError("operator torchvision::nms does not exist")\n', '1 True'),
+    (_BROKEN, '1 True'),
     ('raise ModuleNotFoundError("No module named torchvision")', '0 False')])
 def test_torchvision_of_another_build(tmp_path, body, expected):
     _fake_torchvision(tmp_path, body)
     done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
     assert done.stdout.strip() == expected, done.stderr
+
+
+def test_torchvision_warning_names_the_importing_line(tmp_path):
+    _fake_torchvision(tmp_path, _BROKEN)
+    package = tmp_path / 'subquad'
+    package.mkdir()
+    (package / '__init__.py').write_text('from ._torchvision import mend_torchvision\nmend_torchvision()\n')
+    (package / '_torchvision.py').write_text((ROOT / 'subquad' / '_torchvision.py').read_text())
+    for line in ('import subquad', 'import importlib; importlib.import_module("subquad")'):
+        (tmp_path / 'script.py').write_text(f'import os\n{line}\n')
+        done = subprocess.run([sys.executable, 'script.py'], cwd=tmp_path, capture_output=True, text=True)
+        assert 'script.py:2: UserWarning: torchvision was built' in done.stderr
+
+
+@pytest.mark.parametrize('command', [['-m', 'subquad.tools'], [str(ROOT / 'subquad_cli.py')]])
+def test_commands_print_no_warning(command):
+    done = subprocess.run([sys.executable, *command, 'models', 'test_ppma'], capture_output=True, text=True,
+                          env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert 'test_ppma' in done.stdout and done.stderr == ''
 
 
 def test_other_torchvision_errors_are_not_swallowed(tmp_path):

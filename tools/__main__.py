@@ -1,4 +1,4 @@
 """`python -m subquad.tools NAME ...`."""
-from .cli import main
+from .common.cli import main
 
 main()

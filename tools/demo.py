@@ -5,70 +5,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
-from .cli import UserError
+from .common.cli import UserError
+from .common.paths import writable_folder
 
 CONFIG = 'test-ppma_digits'
 SHOWN = 8
-
-
-def linear_accuracy() -> float:
-    """Accuracy in percent of logistic regression on the same split, from raw pixels."""
-    from sklearn.linear_model import LogisticRegression
-
-    from .classification.data import digits_arrays
-    (train, train_labels), (test, test_labels) = digits_arrays('train'), digits_arrays('test')
-    train, test = (images.reshape(len(images), -1) / 255 for images in (train, test))
-    return LogisticRegression(max_iter=1000).fit(train, train_labels).score(test, test_labels) * 100
-
-
-def write_images(folder: Path) -> List[Tuple[Path, int]]:
-    """The first test images of the first classes as PNG files: [(file, label)]."""
-    from PIL import Image
-
-    from .classification.data import digits_arrays
-    images, labels = digits_arrays('test')
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for n in range(SHOWN):
-        index = int((labels == n).nonzero()[0][0])
-        file = folder / f'test_{index:03d}.png'
-        Image.fromarray(images[index]).resize((64, 64), Image.Resampling.NEAREST).save(file)
-        written.append((file, int(labels[index])))
-    return written
-
-
-def draw(path: Path, files: List[Tuple[Path, int]], predictions: List[str], horizontal, vertical, title: str) -> None:
-    """A row each of images with labels, of horizontal and of vertical decay factors."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    from PIL import Image
-    figure, axes = plt.subplots(3, len(files), figsize=(1.5 * len(files) + 1.4, 5.6), layout='constrained')
-    low, high = (float(f(horizontal.min(), vertical.min()) if f is min else f(horizontal.max(), vertical.max()))
-                 for f in (min, max))
-    for column, ((file, label), prediction) in enumerate(zip(files, predictions)):
-        axes[0, column].imshow(Image.open(file), cmap='gray')
-        axes[0, column].set_title(f'is {label}, seen as {prediction}', fontsize=9,
-                                  color='black' if str(label) == prediction else 'red')
-        for row, factors in ((1, horizontal), (2, vertical)):
-            shown = axes[row, column].imshow(factors[column], cmap='viridis', vmin=low, vmax=high)
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
-    for row, name in enumerate(('test image', 'horizontal\ndecay factor', 'vertical\ndecay factor')):
-        axes[row, 0].set_ylabel(name, fontsize=9)
-    figure.colorbar(shown, ax=axes[1:, :], shrink=0.8, label='per step; 1: the path does not fade')
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _activation() -> str:
-    """The line that puts `subquad` on the path, where this interpreter's environment is not active."""
-    activate = Path(sys.prefix) / 'bin' / 'activate'
-    return f'  source {os.path.relpath(activate)}\n' if not shutil.which('subquad') and activate.exists() else ''
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -81,15 +24,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except ImportError as error:
         raise UserError('the digits come with scikit-learn, which is not installed: pip install "subquad[demo]"'
                         ) from error
-    import torch
-
-    from .config import load, writable_folder
-    from .images import open_image
-    from .pictures import decay_factors
-    from .predict import classify, load_classifier, show
-    from .test import evaluate
-    from .train import run_training
-
+    from .data.digits import linear_accuracy
+    from .engine.classification.evaluation import evaluate
+    from .engine.config import load
+    from .engine.training import run_training
     out = writable_folder(args.out)
     config = load(CONFIG)
     print(f'Training {config.model.name} on 1,437 images for {config.train_cfg.max_epochs} epochs ...', flush=True)
@@ -99,16 +37,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     accuracy, linear = evaluate(config, str(weights))['accuracy/top1'], linear_accuracy()
     print(f'\nOn 360 images it has never seen: {accuracy:.1f} % right (a linear classifier: {linear:.1f} %); '
           f'trained in {seconds:.0f} s.\n')
-
-    files = write_images(out / 'images')
-    model, transform, classes = load_classifier(str(weights))
-    results = classify(model, transform, classes, [file for file, _ in files], topk=3)
-    show(results)
-    inputs = torch.stack([transform(open_image(file)) for file, _ in files])
-    horizontal, vertical = decay_factors(model, inputs)['stages.0.blocks.0']
-    picture = out / 'digits.png'
-    draw(picture, files, [row['classes'][0]['name'] for row in results], horizontal, vertical,
-         f'{config.model.name} on digits: {accuracy:.1f} % right. Where attention paths fade, in the first block')
+    picture = _show(out, weights, f'{config.model.name} on digits: {accuracy:.1f} % right. '
+                    'Where attention paths fade, in the first block')
     print(f'\npicture   {picture}\nweights   {weights}\nimages    {out / "images"}\n\n'
           'Next:\n' + _activation() +
           f'  subquad predict {weights} {out / "images"} --topk 3\n'
@@ -118,6 +48,32 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     return 0
 
 
+def _show(out: Path, weights: Path, title: str) -> Path:
+    """Print the classes of a few test images, draw their decay factors, and return the picture's path."""
+    import torch
+
+    from .common.images import open_image
+    from .data.digits import write_digits
+    from .engine.classification.prediction import classify, print_classes
+    from .engine.classification.weight_files import load_classifier
+    from .engine.drawing.pictures import decay_factors, draw_classified
+    files = write_digits(out / 'images', SHOWN)
+    model, transform, classes = load_classifier(str(weights))
+    results = classify(model, transform, classes, [file for file, _ in files], topk=3)
+    print_classes(results)
+    inputs = torch.stack([transform(open_image(file)) for file, _ in files])
+    horizontal, vertical = decay_factors(model, inputs)['stages.0.blocks.0']
+    picture = out / 'digits.png'
+    draw_classified(picture, files, [row['classes'][0]['name'] for row in results], horizontal, vertical, title)
+    return picture
+
+
+def _activation() -> str:
+    """The line that puts `subquad` on the path, where this interpreter's environment is not active."""
+    activate = Path(sys.prefix) / 'bin' / 'activate'
+    return f'  source {os.path.relpath(activate)}\n' if not shutil.which('subquad') and activate.exists() else ''
+
+
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

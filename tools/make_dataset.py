@@ -1,179 +1,12 @@
 """Generate a data set: coloured shapes on real photographs, to detect and to segment, without any download."""
 import argparse
-import json
-import os
 import re
-import shutil
-import tempfile
-from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import List, Optional, Tuple
 
-from .cli import UserError, nearest
+from .common.cli import UserError, nearest
+from .common.paths import expanded
 
 DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
-FORMAT = 1                                      # counts up when the same options would give other files
-MOST_IMAGES = 100_000                           # a part
-FACTS = 'dataset.json'
-LAYOUT = {
-    'images/{train,val}/*.jpg': 'the images',
-    'annotations/instances_{train,val}.json': 'COCO instances: box, area and RLE mask of what is seen of each shape',
-    'annotations_seg/{train,val}/*.png': 'ADE20K-style label maps, one channel; 0 is background, a class like the '
-                                         'others (no reduce_zero_label)',
-}
-
-
-def expected_files(options: Dict[str, Any]) -> Set[str]:
-    """The files of a data set with these options, relative to its folder, with slashes."""
-    files = {FACTS}
-    for part in ('train', 'val'):
-        files.add(f'annotations/instances_{part}.json')
-        for index in range(options[part]):
-            files |= {f'images/{part}/{index:06d}.jpg', f'annotations_seg/{part}/{index:06d}.png'}
-    return files
-
-
-def read_options(folder: Path) -> Optional[Dict[str, Any]]:
-    """The options with which the data set in a folder was made; None where there is none."""
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding='utf-8'))
-        options = facts['options']
-        counts = options['train'], options['val']
-        known = facts['dataset'] == 'shapes' and all(type(n) is int and 0 < n <= MOST_IMAGES for n in counts)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {'format': facts.get('format'), **options} if known else None
-
-
-def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
-    """Whether the folder holds the whole data set of these options, and nothing is to be done.
-
-    Args:
-        folder: where it goes.
-        options: with the format's number, as `read_options` gives them.
-        force: a data set of this tool may be replaced.
-
-    Raises:
-        UserError: what is there must not be replaced.
-    """
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
-        raise UserError(f'{folder} is a file; give a folder')
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob('*') if not path.is_dir()}
-    if not there and not any(folder.iterdir()):
-        return False
-    old = read_options(folder)
-    if old is None:
-        raise UserError(f'{folder} holds other files, which are left alone: give a new or empty folder')
-    expected = expected_files(old)
-    if force:
-        if there - expected:
-            raise UserError(f'{folder} holds files that are not of its data set, such as {min(there - expected)}: '
-                            'move them away, or give another folder')
-        return False
-    if old != options:
-        other = [f'{key} {_text(old.get(key))}, not {_text(value)}' for key, value in options.items()
-                 if old.get(key) != value]
-        raise UserError(f"{folder} holds a data set of other options ({'; '.join(other) or 'of another version'}): "
-                        'give --force to replace it, or another folder')
-    if expected - there:
-        raise UserError(f'{folder} lacks files of its data set, such as {min(expected - there)}: give --force to make '
-                        'it again')
-    return True
-
-
-def _text(option: Any) -> str:
-    return 'x'.join(map(str, option)) if isinstance(option, list) else str(option)
-
-
-def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
-    """Write the images, label maps and instances of a part ('train' or 'val'); gives the number of shapes."""
-    from PIL import Image
-
-    from .shapes import CLASSES, annotations, backgrounds, label_map, random_scene
-    for kind in ('images', 'annotations_seg'):
-        (folder / kind / part).mkdir(parents=True)
-    (folder / 'annotations').mkdir(exist_ok=True)
-    images, found, photographs = [], [], backgrounds(part)
-    height, width = options['size']
-    for index in range(options[part]):
-        scene = random_scene(options['seed'], part, index, photographs, (height, width))
-        name = f'{index:06d}'
-        # Full colour resolution: shapes are small.
-        Image.fromarray(scene.image).save(folder / 'images' / part / f'{name}.jpg', quality=90, subsampling=0)
-        Image.fromarray(label_map(scene)).save(folder / 'annotations_seg' / part / f'{name}.png')
-        images.append(dict(id=index + 1, file_name=f'{name}.jpg', height=height, width=width))
-        # Ids count from 1: pycocotools takes 0 for "not matched".
-        found += [dict(id=len(found) + n, image_id=index + 1, **a) for n, a in enumerate(annotations(scene), 1)]
-    categories = [dict(id=n, name=name, supercategory='shape') for n, name in enumerate(CLASSES, 1)]
-    info = dict(description='Coloured shapes on photographs, generated by subquad make-dataset', version=str(FORMAT))
-    (folder / 'annotations' / f'instances_{part}.json').write_text(json.dumps(
-        dict(info=info, licenses=[], images=images, annotations=found, categories=categories), separators=(',', ':')))
-    return len(found)
-
-
-def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
-    """Write a data set of shapes, whole or not at all, over an empty folder or an older data set.
-
-    Args:
-        folder: where it goes; looked at before with `already_there`.
-        options: train, val: numbers of images; size: [H, W]; seed.
-
-    Returns:
-        number of shapes in each part.
-
-    Raises:
-        UserError: a photograph is missing, or the folder cannot be written to.
-    """
-    from .shapes import CLASSES, photograph_facts
-    temporary = None
-    try:
-        labels = {name: n for n, name in enumerate(('background', *CLASSES))}
-        facts = dict(dataset='shapes', format=FORMAT, options=options, layout=LAYOUT, labels=labels,
-                     photographs=photograph_facts())
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f'.{folder.name}.'))
-        new = temporary / 'new'         # made by mkdir, for mkdtemp's own folder is closed to others
-        new.mkdir()
-        counts = {part: write_part(new, part, options) for part in ('train', 'val')}
-        (new / FACTS).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
-        _replace(folder, new, temporary / 'old')
-    except FileNotFoundError as error:
-        if error.errno is not None:
-            raise UserError(f'cannot write to {folder} ({error.strerror})') from error
-        raise UserError(f'{error}: pip install "subquad[mm]"') from error
-    except OSError as error:
-        raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return counts
-
-
-def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Move `new` to `folder`, and what was there to `old`; a failure leaves it there."""
-    if folder.exists():
-        os.rename(folder, old)
-    try:
-        os.rename(new, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise
-
-
-def parse_size(text: str) -> Tuple[int, int]:
-    """'128' or '96x128' (height x width) as (height, width).
-
-    Raises:
-        UserError: neither, or out of bounds.
-    """
-    from .shapes import SIZES
-    match = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', text)
-    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not all(SIZES[0] <= n <= SIZES[1] for n in (height, width)):
-        raise UserError(f'--size must be one number or HEIGHTxWIDTH, each from {SIZES[0]} to {SIZES[1]}, got {text!r}')
-    return height, width
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -186,6 +19,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--seed', type=int, default=0, help='of everything random (default: 0)')
     parser.add_argument('--force', action='store_true', help='replace a data set that this tool made')
     args = parser.parse_args(argv)
+    from .data.shapes_files import FORMAT, MOST_IMAGES, already_there, make_shapes
     if args.name not in DATASETS:
         raise UserError(f'unknown data set {args.name!r}{nearest(args.name, list(DATASETS))} '
                         f"(there are: {', '.join(DATASETS)})")
@@ -194,7 +28,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             raise UserError(f'--{name} must be from 1 to {MOST_IMAGES}, got {getattr(args, name)}')
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
-    from .config import expanded
     shown = expanded(args.folder or DATASETS[args.name])
     options = dict(train=args.train, val=args.val, size=list(parse_size(args.size)), seed=args.seed)
     try:
@@ -210,6 +43,20 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     return 0
 
 
+def parse_size(text: str) -> Tuple[int, int]:
+    """'128' or '96x128' (height x width) as (height, width).
+
+    Raises:
+        UserError: neither, or out of bounds.
+    """
+    from .data.shapes import SIZES
+    match = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', text)
+    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not all(SIZES[0] <= n <= SIZES[1] for n in (height, width)):
+        raise UserError(f'--size must be one number or HEIGHTxWIDTH, each from {SIZES[0]} to {SIZES[1]}, got {text!r}')
+    return height, width
+
+
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

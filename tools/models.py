@@ -1,18 +1,18 @@
-"""List the models of this package: name, parameters, input size, what they are."""
+"""List the models of this package with their parameters, input sizes and descriptions."""
 import argparse
 import fnmatch
 from typing import Any, Dict, List, Optional
 
-from .cli import UserError, nearest
-from .output import add_row, dumps, print_table
+from .common.cli import UserError, nearest
+from .common.output import add_row, dumps, print_table
 
 
-def facts(name: str) -> Dict[str, Any]:
-    """Name, parameters, default input size and one-line description of a registered model."""
+def metadata(name: str) -> Dict[str, Any]:
+    """Name, parameters, input size and one-line description of a registered model."""
     import timm
 
-    from .zoo import create
-    model = create(name, device='meta')          # shapes only: no memory, no random numbers
+    from .engine.zoo import create
+    model = create(name, device='meta')          # shapes only, without memory or random numbers
     description = (timm.models.model_entrypoint(name).__doc__ or '').strip().split('\n')[0]
     return dict(name=name, parameters=sum(p.numel() for p in model.parameters()),
                 input_size=list(model.pretrained_cfg['input_size']), description=description)
@@ -21,21 +21,22 @@ def facts(name: str) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
-    from .zoo import our_models
+    from .engine.zoo import our_models
     parser = argparse.ArgumentParser('subquad models', description=__doc__)
-    parser.add_argument('filter', nargs='?', default='*', help='pattern such as "ppma*" or a part of a name')
+    parser.add_argument('filter', nargs='?', default='*',
+                        help='a pattern such as "ppma*", or a part of a name (default: all models)')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     pattern = args.filter if any(c in args.filter for c in '*?[') else f'*{args.filter}*'
     names = fnmatch.filter(our_models(), pattern)
     if not names:
         raise UserError(f'no model matches {args.filter!r}{nearest(args.filter, our_models())}')
-    rows = [facts(name) for name in names]
+    rows = [metadata(name) for name in names]
     if args.json:
         print(dumps(rows, indent=2))
         return 0
     from rich.table import Table
-    table = Table('model', 'parameters', 'input', 'what it is')
+    table = Table('model', 'parameters', 'input size', 'description')
     for row in rows:
         add_row(table, row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'])), row['description'])
     print_table(table)
@@ -43,5 +44,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -1,30 +1,21 @@
-"""Parameters and MACs of any timm model, or of a detection or segmentation config, beside the authors' figures.
+"""Count parameters and MACs of any timm model, or of a detection or segmentation config.
 
-Three counts, because papers differ in which they print: `all` is every multiply-add of convolutions, linear layers and
-products of tokens with tokens; `weights` leaves the products of tokens with tokens out (attention, scans); `with norms`
-is `weights` and what fvcore, a common counting tool, adds for norms (2 for each element in BatchNorm, 5 in GroupNorm
-and LayerNorm) and for bilinear resizing (4). Of a config the nearest count is named and how far off it is, and
-parameters of an auxiliary head come after a plus; tools/stats_config.py says what of a config is counted.
+The counts stand beside the numbers that the authors report. Papers differ in what they count, so there are three:
+- `all`: every multiply-add of convolutions, linear layers, attention and scans;
+- `without attention products`: the same, but for products of tokens with tokens (attention, scans);
+- `with norms`: the second count, and what fvcore, a common counting tool, adds for norms (2 per element for BatchNorm,
+  5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
+For a config, the count nearest to the reported number is named together with its deviation, and the parameters of an
+auxiliary head follow a plus sign.
 """
 import argparse
 import ast
-import math
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
-from .cli import UserError
-from .output import add_row, dumps, print_table
+from .common.cli import UserError
+from .common.output import add_row, dumps, print_table
 
-# Reported by the authors, at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
-REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
-            'subquad_mobilevitv2_050': (1.4, 0.5, 70.2), 'subquad_mobilevitv2_075': (2.9, 1.0, 75.6),
-            'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
-            'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),
-            'subquad_mobilevitv2_200': (18.5, 7.2, 81.2)}
 LARGEST_SIDE = 100_000
-# Operators with weights on one side. Everything else that a flop counter sees multiplies tokens with tokens.
-_WITH_WEIGHTS = ('convolution', '_convolution', 'mm', 'addmm')
-# Multiply-adds an element of the input, or of the output of a resizing, as fvcore counts them.
-_NORMS = {'_native_batch_norm_legit': 2, 'native_group_norm': 5, 'native_layer_norm': 5, 'upsample_bilinear2d': 4}
 
 
 def size(text: str) -> Tuple[int, int]:
@@ -35,66 +26,6 @@ def size(text: str) -> Tuple[int, int]:
     if any(int(part) > LARGEST_SIDE for part in parts):
         raise UserError(f'a side has at most {LARGEST_SIDE:,} pixels, got {text!r}')
     return int(parts[0]), int(parts[-1])
-
-
-def count(name: str, height: Optional[int] = None, width: Optional[int] = None, /, **options: Any) -> Dict[str, Any]:
-    """Parameters and MACs of one image, by running the model on the meta device: no memory, no time, no weights.
-
-    Args:
-        name: timm model name.
-        height, width: of the image; by default what the model is made for.
-        options: of the model (whose `width` is not the image's).
-
-    Raises:
-        UserError: unknown model, or an option or size that it refuses.
-    """
-    import torch
-
-    from .zoo import create, default_size, size_options
-    height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
-    model = create(name, device='meta', **{**size_options(name, (height, width)), **options})
-    channels = model.pretrained_cfg['input_size'][0]
-    try:
-        counts = three_counts(model, lambda images: model(torch.empty(images, channels, height, width, device='meta')))
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
-    return dict(model=name, size=[height, width], options=options,
-                parameters=sum(p.numel() for p in model.parameters()), **counts,
-                reported_by_authors=dict(zip(('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ()))))
-
-
-def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
-    """`macs`, `macs_of_weights` and `macs_with_norms` of one image; the model is left in training mode.
-
-    Args:
-        model: an nn.Module.
-        forward: runs the model on that many images.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def flops_of(images: int, **options: Any) -> Dict[str, int]:
-        with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
-            forward(images)
-        return {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts().get('Global', {}).items()}
-
-    model.eval()
-    flops = flops_of(1)
-    # In training mode, where norms are not folded into convolutions; two images, for maps of a single pixel.
-    for module in model.modules():
-        module.training = True
-    norms = flops_of(2, custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
-    weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS) // 2
-    return dict(macs=sum(flops.values()) // 2, macs_of_weights=weights,
-                macs_with_norms=weights + sum(norms.get(op, 0) for op in _NORMS) // 2)
-
-
-def _elements(each: int) -> Callable[..., int]:
-    """A formula for torch's flop counter: `each` for an element of the larger of input and output."""
-    def formula(x, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        shapes = [x] + ([out_shape] if isinstance(out_shape, (tuple, list)) else [])
-        return each * max(math.prod(shape) for shape in shapes if all(isinstance(n, int) for n in shape))
-    return formula
 
 
 def _options(pairs: List[str]) -> Dict[str, Any]:
@@ -113,14 +44,16 @@ def _options(pairs: List[str]) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
-    from .stats_config import count_config, is_config, reported
-    from .zoo import our_models
+    from .engine.counting import count
+    from .engine.counting_configs import count_config, is_config, reported
+    from .engine.zoo import our_models
     parser = argparse.ArgumentParser('subquad stats', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('model', nargs='*', help='timm names, names or paths of configs (default: all of our models)')
-    parser.add_argument('--size', help='224 or HEIGHTxWIDTH (default: what each model is made for)')
+    parser.add_argument('model', nargs='*',
+                        help="names of timm models, names or paths of configs (default: all of this package's models)")
+    parser.add_argument('--size', help="image size, 224 or HEIGHTxWIDTH (default: each model's own input size)")
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
-                        help="a model's options, such as paths=none; of a config model.backbone.paths=none")
+                        help='options of a model, such as paths=none; for a config, model.backbone.paths=none')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     height, width = size(args.size) if args.size else (None, None)
@@ -130,7 +63,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         print(dumps(rows, indent=2))
         return 0
     from rich.table import Table
-    table = Table('model', 'image', 'parameters', 'GMACs: all', 'weights', 'with norms', 'reported by the authors')
+    table = Table('model', 'image', 'parameters', 'GMACs: all', 'without attention products', 'with norms',
+                  'reported by the authors')
     for row in rows:
         auxiliary = row.get('parameters_of_auxiliary_head')
         add_row(table, row['model'], '{}x{}'.format(*row['size']),
@@ -141,5 +75,5 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 if __name__ == '__main__':
-    from .cli import run
+    from .common.cli import run
     run(main)

@@ -1,7 +1,12 @@
-"""Token mixers, one file a family: nn.Modules thin over the operators of kernels/."""
+"""Token mixers, one file for each family: modules that project tokens and call the operators in kernels/."""
 from .polyline import PolylineMixer
 from .separable import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .tree import TreeMixer
 
-__all__ = ['LinformerSelfAttention', 'MultiHeadSelfAttention', 'PolylineMixer', 'SeparableSelfAttention',
-           'TreeMixer']
+__all__ = [
+    'LinformerSelfAttention',
+    'MultiHeadSelfAttention',
+    'PolylineMixer',
+    'SeparableSelfAttention',
+    'TreeMixer',
+]

@@ -1,11 +1,11 @@
-"""Polyline path masked attention (PPMA), all its attentions and the masks of its ablation, as one token mixer.
+"""Polyline path masked attention (PPMA): all of its attentions and all masks of its ablation, in one token mixer.
 
-Zhao et al., "Polyline Path Masked Attention for Vision Transformer", NeurIPS 2025, and the published code. The two
-differ: the code adds the logarithm of the mask to the logits (`mask='logit'`, what the published weights were trained
-with), the paper multiplies the softmax by the mask (`mask='product'`). The default is the code's.
+Zhao et al., "Polyline Path Masked Attention for Vision Transformer", NeurIPS 2025, and the published code. They differ:
+the code adds the logarithm of the mask to the logits (`mask_mode='additive'`, with which the published weights were
+trained), and the paper multiplies the softmax by the mask (`mask_mode='multiplicative'`). The default follows the code.
 """
 import math
-from typing import Callable, ClassVar, Tuple
+from typing import Callable, ClassVar, Dict, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,23 +14,161 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
-from ...kernels.dispatch import exporting
+from ...kernels.common.tracing import exporting
 from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat
 
-ATTENTIONS = ('full', 'crisscross', 'linear', 'decomposed')
-MASKS = ('logit', 'product')
-PATHS = ('2d', 'v2h', 'cross_scan', 'rmt', 'none')
+MASK_MODES = ('additive', 'multiplicative')
+PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
+
+
+# The attentions map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own arithmetic
+# stays at rank 4 for exporters; the operators split N into H and W.
+
+def full_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        mask_mode: str,
+        paths: str,
+        backend: str,
+) -> Tensor:
+    """Softmax attention between all tokens (PPMVA)."""
+    if paths == 'none':
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    if paths == 'cross_scan':
+        def along_lines(q, k, v, log_decay):
+            return decay_attention(q, k, v, log_decay, mask_mode=mask_mode, backend=backend)
+        y = _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
+        return y * (0.5 if mask_mode == 'additive' else 1.0)
+    paths = 'both' if paths == 'both' else 'v2h'         # for 'rmt' the V2H mask equals the H2V mask
+    q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
+    return polyline_attention(
+        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
+
+
+def criss_cross_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        mask_mode: str,
+        paths: str,
+        backend: str,
+) -> Tensor:
+    """Softmax attention along columns, then along rows (PPMCCA)."""
+    mask_mode = 'additive' if paths == 'none' else mask_mode
+    paths = 'both' if paths in ('both', 'cross_scan') else 'v2h'
+    q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
+    return crisscross_attention(
+        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
+
+
+def linear_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        mask_mode: str,
+        paths: str,
+        backend: str,
+) -> Tensor:
+    """Normalized linear attention with the feature map elu + 1 (PPMLA). `mask_mode` has no effect."""
+    v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel sums the weights
+    y = _masked_linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, log_alpha, log_beta, paths, backend)
+    return y[..., :-1] / y[..., -1:]
+
+
+def decomposed_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        mask_mode: str,
+        paths: str,
+        backend: str,
+) -> Tensor:
+    """Softmax attention to and from 16 pooled queries (PPMDA). `mask_mode` has no effect."""
+    grid = q.flatten(0, 1).transpose(1, 2).unflatten(2, log_alpha.shape[2:])         # (B * heads, D, H, W)
+    agents = F.adaptive_avg_pool2d(grid, 4).flatten(2).unflatten(0, q.shape[:2])     # (B, heads, D, 16)
+    to_agents = ((q * q.shape[-1] ** -0.5) @ agents).softmax(-1)                     # S1: (B, heads, N, 16)
+    from_tokens = (k @ agents).softmax(-2)                                           # S2', over the tokens
+    return _masked_linear_attention(to_agents, from_tokens, v, log_alpha, log_beta, paths, backend)
+
+
+def _masked_linear_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        paths: str,
+        backend: str,
+) -> Tensor:
+    """(q k' * mask) v without softmax."""
+    if paths == 'cross_scan':
+        def along_lines(q, k, v, log_decay):
+            return polyline_linear_attention(q, k, v, log_decay, log_decay, paths='v2h', backend=backend)
+        return _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
+    paths = 'both' if paths == 'both' else 'v2h'
+    q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
+    return polyline_linear_attention(q, k, v, log_alpha, log_beta, paths=paths, backend=backend).flatten(2, 3)
+
+
+def _sum_of_scans(
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+) -> Tensor:
+    """Sum of `attend` along the grid read row by row (`log_alpha`) and read column by column (`log_beta`)."""
+    height, width = log_alpha.shape[2:]
+
+    def scan(tensors: Sequence[Tensor], log_decay: Tensor) -> Tensor:
+        return attend(*(x.unsqueeze(2) for x in tensors), log_decay.flatten(2).unsqueeze(2)).squeeze(2)
+
+    def transpose_grid(x: Tensor, rows: int, columns: int) -> Tensor:
+        """Reorder tokens (B, heads, rows * columns, D) from row by row to column by column."""
+        batch, heads, tokens, dim = x.shape
+        x = x.reshape(batch * heads, rows, columns, dim).transpose(1, 2)
+        return x.reshape(batch, heads, tokens, dim)
+
+    by_columns = scan([transpose_grid(x, height, width) for x in (q, k, v)], log_beta.transpose(2, 3))
+    return scan((q, k, v), log_alpha) + transpose_grid(by_columns, width, height)
+
+
+ATTENTIONS: Dict[str, Callable[..., Tensor]] = {
+    'full': full_attention,
+    'crisscross': criss_cross_attention,
+    'linear': linear_attention,
+    'decomposed': decomposed_attention,
+}
 
 
 class PathDecay(nn.Module):
-    """Step logs of every token and head from the mixer's input: log alpha (horizontal) and log beta (vertical), <= 0.
+    """Step logs of every token and head from the mixer's input: log_alpha (horizontal) and log_beta (vertical), <= 0.
 
-    a = -exp(A_log) * softplus(w_alpha . x_head + dt_bias), b likewise with w_beta; `A_log` and `dt_bias` are per head,
-    w_alpha and w_beta are the rows of one Linear that all heads share. With `shared`, b = a."""
+    log_alpha = -exp(A_log) * softplus(w_alpha . x_head + dt_bias), and log_beta likewise with w_beta. `A_log` and
+    `dt_bias` have one entry for each head. w_alpha and w_beta are the rows of one Linear that all heads share. With
+    `shared`, log_beta = log_alpha.
+    """
 
-    def __init__(self, head_dim: int, num_heads: int, shared: bool = False, device=None, dtype=None):
+    def __init__(
+            self,
+            head_dim: int,
+            num_heads: int,
+            shared: bool = False,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
@@ -40,20 +178,20 @@ class PathDecay(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A ~ U(1, 1.1); softplus(dt_bias) log-uniform in [1e-3, 1e-1]."""
+        """Draw A from U(1, 1.1), and softplus(dt_bias) log-uniformly from [1e-3, 1e-1]."""
         with torch.no_grad():
             self.A_log.uniform_(1, 1.1).log_()
             dt = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
             dt.add_(torch.log(-torch.expm1(-dt)))          # the inverse of softplus
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """(B, H, W, C) -> a, b: (B, heads, H, W) each."""
+        """Return log_alpha and log_beta, (B, heads, H, W) each, for x (B, H, W, C)."""
         batch, height, width, _ = x.shape
         x = self.proj(x.reshape(batch, height * width, self.num_heads, -1))              # (B, N, heads, 1 or 2)
         x = x.permute(3, 0, 2, 1).contiguous()                                           # (1 or 2, B, heads, N)
-        steps = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
-        a, b = (steps[n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
-        return a, b
+        logs = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
+        log_alpha, log_beta = (logs[n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
+        return log_alpha, log_beta
 
 
 @register_notrace_module
@@ -63,35 +201,50 @@ class PolylineMixer(nn.Module):
     Args:
         dim: channels C; heads are contiguous slices of C.
         num_heads: number of heads; C / num_heads must be even.
-        attention: 'full' (PPMVA), 'crisscross' (PPMCCA), 'linear' (PPMLA: phi = elu + 1, normalised) or 'decomposed'
-            (PPMDA: softmax attention to and from 16 pooled queries). The last two multiply by the mask whatever
-            `mask` says, and have no rotary embedding.
-        mask: 'logit' (published weights) or 'product' (paper).
-        paths: which decay mask (Table 9): '2d' (V2H + H2V), 'v2h', 'cross_scan' (decay along the raster order of rows
-            and of columns; in criss-cross attention, where a line is all there is, the same as '2d'), 'rmt' (RMT's
-            fixed Manhattan decay) or 'none'.
+        attention: 'full' (PPMVA), 'crisscross' (PPMCCA), 'linear' (PPMLA: normalized, with the feature map elu + 1) or
+            'decomposed' (PPMDA: softmax attention to and from 16 pooled queries). The last two always multiply by the
+            mask and have no rotary embedding.
+        mask_mode: 'additive' (the published weights) or 'multiplicative' (the paper).
+        paths: the decay mask (Table 9): 'both' (V2H + H2V), 'v2h', 'cross_scan' (decay along the raster order of rows
+            and of columns; for criss-cross attention, which works on single lines, the same as 'both'), 'rmt' (the
+            fixed Manhattan decay of RMT) or 'none'.
         shared_decay: alpha = beta, from a Linear(head_dim, 1).
-        lepe_kernel: size of the depthwise convolution of the values.
+        lepe_kernel: kernel size of the depthwise convolution of the values.
         rmt_range: with paths='rmt', head h of n decays by 1 - 2^(-2 - rmt_range * h / n) per step.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        ValueError: a name or a size that does not fit.
+        ValueError: the value of an option or a size is not allowed.
     """
 
-    OPTIONS: ClassVar[Options] = {'attention': one_of(*ATTENTIONS), 'mask': one_of(*MASKS), 'paths': one_of(*PATHS),
-                                  'shared_decay': flag()}
+    OPTIONS: ClassVar[Options] = {
+        'attention': one_of(*ATTENTIONS),
+        'mask_mode': one_of(*MASK_MODES),
+        'paths': one_of(*PATHS),
+        'shared_decay': flag(),
+    }
 
-    def __init__(self, dim: int, num_heads: int, attention: str = 'full', mask: str = 'logit', paths: str = '2d',
-                 shared_decay: bool = False, lepe_kernel: int = 5, rmt_range: float = 4.0, device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            attention: str = 'full',
+            mask_mode: str = 'additive',
+            paths: str = 'both',
+            shared_decay: bool = False,
+            lepe_kernel: int = 5,
+            rmt_range: float = 4.0,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
-        check('PolylineMixer', self.OPTIONS, dict(attention=attention, mask=mask, paths=paths,
-                                                  shared_decay=shared_decay))
+        check('PolylineMixer', self.OPTIONS, dict(
+            attention=attention, mask_mode=mask_mode, paths=paths, shared_decay=shared_decay))
         if num_heads < 1 or dim % num_heads or dim // num_heads % 2:
             raise ValueError(f'dim / num_heads must be an even integer, got dim={dim}, num_heads={num_heads}')
         dd = {'device': device, 'dtype': dtype}
         self.num_heads, self.head_dim = num_heads, dim // num_heads
-        self.attention, self.mask, self.paths, self.rmt_range = attention, mask, paths, rmt_range
+        self.attention, self.mask_mode, self.paths, self.rmt_range = attention, mask_mode, paths, rmt_range
         self.q, self.k, self.v = (nn.Linear(dim, dim, **dd) for _ in range(3))
         self.decay = PathDecay(self.head_dim, num_heads, shared_decay, **dd) if paths not in ('rmt', 'none') else None
         self.lepe = DepthwiseConv(dim, lepe_kernel, **dd)
@@ -103,14 +256,28 @@ class PolylineMixer(nn.Module):
         v = self.v(x)
         export = self.exportable or exporting()
         q, k = self._queries_and_keys(x, export)
-        a, b = self.decay_logs(x)
-        y = getattr(self, f'_{self.attention}')(q, k, self._heads(v), a, b, 'export' if export else 'auto')
+        log_alpha, log_beta = self.decay_logs(x)
+        attend = ATTENTIONS[self.attention]
+        y = attend(
+            q,
+            k,
+            self._split_heads(v),
+            log_alpha,
+            log_beta,
+            mask_mode=self.mask_mode,
+            paths=self.paths,
+            backend='export' if export else 'auto',
+        )
         y = y.transpose(1, 2)                                                            # (B, N, heads, D)
         y = self.lepe(v).reshape(y.shape) + y
         return self.out(y.reshape(batch, height, width, dim))
 
     def decay_logs(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Step logs a (horizontal) and b (vertical), (B, heads, H, W) each, from the mixer's input (B, H, W, C)."""
+        """Return the step logs for the mixer's input x (B, H, W, C).
+
+        Returns:
+            log_alpha (horizontal) and log_beta (vertical), (B, heads, H, W) each.
+        """
         if self.decay is not None:
             return self.decay(x)
         logs = x.new_zeros(x.shape[0], self.num_heads, *x.shape[1:3])
@@ -119,14 +286,17 @@ class PolylineMixer(nn.Module):
             logs = logs + torch.log1p(-2.0 ** (-2 - self.rmt_range * head / self.num_heads)).to(x.dtype)
         return logs, logs
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, heads, N, D), a view."""
         return x.reshape(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
 
     def _queries_and_keys(self, x: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
-        """Rotated where softmax attention uses them, k scaled by head_dim^-1/2: (B, heads, N, D) each."""
+        """Return q and k, (B, heads, N, D) each, with k scaled by head_dim^-1/2.
+
+        Softmax attention rotates them. Linear and decomposed attention do not.
+        """
         scale = self.head_dim ** -0.5
-        q, k = self._heads(self.q(x)), self._heads(self.k(x))
+        q, k = self._split_heads(self.q(x)), self._split_heads(self.k(x))
         if self.attention in ('linear', 'decomposed'):
             k = k * scale
         elif export:
@@ -135,61 +305,3 @@ class PolylineMixer(nn.Module):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             q, k = rotate(q, k, rotary_angles(q.shape[2], self.head_dim, x.device, dtype), scale)
         return q, k
-
-    # The attentions: q, k, v (B, heads, N, D) and step logs (B, heads, H, W) -> (B, heads, N, D). Arithmetic stays at
-    # rank 4, for exporters; the operators take the grid apart.
-
-    def _full(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        if self.paths == 'none':
-            return F.scaled_dot_product_attention(q, k, v, scale=1.0)
-        if self.paths == 'cross_scan':
-            def raster(q, k, v, logs):
-                return decay_attention(q, k, v, logs, mask=self.mask, backend=backend)
-            return self._both_rasters(raster, q, k, v, a, b) * (0.5 if self.mask == 'logit' else 1.0)
-        paths = 'both' if self.paths == '2d' else 'v2h'      # rmt: both masks are equal
-        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return polyline_attention(q, k, v, a, b, mask=self.mask, paths=paths, backend=backend).flatten(2, 3)
-
-    def _crisscross(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        order = 'both' if self.paths in ('2d', 'cross_scan') else 'column_first'
-        mask = 'logit' if self.paths == 'none' else self.mask
-        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend).flatten(2, 3)
-
-    def _linear(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel counts the weights
-        y = self._scanned(F.elu(q) + 1, F.elu(k) + 1, v, a, b, backend)
-        return y[..., :-1] / y[..., -1:]
-
-    def _decomposed(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        grid = q.flatten(0, 1).transpose(1, 2).unflatten(2, a.shape[2:])                 # (B * heads, D, H, W)
-        agents = F.adaptive_avg_pool2d(grid, 4).flatten(2).unflatten(0, q.shape[:2])     # (B, heads, D, 16)
-        to = ((q * self.head_dim ** -0.5) @ agents).softmax(-1)                          # S1: (B, heads, N, 16)
-        back = (k @ agents).softmax(-2)                                                  # S2', over the tokens
-        return self._scanned(to, back, v, a, b, backend)
-
-    def _scanned(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, backend: str) -> Tensor:
-        if self.paths == 'cross_scan':
-            def raster(q, k, v, logs):
-                return polyline_linear_attention(q, k, v, logs, logs, order='v2h', backend=backend)
-            return self._both_rasters(raster, q, k, v, a, b)
-        order = 'both' if self.paths == '2d' else 'v2h'
-        q, k, v = (x.unflatten(2, a.shape[2:]) for x in (q, k, v))
-        return polyline_linear_attention(q, k, v, a, b, order=order, backend=backend).flatten(2, 3)
-
-    @staticmethod
-    def _both_rasters(attend: Callable, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The sum of `attend` along the grid read row by row (logs a) and read column by column (logs b)."""
-        height, width = a.shape[2:]
-
-        def along(tensors, logs):
-            return attend(*(x.unsqueeze(2) for x in tensors), logs.flatten(2).unsqueeze(2)).squeeze(2)
-
-        def turned(x, rows, columns):
-            """Tokens (B, heads, rows * columns, D) read the other way."""
-            batch, heads, tokens, dim = x.shape
-            x = x.reshape(batch * heads, rows, columns, dim).transpose(1, 2)
-            return x.reshape(batch, heads, tokens, dim)
-
-        by_columns = along([turned(x, height, width) for x in (q, k, v)], b.transpose(2, 3))
-        return along((q, k, v), a) + turned(by_columns, width, height)

@@ -1,6 +1,6 @@
-"""A diagonal state space layer (S5): the chain in the place of a tree, as a control for `MyoSequence`.
+"""Diagonal state space layer (S5): a recurrence that replaces the tree of `MyoSequence`, as a control.
 
-Smith et al., "Simplified State Space Layers for Sequence Modeling", ICLR 2023: eigenvalues of the HiPPO-N matrix, a
+Smith et al., "Simplified State Space Layers for Sequence Modeling", ICLR 2023: eigenvalues of the HiPPO-N matrix, one
 step for each state, zero-order hold.
 """
 import math
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.precision import without_autocast
-from ...kernels.tree_solve import Tree, cached_path
+from ...kernels.common.autocast import without_autocast
+from ...kernels.trees import Tree, cached_path
 
 
 def hippo_normal_eigenvalues(states: int) -> Tensor:
-    """(states,) complex: one of each conjugate pair of the eigenvalues of HiPPO-LegS' normal part of size 2 * states,
-    smallest frequency first. Their real part is -1/2."""
+    """Eigenvalues of the normal part of the HiPPO-LegS matrix of size 2 * states, one of each conjugate pair.
+
+    Returns:
+        (states,) complex64, with real parts -1/2, lowest frequency first.
+    """
     n = torch.arange(2 * states, dtype=torch.float64)
     product = ((n[:, None] + 0.5) * (n + 0.5)).sqrt()
     skew = product.triu(1) - product.tril(-1)                       # the matrix without its diagonal, -1/2
@@ -28,15 +31,23 @@ class ScanMixer(nn.Module):
     """y = 2 Re(C x), x_k = exp(step * eigenvalue) x_k-1 + B u_k, along a sequence (B, L, dim) -> (B, L, dim).
 
     Args:
-        dim: channels. states: complex states.
-        bidirectional: a second recurrence from the end, whose states are read beside those of the first.
-        device, dtype: of the parameters; dtype float32 or None.
+        dim: channels.
+        states: number of complex states.
+        bidirectional: add a second recurrence, from the end to the start.
+        device, dtype: device and dtype of the parameters; dtype is float32 or None.
 
     Raises:
-        ValueError: no states.
+        ValueError: `states` is below 1.
     """
 
-    def __init__(self, dim: int, states: int, bidirectional: bool = True, device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            states: int,
+            bidirectional: bool = True,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         if states < 1:
             raise ValueError(f'states must be at least 1, got {states}')
@@ -50,7 +61,7 @@ class ScanMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """HiPPO-N eigenvalues, steps log-uniform in [1e-3, 1e-1]."""
+        """Initialize with the eigenvalues of HiPPO-N and steps log-uniform in [1e-3, 1e-1]."""
         eigenvalues = hippo_normal_eigenvalues(len(self.log_rate))
         with torch.no_grad():
             self.log_rate.copy_((-eigenvalues.real).log())
@@ -58,8 +69,13 @@ class ScanMixer(nn.Module):
             self.log_step.uniform_(math.log(1e-3), math.log(1e-1))
 
     def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-        """mask: (B, L), true for elements that are there; the others leave the state to decay."""
-        with without_autocast(x):                                               # complex numbers are float32's
+        """Map x (B, L, dim) to the same shape.
+
+        Args:
+            x: sequences (B, L, dim).
+            mask: (B, L), true for elements and false for padding, where the state only decays; None for no padding.
+        """
+        with without_autocast(x):                                               # complex numbers need float32
             eigenvalues = torch.complex(-self.log_rate.float().exp(), self.frequency.float())
             decay = (eigenvalues * self.log_step.float().exp()).exp()
             inputs = torch.complex(*nn.functional.linear(x.float(), self.input.weight.float()).chunk(2, -1))
@@ -74,8 +90,8 @@ class ScanMixer(nn.Module):
 
     @staticmethod
     def _recurrence(decay: Tensor, inputs: Tensor) -> Tensor:
-        """(states,) and (B, L, states) -> (B, L, states)."""
-        length = int(inputs.shape[1])                                            # a tracer's numbers are tensors
+        """States of the recurrence: decay (states,), inputs (B, L, states) -> (B, L, states)."""
+        length = int(inputs.shape[1])                                            # in a trace, sizes are tensors
         tree: Tree = cached_path(length)
         c = -decay[:, None, None, None].expand(-1, length, 1, 1)
         u = inputs.transpose(1, 2)[..., None, None]                              # (B, states, L, 1, 1)

@@ -1,7 +1,7 @@
-"""Separable self-attention (MobileViTv2), and the attention units that the paper sets it against (Figure 1, Table 1).
+"""Separable self-attention (MobileViTv2), and the attention units that the paper compares it with (Figure 1, Table 1).
 
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680. Unlike the
-other mixers, these take images channels first, (B, C, H, W), as their 1 x 1 convolutions and phones like it.
+other mixers, these take channels first, (B, C, H, W), because they consist of 1 x 1 convolutions and run on phones.
 """
 from typing import ClassVar, Optional, Tuple, Union
 
@@ -11,107 +11,139 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import separable_attention
-from ...kernels.dispatch import exporting
+from ...kernels.common.autocast import cast_for_autocast
+from ...kernels.common.tracing import exporting
 from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
-from ..blocks import is_plain
+from ..blocks import can_bypass_forward
 from ..options import Options, check, integer, one_of
-from .precision import cast_for_autocast
 
 MAX_LATENT_TOKENS = 64
 
 
 def check_source(x: Tensor, source: Tensor) -> Tensor:
-    """source itself, if tokens (B, C, ...) can take their context from it.
+    """Check that tokens x (B, C, ...) can take their context from `source`, and return `source`.
 
     Raises:
-        ValueError: another batch, rank or number of channels than x.
+        ValueError: batch, rank or number of channels differ from those of x.
     """
     if source.ndim != x.ndim or source.shape[:2] != x.shape[:2]:
-        raise ValueError(f'source must be tokens (B, C, H, W) with B={x.shape[0]} and C={x.shape[1]}, as those that '
-                         f'attend to it, got {tuple(source.shape)}')
+        raise ValueError(f'source must be tokens (B, C, H, W) with B={x.shape[0]} and C={x.shape[1]}, like x, '
+                         f'got {tuple(source.shape)}')
     return source
 
 
 @register_notrace_module
 class SeparableSelfAttention(nn.Module):
-    """Context scores from a query, one context vector from the keys, which all tokens of a group multiply by their
-    values (section 3.2, equations 5 to 10 of the paper).
+    """Separable self-attention (section 3.2, equations 5 to 10).
 
-    `qkv_proj` gives L + 2 C channels: a logit for each latent token, key, value. With several latent tokens, which the
-    paper studies without a formula, the context is the mean of theirs (our reading).
+    The context scores of a group of tokens weight the sum of its keys. All tokens of the group multiply their values by
+    this context vector.
+
+    `qkv_proj` has L + 2 C output channels: a logit for each latent token, key, value. With several latent tokens, for
+    which the paper has no formula, the context is the mean over the latent tokens.
 
     Args:
         dim: channels C.
         num_latent_tokens: L, from 1 to 64; the published networks have 1.
-        patch_size: tokens at one place of their patch see each other ('pixel'), or those of one of patch_size x
-            patch_size patches of the map ('patch').
-        sampling: 'pixel' or 'patch'.
-        device, dtype: of the parameters.
+        patch_size: side p of the patches that define the groups of tokens.
+        sampling: 'pixel' groups the tokens at one place of their p x p patch; 'patch' groups the tokens of one of p x p
+            patches of the map.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        ValueError: a number of latent tokens or a sampling that is not allowed.
+        ValueError: the number of latent tokens or the sampling is not allowed.
     """
 
-    OPTIONS: ClassVar[Options] = {'num_latent_tokens': integer(1, MAX_LATENT_TOKENS), 'sampling': one_of(*SAMPLINGS)}
+    OPTIONS: ClassVar[Options] = {
+        'num_latent_tokens': integer(1, MAX_LATENT_TOKENS),
+        'sampling': one_of(*SAMPLINGS),
+    }
 
-    def __init__(self, dim: int, num_latent_tokens: int = 1, patch_size: int = 2, sampling: str = 'pixel', device=None,
-                 dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            num_latent_tokens: int = 1,
+            patch_size: int = 2,
+            sampling: str = 'pixel',
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
-        check('SeparableSelfAttention', self.OPTIONS, dict(num_latent_tokens=num_latent_tokens, sampling=sampling))
+        check('SeparableSelfAttention', self.OPTIONS, dict(
+            num_latent_tokens=num_latent_tokens, sampling=sampling))
         self.num_latent_tokens, self.patch_size, self.sampling = num_latent_tokens, patch_size, sampling
         self.qkv_proj = nn.Conv2d(dim, num_latent_tokens + 2 * dim, 1, device=device, dtype=dtype)
         self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
         self.exportable = is_exportable()
 
     def query(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> logits of the context scores, (B, H, W, L)."""
+        """Return the logits of the context scores, (B, H, W, L), for x (B, C, H, W)."""
         count = self.num_latent_tokens
-        if not is_plain(self.qkv_proj):
+        if not can_bypass_forward(self.qkv_proj):
             return self.qkv_proj(x)[:, :count].permute(0, 2, 3, 1)
         weight, bias = self.qkv_proj.weight[:count].flatten(1), self.qkv_proj.bias[:count]
         return F.linear(x.permute(0, 2, 3, 1), weight, bias)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Context scores of an input (B, C, H, W): (B, L, H, W), at least float32, 1 in sum within each group."""
+        """Return the context scores (B, L, H, W) for x (B, C, H, W), at least float32. They sum to 1 in each group."""
         return context_scores(self.query(x), (self.patch_size,) * 2, self.sampling).permute(0, 3, 1, 2)
 
-    def forward(self, x: Tensor, source: Optional[Tensor] = None, folded: bool = False) -> Tensor:
-        """(B, C, H, W) -> the same.
+    def forward(self, x: Tensor, source: Optional[Tensor] = None, grouped: bool = False) -> Tensor:
+        """Attend from the tokens of x to those of `source`.
 
         Args:
-            x: the values' input.
-            source: (B, C, H', W'), the input of queries and keys in cross-attention; None: x.
-            folded: x and source come as (B, C, P, N), each row one group.
+            x: (B, C, H, W), the input of values.
+            source: (B, C, H', W'), the input of queries and keys in cross-attention; None for x.
+            grouped: x and source have the shape (B, C, P, N), where each row is a group of tokens.
+
+        Returns:
+            A tensor of the shape of x.
         """
         x = cast_for_autocast(x)
         source = x if source is None else cast_for_autocast(check_source(x, source))
-        groups = dict(patch_size=(self.patch_size ** 2, 1)) if folded else dict(patch_size=self.patch_size,
-                                                                                sampling=self.sampling)
+        if grouped:
+            groups = dict(patch_size=(self.patch_size ** 2, 1))
+        else:
+            groups = dict(patch_size=self.patch_size, sampling=self.sampling)
         count, dim = self.num_latent_tokens, x.shape[1]
         export = self.exportable or exporting()
-        if export or not is_plain(self.qkv_proj):
+        if export or not can_bypass_forward(self.qkv_proj):
             query, key, value = self.qkv_proj(source).split([count, dim, dim], 1)
             if source is not x:
                 value = self.qkv_proj(x)[:, count + dim:]
-            y = separable_attention(*(y.permute(0, 2, 3, 1) for y in (query, key, value)),
-                                    backend='export' if export else 'auto', **groups)
+            y = separable_attention(
+                *(y.permute(0, 2, 3, 1) for y in (query, key, value)),
+                backend='export' if export else 'auto',
+                **groups,
+            )
         else:
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            # Keys are never made: their map is linear, so the operator applies it to their weighted sum.
+            # The keys are not computed: their map is linear, so the operator applies it to the weighted sum of inputs.
             query = self.query(source)
             value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
-            maps = (w[count:count + dim].to(query.dtype) for w in (weight.flatten(1), bias))
-            y = separable_attention(query, source.permute(0, 2, 3, 1), value.permute(0, 2, 3, 1),
-                                    **dict(zip(('key_weight', 'key_bias'), maps)), **groups)
+            y = separable_attention(
+                query,
+                source.permute(0, 2, 3, 1),
+                value.permute(0, 2, 3, 1),
+                key_weight=weight.flatten(1)[count:count + dim].to(query.dtype),
+                key_bias=bias[count:count + dim].to(query.dtype),
+                **groups,
+            )
         return self.out_proj(y.permute(0, 3, 1, 2))
 
 
 @register_notrace_module
 class MultiHeadSelfAttention(nn.Module):
-    """Softmax attention between the tokens of each group (Figure 3a): O(N^2). Input and output: (B, C, P, N)."""
+    """Softmax attention between the N tokens of each of P groups (Figure 3a): O(N^2). Maps (B, C, P, N) to the same."""
 
-    def __init__(self, dim: int, num_heads: int = 4, device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int = 4,
+            device=None,
+            dtype=None,
+    ):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f'num_heads must divide the {dim} channels, got {num_heads}')
@@ -120,11 +152,20 @@ class MultiHeadSelfAttention(nn.Module):
         self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
 
     def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
-        """Keys and values (B, C, P, N) as they are; fewer of them in Linformer."""
+        """Return keys and values (B, C, P, N) unchanged. Linformer reduces their number."""
         return key, value
 
-    def forward(self, x: Tensor, source: Optional[Tensor] = None, folded: bool = True) -> Tensor:
-        """x: (B, C, P, N); source: (B, C, P, M), the input of keys and values in cross-attention; None: x."""
+    def forward(self, x: Tensor, source: Optional[Tensor] = None, grouped: bool = True) -> Tensor:
+        """Attend from the tokens of x to those of `source`.
+
+        Args:
+            x: (B, C, P, N), the input of queries.
+            source: (B, C, P, M), the input of keys and values in cross-attention; None for x.
+            grouped: always treated as True, because this attention has no other layout.
+
+        Returns:
+            A tensor of the shape of x.
+        """
         dim, (batch, _, places, tokens) = x.shape[1], x.shape
         if source is None:
             q, k, v = self.qkv_proj(x).split(dim, 1)
@@ -133,9 +174,12 @@ class MultiHeadSelfAttention(nn.Module):
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             q = F.conv2d(x, weight[:dim], bias[:dim])
             k, v = F.conv2d(source, weight[dim:], bias[dim:]).split(dim, 1)
-        q, k, v = (y.permute(0, 2, 3, 1).reshape(batch * places, y.shape[3], self.num_heads, dim // self.num_heads)
-                   .transpose(1, 2)
-                   for y in (q, *self.shorten(k, v)))
+        q, k, v = (
+            y.permute(0, 2, 3, 1)
+            .reshape(batch * places, y.shape[3], self.num_heads, dim // self.num_heads)
+            .transpose(1, 2)
+            for y in (q, *self.shorten(k, v))
+        )
         y = F.scaled_dot_product_attention(q, k, v)                               # (B P, heads, N, C / heads)
         y = y.transpose(1, 2).reshape(batch, places, tokens, dim)
         return self.out_proj(y.permute(0, 3, 1, 2))
@@ -143,16 +187,27 @@ class MultiHeadSelfAttention(nn.Module):
 
 @register_notrace_module
 class LinformerSelfAttention(MultiHeadSelfAttention):
-    """Multi-head attention to `projected` keys and values, learned linear combinations of all tokens (Figure 3b): O(N),
-    for one number of tokens.
+    """Multi-head attention to learned linear combinations of keys and values (Figure 3b): O(N).
+
+    The layer works for one number of tokens only.
 
     Args:
-        tokens: tokens of a group, which the projections are made for; or the rows and columns of their grid.
-        projected: p of the paper; never more than `tokens`.
+        dim: channels C.
+        tokens: number of tokens of a group, or the pair (rows, columns) of their grid.
+        num_heads: number of heads; dim must be a multiple of it.
+        projected: number of combinations, p in the paper; at most `tokens` are used.
+        device, dtype: device and dtype of the parameters.
     """
 
-    def __init__(self, dim: int, tokens: Union[int, Tuple[int, int]], num_heads: int = 4, projected: int = 256,
-                 device=None, dtype=None):
+    def __init__(
+            self,
+            dim: int,
+            tokens: Union[int, Tuple[int, int]],
+            num_heads: int = 4,
+            projected: int = 256,
+            device=None,
+            dtype=None,
+    ):
         super().__init__(dim, num_heads, device=device, dtype=dtype)
         self.grid = None if isinstance(tokens, int) else tuple(tokens)
         self.tokens = tokens = tokens if self.grid is None else self.grid[0] * self.grid[1]
@@ -160,14 +215,17 @@ class LinformerSelfAttention(MultiHeadSelfAttention):
             nn.Linear(tokens, min(projected, tokens), bias=False, device=device, dtype=dtype) for _ in range(2))
 
     def check_grid(self, rows: int, columns: int) -> None:
-        """Raise ValueError for a grid of tokens that is as large as the one of the projections but has another shape,
-        such as its transpose. `shorten` refuses other numbers of tokens."""
+        """Raise ValueError for a grid of the right number of tokens but of another shape, such as the transpose.
+
+        `shorten` raises for another number of tokens.
+        """
         if self.grid is not None and rows * columns == self.tokens and (rows, columns) != self.grid:
             made, came = ('{} x {}'.format(*grid) for grid in (self.grid, (rows, columns)))
             raise ValueError(f"attention='linformer' was made for {made} tokens a group (rows x columns), and this "
                              f'input has {came}: make the model with img_size=(height, width) of your images')
 
     def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
+        """Combine the N keys and values of each group: (B, C, P, N) -> (B, C, P, projected)."""
         if key.shape[3] != self.tokens:
             raise ValueError(f"attention='linformer' was made for {self.tokens} tokens a group, and this input has "
                              f'{key.shape[3]}: make the model with img_size=(height, width) of your images')

@@ -1,8 +1,8 @@
-"""The backbones in MMDetection and MMSegmentation, and what those libraries lack for them.
+"""Backbones for MMDetection and MMSegmentation, and heads, transforms and optimizer wrappers that both lack.
 
-A config that says `custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)` can use every
-name below as a `type`. They are registered once, in mmengine's root registries, where both libraries look. Needs
-mmengine; the heads also need the library they are heads of.
+Set `custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)` in a config to use every name
+below as a `type`. The names are registered in mmengine's root registries, where both libraries look them up. This
+package needs mmengine; the heads also need MMDetection or MMSegmentation.
 """
 from importlib.util import find_spec
 

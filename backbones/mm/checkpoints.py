@@ -1,8 +1,8 @@
-"""Load whole detectors and segmenters: our files, those of mmengine's Runner, and the authors'.
+"""Load detectors and segmenters from files of this package, of mmengine's Runner and of the papers' authors.
 
-mmengine's loader logs weights that are missing or have other shapes and continues with random ones. `guard` makes
-every load into a detector or segmenter strict, whichever tool asks for it: a Runner's `load_from` and `resume`, the
-libraries' test.py and inferencers, and an `init_cfg` of the whole model.
+mmengine's loader only logs weights that are missing or have other shapes, and continues with random ones.
+`make_loading_strict` makes every way of loading strict: `load_from` and `resume` of a Runner, test.py and the
+inferencers of both libraries, and the `init_cfg` of a whole model.
 """
 import warnings
 from contextlib import contextmanager
@@ -22,18 +22,18 @@ from ..weights import WeightsError, check_finite, differences, read_checkpoint, 
 from . import cvnets
 
 BACKBONE, AUXILIARY = 'backbone.', 'auxiliary_head.'
-_logged: ContextVar[bool] = ContextVar('logged', default=True)
+_log_enabled: ContextVar[bool] = ContextVar('log_enabled', default=True)
 
 
 @dataclass
-class Fit:
-    """How the weights of a file fit a model.
+class WeightsComparison:
+    """Comparison of the weights of a file with a model.
 
     Attributes:
-        weights: those that the model takes, under its names.
-        new: names of the model's weights that keep their initial values.
-        unused: names of the file's weights that the model does not have.
-        problems: what forbids loading, a phrase each.
+        weights: the weights that the model takes, under the model's keys.
+        new: keys of the model whose weights keep their initial values.
+        unused: keys of the file that the model does not have.
+        problems: the reasons why the file cannot be loaded, one phrase each; empty if it can.
     """
     weights: Dict[str, Tensor]
     new: List[str]
@@ -41,7 +41,7 @@ class Fit:
     problems: List[str]
 
     def summary(self, name: str) -> str:
-        """Which weights are loaded from the file of that name."""
+        """Say which weights are loaded from the file of this name."""
         count, total = len(self.weights), len(self.weights) + len(self.new)
         text = f"{'all' if not self.new else f'{count} of'} {total} weights are loaded from {name}"
         if self.new:
@@ -51,22 +51,23 @@ class Fit:
         return text
 
 
-def fit(model: nn.Module, weights: Dict[str, Tensor], new_heads: Optional[Sequence[str]] = None) -> Fit:
+def compare_weights(model: nn.Module, weights: Dict[str, Tensor],
+                    new_heads: Optional[Sequence[str]] = None) -> WeightsComparison:
     """Compare weights with a detector or segmenter, without loading them.
 
     Args:
-        model: of MMDetection or MMSegmentation, on a backbone of this package.
-        weights: under the names of this package, of a Runner or of the authors.
-        new_heads: None where every weight must fit. Otherwise a layer outside the backbone may have other shapes, and
-            the modules of these names may be missing; see `NewHeadsHook`.
+        model: a model of MMDetection or MMSegmentation with a backbone of this package.
+        weights: name -> tensor, with the keys of this package, of a Runner or of the papers' authors.
+        new_heads: None if every weight must match. Otherwise layers outside the backbone may have other shapes, and
+            modules with these names may be missing; see `NewHeadsHook`.
 
     Returns:
-        The comparison. An auxiliary head, which inference does not use, may always be missing.
+        The comparison. An auxiliary head may always be missing, because inference does not use it.
     """
     part = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
-    of_backbone = getattr(getattr(model, 'backbone', None), 'left_out', None)
-    left_out = [f'{BACKBONE}{key}' for key in of_backbone(part)] if of_backbone else []
-    weights = translated(weights, model)
+    skipped_keys = getattr(getattr(model, 'backbone', None), 'skipped_keys', None)
+    skipped = [f'{BACKBONE}{key}' for key in skipped_keys(part)] if skipped_keys else []
+    weights = translate_keys(weights, model)
     own = {key: value for key, value in model.state_dict().items()
            if key in weights or not key.endswith('num_batches_tracked')}
     new = set() if any(key.startswith(AUXILIARY) for key in weights) else {
@@ -80,128 +81,131 @@ def fit(model: nn.Module, weights: Dict[str, Tensor], new_heads: Optional[Sequen
     taken = {key: value for key, value in weights.items() if key in wanted}
     unused = [key for key in weights if key not in own]
     foreign = {key: weights[key] for key in unused if key.startswith(BACKBONE)}
-    return Fit(taken, [key for key in own if key in new], unused + left_out, differences(wanted, {**taken, **foreign}))
+    return WeightsComparison(taken, [key for key in own if key in new], unused + skipped,
+                             differences(wanted, {**taken, **foreign}))
 
 
 def _layer(key: str) -> str:
     return key.rpartition('.')[0]
 
 
-def guard(model: nn.Module) -> None:
-    """Make a detector or segmenter refuse weights that are not all of its own. See `fit` for what may differ."""
-    if not model.__dict__.get('_guarded'):
-        model._guarded = True
-        model.register_load_state_dict_pre_hook(_refuse_gaps)
+def make_loading_strict(model: nn.Module) -> None:
+    """Make a detector or segmenter raise an error for weights that do not match; see `compare_weights`."""
+    if not model.__dict__.get('_loads_strictly'):
+        model._loads_strictly = True
+        model.register_load_state_dict_pre_hook(_check_model_weights)
 
 
-def _refuse_gaps(model: nn.Module, state: Dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Translate what is loaded, and refuse it where weights of the model would stay random."""
+def _check_model_weights(model: nn.Module, state: Dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Translate the keys of a state dict that is being loaded; raise an error if weights would stay random."""
     given = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    if any(isinstance(value, dict) for value in given.values()):          # the authors' files: dict(model=weights)
+    if any(isinstance(value, dict) for value in given.values()):          # authors' files: dict(model=weights)
         for key in given:
             del state[prefix + key]
         given = {key: value for key, value in unwrap(given)[0].items() if isinstance(value, Tensor)}
-    found = fit(model, given, model.__dict__.get('new_heads'))
-    if found.problems:
-        names = translated(given, model)
-        if hasattr(model, 'backbone') and any(key.startswith(BACKBONE) for key in names):
-            getattr(model.backbone, 'refuse_gaps', lambda *_: None)(names, BACKBONE)      # the more precise error
-        raise WeightsError(refusal('the file', model, given, found))
+    comparison = compare_weights(model, given, model.__dict__.get('new_heads'))
+    if comparison.problems:
+        translated = translate_keys(given, model)
+        if hasattr(model, 'backbone') and any(key.startswith(BACKBONE) for key in translated):
+            # The backbone's own error is more precise.
+            getattr(model.backbone, 'check_complete', lambda *_: None)(translated, BACKBONE)
+        raise WeightsError(mismatch_message('the file', model, given, comparison))
     for key in given:
         state.pop(prefix + key, None)
-    unused = {key: value for key, value in translated(given, model).items() if key not in model.state_dict()}
-    state.update({prefix + key: value for key, value in {**found.weights, **unused}.items()})
-    if _logged.get():
-        print_log(f'{type(model).__name__}: {found.summary("the file")}', logger='current')
+    unused = {key: value for key, value in translate_keys(given, model).items()
+              if key not in model.state_dict()}
+    state.update({prefix + key: value for key, value in {**comparison.weights, **unused}.items()})
+    if _log_enabled.get():
+        print_log(f'{type(model).__name__}: {comparison.summary("the file")}', logger='current')
 
 
-def refusal(name: str, model: nn.Module, given: Dict[str, Tensor], found: Fit) -> str:
-    """The sentence for a file that does not fit."""
-    parts = [f"{name} is not a checkpoint of this {type(model).__name__}: {'; '.join(found.problems)}"]
+def mismatch_message(name: str, model: nn.Module, given: Dict[str, Tensor], comparison: WeightsComparison) -> str:
+    """Say why a file does not match a model, and what the user can do."""
+    parts = [f"{name} is not a checkpoint of this {type(model).__name__}: {'; '.join(comparison.problems)}"]
     own = model.state_dict()
-    if not any(key in own for key in translated(given, model)):
-        parts.append('a file of the backbone alone goes into model.backbone.init_cfg')
-    elif not fit(model, given, ()).problems:
-        parts.append("to train other classes from it, add custom_hooks=[dict(type='NewHeadsHook')]")
+    if not any(key in own for key in translate_keys(given, model)):
+        parts.append('to load a file of the backbone only, set model.backbone.init_cfg')
+    elif not compare_weights(model, given, ()).problems:
+        parts.append("to train other classes from this file, add custom_hooks=[dict(type='NewHeadsHook')]")
     return '; '.join(parts)
 
 
 @HOOKS.register_module()
 class NewHeadsHook(Hook):
-    """Let `load_from` start a training whose heads are not the file's, such as a COCO detector on other classes.
+    """Let `load_from` start training with new heads, for example to train a COCO detector on other classes.
 
-    A layer outside the backbone whose weights have other shapes in the file keeps the weights that it was initialized
-    with; the log names them. Without this hook such a file is refused. Weights of the backbone must fit in any case.
-    The hook acts on `load_from` in training only: resuming and testing need every weight.
+    A layer outside the backbone whose weights have other shapes in the file keeps its initial weights; the log names
+    these weights. Without this hook, loading such a file raises an error. The weights of the backbone must always
+    match. The hook applies to `load_from` in training only: resuming and testing need every weight.
 
     Args:
-        missing: names of modules that the file may lack altogether, such as ['roi_head.mask_head'].
+        missing: names of modules that the file may lack, such as ['roi_head.mask_head'].
 
     Raises:
-        TypeError: `missing` is not a sequence of names.
+        TypeError: `missing` is not a sequence of strings.
     """
 
     priority = 'VERY_HIGH'                # before EMAHook copies the model
 
     def __init__(self, missing: Sequence[str] = ()):
         if isinstance(missing, str) or not all(isinstance(name, str) for name in missing):
-            raise TypeError(f'missing must be a sequence of names of modules, got {missing!r}')
+            raise TypeError(f'missing must be a sequence of module names, got {missing!r}')
         self.missing = tuple(name.rstrip('.') for name in missing)
 
     def before_run(self, runner: Any) -> None:
         training = isinstance(runner.optim_wrapper, (OptimWrapper, OptimWrapperDict))
         if training and runner._load_from is not None and not runner._resume:
-            _inner(runner.model).new_heads = self.missing
+            _unwrap_model(runner.model).new_heads = self.missing
 
     def before_train(self, runner: Any) -> None:
-        _inner(runner.model).__dict__.pop('new_heads', None)
+        _unwrap_model(runner.model).__dict__.pop('new_heads', None)
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    return getattr(model, 'module', model)               # of several processes
+def _unwrap_model(model: nn.Module) -> nn.Module:
+    return getattr(model, 'module', model)               # distributed training wraps the model
 
 
 @CheckpointLoader.register_scheme(prefixes=[r'.*\.safetensors$'], force=True)
 def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, Any]:
-    """Give mmengine's tools, which read pickles only, the weights of a .safetensors file."""
+    """Read a .safetensors file for mmengine's tools, which can otherwise read pickles only."""
     weights, _, _ = read_checkpoint(Path(filename).expanduser())
     return dict(state_dict=weights, meta={})
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
-    token = _logged.set(False)
+def _without_log() -> Iterator[None]:
+    token = _log_enabled.set(False)
     try:
         yield
     finally:
-        _logged.reset(token)
+        _log_enabled.reset(token)
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[Sequence[str]] = None,
                     allow_nonfinite: bool = False, network: Optional[Dict[str, Any]] = None) -> str:
-    """Load every weight of a detector or segmenter, or none. mmengine's own function goes on where keys are missing.
+    """Load a detector or segmenter strictly: all weights or none. mmengine's function ignores missing keys.
 
     Args:
-        model: of MMDetection or MMSegmentation, on a backbone of this package.
-        path: a Runner's checkpoint, a .safetensors file of its weights, or a published file: PPMA's, or one of the
-            MobileViTv2 authors' library (see `cvnets.translate`).
-        classes: names that a file of `subquad train`, which knows its own, must agree with.
-        allow_nonfinite: accept weights that hold NaN or infinities.
-        network: options of the model, path -> value; a warning names those that a file of `subquad train` has
-            otherwise, since weights of the same shapes fit both.
+        model: a model of MMDetection or MMSegmentation with a backbone of this package.
+        path: a Runner's checkpoint, a .safetensors file of its weights, or a file that the authors of PPMA or
+            MobileViTv2 published.
+        classes: names of the classes. They must equal the classes in a file of `subquad train`.
+        allow_nonfinite: accept weights that contain NaN or infinite values.
+        network: options of the model, path -> value. A warning names each option that differs from the options in a
+            file of `subquad train`, because weights of the same shapes load into either network.
 
     Returns:
-        Where in the file the weights were found ('' for safetensors and bare state dicts).
+        The key of the checkpoint that held the weights; '' for safetensors and bare state dicts.
 
     Raises:
-        WeightsError: the file cannot be read, or is not this model's: which keys, which shapes. Only an auxiliary head,
-            which inference does not use, may be missing.
+        WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. An
+            auxiliary head may be missing, because inference does not use it.
     """
-    weights, facts, source = read_checkpoint(path)
+    weights, metadata, source = read_checkpoint(path)
     if classes:
-        _check_classes(facts, list(classes), str(path))
-    facts = facts if isinstance(facts, dict) else {}
-    given, weights = weights, translated(weights, model)
+        _check_classes(metadata, list(classes), str(path))
+    metadata = metadata if isinstance(metadata, dict) else {}
+    given, weights = weights, translate_keys(weights, model)
     own = model.state_dict()
     if not any(key.startswith(AUXILIARY) for key in weights):
         weights.update((key, value) for key, value in own.items() if key.startswith(AUXILIARY))
@@ -211,26 +215,26 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
                            f"{type(model.backbone).__name__}: {'; '.join(problems)}")
     if not allow_nonfinite:
         check_finite(given, str(path))
-    if network is not None and isinstance(facts.get('network'), dict):
-        _warn_of_options(facts['network'], network, str(path))
-    with _unlogged():
+    if network is not None and isinstance(metadata.get('network'), dict):
+        _warn_of_other_options(metadata['network'], network, str(path))
+    with _without_log():
         model.load_state_dict(weights)
     return source
 
 
-def _warn_of_options(theirs: Dict[str, Any], ours: Dict[str, Any], name: str) -> None:
-    def said(options: Dict[str, Any], key: str) -> str:
+def _warn_of_other_options(theirs: Dict[str, Any], ours: Dict[str, Any], name: str) -> None:
+    def value_text(options: Dict[str, Any], key: str) -> str:
         return repr(options[key]) if key in options else 'its default'
-    other = [f'model.{key} was {said(theirs, key)} and is {said(ours, key)}'
+    other = [f'model.{key} was {value_text(theirs, key)} and is {value_text(ours, key)}'
              for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if other:
         other = [*other[:6], '...'] if len(other) > 6 else other
         warnings.warn(f"{name} was trained with other options: {'; '.join(other)}", stacklevel=3)
 
 
-def _check_classes(facts: Any, classes: List[str], name: str) -> None:
-    """Refuse a file that knows other classes; `facts` are its metadata, which can be of any type."""
-    known = facts.get('classes') if isinstance(facts, dict) else facts
+def _check_classes(metadata: Any, classes: List[str], name: str) -> None:
+    """Check that a file has these classes. Its metadata can be of any type."""
+    known = metadata.get('classes') if isinstance(metadata, dict) else metadata
     if known is None or known == classes:
         return
     if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
@@ -238,8 +242,8 @@ def _check_classes(facts: Any, classes: List[str], name: str) -> None:
     raise WeightsError(f'{name} knows the classes {some(known, 6)}, the data has {some(classes, 6)}')
 
 
-def translated(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """The weights under our key names; ours come back as they are."""
+def translate_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Rename published weights of a detector or segmenter to this package's keys; other keys stay as they are."""
     if not hasattr(model, 'backbone'):
         return dict(weights)
     weights = cvnets.translate(weights, model)

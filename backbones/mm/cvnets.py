@@ -1,7 +1,7 @@
-"""The MobileViTv2 authors' detectors and segmenters (files of their library cvnets) under this package's key names.
+"""Rename weights of the MobileViTv2 authors' detectors and segmenters (library cvnets) to this package's keys.
 
-Their files are flat: `encoder.*`, then `extra_layers.*` and `ssd_heads.*` of SSDLite or `seg_head.*` of DeepLabv3 and
-PSPNet. Shapes and the order of channels are ours too, so that loading is renaming.
+The files are flat. They have `encoder.*`, and `extra_layers.*` and `ssd_heads.*` for SSDLite or `seg_head.*` for
+DeepLabv3 and PSPNet. Shapes and the order of channels are the same as here, so only the keys change.
 """
 import re
 from typing import Any, Dict
@@ -12,7 +12,7 @@ from ..mobilevitv2 import MobileViTv2
 
 ENCODER = 'encoder.'
 AUXILIARY = 'auxiliary_head.'
-# What a key begins with -> what it begins with here; after it come a layer's 'conv.' or 'norm.' and the tensor's name.
+# Beginning of a key in cvnets -> beginning of the key here. A layer's 'conv.' or 'norm.' and the tensor's name follow.
 _HEADS = tuple((re.compile(theirs), ours) for theirs, ours in (
     (r'extra_layers\.os_64\.dw_conv\.block\.', 'neck.extra_layers.0.depthwise_conv.'),
     (r'extra_layers\.os_64\.pw_conv\.block\.', 'neck.extra_layers.0.pointwise_conv.'),
@@ -36,15 +36,15 @@ _HEADS = tuple((re.compile(theirs), ours) for theirs, ours in (
 
 
 def translate(weights: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
-    """Weights of the authors' SSDLite, DeepLabv3 or PSPNet under the names of our detectors and segmenters.
+    """Rename the weights of the authors' SSDLite, DeepLabv3 or PSPNet to this package's keys.
 
     Args:
-        weights: a state dict; one that is not the authors' comes back as it is.
-        model: of MMDetection or MMSegmentation. On another backbone than our MobileViTv2 it gets the weights as they
-            are, without an auxiliary head it gets none for one; files may lack them too.
+        weights: a state dict. A state dict of another origin comes back unchanged.
+        model: a model of MMDetection or MMSegmentation. If its backbone is not MobileViTv2, the weights come back
+            unchanged. If it has no auxiliary head, the weights of that head are dropped.
 
     Returns:
-        Names -> the same tensors. Names that the authors' library does not have stay, for the loader to report.
+        Key -> the same tensor. Unknown keys stay as they are, so that the loader reports them.
     """
     theirs = any(key.startswith(f'{ENCODER}conv_1.') for key in weights)
     if not theirs or not isinstance(model.backbone, MobileViTv2):
@@ -53,13 +53,14 @@ def translate(weights: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
     renamed = {f'backbone.{key}': value for key, value in model.backbone.translate_checkpoint(encoder).items()}
     for key, value in weights.items():
         if not key.startswith(ENCODER):
-            renamed[_translated(key)] = value
+            renamed[_head_key(key)] = value
     if getattr(model, 'auxiliary_head', None) is None:
         renamed = {key: value for key, value in renamed.items() if not key.startswith(AUXILIARY)}
     return renamed
 
 
-def _translated(key: str) -> str:
+def _head_key(key: str) -> str:
+    """Return this package's key for a key of the authors' heads."""
     for theirs, ours in _HEADS:
         match = theirs.match(key)
         if match:

@@ -1,15 +1,16 @@
-"""The data set of `subquad make-dataset shapes` for MMSegmentation."""
+"""MMSegmentation data set for the images of `subquad make-dataset shapes`."""
 from mmengine.registry import DATASETS
 from mmseg.datasets import BaseSegDataset
 
 
 @DATASETS.register_module()
 class ShapesDataset(BaseSegDataset):
-    """Coloured shapes on photographs: images `*.jpg`, label maps `*.png`. Label 0, the background, is a class like the
-    others.
+    """Colored shapes on photographs, with images `*.jpg` and label maps `*.png`.
+
+    Label 0 is the background and counts as a class.
 
     Args:
-        kwargs: of BaseSegDataset: data_root, data_prefix=dict(img_path=..., seg_map_path=...), pipeline, ...
+        kwargs: arguments of BaseSegDataset: data_root, data_prefix=dict(img_path=..., seg_map_path=...), pipeline, ...
     """
 
     METAINFO = dict(classes=('background', 'circle', 'ring', 'triangle', 'square', 'star'),

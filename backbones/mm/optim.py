@@ -1,4 +1,4 @@
-"""Learning rates that fall towards the stem, and bfloat16 training without a GPU."""
+"""Optimizer wrappers: layer-wise learning rate decay, and bfloat16 training on CPUs."""
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class LayerDecayConstructor(DefaultOptimWrapperConstructor):
-    """mmengine's constructor, with a learning rate for each block of the backbone: base * layer_decay^n, n counted back
-    from 1 for the last block to the stem; everything after the backbone, its output norms included, has the base rate.
-    Parameters that the backbone exempts from weight decay take none.
+    """Optimizer wrapper constructor with layer-wise learning rate decay in the backbone.
+
+    The learning rate of a block is base * layer_decay^n, where n is 1 for the last block and grows towards the stem.
+    Output norms, neck and heads have the base learning rate. Parameters that the backbone exempts from weight decay
+    have no weight decay.
 
     Args:
-        optim_wrapper_cfg: as mmengine's.
-        paramwise_cfg: mmengine's options, and `layer_decay` (above 0, at most 1; default 1).
+        optim_wrapper_cfg: see mmengine's DefaultOptimWrapperConstructor.
+        paramwise_cfg: mmengine's options, and `layer_decay` (above 0 and at most 1; default 1).
 
     Raises:
-        ValueError: layer_decay out of range, or a backbone that has no `group_matcher`.
+        ValueError: layer_decay is out of range, or the backbone has no `group_matcher`.
     """
 
     def __init__(self, optim_wrapper_cfg: Dict[str, Any], paramwise_cfg: Optional[Dict[str, Any]] = None):
@@ -31,14 +33,14 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
         super().__init__(optim_wrapper_cfg, options)
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        # An empty one would have mmengine put all parameters into one group.
+        # With an empty paramwise_cfg mmengine would put all parameters into one group.
         self.paramwise_cfg.setdefault('bypass_duplicate', False)
         return super().__call__(model)
 
     def add_params(self, params: List[Dict[str, Any]], module: nn.Module, prefix: str = '', **kwargs: Any) -> None:
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix:
-            return                                          # a child; the model itself comes last
+            return                                          # a child module; mmengine visits the model last
         backbone = getattr(module, 'backbone', None)
         if not hasattr(backbone, 'group_matcher'):
             raise ValueError(f'LayerDecayConstructor needs a backbone with group_matcher, got '
@@ -52,7 +54,7 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
                 group['weight_decay'] = 0.
 
     def _factors(self, backbone: nn.Module) -> Dict[int, float]:
-        """Of the learning rate, by the parameter's id."""
+        """Return the factor of the learning rate for each parameter's id."""
         layer_of = group_parameters(backbone, backbone.group_matcher(coarse=False), reverse=True)
         inside = {name: layer for name, layer in layer_of.items() if not name.startswith('output_norms.')}
         above = max(inside.values()) + 1
@@ -61,13 +63,15 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
 
 @OPTIM_WRAPPERS.register_module()
 class CPUAmpOptimWrapper(OptimWrapper):
-    """Training in bfloat16 autocast on a CPU; mmengine's AmpOptimWrapper wants a GPU. Of a detector or segmenter the
-    backbone and the neck, whose outputs come back in float32: mmcv's operators know no bfloat16 on a CPU. No loss
-    scale: bfloat16 has float32's range.
+    """Optimizer wrapper for bfloat16 autocast on CPUs; mmengine's AmpOptimWrapper needs a GPU.
+
+    In a detector or segmenter the backbone and the neck run in bfloat16. Their outputs are converted to float32,
+    because mmcv's operators do not support bfloat16 on CPUs. The loss is not scaled: bfloat16 has the range of
+    float32.
 
     Args:
-        loss_scale: ignored; configs and tools that switch to mixed precision set it.
-        kwargs: of OptimWrapper.
+        loss_scale: ignored. Configs and tools that switch to mixed precision set it.
+        kwargs: arguments of OptimWrapper.
     """
 
     def __init__(self, loss_scale: Any = None, **kwargs: Any):
@@ -88,7 +92,7 @@ class CPUAmpOptimWrapper(OptimWrapper):
                 yield
             finally:
                 for part in parts:
-                    del part.forward                      # the class's again
+                    del part.forward                      # restore the method of the class
 
 
 def _in_bfloat16(forward: Callable[..., Sequence[Tensor]]) -> Callable[..., Tuple[Tensor, ...]]:

@@ -1,7 +1,7 @@
-"""What MMSegmentation lacks of the MobileViTv2 authors' segmenters: two heads, and logits that are resized once.
+"""DeepLabv3 and PSPNet heads of the MobileViTv2 authors, and a segmenter that resizes its logits once.
 
-MMSegmentation's own heads are other networks, whatever their arguments: its ASPPHead joins the branches by a 3 x 3
-convolution where DeepLabv3 has a 1 x 1, and the branches of its PSPHead are each as wide as the head's output.
+MMSegmentation's own heads are different networks. Its ASPPHead joins the branches by a 3 x 3 convolution, where
+DeepLabv3 has a 1 x 1. The branches of its PSPHead are each as wide as the output of the head.
 """
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -18,18 +18,18 @@ Maps = Sequence[Tensor]
 
 
 class _Head(BaseDecodeHead):
-    """Base of the two: one input map, of stride s; logits at the same stride.
+    """Base class of the two heads: takes one map and returns logits of the same size.
 
-    In training the branches that pool to 1 x 1 normalise one value an image, so that a batch of a single image, on all
-    GPUs together, raises ValueError in BatchNorm.
+    The branches that pool to 1 x 1 normalize one value per image, so in training BatchNorm raises ValueError for a
+    total batch of one image.
 
     Args:
-        in_channels: of the map.
-        channels: that the classifier takes.
-        norm_cfg: BatchNorm by default.
-        align_corners: when the logits are interpolated to the image's size.
-        kwargs: of BaseDecodeHead: num_classes (required), in_index, dropout_ratio (of Dropout2d before the classifier),
-            loss_decode, ...
+        in_channels: channels of the map.
+        channels: input channels of the classifier.
+        norm_cfg: config of the norm layers; BatchNorm by default.
+        align_corners: how the logits are interpolated to the size of the image.
+        kwargs: arguments of BaseDecodeHead: num_classes (required), in_index, dropout_ratio (of the Dropout2d before
+            the classifier), loss_decode, ...
     """
 
     def __init__(self, in_channels: int, channels: int = 512, *, norm_cfg: Optional[Dict[str, Any]] = None,
@@ -38,25 +38,25 @@ class _Head(BaseDecodeHead):
                          **kwargs)
 
     def _unit(self, in_channels: int, channels: int, kernel_size: int = 1, dilation: int = 1) -> ConvModule:
-        """Convolution that keeps the size, without bias, norm, ReLU."""
+        """Build a convolution without bias that keeps the size, followed by norm and ReLU."""
         return ConvModule(in_channels, channels, kernel_size, padding=kernel_size // 2 * dilation, dilation=dilation,
                           bias=False, conv_cfg=self.conv_cfg, norm_cfg=self.norm_cfg, act_cfg=self.act_cfg)
 
     def forward(self, inputs: Maps) -> Tensor:
-        """Maps of a backbone, of which `in_index` says the one (B, in_channels, H, W) -> logits (B, classes, H, W)."""
+        """Return the logits (B, classes, H, W) of the map (B, in_channels, H, W) that `in_index` selects."""
         return self.cls_seg(self._forward_feature(inputs))
 
 
 @MODELS.register_module()
 class DeepLabv3Head(_Head):
-    """DeepLabv3's head: a 1 x 1 convolution, three dilated 3 x 3 ones and the image's mean, side by side, joined by a
-    1 x 1 convolution.
+    """DeepLabv3 head: five parallel branches, joined by a 1 x 1 convolution.
 
-    Chen et al., "Rethinking Atrous Convolution for Semantic Image Segmentation", 2017, arXiv 1706.05587, as in the
-    MobileViTv2 authors' library: each `channels` wide, with BatchNorm and ReLU.
+    The branches are a 1 x 1 convolution, three dilated 3 x 3 convolutions and the mean of the image. Each is `channels`
+    wide, with BatchNorm and ReLU, as in the MobileViTv2 authors' library. Chen et al., "Rethinking Atrous Convolution
+    for Semantic Image Segmentation", 2017, arXiv 1706.05587.
 
     Args:
-        dilations: of the three: (12, 24, 36) on a map of stride 8, (6, 12, 18) on one of stride 16.
+        dilations: of the three 3 x 3 convolutions: (12, 24, 36) for stride 8, (6, 12, 18) for stride 16.
         kwargs: see `_Head`.
     """
 
@@ -66,7 +66,7 @@ class DeepLabv3Head(_Head):
         self.aspp = nn.ModuleList([
             self._unit(self.in_channels, self.channels),
             *(self._unit(self.in_channels, self.channels, 3, d) for d in self.dilations),
-            self._unit(self.in_channels, self.channels)])                               # of the image's mean
+            self._unit(self.in_channels, self.channels)])                               # for the mean of the image
         self.project = self._unit(len(self.aspp) * self.channels, self.channels)
 
     def _forward_feature(self, inputs: Maps) -> Tensor:
@@ -78,14 +78,14 @@ class DeepLabv3Head(_Head):
 
 @MODELS.register_module()
 class PSPNetHead(_Head):
-    """PSPNet's head: the map beside its means over grids of 1, 2, 3 and 6 cells a side, joined by a 3 x 3 convolution.
+    """PSPNet head: the map and its means over grids of 1, 2, 3 and 6 cells per side, joined by a 3 x 3 convolution.
 
     Zhao et al., "Pyramid Scene Parsing Network", CVPR 2017, arXiv 1612.01105, as in the MobileViTv2 authors' library.
-    The branches share in_channels channels evenly, each rounded down to a multiple of 16 (at least 16), and are
-    interpolated with aligned corners whatever `align_corners` says.
+    Each branch has in_channels / branches channels, rounded down to a multiple of 16 (at least 16). The branches are
+    always interpolated with aligned corners; `align_corners` applies to the logits only.
 
     Args:
-        pool_scales: cells a side, one for each branch.
+        pool_scales: the number of cells per side, for each branch.
         kwargs: see `_Head`.
     """
 
@@ -107,21 +107,22 @@ class PSPNetHead(_Head):
 
 @MODELS.register_module()
 class SingleResizeEncoderDecoder(EncoderDecoder):
-    """MMSegmentation's EncoderDecoder, with logits that go from the head to the picture's size in one interpolation.
+    """EncoderDecoder of MMSegmentation that resizes the logits once, directly to the size of the picture.
 
-    EncoderDecoder first resizes them to the network's input and then to the picture, which blurs twice. Sliding windows
-    and inputs that the preprocessor has padded need the input's size in between and are resized as there.
+    EncoderDecoder resizes the logits to the input size and then to the size of the picture, which blurs them twice.
+    Sliding windows and padded inputs need the input size in between, so they are resized as in EncoderDecoder.
     """
 
     def predict(self, inputs: Tensor, data_samples: Optional[List[SegDataSample]] = None) -> List[SegDataSample]:
-        """As EncoderDecoder's; images whose pictures differ in size are run one after the other.
+        """Segment a batch of images. Images whose pictures differ in size run one after the other.
 
         Args:
-            inputs: (B, C, H, W).
-            data_samples: of each image, with `ori_shape`, the picture's height and width; None for that of `inputs`.
+            inputs: images (B, C, H, W).
+            data_samples: one data sample for each image; its `ori_shape` is the height and width of the picture. With
+                None the pictures have the size of `inputs`.
 
         Returns:
-            For each image its data sample, with `seg_logits` and `pred_sem_seg` of the picture's size.
+            The data samples, with `seg_logits` and `pred_sem_seg` in the size of the picture.
         """
         if len({tuple(sample.ori_shape) for sample in data_samples or ()}) <= 1:
             return super().predict(inputs, data_samples)
@@ -131,8 +132,8 @@ class SingleResizeEncoderDecoder(EncoderDecoder):
         return results
 
     def whole_inference(self, inputs: Tensor, batch_img_metas: List[Dict[str, Any]]) -> Tensor:
-        """Logits of whole images (B, C, H, W) at the pictures' size, (B, classes, *ori_shape)."""
+        """Return the logits (B, classes, *ori_shape) of whole images (B, C, H, W)."""
         if not any(any(meta.get('img_padding_size', meta.get('padding_size', ()))) for meta in batch_img_metas):
-            # The heads resize to an `img_shape` that is a torch.Size whatever the image was padded to.
+            # If `img_shape` is a torch.Size, the heads resize to it and ignore the padded size.
             batch_img_metas = [dict(meta, img_shape=torch.Size(meta['ori_shape'])) for meta in batch_img_metas]
         return super().whole_inference(inputs, batch_img_metas)

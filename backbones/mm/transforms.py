@@ -1,5 +1,4 @@
-"""Image transforms of the MobileViTv2 authors' segmenters that MMSegmentation lacks: their resizing in tests, and two
-augmentations."""
+"""Image transforms of the MobileViTv2 authors' segmenters: resizing for evaluation, and two augmentations."""
 from typing import Any, Dict
 
 import cv2
@@ -12,17 +11,17 @@ from mmengine.registry import TRANSFORMS
 
 @TRANSFORMS.register_module()
 class ResizeShortSide(Resize):
-    """Resize `img` (H, W, C), and `gt_seg_map` where there is one, to a given short side at the image's aspect. The
-    long side is rounded down and has no limit.
+    """Resize `img` (H, W, C) and, if present, `gt_seg_map` to a given short side, keeping the aspect ratio.
 
-    MMSegmentation's Resize rounds to the nearest number and has a limit for each side.
+    The long side is rounded down and has no limit. MMSegmentation's Resize rounds to the nearest number and limits each
+    side.
 
     Args:
-        size: of the short side.
-        kwargs: of mmcv's Resize: `interpolation` ('bilinear' by default) and `backend` ('cv2' by default).
+        size: the short side in pixels.
+        kwargs: arguments of mmcv's Resize: `interpolation` ('bilinear' by default) and `backend` ('cv2' by default).
 
     Raises:
-        ValueError: a size that is not a positive integer.
+        ValueError: the size is not a positive integer.
     """
 
     def __init__(self, size: int, **kwargs: Any):
@@ -42,17 +41,17 @@ class ResizeShortSide(Resize):
 
 @TRANSFORMS.register_module()
 class ResizeToStride(BaseTransform):
-    """Resize `img` (H, W, C) down to multiples of a network's output stride, bilinear with aligned corners; the result
-    is float32. An image whose sides are multiples already stays as it is.
+    """Resize `img` (H, W, C) down to multiples of a network's output stride.
 
-    MMSegmentation's ResizeToMultiple goes up to the next multiple, in bytes and without aligned corners.
+    The interpolation is bilinear with aligned corners, and the result is float32. An image whose sides are already
+    multiples is not changed. MMSegmentation's ResizeToMultiple resizes up to the next multiple, in uint8 and without
+    aligned corners.
 
     Args:
-        stride: sides become multiples of it, at least one.
+        stride: both sides become multiples of it, and are at least one stride long.
 
     Raises:
-        ValueError: a stride that is not a positive integer; or, when called, a label map that is loaded already and
-            would not fit.
+        ValueError: the stride is not a positive integer; or, when called, a label map has already been loaded.
     """
 
     def __init__(self, stride: int):
@@ -62,7 +61,7 @@ class ResizeToStride(BaseTransform):
 
     def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
         if results.get('gt_seg_map') is not None:
-            raise ValueError('ResizeToStride resizes images alone: put LoadAnnotations after it in the pipeline')
+            raise ValueError('ResizeToStride does not resize label maps; put LoadAnnotations after it in the pipeline')
         image = results['img']
         size = tuple(max(n // self.stride, 1) * self.stride for n in image.shape[:2])
         if size == image.shape[:2]:
@@ -80,15 +79,17 @@ class ResizeToStride(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomGaussianBlur(BaseTransform):
-    """Blur `img` (H, W, C), with probability `prob`, by a Gaussian of a standard deviation between 0 and `max_sigma`
-    pixels."""
+    """Blur `img` (H, W, C) by a Gaussian with probability `prob`.
+
+    The standard deviation is uniform between 0 and `max_sigma` pixels.
+    """
 
     def __init__(self, prob: float = 0.5, max_sigma: float = 1.0):
         self.prob, self.max_sigma = prob, max_sigma
 
     def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
         if np.random.rand() < self.prob:
-            sigma = max(np.random.uniform(0, self.max_sigma), 1e-3)         # cv2 wants more than 0
+            sigma = max(np.random.uniform(0, self.max_sigma), 1e-3)         # cv2 does not accept 0
             results['img'] = cv2.GaussianBlur(results['img'], (0, 0), sigma)
         return results
 

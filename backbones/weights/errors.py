@@ -1,26 +1,27 @@
-"""The error of this package, and how files are named in messages."""
+"""Errors of weight files, and short forms of paths and lists for their messages."""
 from pathlib import Path
 from typing import List, Union
 
 PathLike = Union[str, Path]
-SHOWN = 160
+MAX_PATH_LENGTH = 160
 
 
 class WeightsError(ValueError):
-    """A weight file that is missing, damaged, unsafe or not this model's; the message is one sentence."""
+    """A weight file is missing, damaged, unsafe or belongs to another model. The message is one sentence."""
 
 
 class NonFiniteError(WeightsError):
-    """Weights that hold NaN or infinities."""
+    """The weights contain NaN or infinite values."""
 
 
-def shown(path: PathLike) -> str:
-    """A path for messages, its middle left out where it is long."""
+def shorten_path(path: PathLike) -> str:
+    """Return a path as text for a message; the middle of a long path is replaced by dots."""
     text = str(path)
-    return text if len(text) <= SHOWN else f'{text[:SHOWN // 2]}...{text[-SHOWN // 2:]}'
+    half = MAX_PATH_LENGTH // 2
+    return text if len(text) <= MAX_PATH_LENGTH else f'{text[:half]}...{text[-half:]}'
 
 
 def some(items: List[str], count: int = 3) -> str:
-    """The first few of a list, for messages; long items are cut."""
+    """Join the first `count` items for a message; long items are cut."""
     return ', '.join(f'{item[:100]}...' if len(item) > 100 else item for item in items[:count]) + (
         ', ...' if len(items) > count else '')

@@ -1,4 +1,4 @@
-"""Reading and writing weight files."""
+"""Read and write weight files."""
 import json
 import os
 import tempfile
@@ -11,41 +11,50 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .errors import PathLike, WeightsError, shown, some
+from .errors import PathLike, WeightsError, shorten_path, some
 from .metadata import check_metadata
 from .pickles import EXPANSION, read_pickle
 
 METADATA_KEY = 'subquad'
-# Where checkpoints keep the weights; an averaged copy first (PPMA's reported S and B figures are its). mmengine's files
-# have it under state_dict, and what it is the average of under ema_state_dict.
+# The keys under which checkpoints keep their weights, in order of preference. Averaged weights come first, because
+# PPMA's authors report S and B with them. mmengine keeps averaged weights under state_dict and the weights that were
+# averaged under ema_state_dict.
 _WRAPPERS = ('model_ema', 'state_dict_ema', 'model', 'state_dict', 'ema_state_dict', 'model_state_dict')
 
 
-class Checkpoint(NamedTuple):
-    """What a weight file holds.
+class WeightFile(NamedTuple):
+    """The content of a weight file.
 
-    weights: name -> tensor on the CPU. metadata: of `save_weights`, or {}. source: for a pickle the key that the
-    weights were under ('model_ema', 'state_dict', ...), or ''. meta: what mmengine's Runner keeps beside them, or {}.
+    Attributes:
+        weights: name -> tensor on the CPU.
+        metadata: the metadata of `save_weights`, or {}.
+        source: for a pickle, the key that held the weights ('model_ema', 'state_dict', ...); '' for a bare state dict
+            and for safetensors.
+        runner_meta: what mmengine's Runner stores beside the weights, or {}.
     """
     weights: Dict[str, Tensor]
     metadata: Dict[str, Any]
     source: str
-    meta: Dict[str, Any]
+    runner_meta: Dict[str, Any]
 
 
 def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
-    """The weights in a checkpoint, and under which of its keys they were: an averaged copy first, '' for none.
+    """Find the weights in a checkpoint; averaged weights are preferred.
 
-    What wrapped the model in training is taken off the names: `module.` of several processes, `net.` of our Runner.
+    Prefixes that training puts before all names are removed: `module.` of distributed training, `net.` of
+    `subquad train`.
+
+    Returns:
+        The weights, and the key of the checkpoint that held them, or '' for a bare state dict.
 
     Raises:
-        WeightsError: keys that are not strings.
+        WeightsError: a name of a weight is not a string.
     """
     source = next((key for key in _WRAPPERS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), '')
     weights = checkpoint[source] if source else checkpoint
     for key in weights:
         if not isinstance(key, str):
-            raise WeightsError(f'names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
+            raise WeightsError(f'the names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
     for prefix in ('module.', 'net.'):
         if weights and all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -53,59 +62,61 @@ def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
 
 
 def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
-    """Weights, our metadata and where in the file the weights were found.
+    """Read the weights and the metadata of a file.
 
     Args:
-        path: a .safetensors file, or a pickle (.pth, .pt, .bin), which is read by torch's restricted unpickler.
+        path: a .safetensors file, or a pickle (.pth, .pt, .bin). Pickles are read by torch's restricted unpickler.
 
     Returns:
-        (name -> tensor on the CPU; metadata of `save_weights`, or {}; for a pickle the key they were under
-        ('model_ema', 'state_dict', ...), or '' for a bare state dict or safetensors).
+        The first three fields of `WeightFile`: weights, metadata and source.
 
     Raises:
-        WeightsError: no such file, damaged, code in a pickle, metadata of wrong types, no weights in it, or tensors
-            that are no plain ones (sparse, quantised, without data, expanded beyond the file's size).
+        WeightsError: the file does not exist, is damaged, contains code, has invalid metadata or no weights, or a
+            tensor is not a dense array (it is sparse, quantized, without data or larger than the file).
     """
-    return read(path)[:3]
+    return read_file(path)[:3]
 
 
-def read(path: PathLike) -> Checkpoint:
-    """As `read_checkpoint`, with what mmengine's Runner keeps beside the weights.
+def read_file(path: PathLike) -> WeightFile:
+    """Read a weight file, with what mmengine's Runner stores beside the weights.
+
+    Args:
+        path: see `read_checkpoint`.
 
     Raises:
-        WeightsError: as for `read_checkpoint`.
+        WeightsError: see `read_checkpoint`.
     """
     path = Path(path)
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise WeightsError(f'{shown(path)} is not a file')
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:      # ValueError: a null character
+            raise WeightsError(f'{shorten_path(path)} is not a file')
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:    # ValueError: null character
         if isinstance(error, WeightsError):
             raise
-        raise WeightsError(f'no weight file at {shown(path)}') from error
+        raise WeightsError(f'no weight file at {shorten_path(path)}') from error
     except OSError as error:
-        raise WeightsError(f'{shown(path)} cannot be read: {error.strerror or error}') from error
+        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     if path.suffix == '.safetensors':
-        return Checkpoint(*_read_safetensors(path), '', {})
+        return WeightFile(*_read_safetensors(path), '', {})
     checkpoint = read_pickle(path)
     try:
         weights, source = unwrap(checkpoint) if isinstance(checkpoint, dict) else ({}, '')
     except WeightsError as error:
-        raise WeightsError(f'{shown(path)}: {error}') from error
+        raise WeightsError(f'{shorten_path(path)}: {error}') from error
     weights = {key: value.detach() for key, value in weights.items() if isinstance(value, Tensor)}
     if not weights:
-        raise WeightsError(f'{shown(path)} holds no weights')
-    check_plain(weights, shown(path), size)
+        raise WeightsError(f'{shorten_path(path)} holds no weights')
+    check_dense(weights, shorten_path(path), size)
     meta = checkpoint.get('meta')
-    return Checkpoint(weights, {}, source, meta if isinstance(meta, dict) else {})
+    return WeightFile(weights, {}, source, meta if isinstance(meta, dict) else {})
 
 
 def read_metadata(path: PathLike) -> Dict[str, Any]:
-    """The metadata of `save_weights` in a .safetensors file, without its weights.
+    """Read the metadata of a .safetensors file that `save_weights` wrote, without its weights.
 
     Raises:
-        WeightsError: the file cannot be read, or its metadata have wrong types.
+        WeightsError: the file cannot be read, or an entry of its metadata has a wrong type.
     """
     return _read_safetensors(Path(path), weights=False)[1]
 
@@ -116,42 +127,47 @@ def _read_safetensors(path: Path, weights: bool = True) -> Tuple[Dict[str, Tenso
             text = (file.metadata() or {}).get(METADATA_KEY, '{}')
             tensors = {key: file.get_tensor(key) for key in file.keys()} if weights else {}
     except OSError as error:
-        raise WeightsError(f'{shown(path)} cannot be read: {error.strerror or error}') from error
+        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     except MemoryError as error:
-        raise WeightsError(f'{shown(path)} needs more memory than there is') from error
+        raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
     except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
         reason = str(error)[:120] or type(error).__name__
-        raise WeightsError(f'{shown(path)} is damaged or not a safetensors file ({reason})') from error
+        raise WeightsError(f'{shorten_path(path)} is damaged or not a safetensors file ({reason})') from error
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f'{shown(path)} holds damaged metadata ({str(error)[:120]})') from error
-    check_metadata(metadata, shown(path))
+        raise WeightsError(f'{shorten_path(path)} holds damaged metadata ({str(error)[:120]})') from error
+    check_metadata(metadata, shorten_path(path))
     if weights and not tensors:
-        raise WeightsError(f'{shown(path)} holds no weights')
+        raise WeightsError(f'{shorten_path(path)} holds no weights')
     return tensors, metadata
 
 
-def check_plain(weights: Dict[str, Tensor], name: str, size: Optional[int] = None) -> None:
-    """Refuse tensors that are no arrays of numbers in memory; `name` is the file's and `size` its bytes.
+def check_dense(weights: Dict[str, Tensor], name: str, size: Optional[int] = None) -> None:
+    """Check that all tensors are dense arrays in memory.
+
+    Args:
+        weights: name -> tensor.
+        name: the name of the file, for the message.
+        size: the size of the file in bytes; a tensor must not be much larger.
 
     Raises:
-        WeightsError: which tensor, and what it is.
+        WeightsError: a tensor is something else; the message names the tensor and its kind.
     """
     for key, tensor in weights.items():
-        kind = _kind(tensor)
+        kind = _unsupported_kind(tensor)
         if not kind and size is not None and tensor.numel() * tensor.element_size() > size + EXPANSION:
             kind = f'expands to {tensor.numel() * tensor.element_size():,} bytes from a file of {size:,}'
         if kind:
-            raise WeightsError(f'{name}: {some([key])} {kind}; weights must be plain dense tensors')
+            raise WeightsError(f'{name}: {some([key])} {kind}; weights must be dense tensors')
 
 
-def _kind(tensor: Tensor) -> str:
-    """What a tensor is, where it is not a plain one with data on the CPU or a GPU."""
+def _unsupported_kind(tensor: Tensor) -> str:
+    """Say what a tensor is if it is not a dense array with data, else return ''."""
     if tensor.is_meta:
-        return 'is a meta tensor, without data'
+        return 'is a meta tensor without data'
     if tensor.is_quantized:
-        return f'is quantised ({tensor.dtype})'
+        return f'is quantized ({tensor.dtype})'
     if tensor.layout != torch.strided:
         return f'is sparse ({tensor.layout})'
     if tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
@@ -160,37 +176,39 @@ def _kind(tensor: Tensor) -> str:
 
 
 def save_weights(model: nn.Module, path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
-    """`save_state_dict` of a model's state dict.
+    """Write the weights of a model as safetensors; see `save_state_dict`.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     save_state_dict(model.state_dict(), path, metadata)
 
 
 def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
-    """Write weights as safetensors, whole or not at all.
+    """Write weights as safetensors. An interrupted write leaves the old file untouched.
 
     Args:
-        weights: by name.
-        path: the file, replaced atomically.
-        metadata: JSON-able facts kept in the file, such as the model's name and classes.
+        weights: name -> tensor.
+        path: the file, which is replaced atomically.
+        metadata: values that JSON can hold, such as the model's name and classes. `read_metadata` returns them.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
-    with written_whole(path) as temporary:
+    with write_atomically(path) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(tensors, temporary, {METADATA_KEY: json.dumps(metadata or {})})
 
 
 @contextmanager
-def written_whole(path: PathLike) -> Iterator[str]:
-    """Write a file whole or not at all: the block writes to the temporary file that it gets, in the same folder, which
-    takes the place of `path` at the end and is removed after an error.
+def write_atomically(path: PathLike) -> Iterator[str]:
+    """Replace a file atomically.
+
+    The block gets the path of a temporary file in the same folder and writes to it. At the end of the block the
+    temporary file replaces `path`; after an error it is removed.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix='.part')
@@ -199,7 +217,7 @@ def written_whole(path: PathLike) -> Iterator[str]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)     # mkstemp's 0600 is for secrets
+        os.chmod(temporary, 0o666 & ~umask)     # mkstemp makes files that only the owner can read
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,25 +1,26 @@
-"""Loading weights into models, with an error for whatever does not fit."""
+"""Load weights into models, and raise an error for every difference that is not allowed."""
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .errors import NonFiniteError, PathLike, WeightsError, shown, some
-from .files import check_plain, read_checkpoint, unwrap
+from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
+from .files import check_dense, read_checkpoint, unwrap
 
+Weights = Dict[str, Tensor]
 Filter = Callable[[Dict[str, Any], nn.Module], Dict[str, Any]]
 _COUNTER = 'num_batches_tracked'
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
-    """Weights under the model's key names.
+    """Rename the weights of a checkpoint to the keys of the model.
 
-    A whole checkpoint is unwrapped as by `unwrap`; the `backbone.` of a detector's file is taken off and the detector's
-    heads with it; published key names are translated by the model's family.
+    The weights are taken out of a checkpoint by `unwrap`. From a detector's file only the backbone is taken. The
+    model's family translates published keys.
 
     Raises:
-        WeightsError: keys that are not strings.
+        WeightsError: a name of a weight is not a string.
     """
     weights, _ = unwrap(state_dict)
     if any(key.startswith('backbone.') for key in weights):
@@ -30,123 +31,140 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
 
 
 def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = None, **_: Any) -> Filter:
-    """The `pretrained_filter_fn` of a family, from what the user gave `timm.create_model`.
+    """Make the `pretrained_filter_fn` of a family from the arguments of `timm.create_model`.
 
-    timm loads leniently where the number of classes differs from the pretrained network's and for feature extractors.
-    This filter raises `WeightsError` unless every weight of the backbone is in the file with its shape. A `UserWarning`
-    names what may start untrained or changed: the classifier where `num_classes` was given, the first convolution of
-    another `in_chans`, output norms.
+    timm loads non-strictly if the number of classes differs from the pretrained network's and for feature extractors.
+    This filter raises `WeightsError` unless the file has every weight of the backbone with its shape. A `UserWarning`
+    names what is untrained or changed: the classifier if `num_classes` was given, the first convolution for another
+    `in_chans`, output norms.
 
     Args:
-        features_only: the head is not needed.
-        num_classes: None where it was not given; then the file's classifier must fit the model.
+        features_only: whether the model is a feature extractor, which needs no head.
+        num_classes: the number of classes that the caller gave. With None the file's classifier must match the model.
 
     Returns:
-        filter(state_dict, model) -> a state dict that is complete, as `timm.models.build_model_with_cfg` calls it.
+        filter(state_dict, model) -> complete state dict, as `timm.models.build_model_with_cfg` calls it.
     """
     def complete(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
         cfg: Dict[str, Any] = model.pretrained_cfg
-        name = shown(cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
-        weights, notes = fit(state_dict, model, name, headless=features_only, new_classifier=num_classes is not None,
-                             adapt_input=True)
+        name = shorten_path(cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
+        weights, notes = match_to_model(state_dict, model, name, headless=features_only,
+                                        new_classifier=num_classes is not None, adapt_input=True)
         if not features_only:
-            # timm drops a classifier unless it has as many classes as this says; here it is the file's or the model's.
+            # timm drops a classifier whose number of classes differs from this entry, so the entry is set to the
+            # model's. The classifier itself has been checked or replaced above.
             cfg['num_classes'] = model.num_classes
-        _say(name, notes)
+        _warn(name, notes)
         return weights
     return complete
 
 
 def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False) -> str:
-    """Load a file into a model, every weight of it.
+    """Load a weight file into a model. All weights are loaded, or none.
 
     Args:
-        model: made by timm; published key names are translated by its family's checkpoint filter.
-        path: as for `read_checkpoint`.
-        new_classifier: leave the model's classifier as it is where the file's has another size, or where the file has
-            no head; a `UserWarning` says so.
+        model: a timm model; its family translates published keys.
+        path: see `read_checkpoint`.
+        new_classifier: keep the model's classifier if the file's has another size or the file has no head. A
+            `UserWarning` says so.
 
     Returns:
-        Where in the file the weights were found ('' for safetensors).
+        The key of the checkpoint that held the weights; '' for safetensors.
 
     Raises:
-        WeightsError: the file cannot be read, or is not this model's: which keys, which shapes.
+        WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes.
     """
     weights, _, source = read_checkpoint(path)
-    load_state_dict(model, weights, shown(path), new_classifier)
+    load_state_dict(model, weights, shorten_path(path), new_classifier)
     return source
 
 
-def load_state_dict(model: nn.Module, weights: Dict[str, Tensor], name: str, new_classifier: bool = False) -> None:
-    """`model.load_state_dict` after the family's filter, all or nothing; `name` is the file's, for messages.
+def load_state_dict(model: nn.Module, weights: Weights, name: str, new_classifier: bool = False) -> None:
+    """Translate the weights of a file and load them. All weights are loaded, or none.
 
-    Only these may differ: a classifier's file lacks a dense backbone's output norms (identities then), and has a
-    classifier to spare where the model has none; with `new_classifier`, the classifier. A `UserWarning` names what
-    was not loaded.
-
-    Raises:
-        WeightsError: keys missing, keys to spare, shapes or kinds of numbers that differ.
-    """
-    weights, notes = fit(weights, model, name, new_classifier=new_classifier)
-    model.load_state_dict(weights)
-    _say(name, notes)
-
-
-def fit(weights: Dict[str, Any], model: nn.Module, name: str, headless: bool = False, new_classifier: bool = False,
-        adapt_input: bool = False) -> Tuple[Dict[str, Tensor], List[str]]:
-    """A complete state dict of the model from a file's weights, and sentences on what is not the file's.
+    Three differences are allowed: a classifier's file may lack the output norms of a dense backbone, which are then
+    identities; the file may have a classifier that the model lacks; with `new_classifier`, the classifier may differ.
+    A `UserWarning` names what was not loaded.
 
     Args:
-        weights: of a file, as for `checkpoint_filter_fn`. model: may be on the meta device. name: the file's.
-        headless: the head is not used and need not be in the file.
-        new_classifier: a classifier of another size, or a file without a head, leaves the model's as it is.
-        adapt_input: the first convolution may have another number of input channels, for timm to adapt.
+        model: the model.
+        weights: name -> tensor.
+        name: the name of the file, for messages.
+        new_classifier: see `load_weights`.
 
     Raises:
-        WeightsError: as for `load_state_dict`.
+        WeightsError: keys are missing or unknown, or shapes or kinds of numbers differ.
+    """
+    weights, notes = match_to_model(weights, model, name, new_classifier=new_classifier)
+    model.load_state_dict(weights)
+    _warn(name, notes)
+
+
+def match_to_model(weights: Dict[str, Any], model: nn.Module, name: str, headless: bool = False,
+                   new_classifier: bool = False, adapt_input: bool = False) -> Tuple[Weights, List[str]]:
+    """Build a complete state dict of the model from the weights of a file, without loading it.
+
+    Args:
+        weights: the weights of a file; see `checkpoint_filter_fn`.
+        model: the model, which may be on the meta device.
+        name: the name of the file, for messages.
+        headless: the head is not used, so the file may lack it.
+        new_classifier: keep the model's classifier if the file's has another size or the file has no head.
+        adapt_input: the first convolution may have another number of input channels, which timm adapts.
+
+    Returns:
+        The state dict, and one sentence for each difference from the file.
+
+    Raises:
+        WeightsError: see `load_state_dict`.
     """
     weights = {key: value for key, value in checkpoint_filter_fn(weights, model).items() if isinstance(value, Tensor)}
-    check_plain(weights, name)
-    own, notes = model.state_dict(), []
-    classifier = [f'{layer}.{part}' for layer in _names(model, 'classifier', 'head.fc') for part in ('weight', 'bias')]
-    in_head = tuple({f"{key.split('.')[0]}." for key in classifier})
-    head = {key: value for key, value in own.items() if key.startswith(in_head)}
-    if headless:
-        weights = {**{key: value for key, value in weights.items() if not key.startswith(in_head)}, **head}
-    elif not getattr(model, 'num_classes', 0):     # what needs no classifier needs no weights for one
-        weights = {key: value for key, value in weights.items() if key in own or not key.startswith(in_head)}
-    elif new_classifier:
-        weights, said = _with_new_classifier(weights, own, classifier, head)
-        notes += said
-    norms = {key: value for key, value in own.items() if key.startswith('output_norms.')}
-    if norms and not any(key.startswith('output_norms.') for key in weights):
-        # A classifier's file for a dense backbone: its output norms start as they were made, as the identity.
-        weights = {**norms, **weights}
-        notes.append('it has no output norms, which start as the identity')
-    elif headless and not norms and any(key.startswith('output_norms.') for key in weights):
-        weights = {key: value for key, value in weights.items() if not key.startswith('output_norms.')}
-        notes.append('its output norms are left out (output_norms=True loads them)')
+    check_dense(weights, name)
+    own = model.state_dict()
+    classifier = [f'{layer}.{part}' for layer in _cfg_layers(model, 'classifier', 'head.fc')
+                  for part in ('weight', 'bias')]
+    weights, notes = _match_head(weights, own, classifier, headless, new_classifier,
+                                 has_classes=bool(getattr(model, 'num_classes', 0)))
+    weights, norm_notes = _match_output_norms(weights, own, headless)
+    notes += norm_notes
     weights = {**{key: value for key, value in own.items() if key.endswith(_COUNTER)}, **weights}
     compared = dict(weights)
     if adapt_input:
-        for key in [f'{layer}.weight' for layer in _names(model, 'first_conv', '')]:
-            if _adaptable(weights.get(key), own.get(key), model):
+        for key in [f'{layer}.weight' for layer in _cfg_layers(model, 'first_conv', '')]:
+            if _is_adaptable(weights.get(key), own.get(key), model):
                 compared[key] = own[key]
                 notes.append(f'its {key} has {weights[key].shape[1]} input channels and is adapted to '
                              f'{own[key].shape[1]}')
-    _refuse(differences(own, compared), weights, own, classifier, model, name)
+    problems = differences(own, compared)
+    if problems:
+        raise WeightsError(_mismatch_message(problems, weights, own, classifier, model, name))
     return weights, notes
 
 
-def _names(model: nn.Module, entry: str, default: str) -> Tuple[str, ...]:
-    """Layers that timm's pretrained_cfg names."""
+def _cfg_layers(model: nn.Module, entry: str, default: str) -> Tuple[str, ...]:
+    """Return the names of the layers that an entry of timm's pretrained_cfg lists."""
     names = (getattr(model, 'pretrained_cfg', None) or {}).get(entry) or default
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _with_new_classifier(weights: Dict[str, Tensor], own: Dict[str, Tensor], classifier: List[str],
-                         head: Dict[str, Tensor]) -> Tuple[Dict[str, Tensor], List[str]]:
-    """The weights with the model's own classifier where the file's has another size, or its head where it has none."""
+def _match_head(weights: Weights, own: Weights, classifier: List[str], headless: bool, new_classifier: bool,
+                has_classes: bool) -> Tuple[Weights, List[str]]:
+    """Take the head from the model or drop it where the arguments of `match_to_model` allow this."""
+    prefixes = tuple({f"{key.split('.')[0]}." for key in classifier})
+    head = {key: value for key, value in own.items() if key.startswith(prefixes)}
+    if headless:
+        body = {key: value for key, value in weights.items() if not key.startswith(prefixes)}
+        return {**body, **head}, []
+    if not has_classes:                    # a model without a classifier needs no weights for one
+        return {key: value for key, value in weights.items() if key in own or not key.startswith(prefixes)}, []
+    if new_classifier:
+        return _with_new_classifier(weights, own, classifier, head)
+    return weights, []
+
+
+def _with_new_classifier(weights: Weights, own: Weights, classifier: List[str],
+                         head: Weights) -> Tuple[Weights, List[str]]:
+    """Take the model's classifier if the file's has another size, or the model's head if the file has none."""
     if not any(key in weights for key in head):
         return {**weights, **head}, ['it has no classifier, and the model\'s starts untrained']
     sizes = {key: (weights[key].shape[0], own[key].shape[0]) for key in classifier
@@ -158,8 +176,20 @@ def _with_new_classifier(weights: Dict[str, Tensor], own: Dict[str, Tensor], cla
             [f'its classifier of {theirs} classes is left out, and the model\'s of {ours} starts untrained'])
 
 
-def _adaptable(theirs: Optional[Tensor], ours: Optional[Tensor], model: nn.Module) -> bool:
-    """Whether timm adapts a first convolution: the file's has the pretrained network's channels, the model others."""
+def _match_output_norms(weights: Weights, own: Weights, headless: bool) -> Tuple[Weights, List[str]]:
+    """Take the output norms from the model if the file has none; drop the file's if a feature extractor has none."""
+    norms = {key: value for key, value in own.items() if key.startswith('output_norms.')}
+    in_file = any(key.startswith('output_norms.') for key in weights)
+    if norms and not in_file:
+        return {**norms, **weights}, ['it has no output norms, which start as the identity']
+    if headless and not norms and in_file:
+        return ({key: value for key, value in weights.items() if not key.startswith('output_norms.')},
+                ['its output norms are left out (output_norms=True loads them)'])
+    return weights, []
+
+
+def _is_adaptable(theirs: Optional[Tensor], ours: Optional[Tensor], model: nn.Module) -> bool:
+    """True if only the number of input channels differs and the file's is the pretrained network's."""
     if theirs is None or ours is None or theirs.ndim != 4 or ours.ndim != 4:
         return False
     channels = (model.pretrained_cfg.get('input_size') or (3,))[0]
@@ -167,26 +197,33 @@ def _adaptable(theirs: Optional[Tensor], ours: Optional[Tensor], model: nn.Modul
     return same and theirs.shape[1] == channels != ours.shape[1]
 
 
-def _refuse(problems: List[str], weights: Dict[str, Tensor], own: Dict[str, Tensor], classifier: List[str],
-            model: nn.Module, name: str) -> None:
-    """Raises WeightsError where there are problems."""
-    if not problems:
-        return
+def _mismatch_message(problems: List[str], weights: Weights, own: Weights, classifier: List[str], model: nn.Module,
+                      name: str) -> str:
+    """Say that a file belongs to another model, and name `num_classes` if the classifier has another size."""
     kind = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or type(model).__name__
     key = classifier[0]
     hint = ''
     if key in own and key in weights and weights[key].ndim and weights[key].shape[0] != own[key].shape[0]:
-        hint = f' (its classifier has {weights[key].shape[0]} classes: num_classes={weights[key].shape[0]})'
-    raise WeightsError(f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}{hint}")
+        classes = weights[key].shape[0]
+        hint = f' (its classifier has {classes} classes; use num_classes={classes})'
+    return f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}{hint}"
 
 
-def _say(name: str, notes: List[str]) -> None:
+def _warn(name: str, notes: List[str]) -> None:
     if notes:
         warnings.warn(f"{name}: {'; '.join(notes)}", stacklevel=3)
 
 
-def differences(own: Dict[str, Tensor], weights: Dict[str, Tensor]) -> List[str]:
-    """What keeps `weights` from being those of a model whose state dict is `own`: a phrase for each kind of trouble."""
+def differences(own: Weights, weights: Weights) -> List[str]:
+    """List why weights do not match a model: missing and unknown keys, shapes, kinds of numbers.
+
+    Args:
+        own: the state dict of the model.
+        weights: the weights to compare with it.
+
+    Returns:
+        One phrase for each kind of difference; an empty list if the weights match.
+    """
     problems: List[str] = []
     for what, keys in (('missing', [k for k in own if k not in weights]),
                        ('not in the model', [k for k in weights if k not in own])):
@@ -204,17 +241,21 @@ def differences(own: Dict[str, Tensor], weights: Dict[str, Tensor]) -> List[str]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. PyTorch's own test does not know numbers of 8 bits."""
+    """True if no value is NaN or infinite. `torch.isfinite` does not support 8-bit floats; this function does."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
 
 
-def check_finite(weights: Dict[str, Tensor], name: str) -> None:
-    """Refuse weights that hold NaN or infinities; `name` is the file's, for the message.
+def check_finite(weights: Weights, name: str) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Args:
+        weights: name -> tensor.
+        name: the name of the file, for the message.
 
     Raises:
-        NonFiniteError: which tensors hold them.
+        NonFiniteError: some tensors contain such values; the message names the tensors.
     """
     bad = [key for key, tensor in weights.items() if not is_finite(tensor)]
     if bad:

@@ -1,4 +1,7 @@
-"""What a weight file says about its model is not trusted: types and bounds of options, classes and transform."""
+"""Check the metadata of weight files: types and bounds of the model's options, classes and transform.
+
+Metadata come from a file that anybody may have written, so no value is used before it has been checked.
+"""
 import inspect
 import typing
 from typing import Any, Callable, Dict, Sequence, Set, Tuple
@@ -8,66 +11,75 @@ import timm
 from ..options import check
 from .errors import WeightsError, some
 
-# Bounds of numbers in options of timm's own networks, by name; the rest are at most LARGEST. Depths are loops, which no
-# other check ends.
+# Bounds of the numeric options of timm's own networks. Other numbers are at most LARGEST. Depths need a bound of their
+# own, because a network with a huge depth would take forever to build.
 LARGEST = 100_000
 BOUNDS: Dict[str, Tuple[float, float]] = {
     'depths': (1, 100), 'depth': (1, 100), 'layers': (1, 100), 'num_layers': (1, 100), 'num_blocks': (1, 100),
     'depth_multiplier': (0, 10), 'dims': (1, 8192), 'dim': (1, 8192), 'embed_dim': (1, 8192), 'num_heads': (1, 512),
     'mlp_ratios': (0, 32), 'mlp_ratio': (0, 32), 'img_size': (1, 2048), 'in_chans': (1, 1024), 'max_levels': (1, 32),
     'readout_levels': (1, 32), 'drop_rate': (0, 1), 'drop_path_rate': (0, 1)}
-# Of every classifier of timm, where its class does not name its arguments.
+# Options of every timm classifier, also if its class takes only **kwargs.
 COMMON = ('num_classes', 'in_chans', 'img_size', 'global_pool', 'drop_rate', 'drop_path_rate')
 _NOT_OPTIONS = ('self', 'device', 'dtype', 'kwargs', 'args')
 _SIDE = 2048
 _TRANSFORM: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    'input_size': (lambda v: _sizes(v), f'an integer, (height, width) or (channels, height, width) of 1 to {_SIDE}'),
-    'mean': (lambda v: _numbers(v, -1e4, 1e4), '3 numbers from -10000 to 10000'),
-    'std': (lambda v: _numbers(v, 1e-4, 1e4), '3 numbers from 0.0001 to 10000'),
-    'crop_pct': (lambda v: v is None or _number(v, 0.01, 10), 'a number from 0.01 to 10'),
+    'input_size': (lambda v: _is_size(v), f'an integer, (height, width) or (channels, height, width) of 1 to {_SIDE}'),
+    'mean': (lambda v: _is_per_channel(v, -1e4, 1e4), '3 numbers from -10000 to 10000'),
+    'std': (lambda v: _is_per_channel(v, 1e-4, 1e4), '3 numbers from 0.0001 to 10000'),
+    'crop_pct': (lambda v: v is None or _is_number(v, 0.01, 10), 'a number from 0.01 to 10'),
     'interpolation': (lambda v: v in ('nearest', 'bilinear', 'bicubic', 'lanczos', 'box', 'hamming', 'random',
-                                      'lanczos-aa', 'bicubic-aa', 'bilinear-aa'), 'the name of a filter'),
+                                      'lanczos-aa', 'bicubic-aa', 'bilinear-aa'),
+                      'the name of an interpolation such as bicubic'),
     'crop_mode': (lambda v: v in (None, 'center', 'squash', 'border'), "'center', 'squash' or 'border'"),
-    'crop_border_pixels': (lambda v: v is None or _number(v, 0, _SIDE) and type(v) is int, f'from 0 to {_SIDE}'),
+    'crop_border_pixels': (lambda v: v is None or _is_number(v, 0, _SIDE) and type(v) is int,
+                           f'an integer from 0 to {_SIDE}'),
     'is_training': (lambda v: v is False, 'false')}
-# What timm's create_transform ignores in evaluation.
-_OF_TRAINING = ('no_aug', 'scale', 'ratio', 'hflip', 'vflip', 'color_jitter', 'color_jitter_prob', 'grayscale_prob',
+# Arguments that timm's create_transform ignores in evaluation.
+_TRAINING_ONLY = ('no_aug', 'scale', 'ratio', 'hflip', 'vflip', 'color_jitter', 'color_jitter_prob', 'grayscale_prob',
                 'gaussian_blur_prob', 'auto_augment', 're_prob', 're_mode', 're_count', 're_num_splits',
                 'train_crop_mode')
 
 
 def check_metadata(metadata: Any, name: str) -> None:
-    """Check the types of what a weight file says about its model; `name` is the file's, for messages.
+    """Check the types of the metadata of a weight file.
+
+    Args:
+        metadata: the metadata, of any type.
+        name: the name of the file, for the message.
 
     Raises:
-        WeightsError: an entry that has another type than `save_weights` writes.
+        WeightsError: an entry has another type than `subquad train` writes.
     """
     if not isinstance(metadata, dict):
-        raise WeightsError(f'{name} holds metadata of another program: a {type(metadata).__name__}, not an object')
-    for key, what, fits in (('model', 'a name', lambda v: isinstance(v, str) and 0 < len(v) <= 200),
+        raise WeightsError(f'{name} holds metadata of another program: they must be an object, got '
+                           f'a {type(metadata).__name__}')
+    for key, what, is_valid in (('model', 'a name', lambda v: isinstance(v, str) and 0 < len(v) <= 200),
                             ('options', 'an object', lambda v: isinstance(v, dict)),
                             ('transform', 'an object', lambda v: v is None or isinstance(v, dict)),
                             ('classes', 'a list of names', lambda v: isinstance(v, list) and all(
                                 isinstance(item, str) and len(item) <= 1000 for item in v))):
-        if key in metadata and not fits(metadata[key]):
+        if key in metadata and not is_valid(metadata[key]):
             raise WeightsError(f'{name} holds metadata of another program: {key} must be {what}, got '
-                               f'{_came(metadata[key])}')
+                               f'{_describe(metadata[key])}')
 
 
 def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, Any]:
-    """A model's options as a weight file or a checkpoint's config says them, found to be harmless.
+    """Check the model options that a weight file or the config in a checkpoint contains.
 
-    Only what the network's class takes is allowed, with its types and within bounds, so that a file cannot reach
-    timm's own arguments (`checkpoint_path`, `pretrained_cfg`, ...) or build a network without end.
+    Only options of the network's class are allowed, with valid types and within bounds. So a file cannot set timm's own
+    arguments (`checkpoint_path`, `pretrained_cfg`, ...) or build an arbitrarily large network.
 
     Args:
-        model: timm name of a model that exists. options: for `timm.create_model`. name: the file's, for messages.
+        model: the timm name of an existing model.
+        options: the options for `timm.create_model`.
+        name: the name of the file, for messages.
 
     Returns:
-        The options.
+        A copy of the options.
 
     Raises:
-        WeightsError: an option that the model does not have, or a value that is not allowed.
+        WeightsError: the model does not have an option, or a value is not allowed.
     """
     cls = typing.get_type_hints(timm.models.model_entrypoint(model)).get('return')
     if hasattr(cls, 'OPTIONS'):
@@ -79,32 +91,39 @@ def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, A
     known = _arguments(cls)
     for key, value in options.items():
         if key not in known:
-            raise WeightsError(f'{name}: {model} has no option {_came(key)}; it has {some(sorted(known), 30)}')
+            raise WeightsError(f'{name}: {model} has no option {_describe(key)}; it has {some(sorted(known), 30)}')
         low, high = BOUNDS.get(key, (-LARGEST, LARGEST))
-        if not _plain(value, low, high):
+        if not _is_simple_value(value, low, high):
             raise WeightsError(f'{name}: {key} of {model} must be a number, a name, true or false, or a list of them'
-                               f"{f', from {low:g} to {high:g}' if key in BOUNDS else ''}, got {_came(value)}")
+                               f"{f', from {low:g} to {high:g}' if key in BOUNDS else ''}, got {_describe(value)}")
     return dict(options)
 
 
 def check_transform(transform: Dict[str, Any], name: str) -> Dict[str, Any]:
-    """A transform for evaluation as a weight file says it, for `timm.data.create_transform`; `name` is the file's.
+    """Check the evaluation transform that a weight file contains.
+
+    Args:
+        transform: arguments of `timm.data.create_transform`. Those of training are dropped.
+        name: the name of the file, for messages.
+
+    Returns:
+        The arguments for evaluation.
 
     Raises:
-        WeightsError: an option that is not one of evaluation, or a value that is not allowed.
+        WeightsError: an argument is unknown, or a value is not allowed.
     """
-    transform = {key: value for key, value in transform.items() if key not in _OF_TRAINING}
+    transform = {key: value for key, value in transform.items() if key not in _TRAINING_ONLY}
     for key, value in transform.items():
         if key not in _TRANSFORM:
-            raise WeightsError(f'{name}: transform has no option {_came(key)}; it has {some(list(_TRANSFORM), 30)}')
-        fits, what = _TRANSFORM[key]
-        if not (isinstance(value, (str, list, tuple, int, float, type(None))) and fits(value)):
-            raise WeightsError(f'{name}: {key} of the transform must be {what}, got {_came(value)}')
+            raise WeightsError(f'{name}: transform has no option {_describe(key)}; it has {some(list(_TRANSFORM), 30)}')
+        is_valid, what = _TRANSFORM[key]
+        if not (isinstance(value, (str, list, tuple, int, float, type(None))) and is_valid(value)):
+            raise WeightsError(f'{name}: {key} of the transform must be {what}, got {_describe(value)}')
     return dict(transform)
 
 
 def _arguments(cls: Any) -> Set[str]:
-    """Arguments of the class of one of timm's networks and of the classes below it."""
+    """Return the names of the constructor arguments of a timm network and of its base classes."""
     known = set(COMMON)
     for base in cls.__mro__ if inspect.isclass(cls) else ():
         if '__init__' in vars(base) and not base.__module__.startswith(('torch.', 'builtins')):
@@ -113,36 +132,37 @@ def _arguments(cls: Any) -> Set[str]:
     return known.difference(_NOT_OPTIONS)
 
 
-def _plain(value: Any, low: float, high: float) -> bool:
-    """A bool, a short name, None, a number within bounds, or at most 16 of them."""
+def _is_simple_value(value: Any, low: float, high: float) -> bool:
+    """True for a bool, a short name, None, a number within bounds, or a list of at most 16 of them."""
     if isinstance(value, (list, tuple)):
-        return len(value) <= 16 and all(not isinstance(v, (list, tuple)) and _plain(v, low, high) for v in value)
+        return len(value) <= 16 and all(not isinstance(v, (list, tuple)) and _is_simple_value(v, low, high)
+                                       for v in value)
     if isinstance(value, str):
         return len(value) <= 64 and value.isprintable() and not set(value) & set('/\\:')
-    return value is None or isinstance(value, bool) or _number(value, low, high)
+    return value is None or isinstance(value, bool) or _is_number(value, low, high)
 
 
-def _number(value: Any, low: float, high: float) -> bool:
+def _is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def _numbers(value: Any, low: float, high: float) -> bool:
+def _is_per_channel(value: Any, low: float, high: float) -> bool:
     if isinstance(value, (list, tuple)):
-        return len(value) in (1, 3) and all(_number(item, low, high) for item in value)
-    return _number(value, low, high)
+        return len(value) in (1, 3) and all(_is_number(item, low, high) for item in value)
+    return _is_number(value, low, high)
 
 
-def _sizes(value: Any) -> bool:
+def _is_size(value: Any) -> bool:
     values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
     return 0 < len(values) <= 3 and all(type(item) is int and 1 <= item <= _SIDE for item in values)
 
 
-def _came(value: Any, most: int = 60) -> str:
-    """A value for messages, cut where it is long."""
+def _describe(value: Any, most: int = 60) -> str:
+    """Return a value as text for a message; long texts are cut."""
     if isinstance(value, (dict, list, tuple)) and len(value) > 16:
         return f'a {type(value).__name__} of {len(value)}'
     try:
         text = ascii(value)
-    except (ValueError, RecursionError):          # an integer of thousands of digits; nesting without end
+    except (ValueError, RecursionError):          # huge integers; unbounded nesting
         return f'a {type(value).__name__}'
     return text if len(text) <= most else f'{text[:most]}...'

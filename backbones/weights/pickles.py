@@ -1,4 +1,4 @@
-"""Reading pickles (.pth, .pt, .bin) without running them."""
+"""Read pickles (.pth, .pt, .bin) without running code in them."""
 import argparse
 import errno
 import io
@@ -13,12 +13,13 @@ from typing import Any, Iterator, List, Optional
 import numpy as np
 import torch
 
-from .errors import WeightsError, shown
+from .errors import WeightsError, shorten_path
 
-# NumPy 2 renamed the module of these functions; files written under either version name the one or the other.
+# NumPy 2 renamed this module. Files name one or the other, depending on the version that wrote them.
 _NUMPY_MODULES = ('numpy.core.multiarray', 'numpy._core.multiarray')
 _STATISTICS = ('mean', 'max', 'min', 'current')
-# Names that torch's restricted unpickler allows, or that are on our list: a file that has no other is only damaged.
+# Names that torch's restricted unpickler or `_harmless_types` allows. A file that cannot be read and has no other names
+# is called damaged; a file with other names is called unsafe.
 _HARMLESS = re.compile('|'.join((
     r'torch\.(storage\.)?\w*Storage', r'torch\._utils\._rebuild_\w+', r'torch\._tensor\._rebuild_from_type_v2',
     r'torch\.(Size|Tensor|device|(q|u|b)*(int|float|complex|bool)\w*)', r'torch\.nn\.parameter\.Parameter',
@@ -26,47 +27,48 @@ _HARMLESS = re.compile('|'.join((
     r'(builtins|__builtin__)\.(set|bytearray|complex)', r'argparse\.Namespace',
     r'numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(scalar|_reconstruct))')))
 _SCANNED_BYTES = 64 * 2 ** 20
-# A tensor, or an archive unpacked, takes so many bytes more than its file at most.
+# A tensor or an unpacked archive may be larger than its file by at most this many bytes.
 EXPANSION = 16 * 2 ** 20
 
 
 def read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote to a file, read by torch's restricted unpickler.
+    """Read a file of `torch.save` with torch's restricted unpickler.
 
     Args:
         path: an existing file.
 
     Returns:
-        The object, its tensors on the CPU.
+        The object, with its tensors on the CPU.
 
     Raises:
-        WeightsError: the file cannot be read, is damaged, is compressed, or names code.
+        WeightsError: the file cannot be read, is damaged, is compressed or refers to code.
     """
     try:
         _refuse_compressed(path)
         with torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
-            warnings.simplefilter('ignore')              # torch warns of pickle protocols, which users did not choose
+            warnings.simplefilter('ignore')              # torch warns about pickle protocols, which users cannot change
             return torch.load(path, map_location='cpu', weights_only=True)
     except WeightsError:
         raise
     except OSError as error:
-        if error.errno == errno.EINVAL:          # torch seeks to where a whole archive would have its end
-            raise WeightsError(f'{shown(path)} is damaged or cut off') from error
-        raise WeightsError(f'{shown(path)} cannot be read: {error.strerror or error}') from error
+        if error.errno == errno.EINVAL:          # torch seeks to the end that a whole archive would have
+            raise WeightsError(f'{shorten_path(path)} is damaged or cut off') from error
+        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     except MemoryError as error:
-        raise WeightsError(f'{shown(path)} needs more memory than there is') from error
-    except Exception as error:   # the unpickler raises whatever the bytes lead it to
+        raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
+    except Exception as error:   # damaged bytes make the unpickler raise any exception
         name = _named_code(path, error)
         if name:
-            beside = [path.parent / file for file in ('best.safetensors', 'last.safetensors')]
-            hint = next((f'use {shown(file)} beside it' for file in beside if file.exists()),
-                        'if you trust it, convert it to safetensors')
-            raise WeightsError(f'{shown(path)} is a pickle that could run code ({name}): refused; {hint}') from error
-        raise WeightsError(f'{shown(path)} is damaged or not a checkpoint ({type(error).__name__})') from error
+            neighbors = [path.parent / file for file in ('best.safetensors', 'last.safetensors')]
+            hint = next((f'use {shorten_path(file)} from the same folder' for file in neighbors if file.exists()),
+                        'if you trust the file, convert it to safetensors')
+            raise WeightsError(f'{shorten_path(path)} is a pickle that could run code ({name}) and was not read; '
+                               f'{hint}') from error
+        raise WeightsError(f'{shorten_path(path)} is damaged or not a checkpoint ({type(error).__name__})') from error
 
 
 def _harmless_types() -> List[Any]:
-    """Types without behaviour that training scripts put beside the weights."""
+    """Return the types without behavior that training scripts store beside the weights."""
     scalar, reconstruct = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
     types = [argparse.Namespace, np.ndarray, np.dtype,
              *((function, f'{module}.{name}') for module in _NUMPY_MODULES
@@ -76,19 +78,21 @@ def _harmless_types() -> List[Any]:
         from mmengine.logging import HistoryBuffer
     except ImportError:
         return types
-    # A HistoryBuffer refers to its own methods, which is written as calls of getattr: these, and no other, are made.
-    def method(owner: Any, name: str) -> Any:
+    # The pickle of a HistoryBuffer calls getattr for its own methods. Only these calls are allowed.
+    def statistics_method(owner: Any, name: str) -> Any:
         if owner is not HistoryBuffer or name not in _STATISTICS:
             raise pickle.UnpicklingError(f'GLOBAL getattr of {name!r} is not allowed')
         return getattr(owner, name)
-    return [*types, HistoryBuffer, (method, 'builtins.getattr'), (method, '__builtin__.getattr')]
+    return [*types, HistoryBuffer, (statistics_method, 'builtins.getattr'),
+            (statistics_method, '__builtin__.getattr')]
 
 
 def _refuse_compressed(path: Path) -> None:
-    """torch.save does not compress; an archive that is much larger than its file could fill the memory.
+    """Refuse a compressed archive: torch.save does not compress, and the unpacked content could fill the memory.
 
     Raises:
-        WeightsError: such an archive. OSError: the file cannot be read.
+        WeightsError: the archive is compressed.
+        OSError: the file cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -96,14 +100,14 @@ def _refuse_compressed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return                                           # for torch to judge
+        return                                           # torch will report the damage
     if size > path.stat().st_size + EXPANSION:
-        raise WeightsError(f'{shown(path)} is a compressed archive ({size:,} bytes in {path.stat().st_size:,}), which '
-                           'torch.save does not write')
+        raise WeightsError(f'{shorten_path(path)} is a compressed archive ({size:,} bytes in '
+                           f'{path.stat().st_size:,}), which torch.save does not write')
 
 
 def _named_code(path: Path, error: Exception) -> str:
-    """What a pickle that was not read would have called, as a name to show; '' where it names nothing of the kind."""
+    """Return the name of the code that a refused pickle would have called, or '' if it is only damaged."""
     text = str(error)
     for pattern in (r'GLOBAL (\S+)', r'(TorchScript)', r'unrecognized function (.+)', r'but got (<.+>)'):
         found = re.search(pattern, text)
@@ -111,7 +115,7 @@ def _named_code(path: Path, error: Exception) -> str:
             return _printable(found[1].strip('.'))
     try:
         return next((_printable(name) for name in _globals(path) if not _HARMLESS.fullmatch(name)), '')
-    except Exception:            # bytes that are no pickle
+    except Exception:            # the bytes are not a pickle
         return ''
 
 
@@ -120,7 +124,7 @@ def _printable(name: str) -> str:
 
 
 def _globals(path: Path) -> Iterator[str]:
-    """Names of what a pickle's opcodes would import; the pickles of an archive or those at the start of the file."""
+    """Yield the names that a file's pickles would import, from an archive or from the start of a file."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -129,12 +133,12 @@ def _globals(path: Path) -> Iterator[str]:
         return
     with open(path, 'rb') as file:
         stream = io.BytesIO(file.read(_SCANNED_BYTES))
-    for _ in range(8):           # the older format has a few pickles one after the other
+    for _ in range(8):           # the older format starts with several pickles
         yield from _stream_globals(stream)
 
 
 def _stream_globals(stream: io.BytesIO) -> Iterator[str]:
-    """Names that one pickle imports. Those of the newer opcode lie on the stack; the last two strings are taken."""
+    """Yield the names that one pickle imports. STACK_GLOBAL takes its name from the last two strings on the stack."""
     strings: List[Optional[str]] = []
     memo = {}
     for opcode, argument, _ in pickletools.genops(stream):

@@ -1,8 +1,8 @@
-# Fine-tune PPMA-T on a few hundred photographs of your own:
+# Fine-tune PPMA-T on a few hundred of your own photographs:
 #   subquad train ppma-tiny_finetune-folder --weights FILE --data FOLDER
-# with FOLDER/train/CLASS/* and FOLDER/val/CLASS/*. FILE is the authors' file of ppma_tiny or one of subquad train; for
-# another model: --model NAME. Layers near the input learn more slowly (layer_decay), augmentation is light, and the
-# first line of validation shows the weights as they come.
+# FOLDER contains train/CLASS/* and val/CLASS/*. FILE is the authors' file of ppma_tiny or a file of `subquad train`.
+# Add --model NAME to fine-tune another model. Layers near the input have lower learning rates (layer_decay),
+# augmentation is light, and the first validation evaluates the weights before training.
 _base_ = 'ppma-tiny_folder.py'
 
 epochs = 20

@@ -1,11 +1,13 @@
-# PPMA-T from scratch on your own images: subquad train ppma-tiny_folder --data FOLDER, with FOLDER/train/CLASS/* and
-# FOLDER/val/CLASS/*. The number of classes is read from the folder. Another model: --model NAME.
+# Train PPMA-T from scratch on your own images:
+#   subquad train ppma-tiny_folder --data FOLDER
+# FOLDER contains train/CLASS/* and val/CLASS/*, from which the number of classes is read. Add --model NAME to train
+# another model.
 _base_ = '_base_/runtime.py'
 
 epochs = 100
 data_root = 'data'
 size = (3, 224, 224)
-# mmax9: at magnitude 10 timm posterises to 0 bits, which Pillow 13 refuses.
+# mmax9 limits the magnitude to 9: at 10, timm posterizes to 0 bits, which Pillow 13 does not accept.
 train = dict(input_size=size, is_training=True, auto_augment='rand-m9-mstd0.5-mmax9-inc1', interpolation='bicubic',
              re_prob=0.25)
 

@@ -1,4 +1,5 @@
-# A small MobileViTv2 on scikit-learn's handwritten digits, drawn larger: its map at stride 32 has 2 x 2 tokens then.
+# Train a small MobileViTv2 on scikit-learn's handwritten digits. Images are resized to 64 x 64, so that the map at
+# stride 32 has 2 x 2 tokens.
 _base_ = 'test-ppma_digits.py'
 
 size = (3, 64, 64)

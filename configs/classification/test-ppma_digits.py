@@ -1,5 +1,5 @@
-# A small PPMA on scikit-learn's 1,797 handwritten digits: minutes on two CPU cores. No validation while training: the
-# test part stays untouched until `subquad test`.
+# Train a small PPMA on scikit-learn's 1,797 handwritten digits, in minutes on two CPU cores. There is no validation
+# during training, so the test part stays unseen until `subquad test`.
 _base_ = '_base_/runtime.py'
 
 epochs = 20

@@ -1,4 +1,4 @@
-# PPMA's config but for the mixer.
+# PPMA's config with Myo as the backbone.
 _base_ = 'mask-rcnn_ppma-t_fpn_1x_coco.py'
 
 model = dict(backbone=dict(type='Myo'))

@@ -1,4 +1,4 @@
-# PPMA's config but for the mixer.
+# PPMA's config with Myo as the backbone.
 _base_ = 'mask-rcnn_test-ppma_shapes.py'
 
 model = dict(backbone=dict(type='Myo'))

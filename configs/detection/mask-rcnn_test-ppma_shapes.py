@@ -1,9 +1,9 @@
-# A small PPMA and narrow heads on generated shapes of 18 to 56 pixels.
+# Train a small Mask R-CNN with PPMA on generated shapes of 18 to 56 pixels.
 _base_ = ['mmdet::_base_/models/mask-rcnn_r50_fpn.py', '_base_/shapes.py']
 
 channels = 64
 classes = 5
-roi_extractor = dict(out_channels=channels, finest_scale=28)       # shapes of more than 56 pixels go to stride 8
+roi_extractor = dict(out_channels=channels, finest_scale=28)       # larger shapes than 56 pixels use stride 8
 model = dict(
     backbone=dict(_delete_=True, type='PPMA', arch='test'),
     neck=dict(in_channels=[32, 48, 64, 96], out_channels=channels, num_outs=4),

@@ -1,9 +1,10 @@
-# A small MobileViTv2 and SSDLite on generated shapes of 18 to 56 pixels: levels from stride 8, anchors from 18 pixels.
+# Train a small SSDLite with MobileViTv2 on generated shapes of 18 to 56 pixels. Levels start at stride 8, anchors at 18
+# pixels.
 _base_ = '_base_/shapes.py'
 
 channels = (64, 96, 128, 64, 64)
 ratios = ((2,),) * 5
-# Images as in MobileViTv2's classification: RGB from 0 to 1.
+# Images are RGB from 0 to 1, as for MobileViTv2's classifiers.
 model = dict(
     type='SingleStageDetector',
     data_preprocessor=dict(type='DetDataPreprocessor', mean=[0., 0., 0.], std=[255., 255., 255.], bgr_to_rgb=True,

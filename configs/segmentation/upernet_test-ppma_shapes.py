@@ -1,4 +1,4 @@
-# A small PPMA and a narrow UPerNet on generated shapes.
+# Train a small UPerNet with PPMA on generated shapes.
 _base_ = '_base_/shapes.py'
 
 classes = 6
@@ -10,6 +10,6 @@ model = dict(
     decode_head=dict(
         type='UPerHead', in_channels=[32, 48, 64, 96], in_index=[0, 1, 2, 3], pool_scales=(1, 2), channels=48,
         dropout_ratio=0.1, num_classes=classes, norm_cfg=dict(type='BN'), align_corners=False,
-        # Seven pixels of eight are background.
+        # Seven of eight pixels are background, so this class has a lower weight.
         loss_decode=dict(type='CrossEntropyLoss', class_weight=[0.2] + [1.] * 5)),
     train_cfg=dict(), test_cfg=dict(mode='whole'))

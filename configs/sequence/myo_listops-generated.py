@@ -1,4 +1,4 @@
-# ListOps by its grammar, nothing to download: 96,000 expressions to train, made in seconds from a seed.
+# Train on generated ListOps expressions, without a download. 96,000 expressions are generated in seconds from a seed.
 _base_ = 'myo_listops.py'
 
 _data = dict(_delete_=True, type='ListOps')

@@ -1,4 +1,4 @@
-# Short expressions of 50 to 128 tokens by ListOps' grammar: a first run on two CPU cores.
+# Train on short generated ListOps expressions of 50 to 128 tokens: a first run on two CPU cores.
 _base_ = 'myo_listops.py'
 
 _data = dict(_delete_=True, type='ListOps', min_length=50, max_length=128)

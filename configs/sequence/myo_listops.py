@@ -1,5 +1,5 @@
-# ListOps (table 3 of the Myosotis paper): expressions of up to 2,000 tokens, a binary tree over them. --data FOLDER
-# with basic_train.tsv, basic_val.tsv and basic_test.tsv of Long Range Arena.
+# ListOps (Table 3 of the Myosotis paper): expressions of up to 2,000 tokens with a binary tree. Give --data FOLDER with
+# basic_train.tsv, basic_val.tsv and basic_test.tsv of Long Range Arena.
 _base_ = '_base_/training.py'
 
 _data = dict(type='LRAListOps', root='.')

@@ -1,4 +1,4 @@
-# Pathfinder-like scenes by program, not the original data: 32 x 32, made when training starts.
+# Pathfinder-like images of 32 x 32 pixels, generated when training starts. They are not the original data.
 _base_ = 'myo_pathfinder.py'
 
 train_dataloader = dict(dataset=dict(_delete_=True, type='PathfinderLike', split='train'))

@@ -1,5 +1,5 @@
-# Pathfinder (table 3 of the Myosotis paper): 32 x 32 pixels, 1,024 of them in snake order. --data FOLDER with
-# Long Range Arena's pathfinder32.
+# Pathfinder (Table 3 of the Myosotis paper): 32 x 32 pixels as a sequence of 1,024 in snake order. Give --data FOLDER
+# with Long Range Arena's pathfinder32.
 _base_ = '_base_/training.py'
 
 _data = dict(type='LRAPathfinder', root='.', size=32)

@@ -1,5 +1,5 @@
-# Path-X (table 3 of the Myosotis paper): 128 x 128 pixels, 16,384 of them in snake order. --data FOLDER with Long Range
-# Arena's pathfinder128.
+# Path-X (Table 3 of the Myosotis paper): 128 x 128 pixels as a sequence of 16,384 in snake order. Give --data FOLDER
+# with Long Range Arena's pathfinder128.
 _base_ = 'myo_pathfinder.py'
 
 train_dataloader = dict(dataset=dict(size=128))

@@ -1,4 +1,4 @@
-# sMNIST (the paper's table 4): myo_zmnist in snake order.
+# sMNIST (Table 4 of the Myosotis paper): MNIST's pixels in snake order.
 _base_ = 'myo_zmnist.py'
 
 model = dict(order='snake')

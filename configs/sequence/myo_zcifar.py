@@ -1,5 +1,5 @@
-# zCIFAR (the paper's table 4): CIFAR-10's pixels in Morton order, 1,024 of them; 45,000 images to train, 5,000 to
-# validate, 10,000 to test, no augmentation. --data FOLDER with the Python batches.
+# zCIFAR (Table 4 of the Myosotis paper): CIFAR-10's 1,024 pixels in Morton order, with 45,000 images for training,
+# 5,000 for validation and 10,000 for testing. There is no augmentation. Give --data FOLDER with the Python batches.
 _base_ = '_base_/training.py'
 
 _data = dict(type='CIFAR10', root='.', transform=dict(

@@ -1,4 +1,4 @@
-# scikit-learn's 8 x 8 digits in Morton order: a minute or two.
+# scikit-learn's 8 x 8 digits in Morton order: one or two minutes of training.
 _base_ = 'myo_zmnist5k.py'
 
 size = (3, 8, 8)

@@ -1,5 +1,5 @@
-# zMNIST (table 4 of the Myosotis paper): MNIST's pixels in Morton order, 784 of them. --data FOLDER with the
-# four idx files.
+# zMNIST (Table 4 of the Myosotis paper): MNIST's 784 pixels in Morton order. Give --data FOLDER with the four idx
+# files.
 _base_ = '_base_/training.py'
 
 _data = dict(type='MNIST', root='.', transform=dict(

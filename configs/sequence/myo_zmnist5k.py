@@ -1,5 +1,6 @@
-# 4,000 MNIST digits of 16 x 16 in Morton order (zMNIST, small), about 110,000 parameters: minutes on two CPU cores. No
-# validation while training: the test part stays untouched until `subquad test`.
+# 4,000 MNIST digits of 16 x 16 pixels in Morton order: a small version of zMNIST. The model has about 110,000
+# parameters and trains in minutes on two CPU cores. There is no validation during training, so the test part stays
+# unseen until `subquad test`.
 _base_ = '../classification/test-ppma_digits.py'
 
 warmup = 2

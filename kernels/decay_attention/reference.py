@@ -1,35 +1,20 @@
 """The definition, every matrix written out: the oracle of the tests."""
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE, row_log_decay
+from ..common.decay import REFERENCE_DTYPE, row_log_decay
 
 
-def decay_weights(q: Tensor, k: Tensor, a: Tensor, mask: str) -> Tensor:
-    """Attention weights within rows: q, k (B, heads, H, W, D), a (B, heads, H, W) -> (B, heads, H, W, W)."""
+def decay_weights(q: Tensor, k: Tensor, log_decay: Tensor, mask_mode: str) -> Tensor:
+    """Attention weights within rows: q, k (B, heads, H, W, D), log_decay (B, heads, H, W) -> (B, heads, H, W, W)."""
     logits = q @ k.transpose(-1, -2)
-    log_decay = row_log_decay(a, a.dtype)
-    return logits.softmax(-1) * log_decay.exp() if mask == 'product' else (logits + log_decay).softmax(-1)
+    log_mask = row_log_decay(log_decay, log_decay.dtype)
+    return logits.softmax(-1) * log_mask.exp() if mask_mode == 'multiplicative' else (logits + log_mask).softmax(-1)
 
 
-def decay_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, axis: str, mask: str) -> Tensor:
+def decay_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     dtype = REFERENCE_DTYPE
-    q, k, values, a = (x.to(dtype) for x in (q, k, v, a))
+    q, k, values, log_decay = (x.to(dtype) for x in (q, k, v, log_decay))
     if axis == 'column':
-        q, k, values, a = (x.transpose(2, 3) for x in (q, k, values, a))
-    y = decay_weights(q, k, a, mask) @ values
+        q, k, values, log_decay = (x.transpose(2, 3) for x in (q, k, values, log_decay))
+    y = decay_weights(q, k, log_decay, mask_mode) @ values
     return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
-
-
-def crisscross_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, order: str) -> Tensor:
-    dtype = REFERENCE_DTYPE
-    q, k, values, a, b = (x.to(dtype) for x in (q, k, v, a, b))
-
-    def rows(x):
-        return decay_attention(q, k, x, a, 'row', mask)
-
-    def columns(x):
-        return decay_attention(q, k, x, b, 'column', mask)
-
-    results = {'column_first': lambda: rows(columns(values)), 'row_first': lambda: columns(rows(values))}
-    chosen = [f() for name, f in results.items() if order in (name, 'both')]
-    return (sum(chosen) / len(chosen)).to(v.dtype)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common import launch
+from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _decay_attention_bwd_kernel(
 class _Lines:
     """How a problem is laid over programs: lines, tile, strides and constants."""
 
-    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, axis: str, mask: str):
+    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, axis: str, mask_mode: str):
         batch, heads, height, width, dim = q.shape
         down = axis == 'column'
         lines, length = (width, height) if down else (height, width)
@@ -201,14 +201,16 @@ class _Lines:
         self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.q, down),
                       *launch.strides(self.k, down), *launch.strides(self.v, down))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
-                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
+                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side,
+                          'PRODUCT': mask_mode == 'multiplicative',
                           **launch.numerics(q.dtype), **launch.options(kernel, q.dtype, self.side)}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str, save: bool) -> Tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str,
+            save: bool) -> Tuple[Tensor, Tensor]:
     """The output and, for lines of more than a tile if `save`, the log2 of the normalisers (1, B, heads, N) (else
     empty). sums: (B, heads, H, W), float32, dense."""
-    lines, sums = _Lines('decay_attention_fwd', q, k, v, axis, mask), sums.contiguous()
+    lines, sums = _Lines('decay_attention_fwd', q, k, v, axis, mask_mode), sums.contiguous()
     save = save and not lines.whole
     out = launch.token_major(v.shape, v)
     lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else 0)
@@ -218,9 +220,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask: str,
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
-             mask: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+             mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sums."""
-    lines, sums = _Lines('decay_attention_bwd', q, k, v, axis, mask), sums.contiguous()
+    lines, sums = _Lines('decay_attention_bwd', q, k, v, axis, mask_mode), sums.contiguous()
     grad = launch.as_token_major(grad)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
     dsums = torch.empty_like(sums)

@@ -1,35 +1,49 @@
 """Full attention over a grid under the polyline path mask (PPMA, section 3 and the published code)."""
 from torch import Tensor
 
-from .. import checks
-from ..dispatch import choose
-from . import operator, portable, reference
+from ..common import checks, launch
+from ..dispatch import choose, register
+from . import custom_op, portable, reference
 
-MASKS = ('logit', 'product')
+MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'h2v')
-_IMPLEMENTATIONS = {'reference': reference.polyline_attention, 'portable': portable.polyline_attention,
-                    'triton': operator.polyline_attention, 'export': portable.polyline_attention_export}
+_IMPLEMENTATIONS = register('polyline_attention', {
+    'reference': reference.polyline_attention,
+    'portable': custom_op.polyline_attention_portable,
+    'triton': custom_op.polyline_attention_triton,
+    'export': portable.polyline_attention_export,
+}, launch.head_too_wide)
 
 
-def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, mask: str = 'logit',
-                       paths: str = 'both', backend: str = 'auto') -> Tensor:
+@checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode')
+def polyline_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        *,
+        mask_mode: str = 'additive',
+        paths: str = 'both',
+        backend: str = 'auto',
+) -> Tensor:
     """Softmax attention of every token to every token of an H x W grid, decayed along polyline paths.
 
     With L the V2H mask, `log L[(i,j),(k,l)] = -|Sa[i,j] - Sa[i,l]| - |Sb[i,l] - Sb[k,l]|` (Sa, Sb: inclusive
-    cumulative sums of a along rows and of b along columns) and L~ its transpose (H2V):
+    cumulative sums of log_alpha along rows and of log_beta along columns) and L~ its transpose (H2V):
 
-        mask='logit',   paths='both':  1/2 softmax(q k' + log L) v + 1/2 softmax(q k' + log L~) v   (published code)
-        mask='product', paths='both':  (softmax(q k') * (L + L~)) v                                 (paper, eq. 10)
+        'additive', paths='both':        1/2 softmax(q k' + log L) v + 1/2 softmax(q k' + log L~) v  (published code)
+        'multiplicative', paths='both':  (softmax(q k') * (L + L~)) v                                (paper, eq. 10)
 
     With paths='v2h' or 'h2v' only that mask remains (and no 1/2). q is used as it comes: scale it or k beforehand.
 
     Args:
         q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
         v: (B, heads, H, W, Dv), the dtype of q.
-        a: (B, heads, H, W) horizontal step logs, <= 0; a[..., 0] is never used. Values below -80 count as -80,
-            and positive ones, where they are not refused, as 0; neither has a gradient.
-        b: (B, heads, H, W) vertical step logs, <= 0; b[..., 0, :] is never used.
-        mask: 'logit' or 'product'.
+        log_alpha: (B, heads, H, W) horizontal step logs, <= 0; log_alpha[..., 0] is never used. Values below -80 count
+            as -80, and positive ones, where they are not refused, as 0; neither has a gradient.
+        log_beta: (B, heads, H, W) vertical step logs, <= 0; log_beta[..., 0, :] is never used.
+        mask_mode: 'additive' or 'multiplicative'.
         paths: 'both', 'v2h' or 'h2v'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
@@ -37,11 +51,12 @@ def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
         (B, heads, H, W, Dv) in the dtype of v.
 
     Raises:
-        ValueError: a shape, device, mask, path or backend that does not fit, a size beyond the memory; on a CPU outside
-            of graphs also a positive step log.
+        ValueError: a shape, device, mask mode, path or backend that does not fit, a size beyond the memory; on a CPU
+            outside of graphs also a positive step log.
         TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
-    checks.attention('polyline_attention', q, k, v, a=a, b=b)
-    checks.one_of('polyline_attention', 'mask', mask, MASKS)
+    checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.one_of('polyline_attention', 'mask_mode', mask_mode, MASK_MODES)
     checks.one_of('polyline_attention', 'paths', paths, PATHS)
-    return choose('polyline_attention', _IMPLEMENTATIONS, backend, q, k, v, a, b)(q, k, v, a, b, mask, paths)
+    run = choose('polyline_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

@@ -9,19 +9,16 @@ kernels/decay.py (O(N^1.5) numbers in all):
 The blocked loops are custom operators: a compiler takes each as one node, and a flop counter sees the operations of the
 definition, not those that this implementation repeats to save passes over memory.
 """
-from typing import List, Sequence, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..blocks import Workspace, exponentials_are_safe, ranges
-from ..decay import column_log_decay, compute_dtype, cumulative, row_log_decay
+from ..common.decay import compute_dtype, cumulative
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
 # Elements of a block's logits, 10 MB in float32. Measured best at 50 x 80; no worse at 14 x 14 than smaller blocks.
 BLOCK_ELEMENTS = 2_500_000
-
-_LIBRARY = 'subquad::polyline_attention_portable'
 
 
 def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
@@ -43,15 +40,15 @@ def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[T
     return masks
 
 
-def _block_parts(q: Tensor, k: Tensor, masks, mask: str, space: Workspace) -> List[Tensor]:
+def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) -> List[Tensor]:
     """What the weights of a block are made of, (G, i, j, k, l) each: the softmax under each mask, whose mean they are,
-    or for the product mask the plain softmax and the masks, whose product they are."""
+    or for the multiplicative mode the unmasked softmax and the masks, whose product they are."""
     groups, rows, width, _ = q.shape
     flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
     logits = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat))
-    if mask == 'product':
-        plain = torch.softmax(logits, -1, out=space.get('plain', flat)).view(shape)
-        return [plain] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
+    if mask_mode == 'multiplicative':
+        unmasked = torch.softmax(logits, -1, out=space.get('unmasked', flat)).view(shape)
+        return [unmasked] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
                           for n, (first, second) in enumerate(masks)]
     parts = []
     for n, (first, second) in enumerate(masks):
@@ -60,23 +57,23 @@ def _block_parts(q: Tensor, k: Tensor, masks, mask: str, space: Workspace) -> Li
     return parts
 
 
-def _combined(parts: List[Tensor], mask: str, space: Workspace) -> Tuple[Tensor, float]:
+def _combined(parts: List[Tensor], mask_mode: str, space: Workspace) -> Tuple[Tensor, float]:
     """The weights of a block, (G, i*j, k*l), and a factor that their products still need."""
     first, *others = parts
     groups, rows, width, height, _ = first.shape
     out = space.get('logits', first.shape)                                        # no longer needed
-    if mask == 'product':
+    if mask_mode == 'multiplicative':
         total = others[0] if len(others) == 1 else torch.add(*others, out=out)
         weights = torch.mul(first, total, out=out)
     else:
         weights = torch.add(*parts, out=out) if others else first
-    return weights.view(groups, rows * width, height * width), 0.5 if mask == 'logit' and others else 1.0
+    return weights.view(groups, rows * width, height * width), 0.5 if mask_mode == 'additive' and others else 1.0
 
 
-def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask: str, safe: bool, space: Workspace) -> Tensor:
+def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask_mode: str, safe: bool, space: Workspace) -> Tensor:
     """Output of the queries of a block, (G, i*j, Dv). v: (G, N, Dv)."""
-    if mask == 'product' or not safe:
-        weights, factor = _combined(_block_parts(q, k, masks, mask, space), mask, space)
+    if mask_mode == 'multiplicative' or not safe:
+        weights, factor = _combined(_block_parts(q, k, masks, mask_mode, space), mask_mode, space)
         return torch.bmm(weights, v).mul_(factor)
     # One more product with K and V for each mask costs less than the passes over memory that sharing them takes.
     groups, rows, width, _ = q.shape
@@ -90,50 +87,48 @@ def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask: str, safe: bool,
     return output
 
 
-@torch.library.custom_op(_LIBRARY + '_fwd', mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask: str, paths: str) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str, paths: str) -> Tensor:
     """q, k: (G, H, W, D); v: (G, H, W, Dv); row: (G, H, W, W); column: (G, H, H, W); G = B * heads."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g, row_blocks in _plan(q):
         value = v[g].flatten(1, 2)
         for rows in row_blocks:
             masks = _block_masks(row[g], column[g], rows, paths)
-            y = _block_output(q[g, rows], k[g], value, masks, mask, all(safe[g]), space)
+            y = _block_output(q[g, rows], k[g], value, masks, mask_mode, all(safe[g]), space)
             output[g, rows] = y.view_as(output[g, rows])
     return output
 
 
-@torch.library.custom_op(_LIBRARY + '_bwd', mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask: str,
-              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
+             paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, row, column)
     dq, dk, dv, drow, dcolumn = (torch.zeros_like(x) for x in inputs)
     space = Workspace(q)
     for g, row_blocks in _plan(q):
         for rows in row_blocks:
-            _backward_block([x[g] for x in inputs], grad[g, rows].flatten(1, 2), rows, mask, paths,
+            _backward_block([x[g] for x in inputs], grad[g, rows].flatten(1, 2), rows, mask_mode, paths,
                             [x[g] for x in (dq, dk, dv, drow, dcolumn)], space)
     return dq, dk, dv, drow, dcolumn
 
 
-def _backward_block(inputs, grad: Tensor, rows: slice, mask: str, paths: str, grads, space: Workspace) -> None:
+def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: str, grads, space: Workspace) -> None:
     """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
     q, k, v, row, column = inputs
     dq, dk, dv, drow, dcolumn = grads
     masks = _block_masks(row, column, rows, paths)
-    parts = _block_parts(q[:, rows], k, masks, mask, space)
-    weights, factor = _combined(parts, mask, space)
+    parts = _block_parts(q[:, rows], k, masks, mask_mode, space)
+    weights, factor = _combined(parts, mask_mode, space)
     grad = grad * factor
     dv += torch.bmm(weights.transpose(1, 2), grad).view_as(dv)
     dweights = torch.bmm(grad, v.flatten(1, 2).transpose(1, 2), out=space.get('dweights', weights.shape))
     dweights = dweights.view_as(parts[0])
 
-    if mask == 'product':
-        plain, *factors = parts
-        common = dweights * plain
+    if mask_mode == 'multiplicative':
+        unmasked, *factors = parts
+        common = dweights * unmasked
         dmasks = [common * factor for factor in factors]
         dlogits = sum(dmasks[1:], dmasks[0])
-        dlogits = torch.addcmul(dlogits, plain, dlogits.sum((-1, -2), keepdim=True), value=-1)
+        dlogits = torch.addcmul(dlogits, unmasked, dlogits.sum((-1, -2), keepdim=True), value=-1)
     else:
         dmasks = [part * dweights for part in parts]
         dmasks = [d.addcmul_(part, d.sum((-1, -2), keepdim=True), value=-1) for d, part in zip(dmasks, parts)]
@@ -151,66 +146,21 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask: str, paths: str, gr
     dk += torch.bmm(flat.transpose(1, 2), q[:, rows].flatten(1, 2)).view_as(dk)
 
 
-@_forward.register_fake
-def _(q, k, v, row, column, mask, paths):
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, row, column, mask, paths):
-    return tuple(torch.empty_like(x) for x in (q, k, v, row, column))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
-
-
-def _differentiate(ctx, grad: Tensor):
-    return (*_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _products(q: Sequence[int], v: Sequence[int]) -> int:
-    """Floating-point operations of one product with K and one with V."""
-    groups, height, width, dim = q
-    return 2 * groups * (height * width) ** 2 * (dim + v[-1])
-
-
-@register_flop_formula(torch.ops.subquad.polyline_attention_portable_fwd)
-def _(q, k, v, row, column, mask, paths, out_shape=None, **kwargs) -> int:
-    return _products(q, v)
-
-
-@register_flop_formula(torch.ops.subquad.polyline_attention_portable_bwd)
-def _(grad, q, k, v, row, column, mask, paths, out_shape=None, **kwargs) -> int:
-    return 2 * _products(q, v) + _products(q, [0])      # as torch counts attention: the logits are computed again
-
-
-def polyline_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
-    if v.numel() == 0:
-        return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    row, column = row_log_decay(a, q.dtype), column_log_decay(b, q.dtype)
-    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, row, column)]
-    return _forward(*inputs, mask, paths).view(v.shape).to(v.dtype)
-
-
-def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: str, paths: str) -> Tensor:
+def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                              paths: str) -> Tensor:
     """The dense formula without loops, every tensor but the arguments of rank 4 at most."""
     batch, heads, height, width, _ = q.shape
     tokens, dtype = height * width, compute_dtype(q.dtype)
     q, k, values = (x.to(dtype).reshape(batch * heads, tokens, x.shape[-1]) for x in (q, k, v))
-    a, b = (cumulative(x.reshape(batch * heads, height, width), dim, dtype) for x, dim in ((a, -1), (b, -2)))
-    row = -(a.unsqueeze(3) - a.unsqueeze(2)).abs()                                # (G, i, j, l)
-    column = -(b.unsqueeze(2) - b.unsqueeze(1)).abs()                             # (G, i, k, l)
+    sa, sb = (cumulative(x.reshape(batch * heads, height, width), dim, dtype)
+              for x, dim in ((log_alpha, -1), (log_beta, -2)))
+    row = -(sa.unsqueeze(3) - sa.unsqueeze(2)).abs()                              # (G, i, j, l)
+    column = -(sb.unsqueeze(2) - sb.unsqueeze(1)).abs()                           # (G, i, k, l)
     column = column.reshape(batch * heads, height, 1, tokens)                     # (G, i, 1, k*l)
     v2h = (row.repeat(1, 1, 1, height) + column).reshape(batch * heads, tokens, tokens)
     chosen = [m for p, m in (('v2h', v2h), ('h2v', v2h.transpose(1, 2))) if paths in (p, 'both')]
     logits = q @ k.transpose(1, 2)
-    if mask == 'product':
+    if mask_mode == 'multiplicative':
         weights = logits.softmax(-1) * sum((m.exp() for m in chosen[1:]), chosen[0].exp())
     else:
         weights = [(logits + m).softmax(-1) for m in chosen]

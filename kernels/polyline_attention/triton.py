@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from ..tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common import launch
+from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
@@ -120,19 +120,19 @@ def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, 
 
     Of any orientation: lse and delta come broadcast along the keys, `valid` (keys inside the row) along the queries."""
     if PRODUCT:
-        plain = tl.where(valid, tl.exp2(logits - lse1), 0.0)
+        unmasked = tl.where(valid, tl.exp2(logits - lse1), 0.0)
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
         grad2 = tl.zeros_like(logits)
         if PATHS != H2V:
-            p1 = plain * tl.exp2(mask1)
+            p1 = unmasked * tl.exp2(mask1)
             grad1 = p1 * dweights
             weights += p1
         if PATHS != V2H:
-            p2 = plain * tl.exp2(mask2)
+            p2 = unmasked * tl.exp2(mask2)
             grad2 = p2 * dweights
             weights += p2
-        return weights, grad1 + grad2 - plain * delta1, grad1, grad2
+        return weights, grad1 + grad2 - unmasked * delta1, grad1, grad2
     else:
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
@@ -327,7 +327,8 @@ def _polyline_attention_bwd_kernel(
 class _Grid:
     """How a problem is laid over programs: which way the grid is read, tile, strides and constants."""
 
-    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str):
+    def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+                 paths: str):
         batch, heads, height, width, dim = q.shape
         # Forward and backward pass must agree on this: what is saved has L first, L~ second, as the grid is read.
         swapped = launch.padding(height) < launch.padding(width)
@@ -346,17 +347,18 @@ class _Grid:
         self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
                       *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
-                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side, 'PRODUCT': mask == 'product',
+                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side,
+                          'PRODUCT': mask_mode == 'multiplicative',
                           'PATHS': _PATHS[paths], **launch.numerics(q.dtype),
                           **launch.options(kernel, q.dtype, self.side)}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, paths: str,
+def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
             save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, if `save`, what the backward pass needs: the output under L alone (where it is a mean over both
     masks; else empty) and the log2 of the softmaxes' normalisers (1 or 2, B, heads, N). sa, sb: float32, dense."""
-    grid = _Grid('polyline_attention_fwd', q, k, v, sa, sb, mask, paths)
-    two = mask == 'logit' and paths == 'both'
+    grid = _Grid('polyline_attention_fwd', q, k, v, sa, sb, mask_mode, paths)
+    two = mask_mode == 'additive' and paths == 'both'
     out = launch.token_major(v.shape, v)
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
     tokens = q.shape[2] * q.shape[3]
@@ -367,10 +369,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask: str, 
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
-             lse: Tensor, mask: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+             lse: Tensor, mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, sa and sb."""
-    grid = _Grid('polyline_attention_bwd', q, k, v, sa, sb, mask, paths)
-    two = mask == 'logit' and paths == 'both'
+    grid = _Grid('polyline_attention_bwd', q, k, v, sa, sb, mask_mode, paths)
+    two = mask_mode == 'additive' and paths == 'both'
     grad = launch.as_token_major(grad)
     delta = row_products(grad, first, out, 0.5) if two else row_products(grad, out)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))

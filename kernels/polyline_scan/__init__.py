@@ -3,71 +3,59 @@ from typing import Optional
 
 from torch import Tensor
 
-from .. import checks
-from ..dispatch import choose
-from . import operator, portable, reference
+from ..common import checks
+from ..dispatch import choose, register
+from . import custom_op, portable, reference
 
-ORDERS = ('v2h', 'h2v', 'both')
-_SCAN = {'reference': reference.polyline_scan, 'portable': portable.polyline_scan,
-         'triton': operator.polyline_scan, 'export': portable.polyline_scan_export}
-_LINEAR = {'reference': reference.polyline_linear_attention, 'portable': portable.polyline_linear_attention,
-           'triton': operator.polyline_linear_attention, 'export': portable.polyline_linear_attention_export}
+PATHS = ('v2h', 'h2v', 'both')
+_IMPLEMENTATIONS = register('polyline_scan', {
+    'reference': reference.polyline_scan,
+    'portable': portable.polyline_scan,
+    'triton': custom_op.polyline_scan_triton,
+    'export': portable.polyline_scan_export,
+})
 
 
-def polyline_scan(x: Tensor, a: Tensor, b: Tensor, c: Optional[Tensor] = None, *, order: str = 'v2h',
-                  backend: str = 'auto') -> Tensor:
+@checks.renamed(a='log_alpha', b='log_beta', c='log_gamma', order='paths')
+def polyline_scan(
+        x: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        log_gamma: Optional[Tensor] = None,
+        *,
+        paths: str = 'v2h',
+        backend: str = 'auto',
+) -> Tensor:
     """L x, L~ x or their sum, L being the V2H polyline mask of the grid and L~ its transpose.
 
     One axis is a symmetric scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l] with S the cumulative sum of the axis' step
-    logs. L x is the vertical scan followed by the horizontal one; L~ x the other way round. With c a third, outermost
-    axis is scanned: L3D x = horizontal(vertical(depth(x))), and the transpose in the opposite order.
+    logs. L x is the vertical scan followed by the horizontal one; L~ x the other way round. With log_gamma a third,
+    outermost axis is scanned: L3D x = horizontal(vertical(depth(x))), and the transpose in the opposite order.
 
     Args:
-        x: (B, heads, H, W, D), or (B, heads, Z, H, W, D) with c; float32, float64, float16 or bfloat16, any strides.
-        a, b: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count as -80, and
-            positive ones, where they are not refused, as 0; neither has a gradient.
-        c: step logs along Z, of the same shape, or None in two dimensions.
-        order: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
+        x: (B, heads, H, W, D), or (B, heads, Z, H, W, D) with log_gamma; float32, float64, float16 or bfloat16, any
+            strides.
+        log_alpha, log_beta: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count
+            as -80, and positive ones, where they are not refused, as 0; neither has a gradient.
+        log_gamma: step logs along Z, of the same shape, or None in two dimensions.
+        paths: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor like x.
 
     Raises:
-        ValueError: a shape, device, order or backend that does not fit, a size beyond the memory; on a CPU outside of
+        ValueError: a shape, device, path or backend that does not fit, a size beyond the memory; on a CPU outside of
             graphs also a positive step log.
         TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
-    logs = dict(a=a, b=b) if c is None else dict(a=a, b=b, c=c)
-    rank = 5 if c is None else 6
+    logs = dict(log_alpha=log_alpha, log_beta=log_beta)
+    if log_gamma is not None:
+        logs['log_gamma'] = log_gamma
+    rank = 3 + len(logs)
     checks.tensors('polyline_scan', {'x': rank, **dict.fromkeys(logs, rank - 1)}, x=x, **logs)
     for name, log in logs.items():
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
     checks.step_logs('polyline_scan', **logs)
-    checks.one_of('polyline_scan', 'order', order, ORDERS)
-    return choose('polyline_scan', _SCAN, backend, x, *logs.values())(x, list(logs.values()), order)
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, order: str = 'both',
-                              backend: str = 'auto') -> Tensor:
-    """(q k' * M) v for the polyline mask M = L, L~ or L + L~, in O(N R Dv): sum_r q_r * scan(k_r * v).
-
-    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. No
-    normalisation: append a column of ones to v and divide by its result for one.
-
-    Args:
-        q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        a, b: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `polyline_scan`.
-        order: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
-
-    Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
-
-    Raises:
-        ValueError, TypeError: as `polyline_scan`.
-    """
-    checks.attention('polyline_linear_attention', q, k, v, a=a, b=b)
-    checks.one_of('polyline_linear_attention', 'order', order, ORDERS)
-    return choose('polyline_linear_attention', _LINEAR, backend, q, k, v, a, b)(q, k, v, a, b, order)
+    checks.one_of('polyline_scan', 'paths', paths, PATHS)
+    return choose('polyline_scan', _IMPLEMENTATIONS, backend, x, *logs.values())(x, list(logs.values()), paths)

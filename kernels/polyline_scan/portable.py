@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import keep_freed_memory, ranges
-from ..decay import bounded, compute_dtype
+from ..common.decay import bounded, compute_dtype
+from ..common.workspace import keep_freed_memory, ranges
 
 CHUNK = 32
 # Up to this length an axis is one chunk: the carries would cost more than the larger matrix.
@@ -18,8 +18,6 @@ SINGLE_CHUNK = 64
 # Elements scanned at a time, where more than one group is there: temporaries stay in memory that is used again.
 GROUP_ELEMENTS = 1_000_000
 LINE_ELEMENTS = 1_000_000
-# State elements (tokens x R x Dv) that polyline_linear_attention scans at a time: about 16 MB in float32.
-STATE_ELEMENTS = 4_000_000
 
 
 def dense_axis_scan(x: Tensor, steps: Tensor) -> Tensor:
@@ -88,27 +86,28 @@ def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts, -3)).transpose(dim, -2)
 
 
-def _scan_groups(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
-    """`_scan` a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
+def _scan_groups(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
+    """`scan_grid` a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
     step = max(1, GROUP_ELEMENTS * len(x) // x.numel())
     if step >= len(x) or torch.compiler.is_compiling():
-        return _scan(x, logs, order, axis_scan)
+        return scan_grid(x, logs, paths, axis_scan)
     if torch.is_grad_enabled():
-        return torch.cat([_scan(x[g], [steps[g] for steps in logs], order, axis_scan) for g in ranges(len(x), step)])
+        return torch.cat([scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)
+                          for g in ranges(len(x), step)])
     keep_freed_memory()
     output = torch.empty_like(x)
     for g in ranges(len(x), step):
-        output[g] = _scan(x[g], [steps[g] for steps in logs], order, axis_scan)
+        output[g] = scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)
     return output
 
 
-def _scan(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
+def scan_grid(x: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
     """x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
     dims = [x.ndim - 2 - n for n in range(len(logs))]
     passes = list(zip(logs, dims))
     results = []
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
-        if order in (name, 'both'):
+        if paths in (name, 'both'):
             y = x
             for steps, dim in sequence:
                 y = _along(y, steps, dim, scan)
@@ -116,50 +115,21 @@ def _scan(x: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
     return results[0] + results[1] if len(results) == 2 else results[0]
 
 
-def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
         return torch.zeros_like(x)
     dtype = compute_dtype(x.dtype)
-    logs = [bounded(_grouped(steps.to(dtype))) for steps in logs]
-    return _scan_groups(_grouped(x.to(dtype)), logs, order).reshape(x.shape).to(x.dtype)
+    logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
+    return _scan_groups(by_group(x.to(dtype)), logs, paths).reshape(x.shape).to(x.dtype)
 
 
-def polyline_scan_export(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan_export(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     """One dense matrix an axis, no loop over the data; in two dimensions every tensor but x of rank 4 at most."""
     dtype = compute_dtype(x.dtype)
-    logs = [bounded(_grouped(steps.to(dtype))) for steps in logs]
-    return _scan(_grouped(x.to(dtype)), logs, order, dense_axis_scan).reshape(x.shape).to(x.dtype)
+    logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
+    return scan_grid(by_group(x.to(dtype)), logs, paths, dense_axis_scan).reshape(x.shape).to(x.dtype)
 
 
-def _grouped(x: Tensor) -> Tensor:
+def by_group(x: Tensor) -> Tensor:
     """(B, heads, ...) -> (B * heads, ...)."""
     return x.reshape(-1, *x.shape[2:])
-
-
-def _linear_attention(q: Tensor, k: Tensor, v: Tensor, logs: List[Tensor], order: str, scan) -> Tensor:
-    """sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
-    groups, height, width, dim = v.shape
-    query, key, value = (x.reshape(groups, height * width, -1) for x in (q, k, v))
-    state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, -1)      # (G, H, W, R*Dv)
-    state = _scan(state, logs, order, scan).reshape(groups, height * width, -1, dim)        # (G, N, R, Dv)
-    return (query.unsqueeze(3) * state).sum(2).reshape(v.shape)
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    if v.numel() == 0:
-        return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
-    logs = [bounded(_grouped(steps.to(dtype))) for steps in (a, b)]
-    step = max(1, min(q.shape[-1], STATE_ELEMENTS // values.numel()))
-    parts = [_linear_attention(query, key, values, logs, order, axis_scan)
-             for query, key in zip(q.split(step, -1), k.split(step, -1))]
-    return sum(parts[1:], parts[0]).reshape(v.shape).to(v.dtype)
-
-
-def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    """As `polyline_scan_export`: no loop over the data, every tensor but the arguments of rank 4 at most."""
-    dtype = compute_dtype(q.dtype)
-    q, k, values = (_grouped(x.to(dtype)) for x in (q, k, v))
-    logs = [bounded(_grouped(steps.to(dtype))) for steps in (a, b)]
-    return _linear_attention(q, k, values, logs, order, dense_axis_scan).reshape(v.shape).to(v.dtype)

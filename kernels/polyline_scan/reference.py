@@ -3,38 +3,31 @@ from typing import List
 
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE, cumulative
+from ..common.decay import REFERENCE_DTYPE, cumulative
 from ..polyline_attention.reference import polyline_log_masks
 
 
-def polyline_log_mask_3d(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def polyline_log_mask_3d(log_alpha: Tensor, log_beta: Tensor, log_gamma: Tensor) -> Tensor:
     """log L3D, (B, heads, N, N), from step logs (B, heads, Z, H, W) along W, H and Z (appendix C.2).
 
     Between (i, j, k) and (l, m, n): alpha along row (i, j) from k to n, beta from j to m at (i, ., n), gamma from i to
     l at (., m, n)."""
-    sa, sb, sc = (cumulative(x, dim, x.dtype) for x, dim in ((a, -1), (b, -2), (c, -3)))
+    sa, sb, sc = (cumulative(x, dim, x.dtype) for x, dim in ((log_alpha, -1), (log_beta, -2), (log_gamma, -3)))
     alpha = (sa[..., :, None] - sa[..., None, :]).abs()                      # (i, j, k, n)
     beta = (sb[..., :, None, :] - sb[..., None, :, :]).abs()                 # (i, j, m, n)
     gamma = (sc[..., :, None, :, :] - sc[..., None, :, :, :]).abs()          # (i, l, m, n)
     total = (alpha[..., :, :, :, None, None, :] + beta[..., :, :, None, None, :, :]
              + gamma[..., :, None, None, :, :, :])                           # (i, j, k, l, m, n)
-    tokens = a.shape[2:].numel()
-    return -total.reshape(*a.shape[:2], tokens, tokens)
+    tokens = log_alpha.shape[2:].numel()
+    return -total.reshape(*log_alpha.shape[:2], tokens, tokens)
 
 
-def _mask(logs: List[Tensor], order: str, dtype) -> Tensor:
+def polyline_mask(logs: List[Tensor], paths: str, dtype) -> Tensor:
     logs = [x.to(dtype) for x in logs]
     mask = (polyline_log_masks(*logs)[0] if len(logs) == 2 else polyline_log_mask_3d(*logs)).exp()
-    return {'v2h': mask, 'h2v': mask.transpose(-1, -2), 'both': mask + mask.transpose(-1, -2)}[order]
+    return {'v2h': mask, 'h2v': mask.transpose(-1, -2), 'both': mask + mask.transpose(-1, -2)}[paths]
 
 
-def polyline_scan(x: Tensor, logs: List[Tensor], order: str) -> Tensor:
+def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     dtype = REFERENCE_DTYPE
-    return (_mask(logs, order, dtype) @ x.to(dtype).flatten(2, -2)).reshape(x.shape).to(x.dtype)
-
-
-def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, order: str) -> Tensor:
-    dtype = REFERENCE_DTYPE
-    q, k, values = (x.to(dtype).flatten(2, 3) for x in (q, k, v))
-    weights = (q @ k.transpose(-1, -2)) * _mask([a, b], order, dtype)
-    return (weights @ values).reshape(v.shape).to(v.dtype)
+    return (polyline_mask(logs, paths, dtype) @ x.to(dtype).flatten(2, -2)).reshape(x.shape).to(x.dtype)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
+from ..common import launch
 
 LONGEST = 512
 TILE_ELEMENTS = 2048

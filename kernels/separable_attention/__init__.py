@@ -4,13 +4,17 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..dispatch import choose
-from . import grid, operator, portable, reference
+from ..common import checks, patches
+from ..dispatch import choose, register
+from . import custom_op, portable, reference
 
-SAMPLINGS = grid.SAMPLINGS
-_IMPLEMENTATIONS = {'reference': reference.separable_attention, 'portable': portable.separable_attention,
-                    'triton': operator.separable_attention, 'export': portable.separable_attention_export}
+SAMPLINGS = patches.SAMPLINGS
+_IMPLEMENTATIONS = register('separable_attention', {
+    'reference': reference.separable_attention,
+    'portable': portable.separable_attention,
+    'triton': custom_op.separable_attention_triton,
+    'export': portable.separable_attention_export,
+})
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
@@ -47,9 +51,9 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
             tokens.
         TypeError: a dtype that is not allowed, or a tensor that is not dense.
     """
-    patch = grid.patch('separable_attention', patch_size)
+    patch = patches.patch('separable_attention', patch_size)
     # Tracing would record the checks, or warn of each.
-    if not torch.jit.is_tracing() and not _plain(query, key, value, sampling, key_weight, key_bias):
+    if not torch.jit.is_tracing() and not _is_self_attention(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
     checks.fits('separable_attention', 'value', value, value.shape)
     y = choose('separable_attention', _IMPLEMENTATIONS, backend, query, key, value)(
@@ -57,7 +61,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
+def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
            key_bias: Optional[Tensor]) -> bool:
     """Whether these are the arguments of MobileViTv2's self-attention, in which `_check` finds nothing: it would take
     as long as the arithmetic on a small map."""
@@ -76,7 +80,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight:
                  and key_weight.device == key_bias.device == value.device))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, patch: grid.Patch, sampling: str, key_weight: Optional[Tensor],
+def _check(query: Tensor, key: Tensor, value: Tensor, patch: patches.Patch, sampling: str, key_weight: Optional[Tensor],
            key_bias: Optional[Tensor]) -> None:
     op = 'separable_attention'
     weights = {name: x for name, x in (('key_weight', key_weight), ('key_bias', key_bias)) if x is not None}
@@ -101,4 +105,4 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch: grid.Patch, samplin
         checks.shape(op, 'key_weight', key_weight, (value.shape[-1], key.shape[-1]), 'channels of value and of key')
     if key_bias is not None:
         checks.shape(op, 'key_bias', key_bias, (value.shape[-1],), 'the channels of value')
-    grid.check_groups(op, key.shape[1:3], value.shape[1:3], patch, sampling)
+    patches.check_groups(op, key.shape[1:3], value.shape[1:3], patch, sampling)

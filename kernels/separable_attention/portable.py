@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import keep_freed_memory
-from ..decay import compute_dtype
-from ..dispatch import recorded
-from .grid import Patch, count, fold, part_of, unfold
+from ..common.decay import compute_dtype
+from ..common.patches import Patch, fold_patches, group_count, group_index, unfold_patches
+from ..common.tracing import is_traced_or_wrapped
+from ..common.workspace import keep_freed_memory
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
     """(groups, 1, H * W): 0 for the tokens of a group, -inf for all others."""
-    rows, columns = (part_of(n, p, sampling, device) for n, p in zip((height, width), patch))
-    per_row = count(width, patch[1], sampling)
+    rows, columns = (group_index(n, p, sampling, device) for n, p in zip((height, width), patch))
+    per_row = group_count(width, patch[1], sampling)
     group = (rows[:, None] * per_row + columns).flatten()
-    other = group != torch.arange(count(height, patch[0], sampling) * per_row, device=device)[:, None]
+    other = group != torch.arange(group_count(height, patch[0], sampling) * per_row, device=device)[:, None]
     return torch.zeros(other.shape, dtype=dtype, device=device).masked_fill_(other, float('-inf'))[:, None]
 
 
@@ -34,7 +34,8 @@ def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
     logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
     if patch == (1, 1):
         return logits.softmax(-1)
-    outside = (_outside if recorded(query) else _kept_outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
+    outside = _outside if is_traced_or_wrapped(query) else _kept_outside
+    outside = outside(*query.shape[1:3], patch, sampling, dtype, query.device)
     return (logits + outside).softmax(-1)
 
 
@@ -52,7 +53,7 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
     table = context.reshape(batch, context.shape[1] // columns, columns, dim)  # (B, rows of groups, columns, D)
     if height % patch[0] or width % patch[1]:
         for axis in (1, 2):
-            index = part_of(value.shape[axis], patch[axis - 1], sampling, value.device)
+            index = group_index(value.shape[axis], patch[axis - 1], sampling, value.device)
             table = table.index_select(axis, index)
         return table, value                                                    # both (B, H, W, D)
     if sampling == 'pixel':                                                    # rows (i, pi), columns (j, pj)
@@ -67,7 +68,7 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                         key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
-    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not recorded(value):
+    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not is_traced_or_wrapped(value):
         keep_freed_memory()
     if key_weight is not None and key.is_meta:
         # There nothing is computed and all that is wanted are counts: those of the definition.
@@ -80,13 +81,13 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
     active = value.relu()
-    context, parts = _broadcastable(context, active, patch, sampling, count(query.shape[2], patch[1], sampling))
+    context, parts = _broadcastable(context, active, patch, sampling, group_count(query.shape[2], patch[1], sampling))
     return _product(parts, context).reshape(value.shape)
 
 
 def _product(active: Tensor, context: Tensor) -> Tensor:
     """active * context, in place where nothing else will ask for `active`."""
-    return active * context if torch.is_grad_enabled() or recorded(active) else active.mul_(context)
+    return active * context if torch.is_grad_enabled() or is_traced_or_wrapped(active) else active.mul_(context)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
@@ -121,9 +122,9 @@ def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_we
         key = F.linear(key, key_weight, key_bias)
     query, key, value = (x.permute(0, 3, 1, 2) for x in (query, key, value.relu()))
     if not rows:
-        query, key, value = (fold(x, patch, sampling) for x in (query, key, value))
+        query, key, value = (fold_patches(x, patch, sampling) for x in (query, key, value))
     scores = query.softmax(-1)
     if query.shape[1] > 1:
         scores = scores.mean(1, keepdim=True)
     y = value * (key * scores).sum(-1, keepdim=True)
-    return (y if rows else unfold(y, patch, sampling, height, width)).permute(0, 2, 3, 1)
+    return (y if rows else unfold_patches(y, patch, sampling, height, width)).permute(0, 2, 3, 1)

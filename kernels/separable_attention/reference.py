@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decay import REFERENCE_DTYPE
-from .grid import Patch, parts
+from ..common.decay import REFERENCE_DTYPE
+from ..common.patches import Patch, group_slices
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
@@ -17,7 +17,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
         keys = F.linear(keys, key_weight.to(REFERENCE_DTYPE),
                         None if key_bias is None else key_bias.to(REFERENCE_DTYPE))
     (key_rows, key_columns), (rows, columns) = (
-        [parts(x.shape[axis], patch[axis - 1], sampling) for axis in (1, 2)] for x in (key, value))
+        [group_slices(x.shape[axis], patch[axis - 1], sampling) for axis in (1, 2)] for x in (key, value))
     grid = torch.zeros_like(values)
     for i, j in product(range(len(rows)), range(len(columns))):
         queries, group = (x[:, key_rows[i], key_columns[j]].flatten(1, 2) for x in (query, keys))     # (B, n, L or D)

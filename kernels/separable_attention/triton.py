@@ -1,4 +1,4 @@
-"""Separable attention over the groups of a grid, read and written where its tokens lie: nothing is unfolded.
+"""Triton kernels of separable attention (MobileViTv2, section 3.2), which read and write the grid without unfolding it.
 
 With s[l, n] = softmax of the logits q[n, l] over the n tokens of a group and w[n] = mean of s[l, n] over latent tokens,
 
@@ -8,8 +8,8 @@ and for the gradient dy, with dc = sum_n dy[n] * relu(v[n]) and g[n] = <dc, k[n]
 
     dv[n] = dy[n] * c where v[n] > 0,   dk[n] = w[n] dc,   dq[n, l] = s[l, n] (g[n] - sum_m s[l, m] g[m]).
 
-One kernel does the forward pass where a group is small or groups are many; otherwise contexts are summed by chunks of
-tokens first. Either way keys and values are read once. All sums are float32.
+One kernel does the forward pass if groups are small or many. Otherwise other kernels sum the contexts of chunks of
+tokens first. Keys and values are read once in both cases. All sums are float32.
 """
 from typing import Optional, Tuple
 
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch
-from .grid import Patch
+from ..common import launch
+from ..common.patches import Patch
 
 BLOCK_N = 64
 BLOCK_D = 64
@@ -31,7 +31,7 @@ MANY_PROGRAMS = 264
 
 @triton.jit
 def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr):
-    """First row and column, their steps, columns (at least 1, to divide by), and tokens of a group."""
+    """Return a group's first row and column, their steps, its columns (at least 1, a divisor) and its tokens."""
     i, j = group // PATCH_W, group % PATCH_W
     if PIXEL:
         rows, columns = (height - i + PATCH_H - 1) // PATCH_H, (width - j + PATCH_W - 1) // PATCH_W
@@ -46,13 +46,13 @@ def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, P
 
 @triton.jit
 def _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w):
-    """Where token n of a group lies."""
+    """Return the offset of token n of a group."""
     return (row + n // columns * row_step) * stride_h + (column + n % columns * column_step) * stride_w
 
 
 @triton.jit
 def _load_logits(query, offset, n, count, L: tl.constexpr, BLOCK_L: tl.constexpr):
-    """(len(n), BLOCK_L) in float32: -inf behind the group's end, 0 for latent tokens that only fill the block."""
+    """Load logits (len(n), BLOCK_L) in float32: -inf beyond the group's end, 0 for latent tokens that pad the block."""
     latent = tl.arange(0, BLOCK_L)
     x = tl.load(query + offset[:, None] + latent[None, :], mask=(n < count)[:, None] & (latent < L)[None, :],
                 other=-float('inf')).to(tl.float32)
@@ -61,21 +61,21 @@ def _load_logits(query, offset, n, count, L: tl.constexpr, BLOCK_L: tl.constexpr
 
 @triton.jit
 def _scores(logits, largest, total):
-    """s[l, n] (len(n), BLOCK_L) from logits. Their maximum and the sum of exponentials stay apart: the logarithm of one
-    added to the other would lose the digits that large logits have."""
+    """Compute s[l, n] (len(n), BLOCK_L) from logits, their maximum and the sum of their exponentials, which stay apart:
+    a log-sum-exp would lose digits of large logits."""
     return tl.exp(logits - largest[None, :]) / total[None, :]
 
 
 @triton.jit
 def _weights(logits, largest, total, L: tl.constexpr, BLOCK_L: tl.constexpr):
-    """w[n], (len(n),), from logits (len(n), BLOCK_L)."""
+    """Compute w[n], (len(n),), from logits (len(n), BLOCK_L)."""
     return tl.sum(tl.where((tl.arange(0, BLOCK_L) < L)[None, :], _scores(logits, largest, total), 0.0), 1) / L
 
 
 @triton.jit
 def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, columns, count, L: tl.constexpr,
              BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Maximum of a group's logits and sum of their exponentials above it, (BLOCK_L,) each."""
+    """Compute the maximum of a group's logits and the sum of exp(logit - maximum), (BLOCK_L,) each."""
     largest = tl.full((BLOCK_L,), -float('inf'), tl.float32)
     total = tl.zeros((BLOCK_L,), tl.float32)
     for start in range(0, count, BLOCK_Q):
@@ -83,7 +83,7 @@ def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, colu
         offset = _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w)
         logits = _load_logits(query, offset, n, count, L, BLOCK_L)
         new = tl.maximum(largest, tl.max(logits, 0))
-        finite = tl.where(new == -float('inf'), 0.0, new)           # so far all logits may be -inf
+        finite = tl.where(new == -float('inf'), 0.0, new)           # all logits so far may be -inf
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite[None, :]), 0)
         largest = new
     return largest, total
@@ -91,7 +91,7 @@ def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, colu
 
 @triton.jit
 def _load_statistics(statistics, line, L: tl.constexpr, BLOCK_L: tl.constexpr):
-    """What `_softmax` gave for a group, from (B, groups, 2, L)."""
+    """Load the result of `_softmax` for a group from (B, groups, 2, L)."""
     latent = tl.arange(0, BLOCK_L)
     first = statistics + line.to(tl.int64) * 2 * L + latent
     return tl.load(first, mask=latent < L, other=0.0), tl.load(first + L, mask=latent < L, other=1.0)
@@ -101,7 +101,7 @@ def _load_statistics(statistics, line, L: tl.constexpr, BLOCK_L: tl.constexpr):
 def _summed_keys(query, key, q_h, q_w, k_h, k_w, row, column, row_step, column_step, columns, start, stop, largest,
                  total, d, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_D: tl.constexpr):
-    """sum of w[n] k[n] over tokens start to stop of a group, (BLOCK_D,)."""
+    """Sum w[n] k[n] over tokens start to stop of a group: (BLOCK_D,)."""
     summed = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -116,7 +116,7 @@ def _summed_keys(query, key, q_h, q_w, k_h, k_w, row, column, row_step, column_s
 @triton.jit
 def _apply(value, out, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, start, stop, context, d,
            DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """relu(v[n]) * context for tokens start to stop of a group."""
+    """Store relu(v[n]) * context for tokens start to stop of a group."""
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         mask = (n < stop)[:, None] & (d < DIM)[None, :]
@@ -133,7 +133,7 @@ def _separable_attention_fwd_kernel(
         height, width, v_height, v_width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr,
         L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr):
-    """One program: BLOCK_D channels of one group, everything."""
+    """Compute y for BLOCK_D channels of one group per program."""
     blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     line = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -154,10 +154,10 @@ def _separable_attention_fwd_kernel(
 
 
 @triton.jit
-def _separable_attention_softmax_kernel(
+def _separable_attention_fwd_softmax_kernel(
         query, statistics, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
         PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """One program: the logits of one group."""
+    """Reduce the logits of one group per program."""
     line = tl.program_id(0)
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
     row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
@@ -170,11 +170,11 @@ def _separable_attention_softmax_kernel(
 
 
 @triton.jit
-def _separable_attention_context_kernel(
+def _separable_attention_fwd_context_kernel(
         query, key, statistics, partial, q_b, q_h, q_w, k_b, k_h, k_w, height, width, chunks, PATCH_H: tl.constexpr,
         PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: BLOCK_D channels of the keys of one chunk of a group. partial: (B, groups, chunks, DIM)."""
+    """Sum BLOCK_D channels of the keys of one chunk of a group per program. partial: (B, groups, chunks, DIM)."""
     blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     piece = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -191,11 +191,11 @@ def _separable_attention_context_kernel(
 
 
 @triton.jit
-def _separable_attention_apply_kernel(
+def _separable_attention_fwd_apply_kernel(
         value, context_in, out, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks, PATCH_H: tl.constexpr,
         PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
         CHUNK: tl.constexpr):
-    """One program: BLOCK_D channels of the values of one chunk of a group. context_in: (B, groups, DIM)."""
+    """Compute y for BLOCK_D channels of one chunk of a group per program. context_in: (B, groups, DIM)."""
     blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     piece = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -214,7 +214,7 @@ def _separable_attention_bwd_value_kernel(
         grad, value, context_in, dvalue, partial, g_b, g_h, g_w, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks,
         PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: dv, and the part of dc that belongs to BLOCK_D channels of one chunk. partial as above."""
+    """Compute dv and a summand of dc for BLOCK_D channels of one chunk per program. partial: as above."""
     blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     piece = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -245,7 +245,7 @@ def _separable_attention_bwd_key_kernel(
         query, key, statistics, dsummed, dkey, products, q_b, q_h, q_w, k_b, k_h, k_w, o_b, o_h, o_w, height, width,
         chunks, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr,
         BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: dk and g of one chunk of a group. products: g, (B, height, width) dense, float32."""
+    """Compute dk and g for one chunk of a group per program. products: g, (B, height, width), dense, float32."""
     line = tl.program_id(0) // chunks
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
     row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
@@ -277,7 +277,7 @@ def _separable_attention_bwd_key_kernel(
 def _separable_attention_bwd_query_kernel(
         query, statistics, products, dquery, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
         PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """One program: dq of one group, from its g. dquery: (B, height, width, L) dense."""
+    """Compute dq for one group per program from its g. dquery: (B, height, width, L), dense."""
     line = tl.program_id(0)
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
     row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
@@ -304,8 +304,8 @@ def _separable_attention_bwd_query_kernel(
 
 
 class _Problem:
-    """Sizes of a call and constants of its launches. A launch is over groups, over chunks of tokens of groups, or over
-    blocks of channels of either."""
+    """Sizes of a call and constants of its launches, which run over groups, over chunks of groups, or over blocks of
+    channels of either."""
 
     def __init__(self, query: Tensor, value: Tensor, patch: Patch, sampling: str):
         self.key_grid, self.value_grid = query.shape[1:3], value.shape[1:3]
@@ -316,11 +316,10 @@ class _Problem:
         self.latents = {'L': latents, 'BLOCK_L': triton.next_power_of_2(latents)}
         self.largest_keys, self.largest_values = (
             -(-height // patch[0]) * -(-width // patch[1]) for height, width in (self.key_grid, self.value_grid))
-        self.key_chunks, self.value_chunks = (triton.cdiv(n, CHUNK)
-                                              for n in (self.largest_keys, self.largest_values))
+        self.key_chunks, self.value_chunks = (triton.cdiv(n, CHUNK) for n in (self.largest_keys, self.largest_values))
 
     def logits(self) -> dict:
-        """Constants of a kernel that reads the logits of a whole group, fewer tokens at a time for more latents."""
+        """Constants of a kernel that reads all logits of a group, fewer tokens at a time for more latents."""
         return {**self.latents, 'BLOCK_Q': max(16, CHUNK // self.latents['BLOCK_L'])}
 
     def channels(self, dim: int) -> dict:
@@ -337,7 +336,7 @@ def _grid_like(x: Tensor) -> Tensor:
 
 
 def _context(summed: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor]) -> Tensor:
-    """c (B, P, D) in float32 from the summed keys (B, P, C)."""
+    """Compute c (B, P, D) in float32 from the summed keys (B, P, C)."""
     if key_weight is None:
         return summed
     context = summed @ key_weight.float().T
@@ -346,8 +345,7 @@ def _context(summed: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Te
 
 def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
             patch: Patch, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """Output (B, Hv, Wv, D); maxima of the logits and sums of exponentials (B, P, 2, L) and summed keys (B, P, C), both
-    float32."""
+    """Return the output (B, Hv, Wv, D), the softmax statistics (B, P, 2, L) and the summed keys (B, P, C)."""
     query, key, value = (launch.unit_stride(x) for x in (query, key, value))
     call, out = _Problem(query, value, patch, sampling), _grid_like(value)
     launch.check_grid(query, key, value, out)
@@ -362,14 +360,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
             *out.stride()[:3], *call.key_grid, *call.value_grid, **call.patch, **call.logits(), **call.channels(dim),
             **options)
         return out, statistics, summed
-    _separable_attention_softmax_kernel[launch.programs(call.groups)](
+    _separable_attention_fwd_softmax_kernel[launch.programs(call.groups)](
         query, statistics, *query.stride()[:3], *call.key_grid, **call.patch, **call.logits(), **options)
     sums = summed.new_empty(len(key), call.places, call.key_chunks, key.shape[3])
-    _separable_attention_context_kernel[launch.programs(call.groups * call.key_chunks * _blocks(key.shape[3]))](
+    _separable_attention_fwd_context_kernel[launch.programs(call.groups * call.key_chunks * _blocks(key.shape[3]))](
         query, key, statistics, sums, *query.stride()[:3], *key.stride()[:3], *call.key_grid, call.key_chunks,
         **call.patch, **call.latents, **call.channels(key.shape[3]), CHUNK=CHUNK, **options)
     torch.sum(sums, 2, out=summed)
-    _separable_attention_apply_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](
+    _separable_attention_fwd_apply_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](
         value, _context(summed, key_weight, key_bias), out, *value.stride()[:3], *out.stride()[:3], *call.value_grid,
         call.value_chunks, **call.patch, **call.channels(dim), CHUNK=CHUNK, **options)
     return out, statistics, summed
@@ -378,7 +376,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
 def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
              key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch: Patch, sampling: str
              ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, dense, and of the context (B, P, D) in float32."""
+    """Return dense gradients of query, key and value, and the gradient of the context (B, P, D) in float32."""
     grad, query, key, value = (launch.unit_stride(x) for x in (grad, query, key, value))
     call, dim = _Problem(query, value, patch, sampling), value.shape[3]
     dquery, dkey, dvalue = (_grid_like(x) for x in (query, key, value))

@@ -1,11 +1,10 @@
 """The dense matrix of a tree and its solve: the definition, for any dtype in double precision."""
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .grid import quadtree_levels
-from .tree import Tree
+from ..trees.tree import Tree
 
 
 def double(x: Tensor) -> Tensor:
@@ -33,39 +32,3 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor)
     flat = u.flatten(-3, -2)
     x = torch.zeros_like(flat).index_copy(-2, rows, torch.linalg.solve(matrix, flat[..., rows, :]))
     return x.reshape(u.shape).to(dtype)
-
-
-def quadtree_matrix(edges: Sequence[Tensor], height: int, width: int, parametrisation: str, shift: Sequence[int]
-                    ) -> Tensor:
-    """The dense matrix (B, heads, V, V) of a quad tree, nodes numbered as by `Tree.quad`. edges: per level but the
-    last, as the solve takes them (weights of the Laplacian; b of the others)."""
-    tree = Tree.quad(height, width, len(edges) + 1, shift)
-    edge = torch.cat([x.flatten(2) for x in edges], -1) if edges else None
-    batch = edge.shape[:2] if edges else (1, 1)
-    matrix = torch.eye(len(tree), dtype=torch.float64).expand(*batch, -1, -1).clone()
-    if not edges:
-        return matrix
-    child = torch.arange(edge.shape[-1])
-    parent = tree.parents[child]
-    matrix = matrix.to(edge.device)
-    if parametrisation == 'laplacian':
-        for ends in ((child, child), (parent, parent)):
-            matrix = matrix.transpose(0, 2).transpose(1, 3).index_put(
-                ends, edge.permute(2, 0, 1), accumulate=True).transpose(1, 3).transpose(0, 2)
-        up = down = -edge
-    else:
-        down, up = edge, -edge if parametrisation == 'skew' else edge
-    for index, values in (((child, parent), down), ((parent, child), up)):
-        matrix = matrix.transpose(0, 2).transpose(1, 3).index_put(index, values.permute(2, 0, 1)
-                                                                  ).transpose(1, 3).transpose(0, 2)
-    return matrix
-
-
-def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], parametrisation: str, shift: Sequence[int]
-                   ) -> List[Tensor]:
-    height, width = values[0].shape[2:4]
-    matrix = quadtree_matrix([x.double() for x in edges], height, width, parametrisation, shift)
-    flat = torch.cat([x.double().flatten(2, 3) for x in values], 2)
-    x = torch.linalg.solve(matrix.expand(*flat.shape[:2], -1, -1), flat)
-    sizes = [level.height * level.width for level in quadtree_levels(height, width, len(values), shift)]
-    return [part.reshape(like.shape).to(like.dtype) for part, like in zip(x.split(sizes, 2), values)]

@@ -1,5 +1,7 @@
-"""Mutated weight files and metadata through `predict` and `load_weights`: a result or one sentence, soon, in little
-memory. The short form runs in CI, the long form in `make test-slow`."""
+"""Mutated weight files and metadata give a result or a one-sentence error, quickly and in little memory.
+
+`predict` and `load_weights` read the files. CI runs the short form, `make test-slow` the long form.
+"""
 import contextlib
 import copy
 import io
@@ -22,7 +24,7 @@ from safetensors.torch import save_file
 
 from subquad.backbones.weights import WeightsError, load_weights
 from subquad.tools import predict
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 SECONDS, BYTES = 20, 2 * 2 ** 30
 OPTIONS = dict(dims=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], head_hidden_size=16, num_classes=3,
@@ -41,12 +43,12 @@ KEYS = ['checkpoint_path', 'pretrained', 'pretrained_cfg', 'features_only', 'dev
 
 
 def small_model():
-    """A network of a few thousand weights."""
+    """Build a network of a few thousand weights."""
     return timm.create_model('test_ppma', **OPTIONS)
 
 
 def originals(folder):
-    """Valid files of each format: safetensors, an archive of torch.save, its older format, and a bare state dict."""
+    """Return valid files: safetensors, both formats of torch.save, and a bare state dict."""
     torch.manual_seed(0)
     state = small_model().state_dict()
     runner = {'meta': dict(cfg=CONFIG, epoch=np.int64(3), dataset_meta=dict(classes=('a', 'b', 'c'))),
@@ -60,7 +62,7 @@ def originals(folder):
 
 
 def mutate(content, rng):
-    """Some bytes changed, cut, doubled or swapped; near the start, where headers are, as often as elsewhere."""
+    """Change, cut, double or swap some bytes; the start of the file, where headers are, is changed more often."""
     content = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5, 30))):
         end = rng.choice((64, 4096, 32768, len(content)))
@@ -85,7 +87,7 @@ def mutate(content, rng):
 
 
 def mutate_archive(content, rng):
-    """One record of an archive mutated, its checksum right again."""
+    """Mutate one record of an archive and correct its checksum."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(out, 'w') as target:
         entries = source.infolist()
@@ -97,7 +99,7 @@ def mutate_archive(content, rng):
 
 
 def mutated_metadata(rng):
-    """Metadata as text: an entry replaced, added or removed, or the text itself mutated."""
+    """Return metadata as text, with an entry replaced, added or removed, or with the text itself mutated."""
     metadata = copy.deepcopy(METADATA)
     for _ in range(rng.choice((1, 1, 2))):
         place = metadata if rng.random() < 0.3 else metadata[rng.choice(('options', 'transform'))]
@@ -126,7 +128,7 @@ def peak_memory():
 
 
 def work(folder, first, files, blocks):
-    """Try mutants and print what happened as JSON: counts, tracebacks, the slowest, the most memory."""
+    """Load mutated files and print counts, tracebacks, the longest time and the peak memory as JSON."""
     folder = Path(folder)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     image = folder / 'image.png'
@@ -180,11 +182,11 @@ def _walk(python, folder, first, files, blocks):
     return seen
 
 
-def test_mutated_files_and_metadata(python, tmp_path):
+def test_mutated_files_load_or_raise_weights_error(python, tmp_path):
     _walk(python, tmp_path, 100_000, 40, 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', range(4))
-def test_thousands_of_mutated_files_and_metadata(part, python, tmp_path):
+def test_thousands_of_mutated_files_load_or_raise_weights_error(part, python, tmp_path):
     print(_walk(python, tmp_path, part * 1000, 500, 50))

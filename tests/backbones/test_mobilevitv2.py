@@ -1,4 +1,4 @@
-"""MobileViTv2: the networks of timm and of the authors, their counts and key names."""
+"""Test MobileViTv2 against timm's and the authors' networks: outputs, counts and key names."""
 import pytest
 import timm
 import torch
@@ -6,9 +6,10 @@ from helpers import assert_close
 from torch import nn
 
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
-from subquad.tools.stats import count
+from subquad.tools.engine.counting import count
 
-# Width: parameters, of them in the classifier, with one for ImageNet-21k; GMACs at 256 and 384, without and with norms.
+# By width: parameters, parameters of the classifier, parameters with a classifier for ImageNet-21k; GMACs without and
+# with norms at 256, and at 384.
 NETWORKS = {'050': (1_370_593, 257_000, 3_799_243, 0.4646, 0.4805, 1.0450, 1.0807),
             '075': (2_866_009, 385_000, 6_504_259, 1.0280, 1.0518, 2.3125, 2.3661),
             '100': (4_901_841, 513_000, 9_749_691, 1.8121, 1.8438, 4.0766, 4.1480),
@@ -24,7 +25,7 @@ def _parameters(name, **options):
 
 
 @pytest.mark.parametrize('width', NETWORKS)
-def test_parameters_and_macs(width):
+def test_mobilevitv2_parameters_and_macs(width):
     name, (whole, classifier, large, *macs) = f'subquad_mobilevitv2_{width}', NETWORKS[width]
     assert _parameters(name) == whole and _parameters(name, num_classes=0) == whole - classifier
     assert _parameters(name, num_classes=10450) == large
@@ -39,11 +40,11 @@ def test_counts_agree_with_timms_model():
     assert all(ours[key] == theirs[key] for key in ('parameters', 'macs_of_weights', 'macs_with_norms'))
 
 
-def _randomised(name, **options):
-    """A model of timm with random norms, statistics and biases, in eval mode; always the same one.
+def _randomized(name, **options):
+    """A model of timm with random norms, statistics and biases, in evaluation mode. It is the same in every call.
 
-    Where a value lies within rounding of a kink, ReLU's derivative is either in float32, in timm's network as in ours:
-    seed 0 has such a value."""
+    With seed 0 a value is within rounding of the kink of ReLU, whose derivative then is undefined in float32.
+    """
     torch.manual_seed(1)
     model, g = timm.create_model(name, **options).eval(), torch.Generator().manual_seed(0)
     for module in model.modules():
@@ -58,8 +59,8 @@ def _randomised(name, **options):
 
 
 def _pair(width, **options):
-    """timm's model and ours with its weights: its state dict loads as it is."""
-    theirs = _randomised(f'mobilevitv2_{width}', **options)
+    """timm's model, and this package's with its weights: the state dict loads unchanged."""
+    theirs = _randomized(f'mobilevitv2_{width}', **options)
     ours = timm.create_model(f'subquad_mobilevitv2_{width}', **options).eval()
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
@@ -81,7 +82,7 @@ def test_equal_to_timms_network(width, options):
 
 @pytest.mark.parametrize('options', [{}, dict(output_stride=8), dict(output_stride=16)], ids=str)
 def test_features_only_equals_timms(options):
-    theirs = _randomised('mobilevitv2_050', features_only=True, **options)
+    theirs = _randomized('mobilevitv2_050', features_only=True, **options)
     ours = timm.create_model('subquad_mobilevitv2_050', features_only=True, **options).eval()
     ours.load_state_dict(theirs.state_dict())
     assert ours.feature_info.reduction() == theirs.feature_info.reduction()
@@ -101,8 +102,8 @@ def test_gradients_equal_timms(width, dtype):
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     if dtype == torch.float64:
         for theirs, ours in zip(*gradients, strict=True):
-            assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
-    else:         # all together: gradients that cancel, such as those of a query's bias, are rounding errors in both
+            assert_close(ours, theirs, 1e-9)
+    else:         # compare all together: gradients that cancel, such as that of a query's bias, are rounding errors
         theirs, ours = (torch.cat([g.flatten() for g in both]) for both in gradients)
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
@@ -115,7 +116,7 @@ def test_training_mode_equals_timms():
         assert_close(dict(ours.named_buffers())[name].double(), value.double())
 
 
-def test_batches_in_parts_equal_single_images():
+def test_a_batch_equals_single_images():
     model = _pair('050')[1]
     x = torch.rand(9, 3, 96, 128)
     with torch.no_grad():
@@ -124,7 +125,7 @@ def test_batches_in_parts_equal_single_images():
 
 # --- files
 
-def test_tags_say_where_timms_weights_are():
+def test_tags_point_to_the_weights_of_timm():
     for width in NETWORKS:
         tags = ['cvnets_in1k'] + ['cvnets_in22k_ft_in1k', 'cvnets_in22k_ft_in1k_384'] * (width >= '150')
         assert timm.list_pretrained(f'subquad_mobilevitv2_{width}') == sorted(
@@ -140,7 +141,7 @@ def test_tags_say_where_timms_weights_are():
 
 
 def _authors_key(key):
-    """The name of one of our entries in the authors' files, from the specification of both networks."""
+    """The name in the authors' files of an entry with timm's name."""
     words = key.split('.')
     convolution = {'conv': 'conv', 'bn': 'norm'}
     if words[0] == 'head':
@@ -168,7 +169,7 @@ def _authors_key(key):
     return f'{layer}.{part}.{words[-1]}'
 
 
-def test_the_authors_classifier_file(tmp_path):
+def test_a_classifier_file_of_the_authors_loads(tmp_path):
     model = _pair('050')[1]
     state = {_authors_key(key): value for key, value in model.state_dict().items()}
     assert len(state) == 269 and 'layer_4.1.global_rep.4.weight' in state
@@ -177,14 +178,14 @@ def test_the_authors_classifier_file(tmp_path):
     loaded = timm.create_model('subquad_mobilevitv2_050').eval()
     load_weights(loaded, tmp_path / 'mobilevitv2-0.5.pt')
     x = torch.rand(1, 3, 64, 64)
-    torch.testing.assert_close(loaded(x), model(x))
+    assert_close(loaded(x), model(x))
 
 
 @pytest.mark.parametrize('heads', [['extra_layers.os_64.dw_conv.block.conv.weight',
                                     'ssd_heads.0.proj_layer.block.conv.weight'],
                                    ['seg_head.aux_head.0.block.conv.weight', 'seg_head.classifier.block.conv.bias'],
                                    ['seg_head.psp_layer.fusion.0.block.conv.weight']], ids=['ssd', 'deeplab', 'psp'])
-def test_the_encoder_of_the_authors_detectors_and_segmenters(heads, tmp_path):
+def test_the_encoder_of_a_detector_or_segmenter_of_the_authors_loads(heads, tmp_path):
     model = timm.create_model('test_mobilevitv2', num_classes=0)
     state = {f'encoder.{_authors_key(key)}': value for key, value in model.state_dict().items()}
     torch.save({**state, **dict.fromkeys(heads, torch.zeros(2))}, tmp_path / 'file.pt')
@@ -195,7 +196,7 @@ def test_the_encoder_of_the_authors_detectors_and_segmenters(heads, tmp_path):
         load_weights(timm.create_model('test_mobilevitv2'), tmp_path / 'file.pt')
 
 
-def test_training_checkpoints_of_the_authors_give_their_average(tmp_path):
+def test_a_training_checkpoint_of_the_authors_gives_averaged_weights(tmp_path):
     model = timm.create_model('test_mobilevitv2')
     state = {_authors_key(key): value for key, value in model.state_dict().items()}
     torch.save({'model_state_dict': {key: value * 0 for key, value in state.items()}, 'ema_state_dict': state,
@@ -205,7 +206,7 @@ def test_training_checkpoints_of_the_authors_give_their_average(tmp_path):
     assert torch.equal(loaded.head.fc.weight, model.head.fc.weight)
 
 
-def test_another_width_is_refused(tmp_path):
+def test_weights_of_another_width_are_refused(tmp_path):
     save_weights(timm.create_model('subquad_mobilevitv2_050'), tmp_path / 'w.safetensors')
     with pytest.raises(WeightsError, match='a checkpoint of this test_mobilevitv2: 228 shapes differ .*instead of'):
         load_weights(timm.create_model('test_mobilevitv2'), tmp_path / 'w.safetensors')

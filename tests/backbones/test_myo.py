@@ -1,30 +1,31 @@
-"""Myo: the mixer's properties, the backbones, what reaches what; and the sequence network with its control."""
+"""Test Myo: its mixer, its backbones and influences, and the sequence network with its control."""
 import copy
 import math
 
 import pytest
 import timm
 import torch
+from helpers import assert_close
 from timm.optim import param_groups_layer_decay
 
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
-from subquad.backbones.myo_sequence import Nodes, TreeSequenceMixer
-from subquad.kernels.tree_solve import PARAMETRISATIONS, grid_order, heights, quadtree_levels
-from subquad.tools.stats import count
+from subquad.backbones.mixers.tree_sequence import Nodes, TreeSequenceMixer
+from subquad.kernels.trees import PARAMETRIZATIONS, common_ancestor_levels, grid_order, quadtree_levels
+from subquad.tools.engine.counting import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
 
 
 @pytest.mark.parametrize('name', PARAMETERS)
-def test_parameters(name):
+def test_parameters_and_macs_are_those_of_ppma(name):
     row = count(name, 224, 224)
     assert row['parameters'] == pytest.approx(PARAMETERS[name], rel=0.1)
     assert row['macs_of_weights'] < row['macs'] < 1.05 * row['macs_of_weights']
 
 
 @pytest.mark.parametrize('size', [(32, 32), (33, 200), (65, 97), (32, 257)])
-def test_any_size(size):
+def test_feature_maps_of_any_size(size):
     model = timm.create_model('test_myo', features_only=True).eval()
     x = torch.randn(1, 3, *size)
     for stride, features in zip((4, 8, 16, 32), model(x)):
@@ -34,41 +35,41 @@ def test_any_size(size):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(parametrisation='dense'), 'parametrisation must be one of'), (dict(max_levels=1), 'max_levels must be'),
-    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='2d'), 'unexpected keyword')])
-def test_wrong_options(options, message):
+    (dict(parametrization='dense'), 'parametrization must be one of'), (dict(max_levels=1), 'max_levels must be'),
+    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='both'), 'unexpected keyword')])
+def test_myo_rejects_wrong_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         timm.create_model('test_myo', **options)
 
 
-def test_options_change_the_tree():
+def test_options_of_the_tree_mixer():
     with pytest.raises(ValueError, match='rho must be between'):
         TreeMixer(8, 2, rho=1.0)
     static = timm.create_model('test_myo', static_edges=True)
     assert not any('query' in name for name, _ in static.named_parameters())
-    flags = [block.mixer.shifted for stage in timm.create_model('myo_tiny', device='meta').stages
+    flags = [block.mixer.shift_grid for stage in timm.create_model('myo_tiny', device='meta').stages
              for block in stage.blocks]
     assert flags == [n % 2 == 1 for depth in (2, 2, 8, 2) for n in range(depth)]
-    assert not any(block.mixer.shifted for stage in timm.create_model('test_myo', shift=False).stages
+    assert not any(block.mixer.shift_grid for stage in timm.create_model('test_myo', shifted_blocks=False).stages
                    for block in stage.blocks)
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-@pytest.mark.parametrize('shifted', [False, True])
-def test_padding_reaches_nothing(parametrisation, shifted):
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+@pytest.mark.parametrize('shift_grid', [False, True])
+def test_padding_does_not_affect_tokens(parametrization, shift_grid):
     torch.manual_seed(0)
-    mixer = TreeMixer(16, 2, parametrisation, shifted=shifted)
+    mixer = TreeMixer(16, 2, parametrization, shift_grid=shift_grid)
     mask = torch.zeros(2, 9, 14, dtype=torch.bool)
     mask[0, :7, :14] = mask[1, :9, :5] = True
     x = torch.randn(2, 9, 14, 16)
     outputs = [mixer(torch.where(mask[..., None], x, padding), mask)[mask] for padding in (0.0, 50.0)]
     assert (outputs[0] - outputs[1]).abs().max() < 1e-6
-    if not shifted:                                                 # and what is there is solved as if alone
-        torch.testing.assert_close(mixer(x, mask)[0, :7], mixer(x[:1, :7])[0], rtol=1e-4, atol=1e-6)
+    if not shift_grid:                                                 # the tokens are solved as without padding
+        assert_close(mixer(x, mask)[0, :7], mixer(x[:1, :7])[0])
 
 
 @pytest.mark.parametrize('padding', [float('inf'), float('nan'), 3e38])
-def test_padding_may_hold_anything(padding):
+def test_padding_may_hold_any_value(padding):
     torch.manual_seed(0)
     mixer, x, mask = TreeMixer(8, 2), torch.randn(1, 6, 6, 8), torch.zeros(1, 6, 6, dtype=torch.bool)
     mask[:, :4, :5] = True
@@ -76,13 +77,13 @@ def test_padding_may_hold_anything(padding):
     assert (outputs[0] - outputs[1]).abs().max() < 1e-6
 
 
-def test_first_edges_grow_fourfold_and_shifted_layers_shift():
+def test_initial_edges_grow_fourfold_and_the_grid_shifts():
     mixer = TreeMixer(16, 2, static_edges=True)
     levels = mixer.levels(8, 8)
     edges = mixer.edges(torch.randn(1, 8, 8, 16), levels)
     for n, edge in enumerate(edges):
-        torch.testing.assert_close(edge, edges[0][:, :, :1, :1].expand_as(edge) * 4 ** n)
-    shifted = TreeMixer(16, 2, static_edges=True, shifted=True)
+        assert_close(edge, edges[0][:, :, :1, :1].expand_as(edge) * 4 ** n)
+    shifted = TreeMixer(16, 2, static_edges=True, shift_grid=True)
     shifted.load_state_dict(mixer.state_dict())
     assert shifted.levels(8, 8)[0][2:] == (2, 2)
     x = torch.zeros(1, 8, 8, 16)
@@ -93,7 +94,7 @@ def test_first_edges_grow_fourfold_and_shifted_layers_shift():
     assert share[1] > 2 * share[0] and not torch.equal(mixer(x), shifted(x))
 
 
-def test_forest_sees_its_windows_alone():
+def test_max_levels_limits_mixing_to_windows():
     mixer = TreeMixer(16, 2, max_levels=3)
     x = torch.randn(1, 8, 8, 16)
     other = x.clone()
@@ -104,11 +105,11 @@ def test_forest_sees_its_windows_alone():
     assert ((whole(x) - whole(other)).abs().amax(-1)[0] > 1e-9).all()
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_training_in_bfloat16_with_large_edges(parametrisation):
-    """500 steps under autocast; every 50 the edges become random and large."""
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_training_in_bfloat16_with_large_edges(parametrization):
+    """Train for 500 steps under autocast. Every 50 steps the edges become random and large."""
     torch.manual_seed(0)
-    mixer = TreeMixer(16, 2, parametrisation, shifted=True)
+    mixer = TreeMixer(16, 2, parametrization, shift_grid=True)
     optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
     for step in range(500):
         if step % 50 == 0:
@@ -124,7 +125,7 @@ def test_training_in_bfloat16_with_large_edges(parametrisation):
         optimizer.step()
 
 
-def test_influences():
+def test_influences_are_rows_of_the_inverse():
     torch.manual_seed(0)
     model = timm.create_model('test_myo')
     x = torch.randn(2, 3, 64, 96)
@@ -132,32 +133,32 @@ def test_influences():
     assert list(found)[0] == 'stages.0.blocks.0' and len(found) == 5 and model.training
     first = found['stages.0.blocks.0']
     assert first.place == (4, 14) and first.weights.shape == (2, 2, 16, 24) and first.edges[1].shape == (2, 2, 8, 12)
-    torch.testing.assert_close(first.weights.sum((2, 3)), torch.ones(2, 2))
-    torch.testing.assert_close(first.shares.sum(1), torch.ones(2))
-    # A row of the inverse is what the mixer does to its values.
+    assert_close(first.weights.sum((2, 3)), torch.ones(2, 2))
+    assert_close(first.shares.sum(1), torch.ones(2))
+    # The mixer multiplies its values by this row of the inverse.
     mixer, tokens = TreeMixer(4, 2), torch.randn(1, 5, 6, 4)
     edges = mixer.edges(tokens, mixer.levels(5, 6))
     weights = mixer.influence(tokens, 2, 3, edges)
     values = mixer.value(tokens).unflatten(3, (2, 2))
     solved = torch.einsum('bhyx,byxhd->bhd', weights, values).flatten(1)
     expected = mixer.out(torch.nn.functional.silu(mixer.gate(tokens[:, 2, 3])) * solved)
-    torch.testing.assert_close(mixer(tokens)[:, 2, 3], expected, rtol=1e-4, atol=1e-6)
+    assert_close(mixer(tokens)[:, 2, 3], expected)
     for at in ((0.5, 1.0), (0.5,), 'ab'):
-        with pytest.raises(ValueError, match='shares of height and width'):
+        with pytest.raises(ValueError, match='fractions of height and width'):
             model.influences(x, at)
     with torch.inference_mode():
         assert model.influences(x)['stages.0.blocks.0'].weights.isfinite().all()
 
 
-def test_heights():
-    table = heights(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
+def test_levels_of_common_ancestors():
+    table = common_ancestor_levels(quadtree_levels(4, 6, None, (1, 0)), 0, 1)
     assert table[0].tolist() == [1, 0, 2, 2, 3, 3] and table[1, 0] == 2 and table.max() == 3
-    assert heights(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
+    assert common_ancestor_levels(quadtree_levels(4, 4, 2), 0, 0)[3, 3] == 2
 
 
 # --- sequences
 
-def test_orders():
+def test_grid_orders():
     assert grid_order(2, 3, 'raster').tolist() == [0, 1, 2, 3, 4, 5]
     assert grid_order(2, 3, 'snake').tolist() == [0, 1, 2, 5, 4, 3]
     assert grid_order(4, 4, 'morton')[:8].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -166,11 +167,11 @@ def test_orders():
 
 
 @pytest.mark.parametrize('options', [
-    dict(), dict(mixer='scan'), dict(block_size=2), dict(parametrisation='symmetric', arity=2),
-    dict(parametrisation='skew', block_size=4, num_heads=2), dict(static_edges=True, virtual_input='embed'),
+    dict(), dict(mixer='scan'), dict(block_size=2), dict(parametrization='symmetric', arity=2),
+    dict(parametrization='skew', block_size=4, num_heads=2), dict(static_edges=True, virtual_input='embed'),
     dict(virtual_input='zero', readout='mean', readout_levels=3), dict(order='snake', mlp_ratio=1.0)],
                          ids=str)
-def test_sequence_network(options):
+def test_sequence_network_trains(options):
     torch.manual_seed(0)
     model = timm.create_model('myo_sequence', dim=32, depth=2, in_chans=1, num_classes=5, **options)
     for x in (torch.randn(3, 1, 9, 7), torch.randn(3, 50, 1)):
@@ -186,16 +187,16 @@ def test_sequence_network(options):
 
 @pytest.mark.parametrize('order', ['morton', 'snake', 'raster'])
 @pytest.mark.parametrize('mixer', ['tree', 'scan'])
-def test_images_are_read_in_their_order(order, mixer):
+def test_images_are_read_in_the_given_order(order, mixer):
     torch.manual_seed(0)
     model = timm.create_model('myo_sequence', order=order, mixer=mixer, dim=16, depth=1).eval()
     x = torch.randn(2, 3, 4, 4)
     sequence = x.flatten(2)[:, :, grid_order(4, 4, order)].transpose(1, 2)
-    torch.testing.assert_close(model(x), model(sequence))
+    assert_close(model(x), model(sequence))
     assert (model(x) - model(x.flatten(2).transpose(1, 2))).abs().max() > 1e-4 or order == 'raster'
 
 
-def test_nodes():
+def test_means_over_the_leaves_of_nodes():
     mask = torch.arange(9)[None] < torch.tensor([[9], [5]])
     nodes = Nodes(9, 2, 1, mask, 'cpu')
     assert nodes.lengths == [9, 5, 3, 2, 1] and len(nodes.tree) == 20
@@ -203,24 +204,24 @@ def test_nodes():
     assert u[0, 9:, 0].tolist() == [0.5, 2.5, 4.5, 6.5, 8, 1.5, 5.5, 8, 3.5, 8, 4]
     assert u[1, 9:, 0].tolist() == [0.5, 2.5, 4, 0, 0, 1.5, 4, 0, 2, 0, 2]
     tops = nodes.top_means(torch.arange(20.0).expand(2, 20)[..., None], 2)
-    assert [top[:, 0].tolist() for top in tops] == [[19, 19], [17.5, 17]]         # the second node is not there
+    assert [top[:, 0].tolist() for top in tops] == [[19, 19], [17.5, 17]]         # the second node is padding
 
 
-def test_absent_nodes_reach_nothing_and_edges_grow():
+def test_absent_nodes_have_no_effect_and_edges_grow():
     torch.manual_seed(0)
     mixer = TreeSequenceMixer(8, 2, 2, 1, 'laplacian', static_edges=False)
     nodes = Nodes(9, 2, 1, torch.arange(9)[None] < 5, 'cpu')
     x, present = torch.randn(1, 20, 8), nodes.present[0]
     other = torch.where(present[:, None], x, 100.0)
-    torch.testing.assert_close(mixer(other, nodes)[0, present], mixer(x, nodes)[0, present])
+    assert_close(mixer(other, nodes)[0, present], mixer(x, nodes)[0, present])
     static = TreeSequenceMixer(8, 2, 2, 1, 'laplacian', static_edges=True)
     torch.nn.init.zeros_(static.edge_bias)
     z = static.edges(x, Nodes(9, 2, 1, None, 'cpu'))[0, 0, :, 0, 0]
-    torch.testing.assert_close(z, math.log(2) * 2.0 ** nodes.level)
+    assert_close(z, math.log(2) * 2.0 ** nodes.level)
 
 
-@pytest.mark.parametrize('options', [dict(), dict(mixer='scan'), dict(parametrisation='laplacian')], ids=str)
-def test_half_types_and_checkpointing(options):
+@pytest.mark.parametrize('options', [dict(), dict(mixer='scan'), dict(parametrization='laplacian')], ids=str)
+def test_half_precision_and_gradient_checkpointing(options):
     torch.manual_seed(0)
     model = timm.create_model('myo_sequence', dim=16, depth=2, **options)
     x = torch.randn(2, 3, 5, 5)
@@ -229,14 +230,14 @@ def test_half_types_and_checkpointing(options):
         assert y.dtype == dtype and y.isfinite().all()
     expected = model(x)
     model.set_grad_checkpointing()
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
     model(x).sum().backward()
     groups = param_groups_layer_decay(model, layer_decay=0.5)
     assert {group['lr_scale'] for group in groups} >= {1.0, 0.5}
 
 
 @pytest.mark.parametrize('mixer', ['tree', 'scan'])
-def test_padding_of_tokens(mixer):
+def test_padding_tokens_have_no_effect(mixer):
     torch.manual_seed(0)
     model = timm.create_model('myo_sequence', vocab_size=18, dim=16, depth=2, mixer=mixer, arity=2).eval()
     tokens = torch.randint(1, 18, (2, 40))
@@ -245,22 +246,22 @@ def test_padding_of_tokens(mixer):
     assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5
     with torch.no_grad():
         model.encoder.weight[0] += 10
-    assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5        # what padding is encoded as reaches nothing
+    assert (model(tokens)[0] - alone[0]).abs().max() < 1e-5        # the encoding of padding has no effect
 
 
 @pytest.mark.parametrize('mixer', ['tree', 'scan'])
-def test_traced_and_exported_after_a_call(mixer):
+def test_trace_and_export_after_a_first_call(mixer):
     model = timm.create_model('myo_sequence', dim=16, depth=1, mixer=mixer).eval()
     x, y = torch.randn(2, 3, 6, 5), torch.randn(2, 3, 6, 5)
     expected = model(y)
     traced = torch.jit.trace(model, x)
-    torch.testing.assert_close(traced(y), expected)
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(y), expected)
+    assert_close(traced(y), expected)
+    assert_close(torch.export.export(model, (x,)).module()(y), expected)
     with pytest.raises((RuntimeError, IndexError)):
         traced(torch.randn(2, 3, 5, 5))
 
 
-def test_wrong_sequences():
+def test_myo_sequence_rejects_wrong_options_and_inputs():
     for options, message in ((dict(order='hilbert'), "order must be one of 'morton', 'snake', 'raster'"),
                              (dict(arity=1), 'arity must be'), (dict(dim=30), 'multiple of num_heads'),
                              (dict(mixer='attention'), "mixer must be one of 'tree', 'scan'"),
@@ -275,7 +276,7 @@ def test_wrong_sequences():
         timm.create_model('myo_sequence', vocab_size=5)(torch.randn(2, 4))
 
 
-def test_the_control_is_the_recurrence():
+def test_scan_mixer_equals_the_recurrence():
     torch.manual_seed(0)
     frequencies = hippo_normal_eigenvalues(32)
     assert frequencies.imag[0] == pytest.approx(0.26, abs=0.01) and frequencies.imag[-1] == pytest.approx(1303, abs=1)
@@ -293,4 +294,4 @@ def test_the_control_is_the_recurrence():
 
     both = [scan(inputs), scan(inputs.flip(1)).flip(1)]
     expected = 2 * mixer.output(torch.cat([part for s in both for part in (s.real, -s.imag)], -1))
-    torch.testing.assert_close(mixer(x), expected, rtol=1e-4, atol=1e-5)
+    assert_close(mixer(x), expected)

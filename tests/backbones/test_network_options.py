@@ -1,4 +1,4 @@
-"""Options of networks: every one of every family is checked at construction, and the message names it."""
+"""Test that every family checks each of its options at construction, and that the error names the option."""
 import inspect
 
 import pytest
@@ -9,9 +9,10 @@ from helpers import ROOT
 from subquad.backbones import PPMA, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.hierarchical import HierarchicalBackbone
 from subquad.backbones.options import check
+from subquad.backbones.weights import WeightsError, check_options
 
 FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_mobilevitv2': MobileViTv2, 'myo_sequence': MyoSequence}
-# What no option takes; and by the words of what an option takes, values next to it.
+# Values that no option accepts; and, by the words in the description of an option, values that are almost accepted.
 NEVER = ('yes', '3', float('nan'), float('inf'), [], {}, object(), b'avg', 1j)
 BESIDE = {'True or False': (1, 0, 'True', 'False'), 'an integer': (True, 1.0, '1', -2, 1 << 70),
           'a number': (True, '0.1', -0.5, 1e9, [0.1]), 'one of': (True, 1.5, 32.0, 'AVG', ['avg']),
@@ -22,7 +23,7 @@ CASES = [(name, option) for name, family in FAMILIES.items() for option in famil
 
 
 def _parameters(family):
-    """Names of a family's constructor, the skeleton's included, without what is no option."""
+    """The options among the arguments of a family's constructor and of the skeleton's."""
     own = set(inspect.signature(family).parameters) - {'kwargs'}
     if issubclass(family, HierarchicalBackbone):
         own |= set(inspect.signature(HierarchicalBackbone).parameters) - {'mixer', 'mixer_options'}
@@ -30,14 +31,14 @@ def _parameters(family):
 
 
 @pytest.mark.parametrize('name', FAMILIES)
-def test_tables_name_every_option(name):
+def test_the_table_of_a_family_names_all_options(name):
     assert set(FAMILIES[name].OPTIONS) == _parameters(FAMILIES[name])
 
 
 @pytest.mark.parametrize('name, option', CASES)
-def test_wrong_types_and_bounds(name, option):
+def test_values_of_wrong_type_or_out_of_bounds_are_rejected(name, option):
     allowed = FAMILIES[name].OPTIONS[option]
-    words = allowed.allowed if ' ' in allowed.allowed else f'one of {allowed.allowed}'          # of one value
+    words = allowed.allowed if ' ' in allowed.allowed else f'one of {allowed.allowed}'          # with one allowed value
     beside = [values for key, values in BESIDE.items() if key in words]
     assert beside, f'no wrong values for {words}'
     wrong = [value for value in (*NEVER, *(v for values in beside for v in values)) if not allowed.accepts(value)]
@@ -54,12 +55,12 @@ def test_wrong_types_and_bounds(name, option):
     (dict(img_size=(64,)), r'img_size must be integers of at least 32, .* two for height and width.*got \(64,\)'),
     (dict(global_pool=''), "global_pool must name a pooling, .* for a classifier, got '' with 1000 classes"),
     (dict(global_pool='', num_classes=3), "got '' with 3 classes")])
-def test_seen_in_mobilevitv2(options, message):
+def test_errors_of_mobilevitv2_name_the_allowed_values(options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('test_mobilevitv2', **options)
 
 
-def test_linformer_knows_height_from_width():
+def test_linformer_rejects_a_transposed_grid():
     model = timm.create_model('test_mobilevitv2', attention='linformer', img_size=(64, 96), num_classes=3).eval()
     assert model(torch.rand(1, 3, 64, 96)).shape == (1, 3)
     message = r'made for 4 x 6 tokens a group \(rows x columns\), and this input has 6 x 4: make the model'
@@ -71,11 +72,11 @@ def test_linformer_knows_height_from_width():
     frame, previous = torch.rand(1, 64, 8, 12), torch.rand(1, 32, 12, 8)
     with pytest.raises(ValueError, match=message):
         block(frame, previous)
-    assert block(torch.rand(1, 64, 4, 4), previous.mT).shape == (1, 64, 4, 4)        # its context is the source's
+    assert block(torch.rand(1, 64, 4, 4), previous.mT).shape == (1, 64, 4, 4)        # the source determines the grid
 
 
 @pytest.mark.parametrize('options', [{}, dict(attention='mha'), dict(attention='linformer', img_size=64)], ids=str)
-def test_a_source_of_other_channels(options):
+def test_a_source_of_another_shape_is_rejected(options):
     block = timm.create_model('test_mobilevitv2', **options).eval().stages[2][1]
     x, frame = torch.randn(2, 64, 8, 8), torch.randn(2, 64, 8, 8)
     tokens = block.forward_tokens(frame)
@@ -85,17 +86,17 @@ def test_a_source_of_other_channels(options):
             block(x, source)
         assert str(tuple(source.shape)) in str(caught.value)
     unit = block.transformer[0].attn
-    folded = (torch.randn(2, 32, 4, 16), torch.randn(2, 64, 4, 16))
+    groups = (torch.randn(2, 32, 4, 16), torch.randn(2, 64, 4, 16))
     with pytest.raises(ValueError, match='source must be tokens'):
-        unit(*folded, folded=True)
+        unit(*groups, grouped=True)
 
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo'])
-def test_a_classifier_comes_with_pooling(name):
+def test_a_classifier_needs_pooling(name):
     with pytest.raises(ValueError, match="got '' with 5 classes"):
         timm.create_model(name, num_classes=5, global_pool='')
     model = timm.create_model(name, num_classes=0, global_pool='')
-    model.reset_classifier(5)                            # as in timm, which asks for it: the pooling stays
+    model.reset_classifier(5)                            # as in timm's test suite: the pooling stays
     model.reset_classifier(5, 'avg')
     with pytest.raises(ValueError, match="got '' with 5 classes"):
         model.reset_classifier(5, '')
@@ -103,7 +104,7 @@ def test_a_classifier_comes_with_pooling(name):
 
 
 @pytest.mark.parametrize('name', FAMILIES)
-def test_another_classifier(name):
+def test_reset_classifier_rejects_wrong_arguments(name):
     model = timm.create_model(name, device='meta')
     for wrong, message in (((-1,), 'num_classes must be an integer from 0'), ((True,), 'num_classes must be'),
                            (('5',), "num_classes must be .* got '5'"), ((2.0,), 'num_classes must be'),
@@ -114,28 +115,58 @@ def test_another_classifier(name):
 
 
 @pytest.mark.parametrize('name, wrong, near', [
-    ('test_ppma', 'atention', 'attention'), ('test_myo', 'parametrization', 'parametrisation'),
+    ('test_ppma', 'atention', 'attention'), ('test_myo', 'static_edge', 'static_edges'),
     ('test_mobilevitv2', 'exact_sizes', 'exact_size')])
-def test_unknown_names(name, wrong, near):
+def test_unknown_options_get_a_suggestion(name, wrong, near):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
         timm.create_model(name, **{wrong: 1})
     with pytest.raises(TypeError, match=f"{FAMILIES[name].__name__} got an unexpected .*; did you mean '{near}'"):
         check(FAMILIES[name].__name__, FAMILIES[name].OPTIONS, {wrong: 1})
 
 
-def test_values_are_cut_in_messages():
+RENAMED = [
+    ('test_ppma', dict(mask='logit'), TypeError, "mask was renamed to mask_mode; pass mask_mode='additive'"),
+    ('test_ppma', dict(mask='product'), TypeError, "mask was renamed to mask_mode; pass mask_mode='multiplicative'"),
+    ('test_ppma', dict(mask_mode='logit'), ValueError, "got 'logit'; 'logit' was renamed to 'additive'"),
+    ('test_ppma', dict(mask_mode='product'), ValueError, "got 'product'; 'product' was renamed to 'multiplicative'"),
+    ('test_ppma', dict(paths='2d'), ValueError, "got '2d'; '2d' was renamed to 'both'"),
+    ('test_myo', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
+    ('test_myo', dict(shift=False), TypeError, 'shift was renamed to shifted_blocks; pass shifted_blocks=False'),
+    ('myo_sequence', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
+]
+
+
+@pytest.mark.parametrize('name, options, error, message', RENAMED, ids=str)
+def test_a_former_name_raises_an_error_that_names_the_new_one(name, options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        timm.create_model(name, device='meta', **options)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('name, options, error, message', RENAMED, ids=str)
+def test_a_weight_file_with_a_former_name_is_refused(name, options, error, message):
+    with pytest.raises(WeightsError, match=message):
+        check_options(name, options, 'old.safetensors')
+
+
+def test_a_former_name_of_another_family_is_an_unknown_name():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
+        timm.create_model('test_ppma', shift=True, device='meta')
+
+
+def test_long_values_are_cut_in_messages():
     with pytest.raises(ValueError, match=r'dims must be one value .*\.\.\.$') as caught:
         timm.create_model('test_ppma', dims=list(range(100_000)))
     assert len(str(caught.value)) < 400
 
 
-def test_lists_are_as_good_as_tuples():
-    """As options come from JSON and from config files."""
+def test_options_accept_lists():
+    """JSON and config files give lists instead of tuples."""
     model = timm.create_model('test_ppma', depths=[1, 1, 1, 1], img_size=[64, 96], attention=['crisscross'] * 4)
     assert [len(stage.blocks) for stage in model.stages] == [1, 1, 1, 1]
 
 
-def test_config_of_a_crisscross_classifier():
+def test_the_config_of_a_crisscross_classifier_names_its_model():
     config = pytest.importorskip('mmengine').Config.fromfile(
         ROOT / 'configs' / 'classification' / 'ppma-tiny-crisscross_folder.py')
     assert config.model.name == 'ppma_tiny_crisscross' and config.model.label_smoothing == 0.1

@@ -1,4 +1,4 @@
-"""PPMA against the published network: parameters, MACs, reference outputs and gradients, weight files, options."""
+"""Test PPMA against the published network: parameters, MACs, outputs, gradients, weight files and options."""
 import copy
 import importlib.util
 import json
@@ -6,15 +6,15 @@ import json
 import pytest
 import timm
 import torch
-from helpers import DATA, assert_close
+from helpers import DATA, assert_close, relative_error
 from safetensors import safe_open
 
 from subquad import kernels
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import checkpoint_filter_fn
-from subquad.kernels import launch
-from subquad.tools.stats import count
+from subquad.kernels.common import launch
+from subquad.tools.engine.counting import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
 PARAMETERS = {'ppma_tiny': 14_335_272, 'ppma_small': 26_969_472, 'ppma_base': 54_158_524}
@@ -22,7 +22,7 @@ GMACS = {'ppma_tiny': 2.70, 'ppma_small': 4.90, 'ppma_base': 10.59}
 
 
 @pytest.mark.parametrize('name', PARAMETERS)
-def test_parameters_and_macs(name):
+def test_parameters_and_macs_equal_the_published_ones(name):
     row = count(name, 224, 224)
     assert row['parameters'] == PARAMETERS[name]
     assert row['macs'] / 1e9 == pytest.approx(GMACS[name], rel=0.01)
@@ -32,11 +32,11 @@ def test_parameters_and_macs(name):
 @pytest.mark.parametrize('options, parameters', [(dict(paths='none'), 14_334_216), (dict(paths='rmt'), 14_334_216),
                                                  (dict(shared_decay=True), 14_334_856), (dict(paths='v2h'), 14_335_272),
                                                  (dict(paths='cross_scan'), 14_335_272), (dict(), 14_335_272)])
-def test_parameters_of_the_ablation(options, parameters):
+def test_parameters_of_the_ablation_equal_the_published_ones(options, parameters):
     assert sum(p.numel() for p in timm.create_model('ppma_tiny', device='meta', **options).parameters()) == parameters
 
 
-def test_macs_of_the_ablation():
+def test_macs_without_mask_equal_the_published_ones():
     assert count('ppma_tiny', 224, 224, paths='none')['macs'] / 1e9 == pytest.approx(2.65, rel=0.01)
 
 
@@ -55,10 +55,10 @@ def _network(config, state, **kwargs):
 
 
 def _device(backend):
-    """Where a backend's models run: the kernels on a GPU, or in Triton's interpreter where there is none."""
+    """The device of a backend: kernels run on a GPU if there is one, and in Triton's interpreter otherwise."""
     if backend != 'triton' or not torch.cuda.is_available():
         if backend == 'triton' and not (launch.interpreted() and importlib.util.find_spec('triton')):
-            pytest.skip('neither a GPU nor the interpreter of Triton')
+            pytest.skip('there is neither a GPU nor the interpreter of Triton')
         return 'cpu'
     return 'cuda'
 
@@ -66,17 +66,17 @@ def _device(backend):
 @pytest.mark.parametrize('backend', ['reference', 'portable', 'export', 'triton'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('name', GOLDEN)
-def test_published_network(name, dtype, backend):
+def test_outputs_and_gradients_equal_those_of_the_published_network(name, dtype, backend):
     device = _device(backend)
     if backend == 'triton' and dtype == torch.float64:
-        pytest.skip('the kernels take no float64')
+        pytest.skip('the kernels do not support float64')
     golden, config = _golden(DATA / name)
     model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
     model = model.to(device, dtype)
     if backend == 'export':
         for module in model.modules():
             if hasattr(module, 'exportable'):
-                module.exportable = True          # the mixers' rotation too, not only the operators
+                module.exportable = True          # the export form of the rotation too, not only of the operators
 
     image = golden['input'].to(device, dtype).requires_grad_()
     with kernels.use_backend(backend):
@@ -97,7 +97,7 @@ def test_published_network(name, dtype, backend):
     assert_close(image.grad, golden['grad/input'], 2e-5, 'input')
 
 
-def test_a_classifiers_file_in_a_dense_backbone_lacks_only_output_norms():
+def test_a_dense_backbone_misses_only_output_norms_in_a_classifier_file():
     golden, config = _golden(DATA / GOLDEN[0])
     state = {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/') and 'outnorm' not in k}
     model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
@@ -107,7 +107,7 @@ def test_a_classifiers_file_in_a_dense_backbone_lacks_only_output_norms():
     assert checkpoint_filter_fn({'state_dict': detector}, model).keys() == checkpoint_filter_fn(state, model).keys()
 
 
-def test_averaged_weights_come_first():
+def test_averaged_weights_are_preferred():
     model = timm.create_model('test_ppma')
     state = model.state_dict()
     average = {k: v + 1 if v.is_floating_point() else v for k, v in state.items()}
@@ -115,18 +115,29 @@ def test_averaged_weights_come_first():
                        average['head.fc.bias'])
 
 
-OPTIONS = [dict(mask='product'), dict(paths='none'), dict(paths='rmt'), dict(paths='cross_scan'), dict(paths='v2h'),
-           dict(paths='cross_scan', mask='product'), dict(shared_decay=True), dict(attention='linear'),
-           dict(attention='decomposed'), dict(attention='full'), dict(attention='crisscross', paths='none'),
-           dict(attention='linear', paths='cross_scan'), dict(attention='decomposed', paths='none'),
-           dict(attention=('linear', 'decomposed', 'crisscross', 'full'))]
+OPTIONS = [
+    dict(mask_mode='multiplicative'),
+    dict(paths='none'),
+    dict(paths='rmt'),
+    dict(paths='cross_scan'),
+    dict(paths='v2h'),
+    dict(paths='cross_scan', mask_mode='multiplicative'),
+    dict(shared_decay=True),
+    dict(attention='linear'),
+    dict(attention='decomposed'),
+    dict(attention='full'),
+    dict(attention='crisscross', paths='none'),
+    dict(attention='linear', paths='cross_scan'),
+    dict(attention='decomposed', paths='none'),
+    dict(attention=('linear', 'decomposed', 'crisscross', 'full')),
+]
 
 
 @pytest.mark.parametrize('options', OPTIONS, ids=str)
 def test_options_agree_between_backends(options):
     torch.manual_seed(0)
     model = timm.create_model('test_ppma', num_classes=5, **options)
-    with torch.no_grad():                              # strong decays, so that masks matter
+    with torch.no_grad():                              # strong decay, so that the mask has an effect
         for name, parameter in model.named_parameters():
             if name.endswith('dt_bias'):
                 parameter.add_(3)
@@ -136,14 +147,15 @@ def test_options_agree_between_backends(options):
         expected = model(x)
     for backend in ('portable', 'export'):
         with kernels.use_backend(backend):
-            torch.testing.assert_close(model(x), expected)
+            assert_close(model(x), expected, 1e-7)
     expected.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('options', [dict(mask='product'), dict(paths='v2h'), dict(paths='cross_scan')], ids=str)
+@pytest.mark.parametrize('options', [dict(mask_mode='multiplicative'), dict(paths='v2h'), dict(paths='cross_scan')],
+                         ids=str)
 def test_options_agree_on_triton(options):
-    """Forward and backward of whole networks on the kernels."""
+    """Compare outputs and gradients of networks on the Triton kernels with the reference."""
     device = _device('triton')
     torch.manual_seed(0)
     model = timm.create_model('test_ppma', num_classes=3, **options).to(device).eval()
@@ -155,7 +167,7 @@ def test_options_agree_on_triton(options):
             y.sum().backward()
         results[backend] = [y.detach(), *(p.grad.clone() for p in model.parameters())]
     for actual, expected in zip(results['triton'], results['reference']):
-        assert (actual - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1e-2)
+        assert relative_error(actual, expected, least=1e-2) <= 2e-4
 
 
 def test_options_change_the_output():
@@ -173,7 +185,7 @@ def test_options_change_the_output():
 
 
 @pytest.mark.parametrize('size', [(32, 32), (33, 47), (64, 32), (95, 131), (32, 200)])
-def test_any_size(size):
+def test_feature_maps_of_any_image_size(size):
     model = timm.create_model('test_ppma', features_only=True).eval()
     with torch.no_grad():
         maps = model(torch.randn(2, 3, *size))
@@ -181,7 +193,7 @@ def test_any_size(size):
     assert all(m.isfinite().all() for m in maps)
 
 
-def test_hooks_see_the_whole_batch(monkeypatch):
+def test_a_hook_sees_the_whole_batch(monkeypatch):
     monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', 1)
     model, seen = timm.create_model('test_ppma').eval(), []
     model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
@@ -190,7 +202,7 @@ def test_hooks_see_the_whole_batch(monkeypatch):
     assert seen == [3]
 
 
-def test_features_with_output_norms():
+def test_features_only_applies_output_norms():
     torch.manual_seed(0)
     model = timm.create_model('test_ppma', output_norms=True, features_only=True).eval()
     maps = model(torch.randn(1, 3, 64, 64))
@@ -198,7 +210,7 @@ def test_features_with_output_norms():
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_exported_rotation_keeps_its_precision(dtype):
+def test_the_exported_rotation_is_precise_in_half_precision(dtype):
     from subquad.backbones.mixers.rotary import rotary_angles, rotate, rotate_flat
     x = torch.randn(1, 2, 3000, 8)
     exact = rotate(x, x, rotary_angles(3000, 8, x.device, x.dtype), 1.0)[0]
@@ -207,7 +219,7 @@ def test_exported_rotation_keeps_its_precision(dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision_and_autocast_stay_close_to_float32(dtype):
     torch.manual_seed(0)
     model = timm.create_model('test_ppma').eval()
     x = torch.randn(1, 3, 64, 64)
@@ -221,30 +233,30 @@ def test_half_precision(dtype):
         assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max() + 1e-2
 
 
-def test_inference_in_parts_equals_the_whole(monkeypatch):
+def test_inference_in_parts_equals_inference_of_the_whole_batch(monkeypatch):
     model = timm.create_model('test_ppma').eval()
     x = torch.randn(5, 3, 64, 48)
     whole = model(x)                                   # with gradients the batch stays whole
     for elements in (1, 3000):
         monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', elements)
         with torch.no_grad():
-            torch.testing.assert_close(model(x), whole, rtol=1e-4, atol=1e-5)
+            assert_close(model(x), whole)
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(mask='additive'), "mask must be one of 'logit', 'product', got 'additive'"),
-    (dict(paths='diagonal'), "paths must be one of '2d'"), (dict(attention='sparse'), 'attention must be one of'),
+    (dict(mask_mode='sum'), "mask_mode must be one of 'additive', 'multiplicative', got 'sum'"),
+    (dict(paths='diagonal'), "paths must be one of 'both'"), (dict(attention='sparse'), 'attention must be one of'),
     (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
     (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
     (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),
     (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'each an integer from 1'),
     (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be one of 'avg', ''")])
-def test_wrong_options(kwargs, message):
+def test_ppma_rejects_wrong_options(kwargs, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('test_ppma', **kwargs)
 
 
-def test_wrong_inputs():
+def test_ppma_rejects_wrong_inputs():
     model = timm.create_model('test_ppma').eval()
     for x, error, message in ((torch.zeros(1, 3, 31, 64), ValueError, r'H and W >= 32, got \(1, 3, 31, 64\)'),
                               (torch.zeros(3, 64, 64), ValueError, r'got \(3, 64, 64\)'),
@@ -255,8 +267,8 @@ def test_wrong_inputs():
 
 
 @pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
-def test_crisscross_variants(size):
-    """The published sizes with criss-cross attention everywhere, under names of their own."""
+def test_crisscross_variants_differ_in_attention_only(size):
+    """They have the published sizes with criss-cross attention in every stage, and no published weights."""
     model = timm.create_model(f'ppma_{size}_crisscross', device='meta')
     published = timm.create_model(f'ppma_{size}', device='meta')
     assert {m.attention for m in model.modules() if isinstance(m, PolylineMixer)} == {'crisscross'}
@@ -266,8 +278,8 @@ def test_crisscross_variants(size):
         timm.create_model(f'ppma_{size}_crisscross', pretrained=True)
 
 
-def test_what_is_sub_quadratic():
-    """From 896 to 1792 the tokens N grow fourfold, so that N^1.5 grows eightfold and N^2 sixteenfold."""
+def test_crisscross_attention_is_sub_quadratic():
+    """From 896 to 1792 the number N of tokens grows by 4, hence N^1.5 by 8 and N^2 by 16."""
     growth = {}
     for name in ('ppma_tiny', 'ppma_tiny_crisscross'):
         rows = [count(name, side, side) for side in (896, 1792)]

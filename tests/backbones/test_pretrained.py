@@ -1,4 +1,4 @@
-"""What timm loads into our models: all of the backbone or an error, and a sentence on what is not the file's."""
+"""Pretrained weights in timm: the whole backbone loads or an error is raised, and warnings name what is untrained."""
 import re
 import warnings
 
@@ -15,7 +15,7 @@ NAMES = ('test_ppma', 'test_mobilevitv2', 'test_myo')
 
 @pytest.fixture(scope='module', params=NAMES)
 def published(request, tmp_path_factory):
-    """(name, file of a network of 1000 classes, its state dict)."""
+    """Name, weight file and state dict of a network with 1000 classes."""
     torch.manual_seed(1)
     model = timm.create_model(request.param)
     path = tmp_path_factory.mktemp('published') / f'{request.param}.safetensors'
@@ -24,7 +24,7 @@ def published(request, tmp_path_factory):
 
 
 def _create(name, file, overlay=None, **kwargs):
-    """(model, sentences of warnings)."""
+    """Return the model and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=file, **(overlay or {})),
@@ -40,7 +40,7 @@ def _backbone_is(model, state, prefix=''):
 
 @pytest.fixture(scope='module')
 def foreign_files(tmp_path_factory):
-    """Files that leave weights random: of a resnet18, of part of a network, of a deeper one, of a wider one."""
+    """Files that would leave weights random: of a resnet18, and of incomplete, deeper and wider networks."""
     folder = tmp_path_factory.mktemp('foreign')
     model = timm.create_model('test_ppma')
     state = model.state_dict()
@@ -56,7 +56,7 @@ def foreign_files(tmp_path_factory):
                                      dict(features_only=True, out_indices=(0, 1)), dict(in_chans=1, num_classes=10),
                                      dict(features_only=True, output_norms=True), dict(pretrained_strict=False)],
                          ids=str)
-def test_a_file_that_leaves_the_backbone_random_is_refused(foreign_files, options):
+def test_incomplete_backbone_weights_are_refused(foreign_files, options):
     for file in foreign_files:
         with pytest.raises(WeightsError, match='is not a checkpoint of this test_ppma: '):
             _create('test_ppma', str(file), **options)
@@ -65,13 +65,13 @@ def test_a_file_that_leaves_the_backbone_random_is_refused(foreign_files, option
                               **options)
 
 
-def test_the_published_classes_load_without_a_word(published):
+def test_published_classes_load_without_warning(published):
     name, file, state = published
     model, said = _create(name, file)
     assert not said and all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_another_number_of_classes_starts_untrained_and_is_named(published):
+def test_other_number_of_classes_warns_of_untrained_classifier(published):
     name, file, state = published
     model, said = _create(name, file, num_classes=10)
     _backbone_is(model, state)
@@ -80,8 +80,8 @@ def test_another_number_of_classes_starts_untrained_and_is_named(published):
                                         'untrained', said[0])
 
 
-def test_a_classifier_that_fits_is_loaded_although_timm_expects_1000(tmp_path):
-    """timm drops a classifier whose size is not that of its pretrained_cfg."""
+def test_matching_classifier_loads_although_timm_expects_1000(tmp_path):
+    """timm drops a classifier whose size differs from its pretrained_cfg."""
     trained = timm.create_model('test_ppma', num_classes=10)
     save_weights(trained, tmp_path / 'w.safetensors')
     model, said = _create('test_ppma', str(tmp_path / 'w.safetensors'), num_classes=10)
@@ -112,7 +112,7 @@ def test_features_only_needs_no_head(published, tmp_path):
     assert len(said) == 1 and 'it has no classifier' in said[0]
 
 
-def test_no_classifier_wanted_takes_a_file_that_has_one(published):
+def test_num_classes_0_ignores_the_files_classifier(published):
     name, file, state = published
     model, said = _create(name, file, num_classes=0)
     _backbone_is(model, state)
@@ -121,7 +121,7 @@ def test_no_classifier_wanted_takes_a_file_that_has_one(published):
 
 @pytest.mark.parametrize('in_chans', [1, 4])
 @pytest.mark.parametrize('options', [{}, dict(features_only=True)], ids=str)
-def test_the_first_convolution_is_adapted_and_named(published, in_chans, options):
+def test_in_chans_adapts_first_convolution_with_warning(published, in_chans, options):
     name, file, state = published
     model, said = _create(name, file, in_chans=in_chans, **options)
     assert len(said) == 1 and re.search(rf'has 3 input channels and is adapted to {in_chans}$', said[0])
@@ -131,16 +131,16 @@ def test_the_first_convolution_is_adapted_and_named(published, in_chans, options
     torch.testing.assert_close(model.state_dict()[key], expected)
 
 
-def test_a_first_convolution_that_timm_cannot_adapt_is_refused(tmp_path):
+def test_unadaptable_first_layer_is_refused(tmp_path):
     save_weights(timm.create_model('test_ppma', in_chans=5), tmp_path / 'w.safetensors')
     with pytest.raises(WeightsError, match=r'stem.conv1.conv.weight .*5, 3, 3. instead of'):
         _create('test_ppma', str(tmp_path / 'w.safetensors'), in_chans=2, num_classes=10)
     save_weights(timm.create_model('myo_sequence'), tmp_path / 's.safetensors')
-    with pytest.raises(WeightsError, match='encoder'):         # a linear layer, which timm would leave random
+    with pytest.raises(WeightsError, match='encoder'):         # a linear layer, which timm would not load
         _create('myo_sequence', str(tmp_path / 's.safetensors'), in_chans=1, num_classes=4)
 
 
-def test_output_norms_that_the_file_has_not_are_named(published, tmp_path):
+def test_missing_output_norms_warn(published, tmp_path):
     name, file, state = published
     if name == 'test_mobilevitv2':
         pytest.skip('has no output norms')
@@ -168,7 +168,7 @@ def test_checkpoint_path_and_load_checkpoint_are_strict(published, tmp_path):
     _backbone_is(model, state)
 
 
-def test_a_saved_folder_loads_as_a_source_of_timm(published, tmp_path):
+def test_save_for_hf_folder_loads_by_local_dir(published, tmp_path):
     from timm.models import save_for_hf
     name, file, state = published
     trained = timm.create_model(name, num_classes=10)
@@ -183,7 +183,7 @@ def test_a_saved_folder_loads_as_a_source_of_timm(published, tmp_path):
 
 
 @pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64])
-def test_weights_of_other_kinds_of_numbers_are_refused(dtype, tmp_path):
+def test_weights_that_are_not_floating_point_are_refused(dtype, tmp_path):
     model = timm.create_model('test_ppma')
     state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in model.state_dict().items()}
     torch.save(state, tmp_path / 'w.pth')
@@ -196,7 +196,7 @@ def test_weights_of_other_kinds_of_numbers_are_refused(dtype, tmp_path):
     load_weights(model, tmp_path / 'w.pth')
 
 
-def test_load_weights_says_what_is_not_the_files(tmp_path):
+def test_load_weights_warns_of_unloaded_weights(tmp_path):
     save_weights(timm.create_model('test_ppma', num_classes=4), tmp_path / 'w.safetensors')
     with pytest.warns(UserWarning, match='w.safetensors: its classifier of 4 classes is left out, and the model'):
         load_weights(timm.create_model('test_ppma', num_classes=9), tmp_path / 'w.safetensors', new_classifier=True)
@@ -211,8 +211,8 @@ def test_load_weights_says_what_is_not_the_files(tmp_path):
 
 @pytest.mark.filterwarnings('ignore:The nodes obtained')
 @pytest.mark.parametrize('name', NAMES)
-def test_torchvisions_feature_extractor_names_timms(name):
-    """torchvision's tracer goes into what timm's takes as a leaf."""
+def test_torchvision_feature_extractor_error_names_timms(name):
+    """torchvision's tracer enters modules that timm's tracer treats as leaves, so an error names timm's."""
     from torchvision.models.feature_extraction import create_feature_extractor
     model = timm.create_model(name).eval()
     with pytest.raises(TypeError, match='features_only=True, or timm.models.create_feature_extractor'):
@@ -224,7 +224,7 @@ def test_torchvisions_feature_extractor_names_timms(name):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_set_input_size_takes_every_size(name):
+def test_set_input_size_accepts_sizes_from_32(name):
     model = timm.create_model(name).eval()
     for size in (None, 96, (64, 96)):
         model.set_input_size(img_size=size)
@@ -237,7 +237,7 @@ def test_set_input_size_takes_every_size(name):
             timm.create_model(name, img_size=size)
 
 
-def test_set_input_size_refuses_what_is_made_for_one_size():
+def test_set_input_size_refuses_linformer():
     model = timm.create_model('test_mobilevitv2', attention='linformer', img_size=64)
     with pytest.raises(ValueError, match='Linformer attention is made for one image size'):
         model.set_input_size((96, 96))

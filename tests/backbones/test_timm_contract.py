@@ -1,10 +1,11 @@
-"""A model of ours behaves like one of timm's. timm's own test-suite runs beside this (`make test-timm`)."""
+"""Test that the models behave like timm's own. `make test-timm` runs timm's test suite on them as well."""
 import copy
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from helpers import assert_close
 from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
@@ -34,7 +35,7 @@ def model(family):
     return timm.create_model(family.name, num_classes=7).eval()
 
 
-def test_registered_like_a_built_in():
+def test_models_are_registered_with_timm():
     assert timm.list_models('ppma*') == [f'ppma_{size}{variant}' for size in ('base', 'small', 'tiny')
                                          for variant in ('', '_crisscross')]
     assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
@@ -44,7 +45,7 @@ def test_registered_like_a_built_in():
             timm.create_model(family.name, pretrained=True)
 
 
-def test_features(model, family):
+def test_features_only_and_forward_intermediates(model, family):
     pyramid = timm.create_model(family.name, features_only=True, out_indices=(1, 3))
     assert pyramid.feature_info.reduction() == family.strides[1::2] or len(family.strides) == 4
     assert pyramid.feature_info.channels() == [family.channels[1], family.channels[3]]
@@ -54,22 +55,22 @@ def test_features(model, family):
     assert [f.shape[1] for f in pyramid(x)] == family.channels
     features, levels = model.forward_intermediates(x)
     assert [f.shape[1] for f in levels] == family.channels
-    torch.testing.assert_close(features, model.forward_features(x))
+    assert_close(features, model.forward_features(x))
     assert features.shape == (1, model.num_features, *family.small)
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
-    torch.testing.assert_close(model.forward_head(features), model(x))
+    assert_close(model.forward_head(features), model(x))
 
 
-def test_pruning(model, family):
+def test_prune_intermediate_layers(model, family):
     x = torch.randn(1, 3, 64, 64)
     expected = model.forward_intermediates(x, intermediates_only=True)
     assert model.prune_intermediate_layers([0, 2]) == [0, 2]
     for found, wanted in zip(model.forward_intermediates(x, [0, 2], intermediates_only=True), expected[::2]):
-        torch.testing.assert_close(found, wanted)
+        assert_close(found, wanted)
     assert model(x).shape[1] == model.num_features == model.head_hidden_size == family.channels[2]
 
 
-def test_classifier_and_pooling(model, family):
+def test_reset_classifier_and_pooling(model, family):
     x = torch.randn(2, 3, 64, 64)
     assert model(x).shape == (2, 7)
     model.reset_classifier(3)
@@ -93,7 +94,7 @@ def test_drop_path_rises_over_the_blocks():
     assert rates == pytest.approx([0.13 * n / 13 for n in range(14)], abs=1e-6)
 
 
-def test_layer_decay(model, family):
+def test_layer_decay_and_weight_decay(model, family):
     optimizer = create_optimizer_v2(model, opt='adamw', lr=1.0, weight_decay=0.05, layer_decay=0.5)
     scale, decay = {}, {}
     names = {id(p): n for n, p in model.named_parameters()}
@@ -120,15 +121,15 @@ def test_gradient_checkpointing(model):
         y = copied(x)
         y.square().sum().backward()
         results.append([y, *(p.grad for p in copied.parameters())])
-    for plain, checkpointed in zip(*results):
-        torch.testing.assert_close(plain, checkpointed)
+    for expected, checkpointed in zip(*results):
+        assert_close(expected, checkpointed)
 
 
-def test_compile_is_one_graph(model):
+def test_compile_gives_one_graph(model):
     x = torch.randn(2, 3, 64, 64)
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(compiled(x), model(x), 1e-4)
     assert counter.frame_count == 1
     if type(model).__name__ == 'Myo' and tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):
         pytest.skip('torch 2.9 and 2.10 give the fake gradient of softplus another layout than the real one; aot_eager '
@@ -143,14 +144,14 @@ def test_custom_operators_pass_opcheck():
     row, column = (-torch.rand(3, 4, n, n, generator=g) for n in (5, 4))
     column = -torch.rand(3, 4, 4, 5, generator=g)
     ops = torch.ops.subquad
-    torch.library.opcheck(ops.polyline_attention_portable_fwd, (q, k, v, row, column, 'logit', 'both'))
+    torch.library.opcheck(ops.polyline_attention_portable_fwd, (q, k, v, row, column, 'additive', 'both'))
     sa, sb = (-torch.rand(3, 4, 5, generator=g) for _ in range(2))
-    torch.library.opcheck(ops.crisscross_attention_portable_fwd, (q, k, v, sa, sb, 'logit', 'both'))
+    torch.library.opcheck(ops.crisscross_attention_portable_fwd, (q, k, v, sa, sb, 'additive', 'both'))
     lines = [x.detach()[0].requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(ops.decay_attention_portable_fwd, (*lines, sa[0], 'logit'))
+    torch.library.opcheck(ops.decay_attention_portable_fwd, (*lines, sa[0], 'additive'))
 
 
-def test_flop_counter_sees_the_definition():
+def test_flop_counter_counts_the_operators():
     from torch.utils.flop_counter import FlopCounterMode
 
     from subquad import kernels
@@ -169,16 +170,16 @@ def test_flop_counter_sees_the_definition():
 
 @pytest.mark.parametrize('family, options', [
     (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
-    (MYO, dict()), (MYO, dict(parametrisation='symmetric', max_levels=3)), (MYO, dict(parametrisation='skew')),
-    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask='product')), (SMALLEST, dict()),
-    (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
+    (MYO, dict()), (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
+    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
+    (SMALLEST, dict()), (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
     (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
                          ids=lambda x: getattr(x, 'name', str(x)))
-def test_export_is_plain_and_of_rank_4(family, options):
+def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
     model = timm.create_model(family.name, exportable=True, num_classes=7, **options).eval()
     x = torch.randn(1, 3, 64, 96)
     program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(program.module()(x), model(x), 1e-4)
     views = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
              'expand', 'alias', 'select', 'slice', 'cat')
     for node in program.run_decompositions({}).graph.nodes:
@@ -190,21 +191,21 @@ def test_export_is_plain_and_of_rank_4(family, options):
         assert rank <= 4 or node.target.__name__.split('.')[0] in views, (node.target, node.meta['val'].shape)
 
 
-def test_export_with_another_batch_and_trace(model):
+def test_export_with_a_dynamic_batch_and_trace(model):
     x = torch.randn(2, 3, 64, 64)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
     y = torch.randn(5, 3, 64, 64)
-    torch.testing.assert_close(program.module()(y), model(y), rtol=1e-4, atol=1e-5)
+    assert_close(program.module()(y), model(y), 1e-4)
     traced = torch.jit.trace(model, x)
-    torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(traced(x), model(x), 1e-4)
 
 
-def test_weights_through_timms_loader(model, family, tmp_path):
+def test_timm_loads_weights_from_a_file(model, family, tmp_path):
     torch.save({'state_dict': model.state_dict()}, tmp_path / 'weights.pth')
     overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=7)
     loaded = timm.create_model(family.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
     x = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(loaded(x), model(x))
+    assert_close(loaded(x), model(x))
     timm.create_model(family.name, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
 
 

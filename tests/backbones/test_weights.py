@@ -1,4 +1,4 @@
-"""Weight files: what is read, what is refused, and that nothing stays random or half-written."""
+"""Weight files: reading, writing, and errors for damaged, unsafe and mismatched files."""
 import argparse
 import os
 import pickle
@@ -22,11 +22,11 @@ def _same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-def test_round_trip_with_metadata(model, tmp_path):
+def test_saved_weights_and_metadata_are_read_back(model, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(model, path, dict(model='test_ppma', classes=['a', 'b']))
-    weights, facts, source = read_checkpoint(path)
-    assert facts == dict(model='test_ppma', classes=['a', 'b']) and source == '' and len(weights) > 100
+    weights, metadata, source = read_checkpoint(path)
+    assert metadata == dict(model='test_ppma', classes=['a', 'b']) and source == '' and len(weights) > 100
     other = timm.create_model('test_ppma', num_classes=4)
     assert not _same(model, other)
     load_weights(other, path)
@@ -35,7 +35,7 @@ def test_round_trip_with_metadata(model, tmp_path):
 
 
 @pytest.mark.parametrize('wrapper', ['', 'model', 'state_dict', 'runner'])
-def test_foreign_pickles(model, tmp_path, wrapper):
+def test_checkpoints_of_other_programs_load(model, tmp_path, wrapper):
     state = model.state_dict()
     content = {'': state, 'model': {'model': state, 'args': argparse.Namespace(lr=0.1), 'best': np.float64(3)},
                'state_dict': {'state_dict': state, 'epoch': 3},
@@ -46,7 +46,7 @@ def test_foreign_pickles(model, tmp_path, wrapper):
     assert _same(model, other)
 
 
-def test_what_training_wraps_around_the_names_comes_off(model, tmp_path):
+def test_training_prefixes_are_removed_from_keys(model, tmp_path):
     state = {f'module.{k}': v for k, v in model.state_dict().items()}
     torch.save({'state_dict_ema': state, 'model_ema': {}}, tmp_path / 'w.pth')
     other = timm.create_model('test_ppma', num_classes=4)
@@ -54,14 +54,14 @@ def test_what_training_wraps_around_the_names_comes_off(model, tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:.*has no output norms')
-def test_only_output_norms_and_a_spare_classifier_may_differ(model, tmp_path):
+def test_output_norms_and_unused_classifier_may_differ(model, tmp_path):
     save_weights(model, tmp_path / 'w.safetensors')
     dense = timm.create_model('test_ppma', num_classes=0, output_norms=True)
     load_weights(dense, tmp_path / 'w.safetensors')
     assert torch.equal(dense.stages[0].blocks[0].mixer.q.weight, model.stages[0].blocks[0].mixer.q.weight)
 
 
-def test_averaged_weights_are_read_and_named(model, tmp_path):
+def test_averaged_weights_are_preferred(model, tmp_path):
     state = model.state_dict()
     torch.save({'model': state, 'model_ema': {k: v * 2 if v.is_floating_point() else v for k, v in state.items()}},
                tmp_path / 'w.pth')
@@ -71,7 +71,7 @@ def test_averaged_weights_are_read_and_named(model, tmp_path):
 
 
 class _Code:
-    """Unpickling it would make a folder."""
+    """Pickle that would create a folder when it is loaded."""
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -80,10 +80,10 @@ class _Code:
         return os.mkdir, (self.folder,)
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(model, tmp_path):
+def test_code_in_a_pickle_is_not_run(model, tmp_path):
     path, marker = tmp_path / 'w.pth', tmp_path / 'was_run'
     torch.save({'state_dict': model.state_dict(), 'hook': _Code(marker)}, path)
-    with pytest.raises(WeightsError, match='could run code .*mkdir.*refused'):
+    with pytest.raises(WeightsError, match='could run code .*mkdir.*was not read'):
         read_checkpoint(path)
     path.write_bytes(pickle.dumps({'a': _Code(marker)}))
     with pytest.raises(WeightsError):
@@ -103,7 +103,7 @@ def test_damaged_and_missing_files(tmp_path):
         read_checkpoint(tmp_path / 'w.pth')
 
 
-def test_truncated_safetensors(model, tmp_path):
+def test_truncated_safetensors_are_refused(model, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(model, path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -111,7 +111,7 @@ def test_truncated_safetensors(model, tmp_path):
         load_weights(model, path)
 
 
-def test_another_models_checkpoint_names_keys_and_shapes(model, tmp_path):
+def test_checkpoint_of_another_model_names_keys_and_shapes(model, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(timm.create_model('test_ppma', num_classes=9), path)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -124,7 +124,7 @@ def test_another_models_checkpoint_names_keys_and_shapes(model, tmp_path):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_a_failed_write_leaves_the_old_file(model, tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(model, tmp_path, monkeypatch):
     path = tmp_path / 'w.safetensors'
     save_weights(model, path)
     content = path.read_bytes()
@@ -138,7 +138,7 @@ def test_a_failed_write_leaves_the_old_file(model, tmp_path, monkeypatch):
 
 
 class _Reach:
-    """Pickled as getattr(owner, name)."""
+    """Object that is pickled as getattr(owner, name)."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -147,7 +147,7 @@ class _Reach:
         return getattr, (self.owner, self.name)
 
 
-def test_getattr_reaches_a_runners_statistics_and_nothing_else(tmp_path):
+def test_pickled_getattr_reaches_history_buffers_only(tmp_path):
     """Checkpoints of mmengine's Runner hold HistoryBuffers, whose pickles call getattr for their own methods."""
     buffer = pytest.importorskip('mmengine.logging').HistoryBuffer
     path = tmp_path / 'w.pth'
@@ -162,7 +162,7 @@ def test_getattr_reaches_a_runners_statistics_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
-def test_nan_and_infinities_are_named(value, dtype):
+def test_check_finite_names_tensors(value, dtype):
     weights = {'a': torch.ones(3, dtype=dtype), 'count': torch.ones(2, dtype=torch.int64)}
     check_finite(weights, 'w.pth')
     weights['b.bias'] = torch.tensor([1., value], dtype=dtype)
@@ -181,8 +181,8 @@ def _refused(content, path, older=False):
 ODD_TENSORS = {
     'is sparse (torch.sparse_coo)': lambda: torch.eye(3).to_sparse(),
     'is sparse (torch.sparse_csr)': lambda: torch.eye(3).to_sparse_csr(),
-    'is a meta tensor, without data': lambda: torch.empty(3, device='meta'),
-    'is quantised': lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    'is a meta tensor without data': lambda: torch.empty(3, device='meta'),
+    'is quantized': lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     'nested': lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     'expands to 20,000,000,000 bytes': lambda: torch.zeros(1).expand(5_000_000_000),
     'expands to 20,000,000,000': lambda: torch.zeros(()).expand(100_000, 50_000)}
@@ -190,7 +190,7 @@ ODD_TENSORS = {
 
 @pytest.mark.filterwarnings('ignore')       # torch's, of formats that are experimental or deprecated
 @pytest.mark.parametrize('kind', ODD_TENSORS)
-def test_tensors_that_are_not_plain_are_named(kind, tmp_path):
+def test_tensors_that_are_not_dense_are_refused(kind, tmp_path):
     message = _refused({'ok': torch.ones(2), 'odd.weight': ODD_TENSORS[kind]()}, tmp_path / 'w.pth')
     assert 'odd.weight' in message and kind in message
 
@@ -202,16 +202,16 @@ def test_a_small_expanded_tensor_is_read(tmp_path):
 
 @pytest.mark.parametrize('content', [{0: torch.ones(1)}, {'model': {1: torch.ones(1)}}, {None: torch.ones(1)},
                                      {('a', 1): torch.ones(1), 'b': torch.ones(1)}], ids=str)
-def test_names_that_are_not_strings(content, tmp_path):
+def test_keys_that_are_not_strings_are_refused(content, tmp_path):
     assert 'names of weights must be strings, got ' in _refused(content, tmp_path / 'w.pth')
 
 
 @pytest.mark.parametrize('content', [[], 3, None, torch.ones(3), {'model': {}}, {'a': 1.0}, 'x', {}], ids=str)
-def test_a_checkpoint_without_weights(content, tmp_path):
+def test_checkpoint_without_weights_is_refused(content, tmp_path):
     assert 'holds no weights' in _refused(content, tmp_path / 'w.pth')
 
 
-def test_paths_that_cannot_be_read(tmp_path):
+def test_unreadable_paths_raise_short_errors(tmp_path):
     for path, reason in (('x' * 5000 + '.pth', 'File name too long'), ('a/' * 3000 + 'w.safetensors', 'too long'),
                          (tmp_path, 'is not a file'), ('a\0b.pth', 'no weight file at'), ('', 'is not a file'),
                          (tmp_path / 'w.pth' / 'x', 'no weight file at')):
@@ -222,21 +222,21 @@ def test_paths_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize('older', [False, True])
 @pytest.mark.parametrize('protocol', [2, 3, 4, 5])
-def test_a_pickle_that_names_code_is_called_unsafe(older, protocol, tmp_path):
-    """Whatever torch's message says: it stops at the first operation that it does not know."""
+def test_pickle_that_names_code_is_called_unsafe(older, protocol, tmp_path):
+    """The error does not depend on torch's message, which names the first unknown operation only."""
     path, marker = tmp_path / 'w.pth', tmp_path / 'was_run'
     for content in ({'w': torch.ones(1), 'x': _Code(marker)}, {'x': _Code(marker)}, _Code(marker)):
         torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=not older)
-        with pytest.raises(WeightsError, match=r'is a pickle that could run code \(\w+\.mkdir\): refused; '):
+        with pytest.raises(WeightsError, match=r'is a pickle that could run code \(\w+\.mkdir\) and was not read; '):
             read_checkpoint(path)
     for content in ({'x': _Code(marker)}, _Code(marker)):
         path.write_bytes(pickle.dumps(content, protocol))
-        with pytest.raises(WeightsError, match=r'could run code .*mkdir.*: refused'):
+        with pytest.raises(WeightsError, match=r'could run code .*mkdir.* and was not read'):
             read_checkpoint(path)
     assert not marker.exists()
 
 
-def test_reduces_and_classes_that_are_not_allowed_are_unsafe(tmp_path):
+def test_unlisted_functions_and_classes_are_unsafe(tmp_path):
     for content in (pickle.UnpicklingError('x'), os.path.join, print, torch.nn.Linear(2, 2), torch.load):
         assert 'could run code' in _refused({'w': torch.ones(1), 'x': content}, tmp_path / 'w.pth')
     (tmp_path / 'w.pth').write_bytes(b'cos\nsystem\n(S"true"\ntR.')
@@ -249,23 +249,23 @@ def test_reduces_and_classes_that_are_not_allowed_are_unsafe(tmp_path):
         read_checkpoint(tmp_path / 'w.pth')
 
 
-def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
-    torch.save({'w': torch.zeros(5_000_000)}, tmp_path / 'plain.pth')
-    with zipfile.ZipFile(tmp_path / 'plain.pth') as source, zipfile.ZipFile(tmp_path / 'w.pth', 'w') as target:
+def test_compressed_archive_is_refused_before_unpacking(tmp_path):
+    torch.save({'w': torch.zeros(5_000_000)}, tmp_path / 'uncompressed.pth')
+    with zipfile.ZipFile(tmp_path / 'uncompressed.pth') as source, zipfile.ZipFile(tmp_path / 'w.pth', 'w') as target:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry), zipfile.ZIP_DEFLATED)
     with pytest.raises(WeightsError, match='is a compressed archive .20,0'):
         read_checkpoint(tmp_path / 'w.pth')
 
 
-def test_a_torchscript_file_is_unsafe(tmp_path):
+def test_torchscript_file_is_unsafe(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), str(tmp_path / 'w.pt'))
     with pytest.raises(WeightsError, match='could run code .TorchScript'):
         read_checkpoint(tmp_path / 'w.pt')
 
 
 @pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
-def test_numbers_of_either_numpy_are_read(module, tmp_path):
+def test_pickles_of_both_numpy_versions_load(module, tmp_path):
     """NumPy 2 renamed the module that pickles name."""
     content = {'w': torch.ones(1), 'best': np.float64(3), 'log': np.arange(3.), 'n': np.int64(2), 'ok': np.bool_(True)}
     torch.save(content, tmp_path / 'w.pth')

@@ -25,8 +25,8 @@ def _assert_compiled(resources, kernels_, spills_known=True):
 ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
                'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
                'quadtree_solve_up', 'quadtree_solve_down',
-               *(f'separable_attention_{name}' for name in ('fwd', 'softmax', 'context', 'apply', 'bwd_value',
-                                                            'bwd_key', 'bwd_query'))}
+               *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
+                                                            'bwd_value', 'bwd_key', 'bwd_query'))}
 
 
 def test_compiles_for_sm_90_without_spills(python):
@@ -38,8 +38,8 @@ def test_compiles_for_sm_90_without_spills(python):
 
 @pytest.mark.parametrize('target, spills_known', [('cuda:80', True), ('hip:gfx942', False)])
 def test_compiles_for_other_targets(target, spills_known, python):
-    resources = _compiled(python, target, 'logit, 14 x 14, bfloat16, 32', 'logit, lines of 56, bfloat16, 32',
-                          'logit, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
+    resources = _compiled(python, target, 'additive, 14 x 14, bfloat16, 32', 'additive, lines of 56, bfloat16, 32',
+                          'additive, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
                           '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
                           'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32')
     _assert_compiled(resources, ALL_KERNELS, spills_known)
@@ -53,9 +53,9 @@ def test_no_shipped_configuration_spills(target, python):
 
 def test_wrong_targets(python):
     script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
-    for target, only, message in (('sm90', 'logit', 'target must be like cuda:90'),
-                                  ('cuda:999', 'logit', 'target must be like cuda:90'),
-                                  ('hip:nonsense', 'logit', 'target must be like cuda:90'),
+    for target, only, message in (('sm90', 'additive', 'target must be like cuda:90'),
+                                  ('cuda:999', 'additive', 'target must be like cuda:90'),
+                                  ('hip:nonsense', 'additive', 'target must be like cuda:90'),
                                   ('cuda:90', 'nonsense', "no case contains 'nonsense'")):
         done = python(script.format(target, only), TRITON_INTERPRET='0')
         assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -70,14 +70,14 @@ def test_theorem_1_both_decompositions():
 def test_theorem_2_scans_against_the_dense_mask(backend):
     a, b, _ = _logs(2)
     x = _qkv(2)[0]
-    for masks, order in zip(polyline_log_masks(a, b), ('v2h', 'h2v')):
+    for masks, paths in zip(polyline_log_masks(a, b), ('v2h', 'h2v')):
         expected = (masks.exp() @ x.flatten(2, 3)).view_as(x)
-        torch.testing.assert_close(kernels.polyline_scan(x, a, b, order=order, backend=backend), expected)
+        torch.testing.assert_close(kernels.polyline_scan(x, a, b, paths=paths, backend=backend), expected)
 
 
 @pytest.mark.parametrize('backend', ['portable', 'export'])
-@pytest.mark.parametrize('order', ['v2h', 'h2v', 'both'])
-def test_three_dimensions(backend, order):
+@pytest.mark.parametrize('paths', ['v2h', 'h2v', 'both'])
+def test_three_dimensions(backend, paths):
     a, b, c = _logs(3, (1, 2, 3, H, W))
     g = torch.Generator().manual_seed(3)
     x = torch.randn(1, 2, 3, H, W, 4, generator=g, dtype=torch.float64)
@@ -85,14 +85,14 @@ def test_three_dimensions(backend, order):
     for i, j, k, n, m, o in ((0, 1, 2, 2, 3, 4), (2, 0, 0, 1, 3, 1)):
         path = _along(a[0, 0, i, j], k, o) * _along(b[0, 0, i, :, o], j, m) * _along(c[0, 0, :, m, o], i, n)
         torch.testing.assert_close(walked[i, j, k, n, m, o], path)
-    torch.testing.assert_close(kernels.polyline_scan(x, a, b, c, order=order, backend=backend),
-                               kernels.polyline_scan(x, a, b, c, order=order, backend='reference'))
+    torch.testing.assert_close(kernels.polyline_scan(x, a, b, c, paths=paths, backend=backend),
+                               kernels.polyline_scan(x, a, b, c, paths=paths, backend='reference'))
 
 
 def test_h2v_is_the_transpose_for_3d():
     a, b, c = _logs(4, (1, 1, 2, 3, 4))
     eye = torch.eye(24, dtype=torch.float64).view(1, 1, 2, 3, 4, 24)
-    forward, back = (kernels.polyline_scan(eye, a, b, c, order=o).reshape(24, 24) for o in ('v2h', 'h2v'))
+    forward, back = (kernels.polyline_scan(eye, a, b, c, paths=paths).reshape(24, 24) for paths in ('v2h', 'h2v'))
     torch.testing.assert_close(forward, back.T)
 
 
@@ -113,24 +113,23 @@ def test_without_decay_it_is_plain_attention(backend):
     plain = ((q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2)).softmax(-1) @ v.flatten(2, 3)).view_as(v)
     torch.testing.assert_close(kernels.polyline_attention(q, k, v, zero, zero, backend=backend), plain)
     torch.testing.assert_close(
-        kernels.polyline_attention(q, k, v, zero, zero, mask='product', backend=backend), 2 * plain)
+        kernels.polyline_attention(q, k, v, zero, zero, mask_mode='multiplicative', backend=backend), 2 * plain)
     rows = (q @ k.transpose(-1, -2)).softmax(-1) @ v
     torch.testing.assert_close(kernels.decay_attention(q, k, v, zero, backend=backend), rows)
 
 
 @pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
-@pytest.mark.parametrize('mask', ['logit', 'product'])
-def test_crisscross_has_both_orders(mask, backend):
+@pytest.mark.parametrize('mask_mode', ['additive', 'multiplicative'])
+def test_crisscross_has_both_orders(mask_mode, backend):
     q, k, v = _qkv(7)
     a, b, _ = _logs(7)
 
     def one(axis, x, logs):
-        return kernels.decay_attention(q, k, x, logs, axis=axis, mask=mask, backend='reference')
-    column_first, row_first = one('row', one('column', v, b), a), one('column', one('row', v, a), b)
-    for order, expected in (('column_first', column_first), ('row_first', row_first),
-                            ('both', (column_first + row_first) / 2)):
-        torch.testing.assert_close(kernels.crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend),
-                                   expected)
+        return kernels.decay_attention(q, k, x, logs, axis=axis, mask_mode=mask_mode, backend='reference')
+    v2h, h2v = one('row', one('column', v, b), a), one('column', one('row', v, a), b)
+    for paths, expected in (('v2h', v2h), ('h2v', h2v), ('both', (v2h + h2v) / 2)):
+        y = kernels.crisscross_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend)
+        torch.testing.assert_close(y, expected)
 
 
 def test_the_one_line_formula_is_not_the_sum_of_both_orders():
@@ -147,7 +146,7 @@ def test_the_one_line_formula_is_not_the_sum_of_both_orders():
     v2h, h2v = (m.exp() for m in polyline_log_masks(a, b))
     both = (rows @ columns) * v2h + (columns @ rows) * h2v
     printed = (rows @ columns) * (v2h + h2v)
-    ours = kernels.crisscross_attention(q, k, v, a, b, mask='product') * 2
+    ours = kernels.crisscross_attention(q, k, v, a, b, mask_mode='multiplicative') * 2
     torch.testing.assert_close(ours, (both @ v.flatten(2, 3)).view_as(v))
     assert ((printed - both) @ v.flatten(2, 3)).abs().max() > 0.1 * ours.abs().max()
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from subquad import kernels
-from subquad.kernels import checks, launch
-from subquad.kernels.tree_solve import (
+from subquad.kernels.common import checks, launch
+from subquad.kernels.trees import (
     Tree,
     leaf_counts,
-    means,
+    level_means,
     quadtree_levels,
     tree_blocks,
     tree_log_determinant,
@@ -29,7 +29,7 @@ def _inputs(height, width, dim=4, dtype=torch.float32):
 
 
 OPERATORS = {
-    'polyline_scan': lambda q, k, v, a, b, **kw: kernels.polyline_scan(v, a, b, order='both', **kw),
+    'polyline_scan': lambda q, k, v, a, b, **kw: kernels.polyline_scan(v, a, b, paths='both', **kw),
     'polyline_linear_attention': lambda q, k, v, a, b, **kw: kernels.polyline_linear_attention(q, k, v, a, b, **kw),
     'polyline_attention': lambda q, k, v, a, b, **kw: kernels.polyline_attention(q, k, v, a, b, **kw),
     'decay_attention': lambda q, k, v, a, b, **kw: kernels.decay_attention(q, k, v, a, **kw),
@@ -42,14 +42,15 @@ OPERATORS = {
 def test_positive_step_logs_are_refused(name):
     q, k, v, a, b = _inputs(5, 8)
     a, b = -a.abs(), -b.abs()
+    first = 'log_decay' if name == 'decay_attention' else 'log_alpha'
     for backend in ('auto', 'reference', 'portable', 'export'):
         OPERATORS[name](q, k, v, a, b, backend=backend)
         for wrong in (a.clone(), a.clone().half(), nn.Parameter(a.clone())):
             wrong.data[0, 1, 2, 3] = 0.25
-            with pytest.raises(ValueError, match=f'{name}: a must not be positive .*, got 0.25$'):
+            with pytest.raises(ValueError, match=f'{name}: {first} must not be positive .*, got 0.25$'):
                 OPERATORS[name](q, k, v, wrong, b, backend=backend)
     if name != 'decay_attention':
-        with pytest.raises(ValueError, match=f'{name}: b must not be positive'):
+        with pytest.raises(ValueError, match=f'{name}: log_beta must not be positive'):
             OPERATORS[name](q, k, v, a, -b)
     OPERATORS[name](q, k, v, torch.full_like(a, -torch.inf), torch.zeros_like(b))
     OPERATORS[name](*(x[:0] for x in (q, k, v, a, b)))
@@ -57,7 +58,7 @@ def test_positive_step_logs_are_refused(name):
 
 def test_positive_step_logs_along_depth():
     x, log = torch.randn(1, 1, 2, 3, 4, 2), -torch.rand(1, 1, 2, 3, 4)
-    with pytest.raises(ValueError, match='polyline_scan: c must not be positive'):
+    with pytest.raises(ValueError, match='polyline_scan: log_gamma must not be positive'):
         kernels.polyline_scan(x, log, log, -log)
 
 
@@ -91,8 +92,8 @@ def test_a_large_map_of_positive_step_logs(monkeypatch):
     """50 x 80 steps of both signs: the chunked scan gave 4e16."""
     monkeypatch.setattr(checks, 'step_logs', lambda op, **logs: None)
     _, _, v, a, b = _inputs(50, 80)
-    expected = kernels.polyline_scan(v, a.clamp(max=0), b.clamp(max=0), order='both', backend='reference')
-    y = kernels.polyline_scan(v, a, b, order='both', backend='portable')
+    expected = kernels.polyline_scan(v, a.clamp(max=0), b.clamp(max=0), paths='both', backend='reference')
+    y = kernels.polyline_scan(v, a, b, paths='both', backend='portable')
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -130,8 +131,8 @@ def test_negative_edges_of_a_laplacian(backend):
     edges[1][1, 0, 2, 1] = -0.5
     with pytest.raises(ValueError, match=r'quadtree_solve: edges\[1\] must not be negative .*, got -0.5$'):
         kernels.quadtree_solve(values, edges, backend=backend)
-    for parametrisation in ('symmetric', 'skew'):
-        kernels.quadtree_solve(values, edges, parametrisation=parametrisation, backend=backend)
+    for parametrization in ('symmetric', 'skew'):
+        kernels.quadtree_solve(values, edges, parametrization=parametrization, backend=backend)
     mask = torch.ones(2, 5, 6, dtype=torch.bool)
     mask[1, 4:, 2:4] = False                              # what that edge would lead to
     assert kernels.quadtree_solve(values, edges, mask=mask, backend=backend)[0].isfinite().all()
@@ -159,9 +160,9 @@ def test_masks(mask, error, message):
     levels, values, edges = _tree_problem()
     with pytest.raises(error, match=message):
         kernels.quadtree_solve(values, edges, mask=mask)
-    for call in (means, leaf_counts):
+    for call in (level_means, leaf_counts):
         with pytest.raises(error, match=message):
-            call(*((values[0][..., 0], levels) if call is means else (levels, values[0])), mask)
+            call(*((values[0][..., 0], levels) if call is level_means else (levels, values[0])), mask)
 
 
 # --- layouts and sizes
@@ -174,12 +175,13 @@ def _all_calls():
     tree, blocks, u = Tree([2, 2, -1]), torch.full((2, 3, 1, 1), 0.1), torch.rand(2, 3, 1, 2)
     query, key, value = torch.randn(1, 4, 6, 9).split([1, 4, 4], -1)
     yield 'x', lambda change: kernels.polyline_scan(change(v), a, b)
-    yield 'a', lambda change: kernels.polyline_scan(v, change(a), b)
+    yield 'log_alpha', lambda change: kernels.polyline_scan(v, change(a), b)
     for name, call in OPERATORS.items():
         if name != 'polyline_scan':
             yield 'q', lambda change, call=call: call(change(q), k, v, a, b)
             yield 'v', lambda change, call=call: call(q, k, change(v), a, b)
-            yield 'a', lambda change, call=call: call(q, k, v, change(a), b)
+            log = 'log_decay' if name == 'decay_attention' else 'log_alpha'
+            yield log, lambda change, call=call: call(q, k, v, change(a), b)
     yield 'query', lambda change: kernels.separable_attention(change(query), key, value)
     yield 'key', lambda change: kernels.separable_attention(query, change(key), value)
     yield 'value', lambda change: kernels.separable_attention(query, key, change(value))

@@ -22,20 +22,20 @@ def _attention_inputs(height, width, dtype=torch.float64, batch=2, heads=3, dim=
 
 
 def _calls():
-    yield from ((f'polyline-{mask}-{paths}', lambda q, k, v, a, b, backend, mask=mask, paths=paths:
-                 kernels.polyline_attention(q, k, v, a, b, mask=mask, paths=paths, backend=backend))
-                for mask in ('logit', 'product') for paths in ('both', 'v2h', 'h2v'))
-    yield from ((f'crisscross-{mask}-{order}', lambda q, k, v, a, b, backend, mask=mask, order=order:
-                 kernels.crisscross_attention(q, k, v, a, b, mask=mask, order=order, backend=backend))
-                for mask in ('logit', 'product') for order in ('both', 'row_first', 'column_first'))
-    yield from ((f'decay-{mask}-{axis}', lambda q, k, v, a, b, backend, mask=mask, axis=axis:
-                 kernels.decay_attention(q, k, v, a, axis=axis, mask=mask, backend=backend))
-                for mask in ('logit', 'product') for axis in ('row', 'column'))
-    yield from ((f'scan-{order}', lambda q, k, v, a, b, backend, order=order:
-                 kernels.polyline_scan(v, a, b, order=order, backend=backend)) for order in ('v2h', 'h2v', 'both'))
-    yield from ((f'linear-{order}', lambda q, k, v, a, b, backend, order=order:
-                 kernels.polyline_linear_attention(q, k, v, a, b, order=order, backend=backend))
-                for order in ('v2h', 'h2v', 'both'))
+    yield from ((f'polyline-{mask_mode}-{paths}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, paths=paths:
+                 kernels.polyline_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend))
+                for mask_mode in ('additive', 'multiplicative') for paths in ('both', 'v2h', 'h2v'))
+    yield from ((f'crisscross-{mask_mode}-{paths}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, paths=paths:
+                 kernels.crisscross_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend))
+                for mask_mode in ('additive', 'multiplicative') for paths in ('both', 'h2v', 'v2h'))
+    yield from ((f'decay-{mask_mode}-{axis}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, axis=axis:
+                 kernels.decay_attention(q, k, v, a, axis=axis, mask_mode=mask_mode, backend=backend))
+                for mask_mode in ('additive', 'multiplicative') for axis in ('row', 'column'))
+    yield from ((f'scan-{paths}', lambda q, k, v, a, b, backend, paths=paths:
+                 kernels.polyline_scan(v, a, b, paths=paths, backend=backend)) for paths in ('v2h', 'h2v', 'both'))
+    yield from ((f'linear-{paths}', lambda q, k, v, a, b, backend, paths=paths:
+                 kernels.polyline_linear_attention(q, k, v, a, b, paths=paths, backend=backend))
+                for paths in ('v2h', 'h2v', 'both'))
 
 
 CALLS = dict(_calls())
@@ -74,8 +74,8 @@ def test_dtypes(name, dtype, backend):
         assert (actual.double() - wanted).abs().max() <= 2 * TOLERANCE[dtype] * max(1, wanted.abs().max())
 
 
-@pytest.mark.parametrize('name', ['polyline-logit-both', 'polyline-product-both', 'decay-logit-column',
-                                  'decay-product-row', 'crisscross-logit-both'])
+@pytest.mark.parametrize('name', ['polyline-additive-both', 'polyline-multiplicative-both', 'decay-additive-column',
+                                  'decay-multiplicative-row', 'crisscross-additive-both'])
 def test_many_blocks_equal_one(name, monkeypatch):
     """The blocked loops over groups, lines and queries, forced to their smallest steps."""
     inputs = _attention_inputs(5, 7)
@@ -91,14 +91,14 @@ def test_many_blocks_equal_one(name, monkeypatch):
 
 
 @pytest.mark.parametrize('length', [63, 64, 65, 96, 131])
-@pytest.mark.parametrize('order', ['v2h', 'h2v', 'both'])
-def test_scan_over_several_chunks(length, order):
+@pytest.mark.parametrize('paths', ['v2h', 'h2v', 'both'])
+def test_scan_over_several_chunks(length, paths):
     g = torch.Generator().manual_seed(length)
     x = torch.randn(1, 2, length, 3, 4, dtype=torch.float64, generator=g)
     a, b = (-torch.rand(1, 2, length, 3, dtype=torch.float64, generator=g) * 0.2 for _ in range(2))
     for tensors in ((x, a, b), (x.transpose(2, 3), a.transpose(2, 3), b.transpose(2, 3))):
         def call(x, a, b, backend):
-            return kernels.polyline_scan(x, a, b, order=order, backend=backend)
+            return kernels.polyline_scan(x, a, b, paths=paths, backend=backend)
         y, grads = _run(call, tensors, 'reference')
         y2, grads2 = _run(call, tensors, 'portable')
         assert_close(y2, y, 1e-12)
@@ -107,7 +107,7 @@ def test_scan_over_several_chunks(length, order):
 
 
 def test_linear_attention_in_slices_of_the_state(monkeypatch):
-    from subquad.kernels.polyline_scan import portable
+    from subquad.kernels.polyline_linear_attention import portable
     inputs = _attention_inputs(4, 5)
     whole = kernels.polyline_linear_attention(*inputs)
     monkeypatch.setattr(portable, 'STATE_ELEMENTS', 3 * inputs[2].numel())
@@ -115,8 +115,8 @@ def test_linear_attention_in_slices_of_the_state(monkeypatch):
 
 
 @pytest.mark.parametrize('backend', ['portable', 'export'])
-@pytest.mark.parametrize('name', ['polyline-logit-both', 'polyline-product-both', 'crisscross-logit-both',
-                                  'decay-logit-row', 'scan-both', 'linear-both'])
+@pytest.mark.parametrize('name', ['polyline-additive-both', 'polyline-multiplicative-both', 'crisscross-additive-both',
+                                  'decay-additive-row', 'scan-both', 'linear-both'])
 def test_extreme_steps(name, backend):
     """Step logs 0, tiny, large and -inf together: finite, and equal to the reference."""
     inputs = _attention_inputs(4, 7, torch.float32)
@@ -159,22 +159,23 @@ def test_gradcheck():
 def test_wrong_arguments():
     q, k, v, a, b = _attention_inputs(4, 5, torch.float32)
     cases = [
-        (ValueError, "mask must be one of 'logit', 'product', got 'logits'",
-         lambda: kernels.polyline_attention(q, k, v, a, b, mask='logits')),
+        (ValueError, "mask_mode must be one of 'additive', 'multiplicative', got 'logits'",
+         lambda: kernels.polyline_attention(q, k, v, a, b, mask_mode='logits')),
         (ValueError, 'paths must be one of', lambda: kernels.polyline_attention(q, k, v, a, b, paths='2d')),
         (ValueError, r'k must have shape \(2, 3, 4, 5, 8\).*got \(2, 3, 4, 4, 8\)',
          lambda: kernels.polyline_attention(q, k[:, :, :, :4], v, a, b)),
-        (ValueError, r'b must have shape \(2, 3, 4, 5\)', lambda: kernels.crisscross_attention(q, k, v, a, b[:1])),
-        (ValueError, 'a must have 4 dimensions', lambda: kernels.decay_attention(q, k, v, q)),
+        (ValueError, r'log_beta must have shape \(2, 3, 4, 5\)',
+         lambda: kernels.crisscross_attention(q, k, v, a, b[:1])),
+        (ValueError, 'log_decay must have 4 dimensions', lambda: kernels.decay_attention(q, k, v, q)),
         (ValueError, 'axis must be one of', lambda: kernels.decay_attention(q, k, v, a, axis='w')),
         (TypeError, 'q has dtype torch.int64; allowed: float32, float64, float16, bfloat16',
          lambda: kernels.polyline_attention(q.long(), k, v, a, b)),
         (TypeError, 'must share a dtype', lambda: kernels.polyline_attention(q.double(), k, v, a, b)),
         (TypeError, 'v must be a tensor, got float', lambda: kernels.polyline_attention(q, k, 1.0, a, b)),
         (ValueError, 'unknown backend', lambda: kernels.polyline_attention(q, k, v, a, b, backend='cuda')),
-        (ValueError, 'order must be one of', lambda: kernels.polyline_scan(v, a, b, order='hv')),
+        (ValueError, 'paths must be one of', lambda: kernels.polyline_scan(v, a, b, paths='hv')),
         (ValueError, 'x must have 6 dimensions', lambda: kernels.polyline_scan(v, a, b, a)),
-        (ValueError, 'a is on meta', lambda: kernels.polyline_scan(v, a.to('meta'), b)),
+        (ValueError, 'log_alpha is on meta', lambda: kernels.polyline_scan(v, a.to('meta'), b)),
         (ValueError, 'unknown operator', lambda: kernels.why_not('attention')),
     ]
     for error, message, call in cases:
@@ -182,10 +183,33 @@ def test_wrong_arguments():
             call()
 
 
+@pytest.mark.parametrize('op, old, new', [
+    *((op, 'a', 'log_alpha') for op in ('crisscross_attention', 'polyline_attention', 'polyline_scan',
+                                        'polyline_linear_attention')),
+    ('decay_attention', 'a', 'log_decay'), ('polyline_attention', 'b', 'log_beta'), ('polyline_scan', 'c', 'log_gamma'),
+    *((op, 'mask', 'mask_mode') for op in ('decay_attention', 'crisscross_attention', 'polyline_attention')),
+    *((op, 'order', 'paths') for op in ('crisscross_attention', 'polyline_scan', 'polyline_linear_attention')),
+    ('quadtree_solve', 'parametrisation', 'parametrization')])
+def test_old_argument_names_raise_an_error_with_the_new_name(op, old, new):
+    with pytest.raises(TypeError, match=f"^{op}: argument '{old}' was renamed to '{new}'$"):
+        getattr(kernels, op)(**{old: None})
+
+
+@pytest.mark.parametrize('op, name, old, new', [
+    *((op, 'mask_mode', old, new) for op in ('decay_attention', 'crisscross_attention', 'polyline_attention')
+      for old, new in (('logit', 'additive'), ('product', 'multiplicative'))),
+    ('crisscross_attention', 'paths', 'column_first', 'v2h'), ('crisscross_attention', 'paths', 'row_first', 'h2v'),
+    ('polyline_attention', 'paths', '2d', 'both')])
+def test_old_values_raise_an_error_with_the_new_value(op, name, old, new):
+    q, k, v, *logs = _attention_inputs(2, 3)
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{old}' \\('{old}' was renamed to '{new}'\\)"):
+        getattr(kernels, op)(q, k, v, *logs[:1 if op == 'decay_attention' else 2], **{name: old})
+
+
 def test_backend_override(monkeypatch):
     calls = []
     module = importlib.import_module('subquad.kernels.polyline_scan')
-    monkeypatch.setitem(module._SCAN, 'reference', lambda *args: calls.append(args))
+    monkeypatch.setitem(module._IMPLEMENTATIONS, 'reference', lambda *args: calls.append(args))
     v, a, b = _attention_inputs(2, 2)[2:]
     with kernels.use_backend('reference'):
         kernels.polyline_scan(v, a, b)

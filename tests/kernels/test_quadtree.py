@@ -7,21 +7,28 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve, why_not
-from subquad.kernels.tree_solve import PARAMETRISATIONS, heights, means, portable, quadtree_levels, third
-from subquad.kernels.tree_solve.reference import quadtree_matrix
-from subquad.tools.contestants import loop_quadtree_solve
+from subquad.kernels.quadtree_solve import portable
+from subquad.kernels.quadtree_solve.reference import quadtree_matrix
+from subquad.kernels.trees import (
+    PARAMETRIZATIONS,
+    common_ancestor_levels,
+    level_means,
+    quadtree_levels,
+    third_of_coarsest_cell,
+)
+from subquad.tools.bench.baselines import loop_quadtree_solve
 
 GRIDS = [(7, 11), (5, 3), (1, 9), (14, 14), (20, 31), (1, 1), (2, 1)]
 
 
-def problem(height, width, parametrisation='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float64, batch=2,
+def problem(height, width, parametrization='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float64, batch=2,
             heads=2, dim=3, scale=4.0):
     g = torch.Generator().manual_seed(height * width)
     levels = quadtree_levels(height, width, max_levels, shift)
     values = [torch.randn(batch, heads, x.height, x.width, dim, generator=g, dtype=torch.float64) for x in levels]
     edges = [scale * torch.randn(batch, heads, x.height, x.width, generator=g, dtype=torch.float64)
              for x in levels[:-1]]
-    if parametrisation == 'laplacian':
+    if parametrization == 'laplacian':
         edges = [edge.abs() for edge in edges]
     return [x.to(dtype).requires_grad_() for x in values], [x.to(dtype).requires_grad_() for x in edges]
 
@@ -40,25 +47,25 @@ def worst(found, wanted) -> float:
 
 @pytest.mark.parametrize('shift', [(0, 0), (1, 0), (5, 3)])
 @pytest.mark.parametrize('max_levels', [None, 3])
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('grid', GRIDS, ids=lambda grid: f'{grid[0]}x{grid[1]}')
-def test_against_the_dense_matrix(grid, parametrisation, max_levels, shift):
+def test_against_the_dense_matrix(grid, parametrization, max_levels, shift):
     mask = torch.rand(2, *grid, generator=torch.Generator().manual_seed(1)) > 0.3
     for masked in (None, mask):
-        values, edges = problem(*grid, parametrisation, shift, max_levels)
-        options = dict(parametrisation=parametrisation, shift=shift, mask=masked)
+        values, edges = problem(*grid, parametrization, shift, max_levels)
+        options = dict(parametrization=parametrization, shift=shift, mask=masked)
         expected = with_gradients(values, edges, backend='reference', **options)
         for backend in ('portable', 'export'):
             assert worst(with_gradients(values, edges, backend=backend, **options), expected) < 1e-12, backend
 
 
 @pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_single_and_half_precision(parametrisation, dtype, bound):
-    values, edges = problem(14, 14, parametrisation, dtype=dtype)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_single_and_half_precision(parametrization, dtype, bound):
+    values, edges = problem(14, 14, parametrization, dtype=dtype)
     exact = [[x.detach().double().requires_grad_() for x in tensors] for tensors in (values, edges)]
-    expected = with_gradients(*exact, parametrisation=parametrisation, backend='reference')
-    found = with_gradients(values, edges, parametrisation=parametrisation, backend='portable')
+    expected = with_gradients(*exact, parametrization=parametrization, backend='reference')
+    found = with_gradients(values, edges, parametrization=parametrization, backend='portable')
     assert worst(found, expected) < bound and found[0].dtype == found[-1].dtype == dtype
 
 
@@ -92,9 +99,9 @@ def test_rows_of_the_laplacian_sum_to_one(scale):
 def test_symmetric_and_skew_are_bounded():
     rho = 0.9
     _, edges = problem(9, 6, 'symmetric', scale=1e6, batch=1, heads=1)
-    from subquad.kernels.tree_solve.parametrise import sibling_normalised
+    from subquad.kernels.trees.parametrize import sibling_normalized
     levels = quadtree_levels(9, 6)
-    bounded = [sibling_normalised(edge, level, rho) for edge, level in zip(edges, levels)]
+    bounded = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]
     spectrum = torch.linalg.eigvalsh(quadtree_matrix(bounded, 9, 6, 'symmetric', (0, 0)))
     assert 1 - rho - 1e-9 <= spectrum.min() and spectrum.max() <= 1 + rho + 1e-9
     scale, _, _ = portable.coefficients(bounded, levels, 'symmetric')
@@ -105,29 +112,29 @@ def test_symmetric_and_skew_are_bounded():
 
 
 def test_huge_edges_stay_finite():
-    for parametrisation, dtype in itertools.product(PARAMETRISATIONS, (torch.float32, torch.float16, torch.bfloat16)):
-        values, edges = problem(12, 12, parametrisation, scale=1e4, dtype=dtype)
-        assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrisation=parametrisation))
+    for parametrization, dtype in itertools.product(PARAMETRIZATIONS, (torch.float32, torch.float16, torch.bfloat16)):
+        values, edges = problem(12, 12, parametrization, scale=1e4, dtype=dtype)
+        assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrization=parametrization))
     values, edges = problem(8, 8, 'symmetric', dtype=torch.float32)
     edges = [torch.full_like(edge, 3e38).requires_grad_() for edge in edges]
-    assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrisation='symmetric'))
+    assert all(x.isfinite().all() for x in with_gradients(values, edges, parametrization='symmetric'))
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_padding_reaches_nothing(parametrisation):
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_padding_reaches_nothing(parametrization):
     g = torch.Generator().manual_seed(0)
     mask = torch.zeros(2, 14, 10, dtype=torch.bool)
     mask[0, :9, :10] = mask[1, :14, :3] = True
-    for shift in ((0, 0), third(14, 10)):
+    for shift in ((0, 0), third_of_coarsest_cell(14, 10)):
         levels = quadtree_levels(14, 10, None, shift)
         x = torch.randn(2, 4, 14, 10, generator=g)
         outputs = []
         for padding in (0.0, 1e3, float('inf'), float('nan')):
             inside = torch.where(mask[:, None], x, padding)
-            values = [v.permute(0, 2, 3, 1)[:, None] for v in means(inside, levels, mask)]
+            values = [v.permute(0, 2, 3, 1)[:, None] for v in level_means(inside, levels, mask)]
             edges = [v.square().sum(-1) for v in values[:-1]]
             edges = [torch.where(inside[:, :1] == padding, padding, edges[0]), *edges[1:]] if padding else edges
-            outputs.append(quadtree_solve(values, edges, parametrisation=parametrisation, mask=mask, shift=shift)[0])
+            outputs.append(quadtree_solve(values, edges, parametrization=parametrization, mask=mask, shift=shift)[0])
         assert all((outputs[0] - y)[:, 0][mask].abs().max() < 1e-6 for y in outputs[1:])
 
 
@@ -139,8 +146,8 @@ def test_a_padded_image_is_solved_as_if_alone():
 
     def solved(x, edge, mask):
         levels = quadtree_levels(*x.shape[2:])
-        values = [v.permute(0, 2, 3, 1)[:, None] for v in means(x, levels, mask)]
-        edges = [part for part in means(edge, levels, mask)[:-1]]
+        values = [v.permute(0, 2, 3, 1)[:, None] for v in level_means(x, levels, mask)]
+        edges = [part for part in level_means(edge, levels, mask)[:-1]]
         return quadtree_solve(values, edges, mask=mask)[0]
 
     inside = solved(x, edge, mask)[:, :, :11, :13]
@@ -150,13 +157,13 @@ def test_a_padded_image_is_solved_as_if_alone():
 def test_means():
     levels = quadtree_levels(5, 7, None, (1, 2))
     x = torch.arange(35.0).view(1, 1, 5, 7)
-    pyramid = means(x, levels)
+    pyramid = level_means(x, levels)
     assert [tuple(p.shape[2:]) for p in pyramid] == [level[:2] for level in levels]
     torch.testing.assert_close(pyramid[-1], x.mean((2, 3), keepdim=True))
     torch.testing.assert_close(pyramid[1][0, 0, 0, 0], x[0, 0, :1, :2].mean())           # row 0 alone: shifted by one
     mask = torch.zeros(1, 5, 7, dtype=torch.bool)
     mask[0, 2, 3] = True
-    assert means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
+    assert level_means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
 
 
 def test_third_moves_boundaries_of_all_levels():
@@ -168,10 +175,10 @@ def test_third_moves_boundaries_of_all_levels():
         while cells[0] != cells[1]:
             cells, height = [cell >> 1 for cell in cells], height + 1
         return height
-    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third(64, 64)) == 1
+    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third_of_coarsest_cell(64, 64)) == 1
 
 
-@pytest.mark.parametrize('parametrisation, edge, rho, expected', [
+@pytest.mark.parametrize('parametrization, edge, rho, expected', [
     ('symmetric', lambda n: 1e6, 0.5, [95, 5, 0, 0, 0, 0, 0]),
     ('symmetric', lambda n: 1e6, 0.9, [77, 15, 5, 2, 1, 0, 0]),
     ('symmetric', lambda n: 1e6, 1 - 1e-7, [63, 16, 8, 5, 3, 2, 2]),
@@ -179,14 +186,14 @@ def test_third_moves_boundaries_of_all_levels():
     ('laplacian', lambda n: 100, 0.5, [4, 9, 19, 30, 24, 10, 4]),
     ('laplacian', lambda n: 4 * 4 ** n, 0.5, [31, 15, 10, 7, 6, 9, 22]),
     ('skew', lambda n: 2, 0.5, [33, 27, 12, 11, 7, 6, 5])])
-def test_range(parametrisation, edge, rho, expected):
+def test_range(parametrization, edge, rho, expected):
     """The model card's table: percent of a leaf's weight by the height at which it meets others, 64 x 64 leaves."""
     levels = quadtree_levels(64, 64)
     values = [torch.zeros(1, 1, x.height, x.width, 1, dtype=torch.float64) for x in levels]
     values[0][0, 0, 27, 36] = 1
     edges = [torch.full_like(x[..., 0], edge(n)) for n, x in enumerate(values[:-1])]
-    row = quadtree_solve(values, edges, parametrisation=parametrisation, rho=rho)[0][0, 0, :, :, 0].abs()
-    height = heights(levels, 27, 36)
+    row = quadtree_solve(values, edges, parametrization=parametrization, rho=rho)[0][0, 0, :, :, 0].abs()
+    height = common_ancestor_levels(levels, 27, 36)
     shares = torch.stack([row[height == n].sum() for n in range(7)]) / row.sum()
     assert [round(100 * share) for share in shares.tolist()] == expected
 
@@ -229,14 +236,14 @@ def test_recorded_by_compilers_and_counters():
     assert counter.get_total_flops() == 9 * nodes
 
 
-def _flat_solve(*x, count, parametrisation):
-    return tuple(quadtree_solve(x[:count], x[count:], parametrisation=parametrisation, shift=(1, 0)))
+def _flat_solve(*x, count, parametrization):
+    return tuple(quadtree_solve(x[:count], x[count:], parametrization=parametrization, shift=(1, 0)))
 
 
 def test_gradcheck():
-    for parametrisation in PARAMETRISATIONS:
-        values, edges = problem(3, 5, parametrisation, shift=(1, 0), dim=2, batch=1, scale=1.0)
-        solve = partial(_flat_solve, count=len(values), parametrisation=parametrisation)
+    for parametrization in PARAMETRIZATIONS:
+        values, edges = problem(3, 5, parametrization, shift=(1, 0), dim=2, batch=1, scale=1.0)
+        solve = partial(_flat_solve, count=len(values), parametrization=parametrization)
         assert torch.autograd.gradcheck(solve, (*values, *edges))
 
 
@@ -253,11 +260,11 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r'edges\[0\] must have shape'):
         quadtree_solve(values, [edges[1], *edges[1:]])
     with pytest.raises(ValueError, match="'laplacian', 'symmetric', 'skew', got 'dense'"):
-        quadtree_solve(values, edges, parametrisation='dense')
+        quadtree_solve(values, edges, parametrization='dense')
     with pytest.raises(ValueError, match='mask must have shape'):
         quadtree_solve(values, edges, mask=torch.ones(2, 5, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match='rho must be between 0 and 1'):
-        quadtree_solve(values, edges, parametrisation='symmetric', rho=1.5)
+        quadtree_solve(values, edges, parametrization='symmetric', rho=1.5)
     with pytest.raises(ValueError, match='shift must be two integers'):
         quadtree_solve(values, edges, shift=(-1, 0))
     with pytest.raises(TypeError, match='int64'):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.kernels import launch, quadtree_solve
-from subquad.kernels.tree_solve import PARAMETRISATIONS, quadtree_levels
+from subquad.kernels import quadtree_solve
+from subquad.kernels.common import launch
+from subquad.kernels.trees import PARAMETRIZATIONS, quadtree_levels
 
 pytest.importorskip('triton')
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -26,14 +27,14 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, 'new_empty', lambda *args, **kwargs: fill(new_empty(*args, **kwargs)))
 
 
-def _inputs(height, width, parametrisation='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float32,
+def _inputs(height, width, parametrization='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float32,
             edge_dtype=None, batch=1, heads=1, dim=8):
     """values and edges of every level; bounded where the solve needs it (quadtree_solve itself bounds 'symmetric')."""
     g = torch.Generator().manual_seed(height * 100 + width)
     levels = quadtree_levels(height, width, max_levels, shift)
     values = [torch.randn(batch, heads, x.height, x.width, dim, generator=g) for x in levels]
     edges = [2 * torch.randn(batch, heads, x.height, x.width, generator=g) for x in levels[:-1]]
-    if parametrisation == 'laplacian':
+    if parametrization == 'laplacian':
         edges = [edge.abs() for edge in edges]
     return [x.to(DEVICE, dtype) for x in values], [x.to(DEVICE, edge_dtype or dtype) for x in edges]
 
@@ -67,71 +68,71 @@ def _check(values, edges, layout=lambda x: x, **options):
 @pytest.mark.parametrize('grid, shift', [((1, 1), (0, 0)), ((1, 1), (5, 3)), ((1, 9), (0, 0)), ((1, 9), (5, 3)),
                                          ((9, 1), (5, 3)), ((5, 3), (0, 0)), ((5, 3), (5, 3)), ((7, 11), (0, 0)),
                                          ((7, 11), (5, 3)), ((14, 14), (0, 0)), ((14, 14), (2, 1))], ids=str)
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_trees_in_one_tile(parametrisation, grid, shift):
-    _check(*_inputs(*grid, parametrisation, shift), parametrisation=parametrisation, shift=shift)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_trees_in_one_tile(parametrization, grid, shift):
+    _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
 
 
-@pytest.mark.parametrize('parametrisation, grid, shift', [
+@pytest.mark.parametrize('parametrization, grid, shift', [
     ('laplacian', (14, 14), (5, 3)), ('symmetric', (20, 31), (0, 0)), ('skew', (20, 31), (5, 3)),
     ('laplacian', (33, 17), (5, 3)), ('skew', (33, 17), (0, 0))], ids=str)
-def test_trees_of_several_tiles(parametrisation, grid, shift):
-    _check(*_inputs(*grid, parametrisation, shift), parametrisation=parametrisation, shift=shift)
+def test_trees_of_several_tiles(parametrization, grid, shift):
+    _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
 
 
 @pytest.mark.parametrize('sides, dtype', [((2,), torch.float32), ((2, 4), torch.bfloat16), ((4,), torch.float16)],
                          ids=str)
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_tiles_of_tiles(parametrisation, sides, dtype, monkeypatch):
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_tiles_of_tiles(parametrization, sides, dtype, monkeypatch):
     """Several times up and down, with float32 between the launches."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     monkeypatch.setattr(triton, 'SIDES', sides)
-    _check(*_inputs(3, 6, parametrisation, (1, 3), dtype=dtype, dim=16), parametrisation=parametrisation, shift=(1, 3))
+    _check(*_inputs(3, 6, parametrization, (1, 3), dtype=dtype, dim=16), parametrization=parametrization, shift=(1, 3))
 
 
-@pytest.mark.parametrize('parametrisation, grid, shift, levels', [
+@pytest.mark.parametrize('parametrization, grid, shift, levels', [
     ('laplacian', (7, 11), (0, 0), 2), ('symmetric', (7, 11), (5, 3), 3), ('skew', (1, 9), (5, 3), 2),
     ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (20, 31), (5, 3), 3)], ids=str)
-def test_forests(parametrisation, grid, shift, levels):
-    _check(*_inputs(*grid, parametrisation, shift, levels), parametrisation=parametrisation, shift=shift)
+def test_forests(parametrization, grid, shift, levels):
+    _check(*_inputs(*grid, parametrization, shift, levels), parametrization=parametrization, shift=shift)
 
 
 @pytest.mark.parametrize('dtype, edge_dtype', [
     (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.float32, torch.float64), (torch.float32, torch.float16)], ids=str)
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_dtypes(parametrisation, dtype, edge_dtype):
-    _check(*_inputs(7, 6, parametrisation, dtype=dtype, edge_dtype=edge_dtype), parametrisation=parametrisation)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_dtypes(parametrization, dtype, edge_dtype):
+    _check(*_inputs(7, 6, parametrization, dtype=dtype, edge_dtype=edge_dtype), parametrization=parametrization)
 
 
 @pytest.mark.parametrize('dim', [1, 16, 20, 32, 70])
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_head_dimensions(parametrisation, dim):
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_head_dimensions(parametrization, dim):
     """One channel, a power of two or not, more than a tile takes."""
-    _check(*_inputs(5, 3, parametrisation, dim=dim, batch=2, heads=3), parametrisation=parametrisation)
+    _check(*_inputs(5, 3, parametrization, dim=dim, batch=2, heads=3), parametrization=parametrization)
 
 
 def test_heads_that_need_smaller_tiles():
     """Of 64 channels: a tile of 16 x 16 with all of them, which the gradient wants, would not stay in registers."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     assert [triton._tile(levels, 32) for levels in range(2, 11)] == [
         (8, 2), (8, 3), (8, 4), (16, 5), (8, 4), (8, 4), (8, 4), (16, 5), (8, 4)]
     assert [triton._tile(levels, 64) for levels in (4, 5, 2)] == [(8, 4), (8, 4), (8, 2)]
     _check(*_inputs(1, 14, dim=64))
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('order', [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], ids=str)
-def test_strides(order, parametrisation):
+def test_strides(order, parametrization):
     """Channels last in memory, channels first, everything backwards: read and written where it lies."""
     def layout(x):
         places = order if x.ndim == 5 else [n for n in order if n < 4]
         back = [places.index(n) for n in range(x.ndim)]
         return x.permute(places).contiguous().permute(back)
-    values, edges = _inputs(5, 6, parametrisation, batch=2, heads=3, dim=4)
-    _check(values, edges, layout, parametrisation=parametrisation)
+    values, edges = _inputs(5, 6, parametrization, batch=2, heads=3, dim=4)
+    _check(values, edges, layout, parametrization=parametrization)
     values = [layout(x) for x in values]
-    for x, y in zip(values, quadtree_solve(values, [layout(x) for x in edges], parametrisation=parametrisation,
+    for x, y in zip(values, quadtree_solve(values, [layout(x) for x in edges], parametrization=parametrization,
                                            backend='triton')):
         assert y.stride() == x.stride() and y.data_ptr() != x.data_ptr()
 
@@ -194,7 +195,7 @@ def test_nothing_to_do(cut):
 
 def test_launches(monkeypatch):
     """A grid of up to 16 x 16 is one launch, one of up to 256 x 256 three; twice as many with the gradient."""
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     launched = []
 
     class Recorder:
@@ -223,7 +224,7 @@ def test_launches(monkeypatch):
 
 
 def test_spans_of_an_image():
-    from subquad.kernels.tree_solve import triton
+    from subquad.kernels.quadtree_solve import triton
     values = [torch.empty(1, 64, 8192 >> n, 8192 >> n, 1, device='meta') for n in range(2)]
     with pytest.raises(ValueError, match='spans 2.31 elements'):
         triton.forward(values, [values[0][..., 0]], 'laplacian', [0, 0])
@@ -231,15 +232,15 @@ def test_spans_of_an_image():
 
 # --- what PyTorch sees
 
-@pytest.mark.parametrize('parametrisation, shift, levels', [('laplacian', (0, 0), None), ('skew', (5, 3), 2)])
-def test_opcheck(parametrisation, shift, levels):
-    values, edges = _inputs(3, 5, parametrisation, shift, levels, dim=2, edge_dtype=torch.float64)
+@pytest.mark.parametrize('parametrization, shift, levels', [('laplacian', (0, 0), None), ('skew', (5, 3), 2)])
+def test_opcheck(parametrization, shift, levels):
+    values, edges = _inputs(3, 5, parametrization, shift, levels, dim=2, edge_dtype=torch.float64)
     values = [x.permute(0, 1, 4, 2, 3).contiguous().permute(0, 1, 3, 4, 2) for x in values]
     ops = torch.ops.subquad
-    solution = ops.quadtree_solve_fwd(values, edges, parametrisation, list(shift))
-    torch.library.opcheck(ops.quadtree_solve_bwd.default, (values, solution, edges, parametrisation, list(shift)))
+    solution = ops.quadtree_solve_fwd(values, edges, parametrization, list(shift))
+    torch.library.opcheck(ops.quadtree_solve_bwd.default, (values, solution, edges, parametrization, list(shift)))
     leaves = [[x.detach().clone().requires_grad_() for x in tensors] for tensors in (values, edges)]
-    torch.library.opcheck(ops.quadtree_solve_fwd.default, (*leaves, parametrisation, list(shift)))
+    torch.library.opcheck(ops.quadtree_solve_fwd.default, (*leaves, parametrization, list(shift)))
 
 
 def test_compiles_to_one_graph():

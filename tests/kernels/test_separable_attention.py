@@ -5,8 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
-from subquad.kernels import launch
-from subquad.kernels.separable_attention import grid
+from subquad.kernels.common import launch, patches
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BACKENDS = ['portable', 'export', 'triton']
@@ -139,8 +138,8 @@ def test_scores_sum_to_one_in_each_group(size, sampling):
     query, key, value, *_ = _inputs(*size, 3)
     y, scores = kernels.separable_attention(query, key, value, patch_size=2, sampling=sampling, return_scores=True)
     assert scores.shape == query.shape and (scores > 0).all()
-    for rows in grid.parts(size[0], 2, sampling):
-        for columns in grid.parts(size[1], 2, sampling):
+    for rows in patches.group_slices(size[0], 2, sampling):
+        for columns in patches.group_slices(size[1], 2, sampling):
             torch.testing.assert_close(scores[:, rows, columns].sum((1, 2)), torch.ones(2, 3, device=DEVICE))
     context = (scores.mean(3, keepdim=True) * key)[:, ::2, ::2].sum((1, 2))
     if sampling == 'pixel':

@@ -7,20 +7,20 @@ import pytest
 import torch
 from helpers import relative_error
 
-from subquad.kernels import tree_solve
-from subquad.kernels.tree_solve import (
-    PARAMETRISATIONS,
+from subquad.kernels import quadtree_solve, tree_solve
+from subquad.kernels.tree_solve.portable import tree_solve as plain_tree_solve
+from subquad.kernels.tree_solve.reference import assemble
+from subquad.kernels.trees import (
+    PARAMETRIZATIONS,
     Tree,
     grid_order,
     quadtree_levels,
-    quadtree_solve,
     sweeps,
     tree_blocks,
     tree_log_determinant,
     tree_marginal_variances,
     tree_sample,
 )
-from subquad.kernels.tree_solve.reference import assemble
 
 
 def random_tree(seed: int) -> Tree:
@@ -41,20 +41,20 @@ def random_tree(seed: int) -> Tree:
     return Tree(renamed, torch.randint(1, block + 1, (nodes,), generator=g) if mixed else block)
 
 
-def problem(seed: int, parametrisation: str, dtype=torch.float64):
+def problem(seed: int, parametrization: str, dtype=torch.float64):
     tree, g = random_tree(seed), torch.Generator().manual_seed(seed + 1)
     z = torch.randn(2, 3, len(tree), tree.block, tree.block, dtype=dtype, generator=g)
-    if parametrisation == 'laplacian' and tree.block == 1:
+    if parametrization == 'laplacian' and tree.block == 1:
         z = z.abs().to(dtype)
     u = torch.randn(2, 3, len(tree), tree.block, seed % 4 + 1, dtype=dtype, generator=g)
-    return (tree, *tree_blocks(tree, z, parametrisation), u)
+    return (tree, *tree_blocks(tree, z, parametrization), u)
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('seed', range(60))
-def test_ragged_trees_against_the_dense_matrix(seed, parametrisation):
+def test_ragged_trees_against_the_dense_matrix(seed, parametrization):
     kind = torch.complex128 if seed % 2 else torch.float64
-    tree, a, b, c, u = problem(seed, parametrisation, kind)
+    tree, a, b, c, u = problem(seed, parametrization, kind)
     expected = tree_solve(tree, a, b, c, u, backend='reference')
     assert relative_error(tree_solve(tree, a, b, c, u), expected) < 1e-12
     single = torch.complex64 if seed % 2 else torch.float32
@@ -102,10 +102,10 @@ def test_signs_are_those_of_the_equations_and_not_of_the_printed_algorithm():
     assert relative_error(wrong, tree_solve(tree, None, -b, c, u)) < 1e-12        # what it solves
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('seed', [0, 1, 2, 3, 4, 5, 8, 13])
-def test_adjoint_against_autograd(seed, parametrisation):
-    tree, *blocks = problem(seed, parametrisation, torch.complex128 if seed % 2 else torch.float64)
+def test_adjoint_against_autograd(seed, parametrization):
+    tree, *blocks = problem(seed, parametrization, torch.complex128 if seed % 2 else torch.float64)
     blocks = [None if x is None else x.clone().requires_grad_() for x in blocks]
     inputs = [x for x in blocks if x is not None]
     weight = torch.randn_like(blocks[-1])
@@ -114,14 +114,14 @@ def test_adjoint_against_autograd(seed, parametrisation):
         return torch.autograd.grad((x * weight.conj()).sum().real, inputs, allow_unused=True)
 
     found = gradients(tree_solve(tree, *blocks))
-    for other in (sweeps.solve(tree, *_own(tree, blocks)), tree_solve(tree, *blocks, backend='reference')):
+    for other in (plain_tree_solve(tree, *_own(tree, blocks)), tree_solve(tree, *blocks, backend='reference')):
         for mine, wanted in zip(found, gradients(other)):
             wanted = torch.zeros_like(mine) if wanted is None else wanted
             assert (mine - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max())
 
 
 def _own(tree, blocks):
-    from subquad.kernels.tree_solve.arguments import own_parts
+    from subquad.kernels.trees.arguments import own_parts
     return own_parts(tree, *blocks)
 
 
@@ -220,8 +220,8 @@ def test_constant_two_sided_path():
     assert relative_error(x[80:121, 80:121], expected) < 1e-12
 
 
-@pytest.mark.parametrize('parametrisation', PARAMETRISATIONS)
-def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrisation):
+@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrization):
     g, tree, dim = torch.Generator().manual_seed(0), Tree.over_sequence(256, 4), 2
     levels = quadtree_levels(16, 16)
     values = [torch.randn(1, 1, x.height, x.width, dim, dtype=torch.float64, generator=g) for x in levels]
@@ -232,9 +232,9 @@ def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrisation):
         return torch.cat([x[0, 0].flatten(0, 1)[order] for x, order in zip(grids, orders)])
 
     z = sequence(edges)[:, None, None]
-    a, b, c = tree_blocks(tree, z, parametrisation, rho=0.9)
+    a, b, c = tree_blocks(tree, z, parametrization, rho=0.9)
     x = tree_solve(tree, a, b, c, sequence(values)[:, None])[:, 0]
-    grids = quadtree_solve(values, edges[:-1], parametrisation=parametrisation, rho=0.9)
+    grids = quadtree_solve(values, edges[:-1], parametrization=parametrization, rho=0.9)
     assert relative_error(sequence(grids), x) < 1e-12
 
 
@@ -351,7 +351,7 @@ def test_wrong_arguments():
         tree_solve(tree, None, b, b, u, backend='fast')
     with pytest.raises(ValueError, match='arity at least 2'):
         Tree.over_sequence(4, 1)
-    with pytest.raises(ValueError, match='parametrisation'):
+    with pytest.raises(ValueError, match='parametrization'):
         tree_blocks(tree, b, 'dense')
     for rho in (1.0, 2):
         with pytest.raises(ValueError, match='rho'):

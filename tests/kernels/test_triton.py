@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
-from subquad.kernels import launch
+from subquad.kernels.common import launch
 
 pytest.importorskip('triton')
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -15,20 +15,20 @@ if DEVICE == 'cpu' and not launch.interpreted():
 # In the dtype of the output; a GPU multiplies half types in half precision.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-CALLS = {f'polyline-{mask}-{paths}': lambda q, k, v, a, b, backend, mask=mask, paths=paths:
-         kernels.polyline_attention(q, k, v, a, b, mask=mask, paths=paths, backend=backend)
-         for mask in ('logit', 'product') for paths in ('both', 'v2h', 'h2v')}
-CALLS.update({f'decay-{mask}-{axis}': lambda q, k, v, a, b, backend, mask=mask, axis=axis:
-              kernels.decay_attention(q, k, v, a, axis=axis, mask=mask, backend=backend)
-              for mask in ('logit', 'product') for axis in ('row', 'column')})
-CALLS.update({f'crisscross-{order}': lambda q, k, v, a, b, backend, order=order:
-              kernels.crisscross_attention(q, k, v, a, b, order=order, backend=backend)
-              for order in ('both', 'row_first', 'column_first')})
-CALLS.update({f'scan-{order}': lambda q, k, v, a, b, backend, order=order:
-              kernels.polyline_scan(v, a, b, order=order, backend=backend) for order in ('v2h', 'h2v', 'both')})
+CALLS = {f'polyline-{mask_mode}-{paths}': lambda q, k, v, a, b, backend, mask_mode=mask_mode, paths=paths:
+         kernels.polyline_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend)
+         for mask_mode in ('additive', 'multiplicative') for paths in ('both', 'v2h', 'h2v')}
+CALLS.update({f'decay-{mask_mode}-{axis}': lambda q, k, v, a, b, backend, mask_mode=mask_mode, axis=axis:
+              kernels.decay_attention(q, k, v, a, axis=axis, mask_mode=mask_mode, backend=backend)
+              for mask_mode in ('additive', 'multiplicative') for axis in ('row', 'column')})
+CALLS.update({f'crisscross-{paths}': lambda q, k, v, a, b, backend, paths=paths:
+              kernels.crisscross_attention(q, k, v, a, b, paths=paths, backend=backend)
+              for paths in ('both', 'h2v', 'v2h')})
+CALLS.update({f'scan-{paths}': lambda q, k, v, a, b, backend, paths=paths:
+              kernels.polyline_scan(v, a, b, paths=paths, backend=backend) for paths in ('v2h', 'h2v', 'both')})
 CALLS['linear'] = lambda q, k, v, a, b, backend: kernels.polyline_linear_attention(q, k, v, a, b, backend=backend)
-EVERY_OPERATOR = ['polyline-logit-both', 'polyline-product-both', 'decay-logit-column', 'decay-product-row',
-                  'crisscross-both', 'scan-both']
+EVERY_OPERATOR = ['polyline-additive-both', 'polyline-multiplicative-both', 'decay-additive-column',
+                  'decay-multiplicative-row', 'crisscross-both', 'scan-both']
 
 
 def _inputs(height, width, dtype=torch.float32, batch=1, heads=2, dim=8, dim_v=8):
@@ -84,13 +84,13 @@ def test_half_types(name, dtype):
 
 
 @pytest.mark.parametrize('dims', [(16, 8), (24, 40), (128, 96)])
-@pytest.mark.parametrize('name', ['polyline-logit-both', 'decay-logit-row', 'scan-v2h'])
+@pytest.mark.parametrize('name', ['polyline-additive-both', 'decay-additive-row', 'scan-v2h'])
 def test_head_dimensions(name, dims):
     _check(CALLS[name], _inputs(2, 3, heads=1, dim=dims[0], dim_v=dims[1]))
 
 
-@pytest.mark.parametrize('name', ['decay-logit-row', 'decay-product-column', 'polyline-logit-both',
-                                  'polyline-product-both', 'polyline-logit-v2h', 'polyline-logit-h2v'])
+@pytest.mark.parametrize('name', ['decay-additive-row', 'decay-multiplicative-column', 'polyline-additive-both',
+                                  'polyline-multiplicative-both', 'polyline-additive-v2h', 'polyline-additive-h2v'])
 def test_lines_of_several_tiles(name, monkeypatch):
     """Running softmaxes, and the backward pass tile by tile, with tiles of 16."""
     monkeypatch.setattr(launch, 'LARGEST_TILE', {kernel: {4: (16,) * 3} for kernel in launch.LARGEST_TILE})
@@ -109,7 +109,7 @@ def test_scan_in_three_dimensions():
     logs = [-torch.rand(1, 1, 3, 4, 5, device=DEVICE) for _ in range(3)]
 
     def call(x, a, b, c, backend):
-        return kernels.polyline_scan(x, a, b, c, order='both', backend=backend)
+        return kernels.polyline_scan(x, a, b, c, paths='both', backend=backend)
     expected = _run(call, [t.double() for t in (x, *logs)], 'reference')
     for actual, wanted in zip(_run(call, (x, *logs), 'triton'), expected):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -175,7 +175,7 @@ def test_strided_and_empty_inputs(name):
 
 def test_results_are_the_same_every_time():
     inputs = _inputs(3, 5)
-    for name in ('polyline-logit-both', 'scan-both'):
+    for name in ('polyline-additive-both', 'scan-both'):
         first, second = (_run(CALLS[name], inputs, 'triton') for _ in range(2))
         assert all(x is y or torch.equal(x, y) for x, y in zip(first, second))
 
@@ -187,7 +187,7 @@ def test_forward_and_backward_read_the_grid_the_same_way():
         for dtype in TOLERANCE:
             for dim in (16, 64, 128):
                 x = torch.empty(1, 1, height, width, dim, dtype=dtype, device=DEVICE)
-                grids = [_Grid(f'polyline_attention_{kernel}', x, x, x, x[..., 0], x[..., 0], 'logit', 'both')
+                grids = [_Grid(f'polyline_attention_{kernel}', x, x, x, x[..., 0], x[..., 0], 'additive', 'both')
                          for kernel in ('fwd', 'bwd')]
                 assert grids[0].swapped == grids[1].swapped
 
@@ -199,7 +199,7 @@ def test_tiles_of_different_sizes_forward_and_backward(grid, monkeypatch):
     monkeypatch.setattr(launch, 'LARGEST_TILE', {'polyline_attention_fwd': {4: (32,) * 3},
                                                  'polyline_attention_bwd': {4: (16,) * 3}})
     monkeypatch.setattr(triton, 'SLICES', 2)
-    _check(CALLS['polyline-logit-both'], _inputs(*grid, heads=1))
+    _check(CALLS['polyline-additive-both'], _inputs(*grid, heads=1))
 
 
 def test_memory_of_the_backward_pass_is_linear(monkeypatch):
@@ -213,7 +213,7 @@ def test_memory_of_the_backward_pass_is_linear(monkeypatch):
     monkeypatch.setattr(triton, '_polyline_attention_bwd_kernel', Recorder())
     q = torch.empty(1, 1, 1, 4096, 8, device=DEVICE)
     sums = torch.zeros(1, 1, 1, 4096, device=DEVICE)
-    triton.backward(q, q, q, q, sums, sums, q, q, sums.new_zeros(2, 1, 1, 4096), 'logit', 'both')
+    triton.backward(q, q, q, q, sums, sums, q, q, sums.new_zeros(2, 1, 1, 4096), 'additive', 'both')
     side = launch.tile(4096, launch.largest_tile('polyline_attention_bwd', torch.float32, 8))
     assert sum(programs[0] for programs, _ in launched) == 4096 // side
     assert {shape for _, shape in launched} == {(2, 2 * triton.SLICES, 1, 4096)}
@@ -252,14 +252,14 @@ def _op_arguments():
     def leaf(*tensors):
         return [x.detach().clone().requires_grad_() for x in tensors]
     ops = torch.ops.subquad
-    yield ops.polyline_attention_fwd, (*leaf(q, k, v, sa, sb), 'logit', 'both', True)
-    yield ops.polyline_attention_fwd, (q, k, v, sa, sb, 'product', 'v2h', False)
-    yield ops.decay_attention_fwd, (*leaf(q, k, v, sa), 'row', 'logit', True)
+    yield ops.polyline_attention_fwd, (*leaf(q, k, v, sa, sb), 'additive', 'both', True)
+    yield ops.polyline_attention_fwd, (q, k, v, sa, sb, 'multiplicative', 'v2h', False)
+    yield ops.decay_attention_fwd, (*leaf(q, k, v, sa), 'row', 'additive', True)
     yield ops.polyline_scan_fwd, (*leaf(v, a), 3, torch.float32)
-    out, first, lse = ops.polyline_attention_fwd(q, k, v, sa, sb, 'logit', 'both', True)
-    yield ops.polyline_attention_bwd, (v, q, k, v, sa, sb, out, first, lse, 'logit', 'both')
-    out, lse = ops.decay_attention_fwd(q, k, v, sa, 'row', 'logit', True)
-    yield ops.decay_attention_bwd, (v, q, k, v, sa, out, lse, 'row', 'logit')
+    out, first, lse = ops.polyline_attention_fwd(q, k, v, sa, sb, 'additive', 'both', True)
+    yield ops.polyline_attention_bwd, (v, q, k, v, sa, sb, out, first, lse, 'additive', 'both')
+    out, lse = ops.decay_attention_fwd(q, k, v, sa, 'row', 'additive', True)
+    yield ops.decay_attention_bwd, (v, q, k, v, sa, out, lse, 'row', 'additive')
     yield ops.polyline_scan_bwd, (v, v, a, 3)
 
 
@@ -270,7 +270,7 @@ def test_opcheck(n):
 
 
 @pytest.mark.parametrize('name, op, count', [
-    ('polyline-logit-both', 'polyline_attention_fwd', 1), ('decay-logit-row', 'decay_attention_fwd', 1),
+    ('polyline-additive-both', 'polyline_attention_fwd', 1), ('decay-additive-row', 'decay_attention_fwd', 1),
     ('crisscross-both', 'decay_attention_fwd', 4), ('scan-v2h', 'polyline_scan_fwd', 2)])
 def test_compile_sees_one_operator(name, op, count):
     seen = []
@@ -286,14 +286,14 @@ def test_compile_sees_one_operator(name, op, count):
 
 def test_compiled_gradients():
     inputs = _inputs(2, 3, heads=1)
-    compiled = torch.compile(CALLS['polyline-logit-both'], fullgraph=True, backend='aot_eager')
-    for x, y in zip(_run(compiled, inputs, 'triton'), _run(CALLS['polyline-logit-both'], inputs, 'triton')):
+    compiled = torch.compile(CALLS['polyline-additive-both'], fullgraph=True, backend='aot_eager')
+    for x, y in zip(_run(compiled, inputs, 'triton'), _run(CALLS['polyline-additive-both'], inputs, 'triton')):
         torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize('name, forward, backward', [
-    ('polyline-logit-both', 2 * 2 * 15 ** 2 * (8 + 4), 2 * 2 * 15 ** 2 * (3 * 8 + 2 * 4)),
-    ('decay-logit-column', 2 * 2 * 15 * 3 * (8 + 4), 2 * 2 * 15 * 3 * (3 * 8 + 2 * 4)),
+    ('polyline-additive-both', 2 * 2 * 15 ** 2 * (8 + 4), 2 * 2 * 15 ** 2 * (3 * 8 + 2 * 4)),
+    ('decay-additive-column', 2 * 2 * 15 * 3 * (8 + 4), 2 * 2 * 15 * 3 * (3 * 8 + 2 * 4)),
     ('scan-v2h', 2 * 6 * 2 * 15 * 4, 2 * 16 * 2 * 15 * 4)])
 def test_flop_counters_count(name, forward, backward):
     inputs = [x.requires_grad_() for x in _inputs(3, 5, dim_v=4)]
@@ -308,7 +308,7 @@ def test_flop_counters_count(name, forward, backward):
 def test_no_gradient_without_what_it_needs():
     q, k, v, a, b = _inputs(2, 3)
     y, first, lse = torch.ops.subquad.polyline_attention_fwd(q.requires_grad_(), k, v, a.cumsum(-1), b.cumsum(-2),
-                                                             'logit', 'both', False)
+                                                             'additive', 'both', False)
     assert first.numel() == lse.numel() == 0
     with pytest.raises(RuntimeError, match='save=False'):
         y.sum().backward()

@@ -1,4 +1,4 @@
-"""The backbones of detectors and segmenters: arguments, freezing, checkpointing, and weights that are really loaded."""
+"""Backbones of detectors and segmenters: arguments, frozen stages, activation checkpointing, weights, layer decay."""
 import copy
 import json
 import logging
@@ -28,14 +28,14 @@ def _build(family, **kwargs):
 
 @pytest.fixture(autouse=True)
 def silence():
-    """mmengine logs a line for each weight."""
+    """Switch off mmengine's log, which has a line for each weight."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_levels_equal_the_classifiers_stages(family):
+def test_feature_maps_equal_the_classifiers_stages(family):
     name, count = FAMILIES[family]
     classifier = timm.create_model(name).eval()
     backbone = _build(family, out_indices=range(count), output_norms=False).eval()
@@ -52,7 +52,7 @@ def test_levels_equal_the_classifiers_stages(family):
 
 @pytest.mark.parametrize('indices', [(0,), (3,), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_any_subset_of_levels(family, indices):
+def test_out_indices_select_levels(family, indices):
     whole = _build(family, out_indices=(0, 1, 2, 3), output_norms=True).eval()
     part = _build(family, out_indices=indices, output_norms=True).eval()
     part.load_state_dict({k: v for k, v in whole.state_dict().items() if k in part.state_dict()})
@@ -65,7 +65,7 @@ def test_any_subset_of_levels(family, indices):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_output_norms(family):
+def test_output_norms_normalize_each_level(family):
     backbone = _build(family, output_norms=True).eval()
     for level, channels in zip(backbone(torch.rand(1, 3, 64, 64)), backbone.out_channels, strict=True):
         assert level.shape[1] == channels
@@ -75,7 +75,7 @@ def test_output_norms(family):
 
 @pytest.mark.parametrize('frozen', [-1, 0, 1, 3])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_frozen_stages(family, frozen):
+def test_frozen_stages_get_no_gradients_and_stay_in_eval_mode(family, frozen):
     backbone = _build(family, frozen_stages=frozen, drop_path_rate=0.5).train()
     still = [backbone.stem, *list(backbone.stages)[:frozen]] if frozen >= 0 else []
     before = copy.deepcopy(backbone.state_dict())
@@ -93,7 +93,7 @@ def test_frozen_stages(family, frozen):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_norm_eval(family):
+def test_norm_eval_keeps_batch_norm_in_eval_mode(family):
     backbone = _build(family, norm_eval=True).train()
     norms = [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
     assert norms and not any(norm.training for norm in norms) and backbone.training
@@ -102,7 +102,7 @@ def test_norm_eval(family):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_checkpointing_changes_nothing(family):
+def test_activation_checkpointing_keeps_outputs_and_gradients(family):
     results = []
     backbone = _build(family, norm_eval=True).train()
     checkpointed = _build(family, norm_eval=True, with_cp=True).train()
@@ -116,8 +116,8 @@ def test_checkpointing_changes_nothing(family):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_bfloat16_autocast(family):
-    # A random MobileViTv2 amplifies rounding level by level, timm's as well, and the test network most.
+def test_bfloat16_autocast_trains(family):
+    # A random MobileViTv2 amplifies rounding errors from level to level, as timm's does; the test network does so most.
     backbone = MODELS.build(dict(type=family, arch='050' if family == 'MobileViTv2' else 'test')).eval()
     x = torch.rand(2, 3, 64, 96)
     with torch.autocast('cpu', torch.bfloat16):
@@ -131,7 +131,7 @@ def test_bfloat16_autocast(family):
             assert (level.float() - exact).norm() <= limit * exact.norm()
 
 
-def test_strides_of_mobilevitv2():
+def test_output_stride_of_mobilevitv2():
     for stride in (8, 16, 32):
         backbone = _build('MobileViTv2', output_stride=stride)
         assert backbone.out_strides == [4, 8, min(16, stride), stride]
@@ -139,8 +139,8 @@ def test_strides_of_mobilevitv2():
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_regions_are_read_as_they_lie(family):
-    """mmcv's RoIAlign takes memory for rows of a channel, whatever the strides say."""
+def test_roi_align_reads_the_maps_in_the_right_layout(family):
+    """mmcv's RoIAlign ignores strides, so maps must be contiguous."""
     from mmcv.ops import roi_align
     levels = _build(family).eval()(torch.rand(2, 3, 64, 96))
     convolution = nn.Conv2d(levels[0].shape[1], 4, 1)
@@ -157,9 +157,9 @@ def _first_stage(model):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_pretrained_by_a_classifiers_file(family, tmp_path):
+def test_init_cfg_loads_classifiers_and_detectors(family, tmp_path):
     classifier = timm.create_model(FAMILIES[family][0])
-    for module in classifier.modules():                # weights that no constructor gives
+    for module in classifier.modules():                # values that differ from initialization
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, _BatchNorm)):
             nn.init.normal_(module.weight)
     save_weights(classifier, tmp_path / 'c.safetensors')
@@ -168,7 +168,7 @@ def test_pretrained_by_a_classifiers_file(family, tmp_path):
     detector.backbone.init_weights()
     for ours, theirs in zip(_first_stage(detector.backbone), _first_stage(classifier), strict=True):
         assert torch.equal(ours, theirs)
-    # ... and by a detector's, of which it is a part.
+    # The same weights load from a detector's file.
     path = str(tmp_path / 'detector.pth')
     save_checkpoint(dict(state_dict=detector.state_dict(), meta={}), path)
     for options in (dict(prefix='backbone.'), dict(prefix='backbone'), {}):
@@ -178,8 +178,8 @@ def test_pretrained_by_a_classifiers_file(family, tmp_path):
             assert torch.equal(value, detector.backbone.state_dict()[name]), name
 
 
-def test_pretrained_by_published_keys(tmp_path):
-    """The authors' classifier: other key names, a Relpos buffer, and a head that detectors do not have."""
+def test_init_cfg_translates_published_keys(tmp_path):
+    """The authors' classifier has other keys, a Relpos buffer, and a head that detectors do not have."""
     with safe_open(DATA / 'ppma_layerscale_nonsquare.safetensors', 'pt') as file:
         state = {key.removeprefix('state/'): file.get_tensor(key) for key in file.keys() if key.startswith('state/')}
         config = json.loads(file.metadata()['config'])
@@ -202,7 +202,7 @@ def test_pretrained_by_published_keys(tmp_path):
     (lambda w: w.update({'stem.conv1.conv.weight': torch.zeros(1)}), r'1 shapes differ .*\(1,\) instead of'),
     (lambda w: w.pop('output_norms.1.weight'), 'output_norms.1.weight'),
     (lambda w: w.clear(), 'keys missing')])
-def test_gaps_are_refused_however_weights_come(change, message, tmp_path):
+def test_every_way_of_loading_a_backbone_is_strict(change, message, tmp_path):
     backbone = _build('PPMA')
     weights = dict(backbone.state_dict())
     change(weights)
@@ -212,7 +212,7 @@ def test_gaps_are_refused_however_weights_come(change, message, tmp_path):
     detector = nn.Module()
     detector.backbone = backbone
     with pytest.raises(WeightsError, match=message):
-        lax_load(detector, path)                       # as a Runner's load_from and resume do
+        lax_load(detector, path)                       # used by a Runner's load_from and resume
     with pytest.raises(WeightsError, match=message):
         backbone.load_state_dict(weights, strict=False)
     if weights:
@@ -220,10 +220,10 @@ def test_gaps_are_refused_however_weights_come(change, message, tmp_path):
         with pytest.raises(WeightsError, match=message):
             _build('PPMA', init_cfg=dict(type='Pretrained', checkpoint=path)).init_weights()
     for name, value in backbone.state_dict().items():
-        assert torch.equal(value, before[name]), 'nothing may be half loaded'
+        assert torch.equal(value, before[name]), 'no weight may change'
 
 
-def test_pretrained_files_that_do_not_fit(tmp_path):
+def test_init_cfg_errors_name_the_file(tmp_path):
     save_weights(timm.create_model('test_myo'), tmp_path / 'myo.safetensors')
     (tmp_path / 'cut.safetensors').write_bytes((tmp_path / 'myo.safetensors').read_bytes()[:5000])
     for checkpoint, options, message in (
@@ -239,17 +239,17 @@ def test_pretrained_files_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(arch='huge'), "arch must be one of 'tiny', 'small', 'base', 'test', .* or a dict, got 'huge'"),
-    (dict(out_indices=(2, 1)), r'out_indices must be rising numbers of stages, from 0 to 3, got \(2, 1\)'),
+    (dict(out_indices=(2, 1)), r'out_indices must be rising stage numbers from 0 to 3, got \(2, 1\)'),
     (dict(out_indices=()), 'out_indices'), (dict(out_indices=(0, 4)), 'out_indices'),
     (dict(out_indices=(1, 1)), 'rising'),
     (dict(frozen_stages=5), 'frozen_stages must be from -1 to 4, got 5'), (dict(drop_path_rate=2.), 'drop_path_rate'),
     (dict(attention='none'), 'attention'), (dict(deep_stem=True), 'deep_stem')])
-def test_wrong_arguments(kwargs, message):
+def test_invalid_backbone_arguments(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         _ = MODELS.build({**dict(type='PPMA', arch='test'), **kwargs})
 
 
-# ---- optimisers
+# ---- optimizers
 
 class _Detector(nn.Module):
     def __init__(self, backbone):
@@ -258,7 +258,7 @@ class _Detector(nn.Module):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_layer_decay(family):
+def test_layer_decay_sets_learning_rates_per_block(family):
     model = _Detector(_build(family, output_norms=True, frozen_stages=0))
     wrapper = mm.LayerDecayConstructor(
         dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1.0, weight_decay=0.1)),
@@ -286,7 +286,7 @@ def test_layer_decay_out_of_range(decay):
         mm.LayerDecayConstructor(dict(optimizer=dict(type='SGD', lr=1.)), dict(layer_decay=decay))
 
 
-def test_layer_decay_of_another_backbone():
+def test_layer_decay_needs_group_matcher():
     constructor = mm.LayerDecayConstructor(dict(optimizer=dict(type='SGD', lr=1.)), dict(layer_decay=0.9))
     with pytest.raises(ValueError, match='needs a backbone with group_matcher, got Linear'):
         constructor(_Detector(nn.Linear(2, 2)))

@@ -1,4 +1,4 @@
-"""What detectors and segmenters load, and what they say of it: nothing is left random without being asked for."""
+"""Loading detectors and segmenters is strict: no weight stays random unless the user asks for it."""
 import copy
 import json
 import logging
@@ -17,44 +17,33 @@ import torch
 pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
+from dense_cases import MASK_RCNN, UPERNET, build_small_detector, make_shapes
 from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import load_checkpoint as lax_load
 
-from subquad.backbones.mm.checkpoints import NewHeadsHook, fit, load_checkpoint
+from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load_checkpoint
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
-from subquad.tools import make_dataset, predict, test, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, load
-from subquad.tools.dense.runner import metadata, network
+from subquad.tools import predict, test, train
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, load
+from subquad.tools.engine.dense.runner import metadata, network
 
-MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 CLASSES = ['circle', 'ring', 'triangle', 'square', 'star']
 
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('weights') / 'shapes'
-    make_dataset.main(['shapes', str(folder), '--train', '8', '--val', '4', '--size', '64'])
-    return folder
-
-
-def _detector(classes=5, **backbone):
-    init_default_scope('mmdet')
-    model = load(MASK_RCNN).model
-    model.backbone.update(backbone)
-    for head in (model.roi_head.bbox_head, model.roi_head.mask_head):
-        head.num_classes = classes
-    return MODELS.build(model)
+    return make_shapes(tmp_path_factory.mktemp('weights') / 'shapes', train=8, val=4, size=64)
 
 
 @pytest.fixture(scope='module')
 def files(tmp_path_factory):
-    """A detector's file as `subquad train` writes it, as a Runner does, and a classifier's."""
+    """A detector's file of `subquad train`, the same of a Runner, and a classifier's file."""
     folder = tmp_path_factory.mktemp('files')
     torch.manual_seed(1)
-    model = _detector()
+    model = build_small_detector()
     save_weights(model, folder / 'detector.safetensors', dict(config=MASK_RCNN, classes=CLASSES))
     torch.save(dict(state_dict=model.state_dict(), meta=dict(epoch=1, iter=1)), folder / 'detector.pth')
     save_weights(timm.create_model('test_ppma'), folder / 'classifier.safetensors')
@@ -64,7 +53,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def log():
     """Lines of mmengine's current log."""
-    # One of its own: that of an earlier test may write to a file what this one is to see.
+    # A new logger, because the logger of an earlier test may write to a file.
     lines, logger = [], MMLogger.get_instance(f'log_{time.time_ns()}', log_level='INFO')
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -75,15 +64,15 @@ def log():
 
 # ---- init_cfg
 
-def test_the_log_says_what_init_cfg_loaded(files, log):
+def test_log_names_weights_loaded_by_init_cfg(files, log):
     path = files / 'classifier.safetensors'
-    detector = _detector(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
-    assert detector.backbone.loaded is None
+    detector = build_small_detector(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    assert detector.backbone.load_summary is None
     detector.init_weights()
     total, norms = len(detector.backbone.state_dict()), 8
     summary = f'PPMA backbone: {total - norms} of {total} weights are loaded from {path}; 8 are not'
-    assert detector.backbone.loaded.startswith(summary)
-    assert 'output_norms.0.weight' in detector.backbone.loaded and 'head.fc.weight' in detector.backbone.loaded
+    assert detector.backbone.load_summary.startswith(summary)
+    assert all(key in detector.backbone.load_summary for key in ('output_norms.0.weight', 'head.fc.weight'))
     assert any(line.startswith(summary) for line in log)
     text = '\n'.join(log)
     about = {key: re.search(rf'\n{re.escape(key)} - .*\n(.*)', text)[1] for key, _ in detector.named_parameters()}
@@ -93,15 +82,15 @@ def test_the_log_says_what_init_cfg_loaded(files, log):
     assert not any('user-defined' in words for key, words in about.items() if key.startswith('backbone.'))
 
 
-def test_prefix_and_detectors_are_said(files):
+def test_load_summary_names_prefix_and_unused_weights(files):
     path = files / 'detector.pth'
     for options in ({}, dict(prefix='backbone')):
         backbone = MODELS.build(dict(type='PPMA', arch='test', out_indices=(1, 2), init_cfg=dict(
             type='Pretrained', checkpoint=str(path), **options)))
         backbone.init_weights()
-        assert f'all {len(backbone.state_dict())} weights are loaded from {path}' in backbone.loaded
-        assert 'in the file are not used' in backbone.loaded, 'stage 3 and two output norms'
-        assert ('(backbone.)' in backbone.loaded) == bool(options)
+        assert f'all {len(backbone.state_dict())} weights are loaded from {path}' in backbone.load_summary
+        assert 'in the file are not used' in backbone.load_summary, 'stage 3 and two output norms'
+        assert ('(backbone.)' in backbone.load_summary) == bool(options)
 
 
 @pytest.mark.parametrize('init_cfg, message', [
@@ -113,12 +102,12 @@ def test_prefix_and_detectors_are_said(files):
     (dict(type='Pretrained', checkpoint=''), "checkpoint must be the path of a file, got ''"),
     (dict(type='Pretrained', checkpoint='w.pth', prefix=3), 'prefix must be a string or None, got 3'),
     (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'), "takes checkpoint and prefix, got 'prefx'")])
-def test_init_cfg_is_checked_when_given(init_cfg, message):
+def test_invalid_init_cfg_is_refused_at_construction(init_cfg, message):
     with pytest.raises(TypeError, match=message):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=init_cfg))
 
 
-def test_a_missing_checkpoint_is_one_sentence(data, tmp_path):
+def test_missing_checkpoint_ends_training_with_one_sentence(data, tmp_path):
     for changes, message in (
             (['init_cfg.type=Pretrained', f'init_cfg.checkpoint={tmp_path}/none.pth'], 'no weight file at .*none.pth'),
             (['init_cfg=none.pth'], 'model: .*init_cfg must be None, a dict'),
@@ -130,7 +119,7 @@ def test_a_missing_checkpoint_is_one_sentence(data, tmp_path):
     assert not (tmp_path / 'work').exists()
 
 
-def test_other_initializers_still_work(files):
+def test_init_cfg_may_list_other_initializers(files):
     backbone = MODELS.build(dict(type='PPMA', arch='test', init_cfg=[
         dict(type='Constant', layer='LayerNorm', val=0.5),
         dict(type='Pretrained', checkpoint=str(files / 'classifier.safetensors'))]))
@@ -148,8 +137,8 @@ def test_other_initializers_still_work(files):
     (lambda w: w.update({'backbone.stages.7.x.weight': torch.zeros(1)}), 'stages.7.x.weight'),
     (lambda w: [w.pop(key) for key in list(w) if key.startswith('backbone.')], 'keys missing .*backbone.stem'),
     (lambda w: w.clear(), 'keys missing')])
-def test_gaps_are_refused_however_a_detector_is_loaded(files, change, message, tmp_path):
-    model = _detector()
+def test_every_way_of_loading_a_detector_is_strict(files, change, message, tmp_path):
+    model = build_small_detector()
     before = copy.deepcopy(model.state_dict())
     weights = dict(read_checkpoint(files / 'detector.pth')[0])
     change(weights)
@@ -163,18 +152,18 @@ def test_gaps_are_refused_however_a_detector_is_loaded(files, change, message, t
     for load_it in loaders:
         with pytest.raises(WeightsError, match=message):
             load_it()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), 'nothing half loaded'
-    whole = _detector()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), 'no weight may change'
+    whole = build_small_detector()
     whole.init_cfg = dict(type='Pretrained', checkpoint=path)
     with pytest.raises(WeightsError, match=message):
         whole.init_weights()
 
 
-def test_what_may_differ(files, log, tmp_path):
-    """A detector's file in a smaller backbone, and a file without an auxiliary head."""
-    detector = _detector()
+def test_unused_weights_and_auxiliary_heads_may_differ(files, log, tmp_path):
+    """A file may have more stages than the backbone, and may lack the auxiliary head."""
+    detector = build_small_detector()
     weights = dict(read_checkpoint(files / 'detector.pth')[0])
-    found = fit(detector, {**weights, 'extra_head.weight': torch.zeros(1)})
+    found = compare_weights(detector, {**weights, 'extra_head.weight': torch.zeros(1)})
     assert not found.problems and found.unused == ['extra_head.weight'] and not found.new
     lax_load(detector, str(files / 'detector.pth'))
     torch.save(dict(model=weights, epoch=1), tmp_path / 'wrapped.pth')
@@ -189,16 +178,16 @@ def test_what_may_differ(files, log, tmp_path):
                                 norm_cfg=dict(type='BN'))
     segmenter = MODELS.build(model)
     weights = {key: value for key, value in segmenter.state_dict().items() if not key.startswith('auxiliary')}
-    found = fit(segmenter, weights)
+    found = compare_weights(segmenter, weights)
     assert not found.problems and all(key.startswith('auxiliary_head.') for key in found.new) and found.new
     smaller = MODELS.build(dict(type='PPMA', arch='test', out_indices=(0, 1)))
     detector.backbone, full = smaller, detector.backbone.state_dict()
-    left = fit(detector, {f'backbone.{key}': value for key, value in full.items()}).unused
+    left = compare_weights(detector, {f'backbone.{key}': value for key, value in full.items()}).unused
     assert 'backbone.output_norms.2.weight' in left and any(key.startswith('backbone.stages.3.') for key in left)
 
 
 def _config(tmp_path, data, files, hooks, **more):
-    """Two of the five classes, from a file with five, one epoch without learning."""
+    """Write a config that loads a file with five classes and trains two of them for one epoch at rate 0."""
     path = tmp_path / 'other_classes.py'
     classes = dict(metainfo=dict(classes=('circle', 'star')))
     text = dict(load_from=str(files / 'detector.safetensors'), custom_hooks=hooks, allow_other_classes=True,
@@ -213,19 +202,20 @@ def _config(tmp_path, data, files, hooks, **more):
     return path
 
 
-def test_other_classes_only_where_asked_for(files, data, tmp_path, capsys):
+def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, capsys):
     given = read_checkpoint(files / 'detector.safetensors')[0]
     work = tmp_path / 'work'
-    plain = _config(tmp_path, data, files, [])
+    without_hook = _config(tmp_path, data, files, [])
     with pytest.raises(UserError, match='6 shapes differ.*NewHeadsHook'):
-        train.main([str(plain), '--work-dir', str(work)])
+        train.main([str(without_hook), '--work-dir', str(work)])
     assert not work.exists()
     averaged = dict(type='EMAHook', momentum=0.5)
-    torch.save(dict(model=given, epoch=3), tmp_path / 'wrapped.pth')           # as the authors wrap theirs
-    asked = _config(tmp_path, data, files, [averaged, dict(type='NewHeadsHook')])
-    asked.write_text(asked.read_text().replace(str(files / 'detector.safetensors'), str(tmp_path / 'wrapped.pth')))
+    torch.save(dict(model=given, epoch=3), tmp_path / 'wrapped.pth')           # as in the authors' files
+    with_hook = _config(tmp_path, data, files, [averaged, dict(type='NewHeadsHook')])
+    text = with_hook.read_text().replace(str(files / 'detector.safetensors'), str(tmp_path / 'wrapped.pth'))
+    with_hook.write_text(text)
     capsys.readouterr()
-    assert train.main([str(asked), '--work-dir', str(work)]) == 0
+    assert train.main([str(with_hook), '--work-dir', str(work)]) == 0
     said = capsys.readouterr().err
     assert re.search(r'load_from: MaskRCNN: \d+ of \d+ weights are loaded from .*wrapped.pth; 6 are not and '
                      r'keep their initial values \(roi_head.bbox_head.fc_cls.weight', said)
@@ -235,15 +225,15 @@ def test_other_classes_only_where_asked_for(files, data, tmp_path, capsys):
             continue
         same = value.shape == given[key].shape and torch.equal(value, given[key])
         assert same != any(name in key for name in ('fc_cls', 'fc_reg', 'conv_logits')), key
-    # Testing and resuming need every weight, whatever the config's hooks say.
+    # Testing and resuming need every weight, also with NewHeadsHook.
     with pytest.raises(UserError, match='knows the classes|shapes differ'):
-        test.main([str(asked), str(files / 'detector.pth')])
+        test.main([str(with_hook), str(files / 'detector.pth')])
     with pytest.raises(UserError, match='shapes differ'):
-        train.main([str(asked), '--work-dir', str(tmp_path / 'other'), '--resume', str(files / 'detector.pth')])
+        train.main([str(with_hook), '--work-dir', str(tmp_path / 'other'), '--resume', str(files / 'detector.pth')])
 
 
-def test_the_libraries_own_runner(files, data, tmp_path, log):
-    """What their train.py and test.py do: Runner.from_cfg on the config, here with our safetensors file."""
+def test_mmengine_runner_loads_strictly(files, data, tmp_path, log):
+    """Runner.from_cfg, which train.py and test.py of both libraries use, loads a safetensors file strictly."""
     config = load(str(_config(tmp_path, data, files, [])))
     config.work_dir = str(tmp_path / 'work')
     with pytest.raises(WeightsError, match='shapes differ .*NewHeadsHook'):
@@ -264,20 +254,20 @@ def test_the_libraries_own_runner(files, data, tmp_path, log):
         Runner.from_cfg(tested).test()
 
 
-def test_modules_that_the_file_lacks(files):
+def test_new_heads_hook_allows_missing_modules(files):
     weights = {key: value for key, value in read_checkpoint(files / 'detector.pth')[0].items()
                if not key.startswith('roi_head.mask_head.')}
-    model = _detector()
-    assert fit(model, weights, ()).problems
-    found = fit(model, weights, ('roi_head.mask_head',))
+    model = build_small_detector()
+    assert compare_weights(model, weights, ()).problems
+    found = compare_weights(model, weights, ('roi_head.mask_head',))
     assert not found.problems and {key.split('.')[1] for key in found.new} == {'mask_head'}
     weights.pop('backbone.stem.conv1.conv.weight')
-    assert fit(model, weights, ('roi_head.mask_head', 'backbone')).problems, 'never the backbone'
-    with pytest.raises(TypeError, match="missing must be a sequence of names of modules, got 'roi_head'"):
+    assert compare_weights(model, weights, ('roi_head.mask_head', 'backbone')).problems, 'never the backbone'
+    with pytest.raises(TypeError, match="missing must be a sequence of module names, got 'roi_head'"):
         NewHeadsHook('roi_head')
 
 
-def test_training_says_what_init_cfg_loaded(files, data, tmp_path, capsys):
+def test_training_reports_weights_loaded_by_init_cfg(files, data, tmp_path, capsys):
     train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
                 'train_cfg.max_epochs=1', 'train_cfg.val_interval=5', 'model.backbone.init_cfg.type=Pretrained',
                 f'model.backbone.init_cfg.checkpoint={files / "classifier.safetensors"}'])
@@ -303,9 +293,9 @@ def _wrong_files(folder, files):
             ('none_inside.pth', {'state_dict': None}, 'holds no weights')):
         torch.save(content, folder / name)
         yield folder / name, message
-    for n, facts in enumerate((dict(classes=7), dict(classes='circle'), dict(classes={'circle': 1}),
+    for n, metadata_value in enumerate((dict(classes=7), dict(classes='circle'), dict(classes={'circle': 1}),
                                dict(classes=[1, 2]), dict(classes=[None] * 5), ['circle'], 'text', 5)):
-        save_state_dict(weights, folder / f'metadata-{n}.safetensors', facts)
+        save_state_dict(weights, folder / f'metadata-{n}.safetensors', metadata_value)
         yield folder / f'metadata-{n}.safetensors', 'metadata'
     for value in ('nan', 'inf', '-inf'):
         bad = {key: tensor.clone() for key, tensor in weights.items()}
@@ -314,13 +304,13 @@ def _wrong_files(folder, files):
         yield folder / f'{value}.pth', r'holds NaN or infinite values in 1 of .*\(roi_head.bbox_head.fc_cls.bias\)'
 
 
-def test_files_of_wrong_kinds_are_one_line(files, data, tmp_path):
-    model = _detector()
+def test_invalid_files_raise_one_line_errors(files, data, tmp_path):
+    model = build_small_detector()
     for path, message in _wrong_files(tmp_path, files):
         with pytest.raises(WeightsError, match=message) as error:
             load_checkpoint(model, path, CLASSES)
         assert len(str(error.value).splitlines()) == 1, path
-    # The tools pass the sentence on.
+    # The commands print the same sentence.
     image = str(next((data / 'images' / 'val').iterdir()))
     for name, message in (('nan.pth', 'NaN or infinite'), ('metadata-0.safetensors', 'metadata')):
         with pytest.raises(UserError, match=message):
@@ -331,11 +321,11 @@ def test_files_of_wrong_kinds_are_one_line(files, data, tmp_path):
         predict.main([UPERNET, str(files / 'detector.safetensors'), image, '--out', str(tmp_path / 'out')])
 
 
-def test_weights_that_are_not_finite_where_asked_for(files, data, tmp_path):
+def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):
     weights = {key: value.clone() for key, value in read_checkpoint(files / 'detector.pth')[0].items()}
     weights['backbone.stem.conv1.conv.bias'][0] = float('nan')
     torch.save(weights, tmp_path / 'nan.pth')
-    model = _detector()
+    model = build_small_detector()
     load_checkpoint(model, tmp_path / 'nan.pth', allow_nonfinite=True)
     assert model.backbone.stem.conv1.conv.bias[0].isnan()
     with pytest.raises(WeightsError, match='holds NaN or infinite values'):
@@ -346,14 +336,14 @@ def test_weights_that_are_not_finite_where_asked_for(files, data, tmp_path):
                     f'load_from={tmp_path / "nan.pth"}'])
 
 
-def test_options_that_no_shape_shows_are_compared(files, tmp_path):
-    """A network with the same weights computes something else."""
+def test_other_network_options_in_the_file_warn(files, tmp_path):
+    """Weights of the same shapes load into networks with other options, so a warning names these."""
     config = load(MASK_RCNN)
     trained = metadata(load(MASK_RCNN, {'model.backbone.attention': ['crisscross'] * 4,
                                         'model.backbone.with_cp': True}))
     assert json.loads(json.dumps(trained)) == trained and 'backbone.with_cp' not in trained['network']
     save_state_dict(read_checkpoint(files / 'detector.pth')[0], tmp_path / 'w.safetensors', trained)
-    model = _detector()
+    model = build_small_detector()
     with pytest.warns(UserWarning, match=r"other options: model.backbone.attention was \['crisscross', .* its default"):
         load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network(config))
     config.model.data_preprocessor.mean = [0., 0., 0.]
@@ -367,8 +357,8 @@ def test_options_that_no_shape_shows_are_compared(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_libraries_own_train_and_test(files, data, tmp_path):
-    """Their tools as programs: the log names the file and what was loaded, and heads that do not fit end the run."""
+def test_stock_train_and_test_scripts_load_strictly(files, data, tmp_path):
+    """The log names the file and the loaded weights, and heads that do not match end the run."""
     import mmdet
     tools = Path(mmdet.__path__[0]) / '.mim' / 'tools'
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path)), 'OMP_NUM_THREADS': '1'}
@@ -376,20 +366,20 @@ def test_the_libraries_own_train_and_test(files, data, tmp_path):
     def run(tool, *arguments):
         return subprocess.run([sys.executable, '-W', 'ignore', str(tools / tool), *map(str, arguments)],
                               capture_output=True, text=True, env=environment, cwd=tmp_path)
-    plain = _config(tmp_path, data, files, [])
-    done = run('train.py', plain, '--work-dir', 'work')
+    without_hook = _config(tmp_path, data, files, [])
+    done = run('train.py', without_hook, '--work-dir', 'work')
     assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
     initial = ['model.backbone.init_cfg.type=Pretrained',
                f'model.backbone.init_cfg.checkpoint={files / "classifier.safetensors"}']
-    asked = _config(tmp_path, data, files, [dict(type='NewHeadsHook')])
-    done = run('train.py', asked, '--work-dir', 'work', '--cfg-options', *initial)
+    with_hook = _config(tmp_path, data, files, [dict(type='NewHeadsHook')])
+    done = run('train.py', with_hook, '--work-dir', 'work', '--cfg-options', *initial)
     assert done.returncode == 0, done.stderr[-2000:]
     text = done.stdout + done.stderr
     assert re.search(r'PPMA backbone: \d+ of \d+ weights are loaded from .*classifier.safetensors', text)
     assert re.search(r'MaskRCNN: \d+ of \d+ weights are loaded from the file; 6 are not', text)
-    done = run('test.py', asked, files / 'detector.safetensors', '--work-dir', 'tested')
+    done = run('test.py', with_hook, files / 'detector.safetensors', '--work-dir', 'tested')
     assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
-    done = run('train.py', asked, '--work-dir', 'work', '--resume', files / 'detector.pth')
+    done = run('train.py', with_hook, '--work-dir', 'work', '--resume', files / 'detector.pth')
     assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
     log_lines = [json.loads(line) for file in tmp_path.glob('work/*/vis_data/*.json') for line in file.open()]
     assert log_lines

@@ -1,4 +1,4 @@
-"""The configs of detectors: they build, their recipe is the published one, and they count what the papers report."""
+"""Detection configs build, follow the published recipes, and have the parameters and MACs that the papers report."""
 import functools
 import json
 from pathlib import Path
@@ -16,14 +16,15 @@ pytest.importorskip('mmdet')
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, DefaultScope
 
-from subquad.tools import building, stats
-from subquad.tools.cli import UserError
-from subquad.tools.config import configs_folder, load
-from subquad.tools.stats_config import REPORTED, count_config
+from subquad.tools import stats
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine import building
+from subquad.tools.engine.config import configs_folder, load
+from subquad.tools.engine.counting_configs import REPORTED, count_config
 
 FOLDER = configs_folder() / 'detection'
 NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))
-# The papers' rows with MACs, and the count that is nearest.
+# Configs for which the papers report MACs -> the count that is nearest to the reported value.
 ROWS = {
     'mask-rcnn_ppma-t_fpn_1x_coco': 'macs_with_norms', 'mask-rcnn_ppma-s_fpn_1x_coco': 'macs_with_norms',
     'mask-rcnn_ppma-b_fpn_1x_coco': 'macs_with_norms',
@@ -35,8 +36,8 @@ ROWS = {
     'deeplabv3_mobilevitv2-200_4xb4-120e_ade20k-512x512': 'macs_with_norms',
     'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512': 'macs_with_norms',
     'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512': 'macs'}
-# Exact parameters without the auxiliary head, multiply-adds of the weights, and fvcore's count, both in G: measured on
-# the authors' own code (cvnets).
+# Parameters without the auxiliary head, multiply-adds of the weights in G, and fvcore's count in G, all measured with
+# the authors' code (cvnets).
 CVNETS = {
     'ssdlite_mobilevitv2-050_coco-320': (2_035_395, 0.8907, 0.9164),
     'ssdlite_mobilevitv2-075_coco-320': (3_584_955, 1.8012, 1.8393),
@@ -57,7 +58,7 @@ def build(config):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_every_config_builds_and_its_parts_fit(name):
+def test_config_builds_and_channels_match(name):
     model = build(config_of(name))
     levels, strides = model.backbone.out_channels, model.backbone.out_strides
     if model.with_neck and hasattr(model.neck, 'lateral_convs'):
@@ -71,7 +72,7 @@ def test_every_config_builds_and_its_parts_fit(name):
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_the_folder_has_the_networks_of_the_papers():
+def test_configs_of_all_published_networks_exist():
     sizes = [f'{kind}_{name}-{size}_fpn_{schedule}_coco' for size in 'tsb' for kind, name, schedule in (
         ('mask-rcnn', 'ppma', '1x'), ('mask-rcnn', 'ppma', '3x-ms'), ('cascade-mask-rcnn', 'ppma', '3x-ms'),
         ('retinanet', 'ppma', '1x'), ('mask-rcnn', 'myo', '1x'), ('mask-rcnn', 'myo', '3x-ms'),
@@ -80,8 +81,7 @@ def test_the_folder_has_the_networks_of_the_papers():
     assert {*sizes, *widths, *STOCK} <= {*NAMES}
 
 
-def test_no_variable_is_left_over():
-    """What only helps to write a config is not in the one that mmengine reads and writes to the work folder."""
+def test_loaded_configs_have_no_helper_variables():
     for name in ('mask-rcnn_ppma-t_fpn_3x-ms_coco', 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes',
                  'ssdlite_test-mobilevitv2_shapes', 'myo_listops', 'myo_zmnist', 'myo_listops-short'):
         config = config_of(name)
@@ -92,7 +92,7 @@ def test_no_variable_is_left_over():
 @pytest.mark.parametrize('name, epochs', [('mask-rcnn_ppma-b_fpn_1x_coco', 12), ('retinanet_ppma-b_fpn_1x_coco', 12),
                                           ('cascade-mask-rcnn_ppma-s_fpn_3x-ms_coco', 36),
                                           ('mask-rcnn_mobilevitv2-100_fpn_1x_coco', 12)])
-def test_recipe(name, epochs):
+def test_recipe_is_the_published_one(name, epochs):
     config = config_of(name)
     assert config.train_cfg.max_epochs == epochs and config.train_dataloader.batch_size == 2
     assert config.auto_scale_lr.base_batch_size == 16
@@ -109,14 +109,14 @@ def test_recipe(name, epochs):
     decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     norms = {id(p) for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm))
              for p in m.parameters()}
-    # The authors of PPMA spare names with "norm" in them; their stem's BatchNorm layers are called by numbers.
+    # The authors of PPMA exempt names with "norm" from decay; BatchNorm layers of their stem have numbers as names.
     stem = {id(p) for p in model.backbone.stem.parameters()} & norms if 'ppma' in name else set()
     assert len(stem) == (8 if 'ppma' in name else 0) and norms > stem
     assert all(decays[id(p)] == (0 if id(p) in norms - stem else 0.05) for p in model.parameters())
     assert {group['lr'] for group in optimizer.param_groups} == {1e-4}
 
 
-# MMDetection's own recipes with PPMA-T, and options that keep the network small enough to run here.
+# Configs with MMDetection's own recipes -> options that make them small enough for a test.
 STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco': {},
          'dino-4scale_ppma-t_8xb2-12e_coco': {'model.num_queries': 20},
          'mask2former_ppma-t_8xb2-lsj-50e_coco': {'model.data_preprocessor.batch_augments': None}}
@@ -124,8 +124,8 @@ STOCK = {'faster-rcnn_ppma-t_fpn_1x_coco': {}, 'rtmdet-s_ppma-t_8xb32-300e_coco'
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', STOCK)
-def test_stock_detectors_learn(name):
-    """The losses of two small images are finite, and every parameter has a gradient, as distributed training wants."""
+def test_stock_detectors_have_finite_losses_and_all_gradients(name):
+    """Distributed training needs a gradient for every parameter."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
@@ -151,7 +151,7 @@ def test_stock_detectors_learn(name):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), path
 
 
-def test_building_leaves_the_config_as_it_is():
+def test_building_does_not_change_the_config():
     config = load('dino-4scale_ppma-t_8xb2-12e_coco')
     before = config.model.to_dict()
     for _ in range(2):
@@ -159,8 +159,8 @@ def test_building_leaves_the_config_as_it_is():
     assert config.model.to_dict() == before
 
 
-def test_stock_detectors_keep_their_recipe():
-    """The backbone's learning rate, the norms' decay, and images as PPMA's classifiers take them."""
+def test_stock_detectors_keep_mmdetections_recipes():
+    """Learning rates of the backbone and weight decay of norms are MMDetection's, image normalization is PPMA's."""
     for name in STOCK:
         config = config_of(name)
         preprocessor = config.model.data_preprocessor
@@ -184,7 +184,7 @@ def test_stock_detectors_keep_their_recipe():
         assert {groups[id(p)]['lr'] for p in model.backbone.parameters()} == {rate * factor}, name
 
 
-def test_weights_and_colours_are_the_classifiers():
+def test_init_cfg_and_image_normalization_are_the_classifiers():
     pretrained = {'model.backbone.init_cfg.type': 'Pretrained', 'model.backbone.init_cfg.checkpoint': 'file'}
     config = load('mask-rcnn_ppma-t_fpn_1x_coco', pretrained)
     assert build(config).backbone.init_cfg == dict(type='Pretrained', checkpoint='file')
@@ -197,12 +197,12 @@ def test_weights_and_colours_are_the_classifiers():
         assert torch.allclose(torch.stack([mean, std]), torch.tensor([ours.mean, ours.std]), atol=1e-4)
 
 
-def test_every_row_with_macs_is_tried():
+def test_all_reported_macs_are_covered():
     assert {name for name, figures in REPORTED.items() if 'gmacs' in figures} == {*ROWS}
 
 
 @pytest.mark.parametrize('name', ROWS)
-def test_the_papers_figures(name):
+def test_counts_are_near_the_reported_ones(name):
     row = count_config(name)
     theirs = row['reported_by_authors']
     assert row['size'] == ([800, 1280] if 'rcnn' in name else [512, 2048] if 'upernet' in name
@@ -219,8 +219,8 @@ def test_the_papers_figures(name):
         assert row['macs_with_norms'] / 1e9 == pytest.approx(norms, rel=1e-3)      # fvcore counts average pooling, too
 
 
-def test_heads_are_counted():
-    """By hand: box heads on 1000 regions, mask heads on 100, three stages of each in a cascade."""
+def test_macs_of_box_and_mask_heads():
+    """Box heads run on 1000 regions and mask heads on 100; a cascade has three of each."""
     small = {'model.backbone.arch': 'test', 'model.neck.in_channels': [32, 48, 64, 96]}
     one, three = (count_config(f'{name}_coco', 64, 64, **small)['macs_of_weights']
                   for name in ('mask-rcnn_ppma-t_fpn_1x', 'cascade-mask-rcnn_ppma-t_fpn_3x-ms'))
@@ -232,7 +232,7 @@ def test_heads_are_counted():
         'model.roi_head.mask_head': None, 'model.roi_head.mask_roi_extractor': None})['macs_of_weights'] == one - mask
 
 
-def test_table_json_and_other_sizes(capsys):
+def test_stats_table_json_and_sizes(capsys):
     stats.main(['mask-rcnn_ppma-t_fpn_1x_coco', 'test_ppma', 'deeplabv3_mobilevitv2-050_4xb4-120e_ade20k-512x512'])
     table = capsys.readouterr().out
     for words in ('800x1280', '32,935,856', '33 M, 218 G (with norms +0.01 %)', 'mask AP', '64x64', '487,182',
@@ -247,7 +247,7 @@ def test_table_json_and_other_sizes(capsys):
     assert smaller['reported_by_authors']['gmacs'] == 0.9 and 'nearest_count' not in smaller
 
 
-def test_a_users_config_of_the_same_name(tmp_path):
+def test_user_config_with_a_published_name_has_no_reported_values(tmp_path):
     own = tmp_path / 'mask-rcnn_ppma-t_fpn_1x_coco.py'
     own.write_text(f"_base_ = '{FOLDER / own.name}'\nmodel = dict(backbone=dict(arch='test'), "
                    "neck=dict(in_channels=[32, 48, 64, 96]))\n")
@@ -265,14 +265,14 @@ def test_a_users_config_of_the_same_name(tmp_path):
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'modle.backbone.arch=tiny'], ["no 'modle'", 'model']),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.roi_head.type=DoubleHeadRoIHead',
       'model.roi_head.reg_roi_scale_factor=1.3'], ['CascadeRoIHead', 'DoubleHeadRoIHead'])])
-def test_mistakes(arguments, words):
+def test_stats_errors(arguments, words):
     with pytest.raises(UserError) as caught:
         stats.main(arguments)
     message = str(caught.value)
     assert all(word in message for word in words) and '\n' not in message, message
 
 
-def test_metafile_and_readme_have_the_reported_figures():
+def test_metafile_and_readme_have_the_reported_metrics():
     models = {model['Name']: model for model in yaml.safe_load((FOLDER / 'metafile.yml').read_text())['Models']}
     readme = (FOLDER / 'README.md').read_text()
     assert {*models} == {name for name in NAMES if not name.endswith('_shapes')}

@@ -1,7 +1,6 @@
-"""The MobileViTv2 authors' segmentation heads, and every segmentation config: counts, formulas, losses, data."""
+"""Segmentation configs and heads: parameter counts, formulas, losses, evaluation and data pipelines."""
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,21 +9,20 @@ import torch.nn.functional as F
 
 pytest.importorskip('mmseg')
 
-from mmengine.config import Config
+from dense_cases import CONFIGS as FOLDERS
+from dense_cases import build_on_meta, load_segmentation
 from mmengine.dataset import Compose
 from mmengine.registry import init_default_scope
 from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 
-import subquad.backbones.mm
-import subquad.configs
-
-FOLDER = Path(subquad.configs.__path__[0]) / 'segmentation'
+FOLDER = FOLDERS / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
 SCHEDULES = {'ade20k': '4xb4-120e', 'voc12-coco': '4xb32-50e'}
 WIDTHS = ('050', '075', '100', '125', '150', '175', '200')
-# Without the auxiliary head, for ADE20K at stride 8 and VOC at stride 16, and the auxiliary head for ADE20K, by width.
+# Parameters for each width: networks without the auxiliary head (ADE20K at stride 8, VOC at stride 16), and the
+# auxiliary head for ADE20K.
 TOTALS = {
     ('deeplabv3', 'ade20k'): (6_308_495, 9_576_455, 13_384_831, 17_733_623, 22_622_831, 28_052_455, 34_022_495),
     ('deeplabv3', 'voc12-coco'): (6_242_318, 9_510_278, 13_318_654, 17_667_446, 22_556_654, 27_986_278, 33_956_318),
@@ -35,32 +33,20 @@ SMALL = {'model.backbone.arch': 'test', 'model.decode_head.in_channels': 128, 'm
          'model.decode_head.channels': 24, 'model.data_preprocessor.size': (96, 96)}
 
 
-def config_of(name, **options):
-    config = Config.fromfile(FOLDER / f'{name}.py')
-    config.merge_from_dict(options)
-    init_default_scope('mmseg')
-    return config
-
-
-def on_meta(config):
-    with torch.device('meta'):
-        return MODELS.build(config.model)
-
-
 def count(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def small(head, data='ade20k'):
-    """(config, network of random statistics) for `head` on the smallest MobileViTv2."""
-    config = config_of(f'{head}_mobilevitv2-100_{SCHEDULES[data]}_{data}-512x512', **SMALL)
+    """Return the config and the network of `head` with the smallest MobileViTv2 and random statistics."""
+    config = load_segmentation(f'{head}_mobilevitv2-100_{SCHEDULES[data]}_{data}-512x512', **SMALL)
     model = MODELS.build(config.model)
     shake(model)
     return config, model.eval()
 
 
 def shake(model):
-    """Norms that do something in evaluation."""
+    """Set random statistics and weights of BatchNorm, so that norms change their inputs in evaluation."""
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.normal_(std=0.3)
@@ -70,16 +56,16 @@ def shake(model):
 
 
 def sample(height, width, classes=150, ignored=20):
-    """An image's data: `ignored` rows without label."""
+    """Return the labels of an image; the first `ignored` rows have no label."""
     labels = torch.randint(classes, (1, height, width))
     labels[:, :ignored] = 255
     return SegDataSample(gt_sem_seg=PixelData(data=labels), metainfo=dict(img_shape=(height, width)))
 
 
 @pytest.mark.parametrize('head, data', TOTALS)
-def test_parameters_are_the_published(head, data):
+def test_parameter_counts_are_the_published_ones(head, data):
     for width, total, auxiliary in zip(WIDTHS, TOTALS[head, data], AUXILIARY):
-        model = on_meta(config_of(f'{head}_mobilevitv2-{width}_{SCHEDULES[data]}_{data}-512x512'))
+        model = build_on_meta(load_segmentation(f'{head}_mobilevitv2-{width}_{SCHEDULES[data]}_{data}-512x512'))
         assert count(model) - count(model.auxiliary_head) == total, width
         m = model.auxiliary_head.channels
         classes = 150 if data == 'ade20k' else 21
@@ -90,17 +76,18 @@ def test_parameters_are_the_published(head, data):
             assert model.decode_head.dilations == ((12, 24, 36) if data == 'ade20k' else (6, 12, 18))
 
 
-def test_upernet_parameters_are_the_papers():
-    """The paper's 43, 56 and 83 M have the auxiliary head in them: without it PPMA-T's would be 42 M."""
-    totals = [count(on_meta(config_of(f'upernet_ppma-{size}_8xb2-160k_ade20k-512x512'))) for size in 'tsb']
+def test_upernet_parameter_counts_are_the_papers():
+    """The paper's 43, 56 and 83 M include the auxiliary head; without it PPMA-T has 42 M."""
+    configs = [load_segmentation(f'upernet_ppma-{size}_8xb2-160k_ade20k-512x512') for size in 'tsb']
+    totals = [count(build_on_meta(config)) for config in configs]
     assert totals == [43_092_460, 55_726_660, 83_120_736]
     assert [round(total / 1e6) for total in totals] == [43, 56, 83]
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_every_config_builds(name):
-    config = config_of(name)
-    model = on_meta(config)
+def test_config_builds_and_pipelines_compose(name):
+    config = load_segmentation(name)
+    model = build_on_meta(config)
     heads = [model.decode_head, *([model.auxiliary_head] if model.with_auxiliary_head else [])]
     for head in heads:
         indices = [head.in_index] if isinstance(head.in_index, int) else head.in_index
@@ -120,9 +107,9 @@ def test_every_config_builds(name):
     assert 'upernet_ppma' not in name or 'tta_pipeline' in config
 
 
-def test_windows_of_the_published_tests():
+def test_sliding_windows_are_the_published_ones():
     for size in 'tsb':
-        ade, city = (config_of(f'upernet_ppma-{size}_{data}').model.test_cfg
+        ade, city = (load_segmentation(f'upernet_ppma-{size}_{data}').model.test_cfg
                      for data in ('8xb2-160k_ade20k-512x512', '8xb1-160k_cityscapes-1024x1024'))
         assert (ade.mode, ade.crop_size, ade.stride) == ('slide', (512, 512), (341, 341))
         assert (city.mode, city.crop_size) == ('slide', (1024, 1024))
@@ -130,7 +117,7 @@ def test_windows_of_the_published_tests():
 
 
 def unit(module, x, dilation=1):
-    """Convolution, BatchNorm in evaluation, ReLU, by the formula."""
+    """Compute convolution, BatchNorm in evaluation and ReLU by their formulas."""
     conv, norm = module.conv, module.bn
     assert conv.bias is None
     x = F.conv2d(x, conv.weight, padding=conv.kernel_size[0] // 2 * dilation, dilation=dilation)
@@ -143,7 +130,7 @@ def resized(x, size, align_corners):
 
 
 @pytest.mark.parametrize('size', [(9, 13), (5, 4)])
-def test_heads_by_the_formula(size):
+def test_heads_compute_their_formulas(size):
     init_default_scope('mmseg')
     maps = [torch.randn(2, 8, 3, 3).double(), torch.randn(2, 80, *size).double()]
     x = maps[1]
@@ -170,8 +157,8 @@ def test_heads_by_the_formula(size):
 
 
 @pytest.mark.parametrize('head', ['deeplabv3', 'pspnet'])
-def test_losses(head):
-    """Of one image: mean over its labelled pixels, at the image's size, the auxiliary head's times 0.4."""
+def test_losses_average_over_labeled_pixels(head):
+    """The loss is the mean over labeled pixels at the size of the image; the auxiliary head has weight 0.4."""
     _, model = small(head)
     x, data = torch.rand(1, 3, 64, 96), sample(64, 96)
     with torch.no_grad():
@@ -192,8 +179,8 @@ def test_losses(head):
 
 @pytest.mark.parametrize('head, data, size', [('deeplabv3', 'ade20k', (136, 104)), ('pspnet', 'voc12-coco', (75, 100)),
                                               ('deeplabv3', 'voc12-coco', (33, 190))])
-def test_any_size(head, data, size):
-    """Logits at the image's size, and a prediction at the size before resizing."""
+def test_any_image_size_is_segmented(head, data, size):
+    """Predictions have the size of the picture before resizing."""
     _, model = small(head, data)
     image = torch.randint(256, (3, *size), dtype=torch.uint8)
     meta = dict(ori_shape=(50, 61), img_shape=size, padding_size=[0, 0, 0, 0])
@@ -206,16 +193,16 @@ def test_any_size(head, data, size):
     assert prediction.pred_sem_seg.data.shape == (1, 50, 61) and expected.isfinite().all()
 
 
-# Height and width of a picture, and those that the authors' evaluation gives the network at stride 8 and at stride 16.
+# (height, width) of a picture -> sizes of the network's input in the authors' evaluation at stride 8 and at stride 16.
 SIZES = {(480, 640): [(512, 680), (512, 672)], (333, 500): [(512, 768), (512, 768)],
          (2500, 300): [(4264, 512), (4256, 512)], (97, 90): [(544, 512), (544, 512)], (512, 519): [(512, 512)] * 2,
          (1536, 2050): [(512, 680), (512, 672)], (600, 599): [(512, 512)] * 2}
 
 
-def test_sizes_are_the_authors():
+def test_test_pipeline_sizes_are_the_authors():
     for data, stride, column in (('ade20k', 8, 0), ('voc12-coco', 16, 1)):
         for kind in ('deeplabv3', 'pspnet'):
-            config = config_of(f'{kind}_mobilevitv2-200_{SCHEDULES[data]}_{data}-512x512')
+            config = load_segmentation(f'{kind}_mobilevitv2-200_{SCHEDULES[data]}_{data}-512x512')
             assert config.model.backbone.output_stride == stride
             pipeline = Compose([step for step in config.test_pipeline if 'Load' not in step.type])
             for size, expected in SIZES.items():
@@ -224,8 +211,8 @@ def test_sizes_are_the_authors():
 
 
 @pytest.mark.parametrize('head, data, size', [('deeplabv3', 'ade20k', (120, 151)), ('pspnet', 'voc12-coco', (97, 60))])
-def test_evaluation_is_the_authors(head, data, size, tmp_path):
-    """From the file to the labels: Pillow's bicubic, bilinear with aligned corners, the network, one interpolation."""
+def test_evaluation_equals_the_authors(head, data, size, tmp_path):
+    """The pipeline is: Pillow's bicubic, bilinear with aligned corners, the network, one interpolation."""
     from PIL import Image
     config, model = small(head, data)
     picture = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -247,8 +234,8 @@ def test_evaluation_is_the_authors(head, data, size, tmp_path):
     assert (result.pred_sem_seg.data == expected.argmax(0)).float().mean() > 0.999
 
 
-def test_pictures_of_two_sizes_and_windows():
-    """One batch of pictures that differ in size, and sliding windows, which keep MMSegmentation's two steps."""
+def test_batches_of_two_sizes_and_sliding_windows():
+    """Pictures of one batch may differ in size, and sliding windows keep MMSegmentation's two interpolations."""
     _, model = small('deeplabv3')
     x = torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8)
     metas = [dict(ori_shape=size, img_shape=(64, 96)) for size in ((30, 50), (70, 41))]
@@ -267,7 +254,7 @@ def test_pictures_of_two_sizes_and_windows():
     torch.testing.assert_close(run([0])[0], resized(logits, (30, 50), True)[0])
 
 
-def test_mistakes_with_the_resizing():
+def test_resize_transform_errors():
     from mmengine.registry import TRANSFORMS
     for cfg in (dict(type='ResizeShortSide', size=0), dict(type='ResizeShortSide', size=(512, 512)),
                 dict(type='ResizeToStride', stride=-8), dict(type='ResizeToStride', stride=8.)):
@@ -281,13 +268,13 @@ def test_mistakes_with_the_resizing():
     np.testing.assert_allclose(tiny['img'], 7, rtol=1e-6)
 
 
-def test_pretrained_by_options(tmp_path):
+def test_cfg_options_set_a_pretrained_backbone(tmp_path):
     import timm
 
     from subquad.backbones.weights import save_weights
     classifier = timm.create_model('test_mobilevitv2', num_classes=3)
     save_weights(classifier, tmp_path / 'w.safetensors')
-    config = config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512', **SMALL, **{
+    config = load_segmentation('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512', **SMALL, **{
         'model.backbone.init_cfg.type': 'Pretrained',
         'model.backbone.init_cfg.checkpoint': str(tmp_path / 'w.safetensors')})
     model = MODELS.build(config.model)
@@ -296,9 +283,9 @@ def test_pretrained_by_options(tmp_path):
     assert all(torch.equal(value, own[key]) for key, value in model.backbone.state_dict().items())
 
 
-def test_augmentation(tmp_path):
+def test_training_augmentation(tmp_path):
     from mmcv import imwrite
-    config = config_of('deeplabv3_mobilevitv2-100_4xb4-120e_ade20k-512x512')
+    config = load_segmentation('deeplabv3_mobilevitv2-100_4xb4-120e_ade20k-512x512')
     rng = np.random.default_rng(0)
     image = rng.integers(1, 256, (60, 90, 3), dtype=np.uint8)
     image[..., 2] = 255                                               # BGR
@@ -325,8 +312,8 @@ def test_augmentation(tmp_path):
         assert all(sums) if 'Order' in kind else not all(sums)
 
 
-def test_cocos_annotations_become_vocs(tmp_path):
-    """The code in the README, on an image with a bus under a person, a giraffe, and on one without instances."""
+def test_readme_code_converts_coco_to_voc(tmp_path):
+    """One image has a bus under a person and a giraffe, which is no VOC class; the other has no instances."""
     pytest.importorskip('pycocotools')
     from PIL import Image
 

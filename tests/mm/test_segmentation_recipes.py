@@ -1,4 +1,4 @@
-"""Recipes of the segmentation configs: names, optimiser groups, learning rates, norms; and their metafile."""
+"""Recipes of the segmentation configs: names, optimizer groups, learning rates, norms, and the metafile."""
 import functools
 import os
 import re
@@ -14,30 +14,27 @@ from helpers import ROOT
 pytest.importorskip('mmseg')
 
 import mmseg
+from dense_cases import CONFIGS as FOLDERS
+from dense_cases import build_on_meta, load_segmentation
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
-from mmseg.registry import MODELS
 
-import subquad.backbones.mm
-import subquad.configs
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
-FOLDER = Path(subquad.configs.__path__[0]) / 'segmentation'
+FOLDER = FOLDERS / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
 
 
 @functools.lru_cache(None)
 def config_of(name):
-    """Read once; no test changes it."""
-    config = Config.fromfile(FOLDER / f'{name}.py')
+    """Return a config that is read once; no test changes it."""
+    return load_segmentation(name)
+
+
+@pytest.fixture(autouse=True)
+def mmseg_scope():
     init_default_scope('mmseg')
-    return config
-
-
-def on_meta(config):
-    with torch.device('meta'):
-        return MODELS.build(config.model)
 
 
 @pytest.mark.parametrize('old, new', [
@@ -46,7 +43,7 @@ def on_meta(config):
     ('upernet_ppma-b_160k_cityscapes-1024x1024', 'upernet_ppma-b_8xb1-160k_cityscapes-1024x1024'),
     ('pspnet_mobilevitv2-175_ade20k-512x512', 'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512'),
     ('deeplabv3_mobilevitv2-050_voc12-coco-512x512', 'deeplabv3_mobilevitv2-050_4xb32-50e_voc12-coco-512x512')])
-def test_an_old_name_gives_the_new_one(old, new):
+def test_old_config_names_raise_errors_with_the_new_name(old, new):
     from subquad.tools import stats, test, train
     for command in (train.main, stats.main, lambda arguments: test.main([*arguments, 'weights.pth'])):
         with pytest.raises(UserError, match=f'now called {new}$'):
@@ -55,8 +52,8 @@ def test_an_old_name_gives_the_new_one(old, new):
         train.main(['upernet_ppma-x_160k_ade20k-512x512'])
 
 
-def test_what_troubleshooting_says(tmp_path):
-    """The way round `mmseg::`, as it stands there."""
+def test_troubleshooting_base_config_loads(tmp_path):
+    """The replacement of `mmseg::` in docs/troubleshooting.md works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     base, = re.findall(r"`(_base_ = __import__\('mmseg'\).*)`", text)
     backbone = "dict(_delete_=True, type='PPMA')"
@@ -66,8 +63,8 @@ def test_what_troubleshooting_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_of_mmsegmentation(tmp_path):
-    """The command that imports subquad before a script."""
+def test_troubleshooting_command_runs_get_flops(tmp_path):
+    """The command in docs/troubleshooting.md that imports subquad before a script works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
     code, = re.findall(r'`python -c "(.*)" get_flops.py CONFIG`', text)
     script = Path(mmseg.__path__[0]) / '.mim' / 'tools' / 'analysis_tools' / 'get_flops.py'
@@ -77,7 +74,7 @@ def test_a_script_of_mmsegmentation(tmp_path):
     assert done.returncode == 0 and 'Flops:' in done.stdout, done.stderr[-2000:]
 
 
-def test_names_carry_the_batch():
+def test_config_names_state_batch_and_length():
     for name in CONFIGS:
         if name.endswith('_shapes'):
             continue
@@ -90,8 +87,8 @@ def test_names_carry_the_batch():
 
 
 def decays_of(config):
-    """The network, and the weight decay of each parameter by its name."""
-    model = on_meta(config)
+    """Return the network and the weight decay of each parameter by name."""
+    model = build_on_meta(config)
     optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
     by_id = {id(parameter): group['weight_decay'] for group in optimizer.param_groups for parameter in group['params']}
     return model, {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
@@ -99,8 +96,8 @@ def decays_of(config):
 
 @pytest.mark.parametrize('name', ['upernet_ppma-b_8xb2-160k_ade20k-512x512',
                                   'upernet_ppma-t_8xb1-160k_cityscapes-1024x1024'])
-def test_no_decay_on_parameters_that_are_called_norm(name):
-    """As PPMA's authors: not the stem's BatchNorm, which their code calls by numbers, nor that of the heads, `bn`."""
+def test_ppma_weight_decay_follows_the_authors_names(name):
+    """Parameters called "norm" by PPMA's authors have no decay; BatchNorm of the stem and the heads has decay."""
     model, decays = decays_of(config_of(name))
     norms = {f'{path}.{kind}' for path, module in model.named_modules() for kind in ('weight', 'bias')
              if isinstance(module, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.LayerNorm))}
@@ -111,19 +108,18 @@ def test_no_decay_on_parameters_that_are_called_norm(name):
     assert set(decays.values()) == {0, 0.05}
 
 
-def test_no_decay_on_norms_and_biases():
-    """As MobileViTv2's authors."""
+def test_mobilevitv2_has_no_weight_decay_on_norms_and_biases():
     _, decays = decays_of(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
-    model = on_meta(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
+    model = build_on_meta(config_of('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512'))
     assert all(decays[name] == (0 if parameter.ndim == 1 else 1e-4) for name, parameter in model.named_parameters())
 
 
-def test_batch_norms_are_shared_as_published():
+def test_batch_norms_are_synchronized_as_published():
     sync = torch.nn.SyncBatchNorm
     for name in CONFIGS:
         config = config_of(name)
         if re.match('(upernet|fpn)_(ppma|myo)-t', name):
-            model = on_meta(config)
+            model = build_on_meta(config)
             assert config.get('sync_bn') is None and not any(isinstance(m, sync) for m in model.backbone.modules())
             for head in [model.decode_head] + ([model.auxiliary_head] if model.with_auxiliary_head else []):
                 norms = [m for m in head.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
@@ -132,7 +128,7 @@ def test_batch_norms_are_shared_as_published():
             assert config.get('sync_bn') == (None if name.endswith('_shapes') else 'torch'), name
 
 
-def test_validated_as_published():
+def test_validation_intervals_are_the_published_ones():
     for name in CONFIGS:
         if name.startswith('upernet_ppma') and not name.endswith('_shapes'):
             assert config_of(name).train_cfg.val_interval == (4000 if 'cityscapes' in name else 16000)
@@ -143,8 +139,8 @@ def schedule_of(config):
     return optimizer, [PARAM_SCHEDULERS.build(dict(cfg, optimizer=optimizer)) for cfg in config.param_scheduler]
 
 
-def test_learning_rates_of_upernet():
-    """Linearly to 0 from the first iteration, times a warm-up over 1,500, as MMCV 1 computes both."""
+def test_learning_rate_schedule_of_upernet():
+    """The rate falls linearly to 0 and is multiplied by a warm-up over 1,500 iterations, as in MMCV 1."""
     optimizer, schedulers = schedule_of(config_of('upernet_ppma-t_8xb2-160k_ade20k-512x512'))
     total, warm, ratio = 160_000, 1500, 1e-6
     for step in range(3001):
@@ -153,8 +149,8 @@ def test_learning_rates_of_upernet():
         [scheduler.step() for scheduler in schedulers]
 
 
-def test_learning_rates():
-    """After a warm-up, a cosine of the epoch: not of the iteration."""
+def test_learning_rate_schedules_of_mobilevitv2():
+    """After a warm-up, the rate is a cosine of the epoch, not of the iteration."""
     def rates(name, epochs, iterations):
         config = config_of(name)
         optimizer, schedulers = schedule_of(config)
@@ -176,7 +172,7 @@ def test_learning_rates():
     np.testing.assert_allclose(voc[1:].std(1), 0, atol=1e-9)
 
 
-def test_metafile():
+def test_metafile_lists_all_configs():
     yaml = pytest.importorskip('yaml')
     content = yaml.safe_load((FOLDER / 'metafile.yml').read_text())
     entries = {entry['Name']: entry for entry in content['Models']}
@@ -186,7 +182,7 @@ def test_metafile():
     for name, entry in entries.items():
         assert entry['Config'] == f'configs/segmentation/{name}.py' and entry['In Collection'] in collections
         assert ('Results' in entry) == ('Reported By' in entry)
-        # The paper has a figure of one more network than the authors' model zoo has files.
+        # The paper reports one network for which the authors' model zoo has no file.
         published = 'Results' in entry and name != 'pspnet_mobilevitv2-175_4xb32-50e_voc12-coco-512x512'
         assert ('Published File' in entry) == published, name
         file = entry.get('Published File', '')

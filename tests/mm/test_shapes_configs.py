@@ -1,4 +1,4 @@
-"""The configs for generated shapes beyond training: augmented tests, the confusion matrix, shared norms on CPUs."""
+"""Configs for generated shapes: test-time augmentation, confusion matrix, and synchronized norms on CPUs."""
 import json
 import shutil
 import sys
@@ -12,29 +12,27 @@ from PIL import Image
 pytest.importorskip('mmcv')
 pytest.importorskip('mmseg')
 
-from subquad.tools import make_dataset, test
-from subquad.tools.config import find, load
+from dense_cases import UPERNET, make_shapes
 
-UPERNET = 'upernet_test-ppma_shapes'
+from subquad.tools import test
+from subquad.tools.engine.config import find, load
 
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory):
-    """16 images to train on, 8 to test on."""
-    folder = tmp_path_factory.mktemp('dense') / 'shapes'
-    make_dataset.main(['shapes', str(folder), '--train', '16', '--val', '8', '--size', '96'])
-    return folder
+    """16 training images and 8 test images."""
+    return make_shapes(tmp_path_factory.mktemp('dense') / 'shapes', train=16, val=8, size=96)
 
 
-def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
-    """PyTorch has no SyncBatchNorm for CPUs: under torchrun, too, it becomes BatchNorm."""
+def test_sync_bn_becomes_batch_norm_on_cpus(data, tmp_path, monkeypatch):
+    """PyTorch has no SyncBatchNorm for CPUs, so it becomes BatchNorm, also under torchrun."""
     import socket
     with socket.socket() as server:
         server.bind(('127.0.0.1', 0))
         port = server.getsockname()[1]
     for key, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=port).items():
         monkeypatch.setenv(key, str(value))
-    from subquad.tools.dense.runner import build_runner
+    from subquad.tools.engine.dense.runner import build_runner
     config = load(UPERNET)
     config.merge_from_dict({'model.decode_head.norm_cfg.type': 'SyncBN',
                             **{f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val')}})
@@ -48,8 +46,8 @@ def test_shared_norms_in_processes_without_a_gpu(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', [UPERNET, 'deeplabv3_test-mobilevitv2_shapes'])
-def test_augmented_tests_of_shapes(name, data, tmp_path, capsys):
-    """--tta is the mean over three sizes and their mirror images, of any weights."""
+def test_tta_averages_six_predictions(name, data, tmp_path, capsys):
+    """--tta averages over three sizes and their mirror images."""
     from mmengine.registry import MODELS, init_default_scope
     from safetensors.torch import save_file
     init_default_scope('mmseg')
@@ -64,9 +62,11 @@ def test_augmented_tests_of_shapes(name, data, tmp_path, capsys):
     assert len(transforms[0]) * len(transforms[1]) == 6
 
 
-def test_the_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
-    """MMSegmentation's tool, which takes the classes from the data set's type. Predictions: the labels, but for one
-    image that is called background."""
+def test_mmsegmentation_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
+    """MMSegmentation's tool takes the classes from the data set's type.
+
+    Predictions equal the labels, except for one image that is all background.
+    """
     import importlib.util
 
     import mmseg
@@ -87,7 +87,7 @@ def test_the_confusion_matrix_of_shapes(data, tmp_path, monkeypatch):
     init_default_scope('mmseg')
     tool.main()
     (matrix, labels), = drawn
-    from subquad.tools.shapes import CLASSES
+    from subquad.tools.data.shapes import CLASSES
     assert tuple(labels) == ('background', *CLASSES)
     assert matrix.sum() == 8 * 96 * 96 and matrix[1:, 0].sum() == (true > 0).sum() > 0
     assert (matrix - np.diag(np.diag(matrix)))[:, 1:].sum() == 0

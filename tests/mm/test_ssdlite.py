@@ -1,7 +1,8 @@
-"""The authors' SSDLite in MMDetection, against what their files hold and what their code computes, written out here."""
+"""SSDLite of the MobileViTv2 authors in MMDetection, compared with formulas and files of the authors' library."""
 import pytest
 import torch
 import torch.nn.functional as F
+from cvnets_files import authors_file, encoder_entries, ssd_entries
 from helpers import ROOT
 
 pytest.importorskip('mmdet')
@@ -19,7 +20,7 @@ WIDTHS = {'050': (2_035_395, 1_113_593, 130_944, 790_858), '075': (3_584_955, 2_
           '100': (5_608_883, 4_388_841, 199_296, 1_020_746), '125': (8_173_227, 6_837_089, 233_472, 1_102_666),
           '150': (11_277_987, 9_825_753, 267_648, 1_184_586), '175': (14_923_163, 13_354_833, 301_824, 1_266_506),
           '200': (19_108_755, 17_424_329, 336_000, 1_348_426)}        # total, encoder, extra layers, heads
-# Width, height of the anchors of each level, from the specification of the authors' files.
+# Width and height of the authors' anchors for each level, with six digits.
 SIZES = [
     [(.1, .1), (.160728, .160728), (.141421, .070711), (.070711, .141421), (.173205, .057735), (.057735, .173205)],
     [(.258333,) * 2, (.328084,) * 2, (.365339, .182669), (.182669, .365339), (.447446, .149149), (.149149, .447446)],
@@ -40,7 +41,7 @@ def config(width='100'):
 
 
 def small():
-    """A detector of few parameters: width 0.25, three classes."""
+    """Build a detector of width 0.25 with three classes."""
     model = config().model
     model.backbone.arch, model.neck.in_channels = 'test', [96, 128]
     model.bbox_head.update(in_channels=[96, 128, 256, 128, 128, 64], num_classes=3)
@@ -48,7 +49,10 @@ def small():
 
 
 def batch(model, truths, size=(320, 320), training=True):
-    """Random images, read at 2 x the width and 4 x the height of `size`, with (boxes, labels), ready for the model."""
+    """Return preprocessed random images with (boxes, labels).
+
+    Their metadata say that they were resized to `size` from 4 x the height and 2 x the width.
+    """
     meta = dict(img_shape=size, ori_shape=(size[0] * 4, size[1] * 2), scale_factor=(0.5, 0.25))
     samples = [DetDataSample(metainfo=meta, gt_instances=InstanceData(
         bboxes=torch.tensor(boxes).reshape(-1, 4), labels=torch.tensor(labels).long())) for boxes, labels in truths]
@@ -57,7 +61,7 @@ def batch(model, truths, size=(320, 320), training=True):
 
 
 def authors_anchors(maps):
-    """Centre x, y, width, height, as fractions: rows by level, y, x, anchor."""
+    """Return center x, center y, width and height as fractions; rows are ordered by level, y, x and anchor."""
     return torch.tensor([((x + .5) / width, (y + .5) / height, w, h) for (height, width), sizes in zip(maps, SIZES)
                          for y in range(height) for x in range(width) for w, h in sizes], dtype=torch.float64)
 
@@ -67,98 +71,19 @@ def corners(boxes):
 
 
 def authors_boxes(anchors, t):
-    centre = anchors[:, :2] + 0.1 * t[:, :2] * anchors[:, 2:]
-    return corners(torch.cat((centre, anchors[:, 2:] * (0.2 * t[:, 2:]).exp()), 1))
+    center = anchors[:, :2] + 0.1 * t[:, :2] * anchors[:, 2:]
+    return corners(torch.cat((center, anchors[:, 2:] * (0.2 * t[:, 2:]).exp()), 1))
 
 
 def iou(a, b):
-    """(N, 4), (M, 4) -> (N, M)."""
+    """Return the pairwise IoU (N, M) of boxes (N, 4) and (M, 4)."""
     sides = torch.minimum(a[:, None, 2:], b[:, 2:]) - torch.maximum(a[:, None, :2], b[:, :2])
     both = sides.clamp(min=0).prod(-1)
     return both / ((a[:, 2:] - a[:, :2]).prod(-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(-1) - both)
 
 
-def _unit(name, before, after, kernel=1, norm=True):
-    """Of the authors' files names and shapes, in their order: convolution and BatchNorm."""
-    yield f'{name}.block.conv.weight', (after, before, kernel, kernel)
-    if norm:
-        yield from _pairs(f'{name}.block.norm', after, ('weight', 'bias', 'running_mean', 'running_var'))
-        yield f'{name}.block.norm.num_batches_tracked', ()
-
-
-def _linear(name, before, after):
-    return (f'{name}.block.conv.weight', (after, before, 1, 1)), (f'{name}.block.conv.bias', (after,))
-
-
-def _pairs(name, channels, parts=('weight', 'bias')):
-    return ((f'{name}.{part}', (channels,)) for part in parts)
-
-
-def _encoder(width):
-    c = [int(width * n) for n in (32, 64, 128, 256, 384, 512)]
-    yield from _unit('encoder.conv_1', 3, c[0], 3)
-    for stage, block in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)):
-        before, name = c[stage - 1 + block], f'encoder.layer_{stage}.{block}.block'
-        wide = 2 * before
-        for part, *shape in (('exp_1x1', before, wide), ('conv_3x3', 1, wide, 3), ('red_1x1', wide, c[stage])):
-            yield from _unit(f'{name}.{part}', *shape)
-        if stage > 2:
-            name, dim, depth = f'encoder.layer_{stage}.1', c[stage] // 2, {3: 2, 4: 4, 5: 3}[stage]
-            yield from _unit(f'{name}.local_rep.0', 1, c[stage], 3)
-            yield from _unit(f'{name}.local_rep.1', c[stage], dim, norm=False)
-            for layer in (f'{name}.global_rep.{n}' for n in range(depth)):
-                yield from _pairs(f'{layer}.pre_norm_attn.0', dim)
-                yield from _linear(f'{layer}.pre_norm_attn.1.qkv_proj', dim, 1 + 2 * dim)
-                yield from _linear(f'{layer}.pre_norm_attn.1.out_proj', dim, dim)
-                yield from _pairs(f'{layer}.pre_norm_ffn.0', dim)
-                yield from _linear(f'{layer}.pre_norm_ffn.1', dim, 2 * dim)
-                yield from _linear(f'{layer}.pre_norm_ffn.3', 2 * dim, dim)
-            yield from _pairs(f'{name}.global_rep.{depth}', dim)
-            yield from _unit(f'{name}.conv_proj', dim, c[stage])
-
-
-def _ssd(width):
-    c4, c5 = int(384 * width), int(512 * width)
-    for level, before, after in ((64, c5, 256), (128, 256, 128), (256, 128, 128)):
-        yield from _unit(f'extra_layers.os_{level}.dw_conv', 1, before, 3)
-        yield from _unit(f'extra_layers.os_{level}.pw_conv', before, after)
-    yield from _unit('extra_layers.os_-1.1', 128, 64, norm=False)
-    for level, (before, after) in enumerate(((c4, 512), (c5, 256), (256, 256), (128, 128), (128, 128))):
-        if before != after:
-            yield from _unit(f'ssd_heads.{level}.proj_layer', before, after)
-        yield from _unit(f'ssd_heads.{level}.loc_cls_layer.dw_conv', 1, after, 3)
-        yield from _linear(f'ssd_heads.{level}.loc_cls_layer.pw_conv', after, 510)
-    yield from _linear('ssd_heads.5.loc_cls_layer', 64, 340)
-
-
-def _segmenter(width, kind):
-    c4, c5 = int(384 * width), int(512 * width)
-    middle, r = max(c4 // 4, 128), c5 // 4 // 16 * 16
-    yield from _unit('seg_head.aux_head.0', c4, middle, 3)
-    yield from _linear('seg_head.aux_head.2', middle, 150)
-    if kind == 'deeplabv3':
-        for n, kernel in enumerate((1, 3, 3, 3)):
-            yield from _unit(f'seg_head.aspp.aspp_layer.convs.{n}', c5, 512, kernel)
-        yield from _unit('seg_head.aspp.aspp_layer.convs.4.aspp_pool.conv_1x1', c5, 512)
-        yield from _unit('seg_head.aspp.aspp_layer.project', 2560, 512)
-    else:
-        for n in range(4):
-            yield from _unit(f'seg_head.psp_layer.psp_branches.{n}.1', c5, r)
-        yield from _unit('seg_head.psp_layer.fusion.0', c5 + 4 * r, 512, 3)
-    yield from _linear('seg_head.classifier', 512, 150)
-
-
-def authors_file(*parts):
-    """Random tensors that keep activations in range."""
-    generator, weights = torch.Generator().manual_seed(0), {}
-    for key, shape in (entry for part in parts for entry in part):
-        fan, centred = torch.Size(shape[1:]).numel(), 0.5 * key.endswith(('conv.weight', 'running_mean'))
-        weights[key] = (torch.rand(shape, generator=generator) - centred) / fan ** 0.5 if shape else torch.tensor(7)
-    return weights
-
-
 def authors_ssd(weights, l4, l5):
-    """Extra layers and heads of a file, layer by layer: (B, anchors, 85) of the maps at strides 16 and 32."""
+    """Compute the authors' extra layers and heads: maps at strides 16 and 32 -> rows (B, anchors, 85)."""
     def unit(name, x, stride=1, act=True):
         kernel = weights[f'{name}.block.conv.weight']
         x = F.conv2d(x, kernel, weights.get(f'{name}.block.conv.bias'), stride, kernel.shape[-1] // 2,
@@ -182,14 +107,14 @@ def authors_ssd(weights, l4, l5):
 
 
 def rows_of(scores, codes, classes=80):
-    """What the head returns, as the authors' rows: box, background, classes."""
+    """Convert the outputs of the head to the authors' rows: box, background, classes."""
     scores, codes = (torch.cat([m.permute(0, 2, 3, 1).reshape(len(m), -1, width) for m in maps], 1)
                      for maps, width in ((scores, classes + 1), (codes, 4)))
     return torch.cat((codes, scores[..., classes:], scores[..., :classes]), -1)
 
 
 @pytest.mark.parametrize('width', WIDTHS)
-def test_parameters_are_the_authors(width):
+def test_parameter_counts_are_the_authors(width):
     with torch.device('meta'):
         model = build(config(width).model)
     parts = (model, model.backbone, model.neck, model.bbox_head)
@@ -197,9 +122,9 @@ def test_parameters_are_the_authors(width):
 
 
 @pytest.mark.parametrize('width', ['050', '100'])
-def test_the_authors_file_loads_and_computes_the_same(width):
+def test_authors_ssdlite_file_loads_and_computes_the_same(width):
     scale = int(width) / 100
-    weights = authors_file(_encoder(scale), _ssd(scale))
+    weights = authors_file(encoder_entries(scale), ssd_entries(scale))
     assert len(weights) == (352 if width == '050' else 358)
     model = build(config(width).model).eval()
     translated = cvnets.translate(weights, model)
@@ -209,7 +134,7 @@ def test_the_authors_file_loads_and_computes_the_same(width):
     assert len(encoder) == len(own) == 267 and all(torch.equal(a, b) for a, b in zip(encoder, own))
     for value in model.state_dict().values():
         value.zero_()
-    model.load_state_dict(weights)                       # any tool's load takes the authors' names
+    model.load_state_dict(weights)                       # every way of loading accepts the authors' keys
     assert all(torch.equal(value, translated[key]) for key, value in model.state_dict().items())
     torch.manual_seed(1)
     l4, l5 = (torch.randn(2, int(c * scale), n, n) for c, n in ((384, 20), (512, 10)))
@@ -218,7 +143,7 @@ def test_the_authors_file_loads_and_computes_the_same(width):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_joint_layer_keeps_the_authors_channels():
+def test_joint_layer_has_the_authors_channel_order():
     head = SSDLiteJointHead(num_classes=3).eval()
     for last in (getattr(level.joint, 'pointwise_conv', level.joint).conv for level in head.levels):
         last.weight.data.zero_()
@@ -230,7 +155,7 @@ def test_joint_layer_keeps_the_authors_channels():
         assert torch.equal(score[0, :, 1, 0].reshape(anchors, 4), first[:, None] + torch.tensor([5, 6, 7, 4]))
 
 
-def test_anchors_are_the_authors():
+def test_anchors_equal_the_authors():
     generator = SSDLiteAnchorGenerator()
     priors = generator.grid_priors(MAPS, (320, 320))
     assert [len(level) for level in priors] == [2400, 600, 150, 54, 24, 4] and priors[0].dtype == torch.float32
@@ -242,7 +167,7 @@ def test_anchors_are_the_authors():
     torch.testing.assert_close(wide.double(), corners(authors_anchors(maps)), rtol=0, atol=1e-6)
 
 
-def test_boxes_are_decoded_as_the_authors_do():
+def test_box_coder_equals_the_authors():
     coder = SSDLiteBoxCoder()
     anchors = authors_anchors(MAPS)[::50]
     torch.manual_seed(0)
@@ -256,7 +181,7 @@ def test_boxes_are_decoded_as_the_authors_do():
 
 
 def authors_loss(rows, truths):
-    """Matching and multibox loss of rows (B, anchors, 85); truths are corner boxes as fractions and labels from 0."""
+    """Compute the authors' multibox loss of rows (B, anchors, 85); truths are boxes as fractions and labels from 0."""
     anchors, positives, total = authors_anchors(MAPS), 0, 0.
     for row, (boxes, labels) in zip(rows, truths):
         classes, targets = torch.zeros(len(anchors)).long(), torch.zeros(len(anchors), 4, dtype=torch.float64)
@@ -278,7 +203,7 @@ def authors_loss(rows, truths):
     return total / max(positives, 1)
 
 
-def test_loss_is_the_authors():
+def test_loss_equals_the_authors():
     head = build({**config().model.bbox_head, 'train_cfg': config().model.train_cfg})
     torch.manual_seed(0)
     scores, codes = ([torch.randn(3, a * n, *size, dtype=torch.float64) for a, size in zip(head.num_base_priors, MAPS)]
@@ -292,7 +217,7 @@ def test_loss_is_the_authors():
 
 
 @pytest.mark.parametrize('truths,size', [([([[9., 30, 90, 99]], [2]), ([], [])], (192, 192)), ([([], [])], (320, 320))])
-def test_training_step(truths, size):
+def test_training_step_has_finite_gradients(truths, size):
     model = small().train()
     model.init_weights()
     losses, _ = model.parse_losses(model(**batch(model, truths, size), mode='loss'))
@@ -302,7 +227,7 @@ def test_training_step(truths, size):
 
 
 @pytest.mark.parametrize('size, maps', [((288, 288), (18, 10, 5, 3, 2, 1)), ((384, 256), (24, 12, 6, 3, 2, 1))])
-def test_other_sizes(size, maps):
+def test_detection_at_other_image_sizes(size, maps):
     model = small().eval()
     data = batch(model, [([], [])] * 2, size, training=False)
     with torch.no_grad():
@@ -315,7 +240,7 @@ def test_other_sizes(size, maps):
 
 
 def authors_detections(rows):
-    """Softmax, the 400 best above 0.01 and greedy suppression for each class, the 200 best: [(score, class, box)]."""
+    """Compute the authors' detections: per class the 400 best above 0.01 after NMS, then the 200 best overall."""
     boxes, found = authors_boxes(authors_anchors(MAPS), rows[:, :4]), []
     for label, scores in enumerate(rows[:, 4:].softmax(-1).T[1:]):
         score, order = scores.sort(descending=True)
@@ -326,12 +251,12 @@ def authors_detections(rows):
     return zip(*sorted(found, key=lambda item: -item[0])[:200])
 
 
-def test_detections_are_the_authors():
+def test_detections_equal_the_authors():
     head = build({**config().model.bbox_head, 'num_classes': 5, 'test_cfg': config().model.test_cfg})
     torch.manual_seed(0)
     scores = [2 * torch.randn(2, a * 6, *size) for a, size in zip(head.num_base_priors, MAPS)]
     codes = [4 * torch.randn(2, a * 4, *size) for a, size in zip(head.num_base_priors, MAPS)]
-    codes[5][1, 2], scores[5][1, 3] = 600., 99.                           # a box without end, the best of its class
+    codes[5][1, 2], scores[5][1, 3] = 600., 99.                           # an infinite box, the best of its class
     metas = [dict(batch_input_shape=(320, 320), img_shape=(320, 320), scale_factor=(0.5, 0.25))] * 2
     results = head.predict_by_feat(scores, codes, batch_img_metas=metas, rescale=True)
     for found, rows in zip(results, rows_of(scores, codes, 5).double()):
@@ -340,7 +265,7 @@ def test_detections_are_the_authors():
         torch.testing.assert_close(found.scores.tolist(), list(score), rtol=1e-4, atol=1e-6)
         expected = torch.stack(box).clamp(0, 1) * torch.tensor([640., 1280, 640, 1280])
         apart = (found.bboxes[:, None] - expected).abs().amax(-1) + 1e4 * (found.labels[:, None] != torch.tensor(label))
-        # Each found, though scores that float32 cannot tell apart may change places.
+        # All are found, but scores that are equal in float32 may change places.
         assert (apart.amin(0) < 0.02).all() and apart.argmin(0).sort()[0].tolist() == list(range(200))
     assert found.labels[0] == 3 and found.bboxes[0, ::2].tolist() == [0, 640]
     candidates, _ = head.predict_by_feat(scores, codes, batch_img_metas=metas, with_nms=False)
@@ -349,41 +274,21 @@ def test_detections_are_the_authors():
     assert len(head.predict_by_feat(scores, codes, batch_img_metas=metas)[0]) == 0
 
 
-def test_classes_do_not_suppress_each_other_outside_the_image():
+def test_nms_keeps_classes_apart_outside_the_image():
     head = build({**config().model.bbox_head, 'num_classes': 2, 'test_cfg': config().model.test_cfg})
     maps = list(zip(head.num_base_priors, [(1, 2), *[(1, 1)] * 5]))
     scores = [torch.tensor([0., 0, 99]).repeat(a)[:, None, None].repeat(1, 1, *size) for a, size in maps]
     codes = [torch.zeros(1, 4 * a, *size) for a, size in maps]
-    # The small anchors of two cells; class-wise NMS moves the second class by 1457 pixels, onto the first.
+    # The small anchors of two cells: class-wise NMS would move the second class by 1457 pixels, onto the first.
     scores[0][0, :3, 0] = torch.tensor([[99., 0], [0, 99], [0, 0]])
     codes[0][0, :2, 0] = torch.tensor([[400, -105.3125], [400, -55.3125]])
     found, = head.predict_by_feat(scores, codes, batch_img_metas=[dict(pad_shape=(320, 320), img_shape=(320, 320))])
     assert sorted(found.labels.tolist()) == [0, 1]
 
 
-@pytest.mark.parametrize('kind', ['deeplabv3', 'pspnet'])
-def test_the_authors_segmenters_load(kind):
-    pytest.importorskip('mmseg')
-    weights = authors_file(_encoder(0.5), _segmenter(0.5, kind))
-    assert len(weights) == (313 if kind == 'deeplabv3' else 307)
-    cfg = Config.fromfile(CONFIGS / 'segmentation' / f'{kind}_mobilevitv2-050_4xb4-120e_ade20k-512x512.py').model
-    model = build(cfg, 'mmseg')
-    translated = cvnets.translate(weights, model)
-    assert translated.keys() == model.state_dict().keys() and model.load_state_dict(translated)
-    theirs = [value for key, value in weights.items() if key.startswith(('seg_head.aspp.', 'seg_head.psp_layer.'))]
-    ours = [value for key, value in model.decode_head.state_dict().items() if 'conv_seg' not in key]
-    assert len(theirs) == len(ours) and all(torch.equal(a, b) for a, b in zip(theirs, ours))   # in the same order
-    without = {key: value for key, value in weights.items() if '.aux_head.' not in key}
-    auxiliary = {key for key in translated if key.startswith('auxiliary_head.')}
-    assert len(auxiliary) == 8 and cvnets.translate(without, model).keys() == translated.keys() - auxiliary
-    del cfg.auxiliary_head
-    model = build(cfg, 'mmseg')
-    assert all(cvnets.translate(file, model).keys() == model.state_dict().keys() for file in (weights, without))
-
-
-def test_translation_leaves_other_files_and_unknown_names_alone():
+def test_translation_keeps_other_files_and_unknown_keys():
     model = small()
-    state, weights = model.state_dict(), authors_file(_encoder(0.25), [('ssd_heads.0.other', (2,))])
+    state, weights = model.state_dict(), authors_file(encoder_entries(0.25), [('ssd_heads.0.other', (2,))])
     assert cvnets.translate(state, model) is state and 'ssd_heads.0.other' in cvnets.translate(weights, model)
     model.backbone = torch.nn.Identity()
     assert cvnets.translate(weights, model) is weights
@@ -393,10 +298,11 @@ def test_translation_leaves_other_files_and_unknown_names_alone():
     (lambda: SSDLiteExtraLayers([]), 'in_channels must be positive integers, one for each level, got \\[\\]'),
     (lambda: SSDLiteExtraLayers([8, 8])([torch.rand(1, 8, 4, 4)]), 'must return 2 levels, got 1'),
     (lambda: SSDLiteJointHead(num_classes=0), 'num_classes must be an integer of at least 1, got 0'),
-    (lambda: SSDLiteJointHead(in_channels=(512, 256)), 'in_channels must be of 6 levels, as the anchors are, got 2'),
+    (lambda: SSDLiteJointHead(in_channels=(512, 256)),
+     'in_channels must have 6 entries, one for each level of anchors, got 2'),
     (lambda: SSDLiteJointHead()([torch.rand(1, 512, 4, 4)]), 'the head has 6 levels, got 1 maps'),
     (lambda: SSDLiteAnchorGenerator(ratios=[[2], [-3]]), 'ratios must be positive numbers'),
 ])
-def test_wrong_arguments(make, message):
+def test_invalid_ssdlite_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from subquad.tools import train
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 
 def make_images(folder):

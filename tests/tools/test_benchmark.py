@@ -1,4 +1,4 @@
-"""The benchmark tool: its meters on known work, its records, its command line. No timing is asserted."""
+"""The benchmark tool: meters, implementations, presets, records and the command line. No test asserts a time."""
 import json
 import math
 import subprocess
@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from subquad import kernels
-from subquad.tools import benchmark, cli, contestants, measure, presets, records
+from subquad.tools import benchmark
+from subquad.tools.bench import baselines, comparisons, measure, metrics, operators, plots, presets, processes
+from subquad.tools.bench.attention_units import attention_units
+from subquad.tools.bench.comparisons import compare_models, compare_operator
+from subquad.tools.bench.polyline_growth import scan_against_mask, scan_growth
+from subquad.tools.common import cli
+from subquad.tools.engine import records
 
 PRESETS = presets.DEFAULTS
 NAME = 'polyline_attention-14x14'
@@ -16,34 +22,35 @@ MB = 1_000_000
 
 
 def _record(preset, threads=2, repeats=None):
-    """A record as the tool makes it, without measuring."""
-    return {'preset': preset, 'what': 'w', 'repeats': repeats or 1, 'times_ms': {'x': {'p20': 1, 'p50': 2, 'p80': 3}},
+    """A record like those of the tool, without measuring."""
+    return {'preset': preset, 'description': 'w', 'repeats': repeats or 1,
+            'times_ms': {'x': {'p20': 1, 'p50': 2, 'p80': 3}},
             'peak_mb': {'x': None}, 'floor': {'ms': 1.0, 'macs': 10 ** 9, 'gemm_gflops': 5.0},
-            'figures': [presets.figure('slow', 3.0, 'x', at_most=2), presets.figure('quick', 3.0, 'x', at_least=2),
-                        presets.figure('blind', None, 'MB', at_most=2)],
-            'other_cpus': 1.5, **measure.environment(), 'threads': threads, 'cpus': 2}
+            'metrics': [metrics.metric('slow', 3.0, 'x', at_most=2), metrics.metric('quick', 3.0, 'x', at_least=2),
+                        metrics.metric('blind', None, 'MB', at_most=2)],
+            'other_cpus': 1.5, **records.environment(), 'threads': threads, 'cpus': 2}
 
 
 @pytest.fixture
 def without_measuring(monkeypatch):
-    """Replaces the measuring process; returns the list of what it was asked for."""
+    """Replace the measuring process; return the list of (preset, threads) that it was asked for."""
     asked = []
 
     def fake(preset, argv, threads):
         asked.append((preset, threads))
         return _record(preset, threads)
 
-    monkeypatch.setattr(benchmark, 'measure_in_fresh_process', fake)
+    monkeypatch.setattr(processes, 'measure_in_fresh_process', fake)
     return asked
 
 
 # --- meters
 
-def test_percentiles():
+def test_percentiles_of_samples():
     assert measure.percentiles([5, 1, 2, 4, 3, 6]) == pytest.approx({'p20': 2, 'p50': 3.5, 'p80': 5})
 
 
-def test_calls_are_interleaved():
+def test_calls_are_timed_in_turn():
     order = []
     times = measure.time_interleaved({'a': lambda: order.append('a'), 'b': lambda: order.append('b')}, 9, {'b': 2})
     rounds = ''.join(order)[2:]                                 # the first calls are not timed
@@ -77,21 +84,21 @@ def test_peak_memory_by_sampling_and_without_proc(monkeypatch):
     assert measure.peak_memory(_rise) is None
 
 
-def test_operations_and_floor():
+def test_floor_of_known_operations():
     macs = measure.count_macs(measure.gemm())
     assert macs == 1024 ** 3
     assert measure.floor(3 * macs, gemm_ms=2.0) == pytest.approx(
         {'ms': 6.0, 'macs': 3 * macs, 'gemm_gflops': 1024 ** 3 / 1e6})
 
 
-def test_commit_is_this_checkout_s_or_nothing(monkeypatch):
-    found = measure.commit()
+def test_commit_is_of_this_checkout_or_none(monkeypatch):
+    found = records.commit()
     assert found['commit'] is None or len(found['commit']) == 40
-    monkeypatch.setattr(measure, '__file__', '/elsewhere/tools/measure.py')
-    assert measure.commit() == {'commit': None, 'modified': None}
+    monkeypatch.setattr(records, '__file__', '/elsewhere/tools/engine/records.py')
+    assert records.commit() == {'commit': None, 'modified': None}
 
 
-def test_load_by_others(monkeypatch):
+def test_load_by_other_programs(monkeypatch):
     seconds = iter([100.0, 160.0])
     monkeypatch.setattr(measure.OtherLoad, '_busy', staticmethod(lambda: next(seconds)))
     monkeypatch.setattr(measure.time, 'monotonic', iter([10.0, 30.0]).__next__)
@@ -106,56 +113,56 @@ def test_load_by_others(monkeypatch):
 @pytest.mark.parametrize('threads, cpus, others, expected', [
     (2, 2, 0.05, False), (2, 2, 0.5, True), (2, 8, 3.0, False), (2, 8, 6.5, True), (2, 2, None, False),
     (4, 2, 0.0, False)])                                        # more threads than CPUs is the user's own choice
-def test_disturbed(threads, cpus, others, expected):
-    assert records.disturbed({'threads': threads, 'cpus': cpus, 'other_cpus': others}) is expected
+def test_records_with_too_few_free_cpus_are_disturbed(threads, cpus, others, expected):
+    assert metrics.disturbed({'threads': threads, 'cpus': cpus, 'other_cpus': others}) is expected
 
 
 # --- what is measured
 
-def test_dense_formula_is_polyline_attention():
-    inputs = [x.double() for x in contestants.attention_inputs(2, 3, (4, 5), 8)]
+def test_dense_baseline_computes_polyline_attention():
+    inputs = [x.double() for x in operators.attention_inputs(2, 3, (4, 5), 8)]
     expected = kernels.polyline_attention(*inputs, backend='reference')
-    torch.testing.assert_close(contestants.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(baselines.dense_polyline_attention(*inputs), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize('op', contestants.OPERATORS)
-def test_contestants_compute_the_same(op):
-    """Of each operator, every contestant that needs no C++ compiler and no GPU, and their gradients."""
-    inputs = [x.double() for x in contestants.OPERATORS[op].inputs(2, 2, (4, 6), 6)]
-    expected = contestants.operator_call(op, 'reference')(*inputs)
-    gradients = contestants.step(contestants.operator_call(op, 'reference'), inputs)
-    for name in contestants.contestants(op):
-        if name in ('portable', *contestants.OPERATORS[op].others) and name != 'flex':
-            call = contestants.operator_call(op, name)
+@pytest.mark.parametrize('op', operators.OPERATORS)
+def test_implementations_agree(op):
+    """All implementations that need neither a C++ compiler nor a GPU agree, and give the same inputs a gradient."""
+    inputs = [x.double() for x in operators.OPERATORS[op].inputs(2, 2, (4, 6), 6)]
+    expected = operators.operator_call(op, 'reference')(*inputs)
+    gradients = operators.with_gradients(operators.operator_call(op, 'reference'), inputs)
+    for name in operators.implementations(op):
+        if name in ('portable', *operators.OPERATORS[op].baselines) and name != 'flex':
+            call = operators.operator_call(op, name)
             torch.testing.assert_close(call(*inputs), expected, rtol=1e-10, atol=1e-12)
-            assert [x is None for x in contestants.step(call, inputs)()] == [x is None for x in gradients()]
+            assert [x is None for x in operators.with_gradients(call, inputs)()] == [x is None for x in gradients()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('op', ['polyline_attention', 'decay_attention'])
-def test_flex_attention_computes_the_same(op):
-    inputs = contestants.attention_inputs(1, 2, (8, 16), 16)
+def test_flex_attention_agrees(op):
+    inputs = operators.attention_inputs(1, 2, (8, 16), 16)
     with torch.no_grad():
-        expected = contestants.operator_call(op, 'portable')(*inputs)
-        torch.testing.assert_close(contestants.operator_call(op, 'flex')(*inputs), expected, rtol=1e-4, atol=1e-4)
+        expected = operators.operator_call(op, 'portable')(*inputs)
+        torch.testing.assert_close(operators.operator_call(op, 'flex')(*inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bytes_that_must_move():
-    inputs = contestants.attention_inputs(1, 2, (3, 4), 8, torch.bfloat16)
+def test_bytes_moved_and_multiply_adds():
+    inputs = operators.attention_inputs(1, 2, (3, 4), 8, torch.bfloat16)
     tokens = 2 * 12
     logs, data = 2 * 4 * tokens, 2 * 8 * tokens
-    assert contestants.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
-    assert contestants.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
-    assert contestants.bytes_moved('polyline_scan', inputs, True) == 3 * logs + 2 * 5 * data
-    assert contestants.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
-    assert contestants.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
-    assert contestants.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
-    inputs = contestants.separable_inputs(1, 2, (2, 4), 8, torch.bfloat16)
-    assert contestants.bytes_moved('separable_attention', inputs, False) == 2 * 8 * (1 + 3 * 16)
-    assert contestants.multiply_adds('separable_attention', inputs, True) == 6 * 8 * 16
+    assert operators.bytes_moved('polyline_attention', inputs, False) == 3 * data + logs + data
+    assert operators.bytes_moved('polyline_scan', inputs, False) == logs + 4 * data     # two passes
+    assert operators.bytes_moved('polyline_scan', inputs, True) == 3 * logs + 2 * 5 * data
+    assert operators.bytes_moved('decay_attention', inputs, False) == 3 * data + logs // 2 + data
+    assert operators.multiply_adds('polyline_scan', inputs, False) == 2 * 3 * 8 * tokens
+    assert operators.multiply_adds('polyline_attention', inputs, False) == 2 * 12 ** 2 * (8 + 8)
+    inputs = operators.separable_inputs(1, 2, (2, 4), 8, torch.bfloat16)
+    assert operators.bytes_moved('separable_attention', inputs, False) == 2 * 8 * (1 + 3 * 16)
+    assert operators.multiply_adds('separable_attention', inputs, True) == 6 * 8 * 16
 
 
-def test_floor_says_what_binds(monkeypatch):
+def test_floor_names_the_longer_part(monkeypatch):
     macs = measure.gemm_flops() // 2
     assert measure.floor(macs, 2.0, 'cpu', moved=measure.COPY_BYTES['cpu'], copy_ms=1.0)['binds'] == 'arithmetic'
     bound = measure.floor(macs, 2.0, 'cpu', moved=20 * measure.COPY_BYTES['cpu'], copy_ms=1.0)
@@ -163,39 +170,39 @@ def test_floor_says_what_binds(monkeypatch):
 
 
 MEASUREMENTS = {
-    'operator': (lambda: presets.operator(2, op='polyline_attention', grid=(3, 4), heads=2, dim=4,
-                                          names=('portable', 'dense'), faster={'dense': 1e9}, memory=1e9),
+    'operator': (lambda: compare_operator(2, op='polyline_attention', grid=(3, 4), heads=2, dim=4,
+                                          names=('portable', 'dense'), min_speedup={'dense': 1e9}, max_memory_mb=1e9),
                  {'portable', 'dense', 'gemm', 'copy'}, ['at least', None, None, None, None, 'at most', None]),
-    'backward': (lambda: presets.operator(1, op='polyline_scan', grid=(3, 4), heads=1, dim=2, backward=True,
+    'backward': (lambda: compare_operator(1, op='polyline_scan', grid=(3, 4), heads=1, dim=2, backward=True,
                                           names=('portable', 'reference')),
                  {'portable', 'reference', 'gemm', 'copy'}, [None] * 7),
-    'scan': (lambda: presets.scan_growth(2, sides=(2, 3, 4), heads=1, dim=2, exponent=1.1),
+    'scan': (lambda: scan_growth(2, sides=(2, 3, 4), heads=1, dim=2, max_exponent=1.1),
              {'2x2', '3x3', '4x4'}, ['at most', None]),
-    'figure10': (lambda: presets.figure10(1, sides=(2, 3, 4), dim=2, dense_until=3),
+    'figure10': (lambda: scan_against_mask(1, sides=(2, 3, 4), dim=2, dense_until=3),
                  {'portable 2x2', 'dense 2x2', 'portable 3x3', 'dense 3x3', 'portable 4x4'}, [None] * 6),
-    'separable': (lambda: presets.operator(2, op='separable_attention', grid=(4, 2), heads=1, dim=4,
-                                           names=('portable', 'eager', 'matmul'), faster={'eager': 1}),
+    'separable': (lambda: compare_operator(2, op='separable_attention', grid=(4, 2), heads=1, dim=4,
+                                           names=('portable', 'eager', 'matmul'), min_speedup={'eager': 1}),
                   {'portable', 'eager', 'matmul', 'gemm', 'copy'}, ['at least'] + [None] * 8),
-    'figure1': (lambda: presets.figure1(1, tokens=(4, 8), at=4, dim=16, heads=2, projected=4),
+    'figure1': (lambda: attention_units(1, tokens=(4, 8), profiled=4, dim=16, heads=2, projected=4),
                 {f'{unit} 1x{n}' for unit in ('separable', 'mha', 'linformer') for n in (4, 8)}, [None] * 4),
-    'model': (lambda: presets.model(1, names=('test_ppma', 'test_ppma@reference'), size=(64, 96), batch=2,
-                                    over_floor=5),
+    'model': (lambda: compare_models(1, names=('test_ppma', 'test_ppma@reference'), size=(64, 96), batch=2,
+                                    max_over_floor=5),
               {'test_ppma', 'test_ppma@reference', 'gemm'}, [None, 'at most', None, None, None, None]),
-    'train': (lambda: presets.model(1, names=('test_ppma@portable',), size=(64, 64), batch=2, train=True),
+    'train': (lambda: compare_models(1, names=('test_ppma@portable',), size=(64, 64), batch=2, train=True),
               {'test_ppma@portable', 'gemm'}, [None, None, None]),
 }
 
 
 @pytest.mark.parametrize('kind', MEASUREMENTS)
-def test_measurement(kind, tmp_path):
+def test_measurement_gives_a_record(kind, tmp_path):
     make, names, bounds = MEASUREMENTS[kind]
     record = json.loads(json.dumps(make(), allow_nan=False))
-    assert set(record) - {'operators'} == {'times_ms', 'peak_mb', 'floor', 'figures'}
+    assert set(record) - {'operators'} == {'times_ms', 'peak_mb', 'floor', 'metrics'}
     assert set(record['times_ms']) == names
     assert all(0 < t['p20'] <= t['p50'] <= t['p80'] for t in record['times_ms'].values())
-    assert all(f['value'] is None or math.isfinite(f['value']) for f in record['figures'])
-    assert [f['bound'] for f in record['figures']] == bounds
-    assert all((f['met'] is None) == (f['target'] is None or f['value'] is None) for f in record['figures'])
+    assert all(m['value'] is None or math.isfinite(m['value']) for m in record['metrics'])
+    assert [m['bound'] for m in record['metrics']] == bounds
+    assert all((m['met'] is None) == (m['target'] is None or m['value'] is None) for m in record['metrics'])
     floor = record['floor']
     if kind in ('scan', 'figure10', 'figure1'):
         assert floor is None
@@ -203,17 +210,17 @@ def test_measurement(kind, tmp_path):
         assert floor['ms'] == pytest.approx(2e-6 * floor['macs'] / floor['gemm_gflops'])
     if kind == 'operator':
         assert floor['macs'] == 2 * 12 ** 2 * (4 + 4)                  # q k' and the product with v
-        assert record['figures'][0]['met'] is False
+        assert record['metrics'][0]['met'] is False
     if kind.startswith('figure'):
-        records.plot({**_record(kind), **record}, tmp_path / 'figure.png')
+        plots.plot({**_record(kind), **record}, tmp_path / 'figure.png')
         assert (tmp_path / 'figure.png').read_bytes()[1:4] == b'PNG'
     if kind == 'figure1':
         assert all(len(rows) == 5 and sum(row['share'] for row in rows) <= 1 for rows in record['operators'].values())
-        assert any(name == 'most time, mha' for name, *_ in records.figures({**_record(kind), **record}))
+        assert any(name == 'mha: slowest operators' for name, *_ in metrics.time_rows({**_record(kind), **record}))
 
 
-def test_networks_that_are_the_same_get_the_same_weights():
-    from subquad.tools.networks import model_call
+def test_equal_architectures_get_equal_weights():
+    from subquad.tools.bench.networks import model_call
     images = torch.rand(1, 3, 64, 64)
     first, weights = model_call('test_mobilevitv2', images, False)
     second, _ = model_call('test_mobilevitv2@reference', images, False, weights)
@@ -225,48 +232,48 @@ def test_networks_that_are_the_same_get_the_same_weights():
 def test_medians_over_processes():
     parts = [_record('p') for _ in range(3)]
     for n, part in enumerate(parts):
-        part['figures'][0]['value'], part['times_ms']['x']['p50'], part['other_cpus'] = n, n, n
-    whole = records.medians(parts)
-    assert whole['figures'][0]['values'] == [0, 1, 2] and whole['figures'][0]['value'] == 1
-    assert whole['figures'][0]['met'] is True and whole['figures'][2]['value'] is None
+        part['metrics'][0]['value'], part['times_ms']['x']['p50'], part['other_cpus'] = n, n, n
+    whole = metrics.medians(parts)
+    assert whole['metrics'][0]['values'] == [0, 1, 2] and whole['metrics'][0]['value'] == 1
+    assert whole['metrics'][0]['met'] is True and whole['metrics'][2]['value'] is None
     assert whole['times_ms']['x']['p50'] == 1 and whole['other_cpus'] == 2 and whole['processes'] == 3
-    assert records.medians(parts[:1]) is parts[0]
+    assert metrics.medians(parts[:1]) is parts[0]
 
 
-def test_what_fails_is_left_out_unless_it_comes_first(capsys):
+def test_failing_implementation_is_left_out_unless_first(capsys):
     def fails():
         raise RuntimeError('no\nsuch thing')
-    assert list(presets._working({'a': list, 'b': fails, 'c': list}, 'a')) == ['a', 'c']
+    assert list(comparisons.working({'a': list, 'b': fails, 'c': list}, 'a')) == ['a', 'c']
     assert 'left out: b: RuntimeError: no such thing' in capsys.readouterr().out
     with pytest.raises(cli.UserError, match='b: RuntimeError: no such thing'):
-        presets._working({'a': list, 'b': fails}, 'b')
+        comparisons.working({'a': list, 'b': fails}, 'b')
 
 
-def test_gpu_records_carry_the_device():
+def test_gpu_records_name_the_device():
     record = {**_record('gpu-x'), 'device': 'cuda', 'gpu': 'G', 'clocks': '1 MHz', 'cuda': '13.0', 'triton': '3.7'}
     record['floor'].update(bytes=10 ** 6, copy_gbs=4000.0, binds='memory')
-    assert records.conditions(record).startswith('G (1 MHz), torch ')
-    assert any('1 MB at 4000 GB/s: memory binds' in row[1] for row in records.figures(record))
+    assert metrics.conditions(record).startswith('G (1 MHz), torch ')
+    assert any('1 MB at 4000 GB/s; memory-bound' in row[1] for row in metrics.time_rows(record))
 
 
 @pytest.mark.parametrize('value, bounds, met', [
     (2, dict(at_least=2), True), (1.9, dict(at_least=2), False), (2, dict(at_most=2), True),
     (2.1, dict(at_most=2), False), (None, dict(at_most=2), None), (2, dict(), None)])
-def test_targets(value, bounds, met):
-    assert presets.figure('f', value, 'x', **bounds)['met'] is met
+def test_metric_meets_its_target(value, bounds, met):
+    assert metrics.metric('f', value, 'x', **bounds)['met'] is met
 
 
 # --- command line
 
-def test_presets_and_list(capsys):
+def test_list_prints_presets_and_operators(capsys):
     assert benchmark.main(['--list']) is None
     first = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
-    assert first == [*presets.PRESETS, '--operator', *contestants.OPERATORS]
+    assert first == [*presets.PRESETS, '--operator', *operators.OPERATORS]
     assert set(PRESETS + presets.GPU_DEFAULTS) <= set(presets.PRESETS)
     assert all((presets.PRESETS[name].device == 'cuda') == name.startswith('gpu-') for name in presets.PRESETS)
 
 
-def test_all_presets_by_default_and_lines_are_added(without_measuring, tmp_path, capsys, monkeypatch):
+def test_default_presets_run_and_lines_are_appended(without_measuring, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not benchmark.main([])
     measured = [(name, 2) for name in PRESETS for _ in range(presets.PRESETS[name].processes)]
@@ -277,16 +284,16 @@ def test_all_presets_by_default_and_lines_are_added(without_measuring, tmp_path,
     assert [json.loads(line)['preset'] for line in lines] == [*PRESETS, NAME]
     out = capsys.readouterr().out
     assert 'at most 2 x' in out and 'yes' in out and 'no' in out and 'not measured' in out
-    assert 'others used 1.5 of 2 CPUs' in out
+    assert 'other programs used 1.5 of 2 CPUs' in out
 
 
-def test_no_save(without_measuring, tmp_path, capsys, monkeypatch):
+def test_no_save_writes_no_file(without_measuring, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not benchmark.main([NAME, '--no-save'])
     assert NAME in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
+def test_append_after_a_truncated_line(tmp_path):
     path = tmp_path / 'cpu.jsonl'
     path.write_text('{"preset": "a"}\n{"pres')
     records.append(path, {'preset': 'b'})
@@ -301,15 +308,16 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
     (['--repeats', '-1'], '--repeats must be at least 1'),
     (['--size', '14', '--operator', 'polyline_scan'], "--size takes 224, 800x1280, .* got '14'"),
     (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
-    (['--operator', 'polyline_scan', '--contestants', 'portabel'], 'did you mean portable'),
+    (['--operator', 'polyline_scan', '--implementations', 'portabel'], 'did you mean portable'),
+    (['--operator', 'polyline_scan', '--contestants', 'portable'], '--contestants has a new name: --implementations'),
     (['--model', 'ppma_tinny'], 'did you mean ppma_tiny'),
     (['--model', 'ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
-    (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'one of the three'),
-    ([NAME, '--operator', 'polyline_scan'], 'one of the three'),
+    (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'give one of the three'),
+    ([NAME, '--operator', 'polyline_scan'], 'give one of the three'),
     (['--batch', '0'], '--batch must be at least 1'),
-    (['--operator', 'polyline_scan', '--train'], '--train has no meaning for --operator'),
-    (['--model', 'ppma_tiny', '--backward'], '--backward has no meaning for --model'),
-    ([NAME, '--dtype', 'float16'], '--dtype has no meaning for presets'),
+    (['--operator', 'polyline_scan', '--train'], '--train has no effect on --operator'),
+    (['--model', 'ppma_tiny', '--backward'], '--backward has no effect on --model'),
+    ([NAME, '--dtype', 'float16'], '--dtype has no effect on presets'),
     pytest.param(['gpu-figure10'], 'torch finds no GPU here',
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')),
 ])
@@ -319,7 +327,7 @@ def test_wrong_arguments(argv, message, without_measuring, tmp_path):
     assert not without_measuring and not (tmp_path / 'out').exists()
 
 
-def test_a_folder_that_cannot_be_written_stops_before_measuring(without_measuring, tmp_path):
+def test_unwritable_folder_fails_before_measuring(without_measuring, tmp_path):
     (tmp_path / 'file').touch()
     (tmp_path / 'folder' / 'cpu.jsonl').mkdir(parents=True)
     for out in ('file', 'file/below', 'folder'):
@@ -328,30 +336,30 @@ def test_a_folder_that_cannot_be_written_stops_before_measuring(without_measurin
     assert not without_measuring
 
 
-def test_one_failure_leaves_the_others(tmp_path, capsys, monkeypatch):
+def test_other_presets_run_after_a_failure(tmp_path, capsys, monkeypatch):
     def fake(preset, argv, threads):
         if preset == NAME:
             raise cli.UserError('no memory')
         return _record(preset)
 
-    monkeypatch.setattr(benchmark, 'measure_in_fresh_process', fake)
+    monkeypatch.setattr(processes, 'measure_in_fresh_process', fake)
     with pytest.raises(cli.UserError, match='no memory'):
         benchmark.main(['--out', str(tmp_path)])
     assert len((tmp_path / 'cpu.jsonl').read_text().splitlines()) == len(PRESETS) - 1
     assert 'polyline_scan-growth' in capsys.readouterr().out
 
 
-def test_a_process_that_fails_is_a_user_error(monkeypatch, capfd):
+def test_failing_process_is_a_user_error(monkeypatch, capfd):
     script = 'import sys; sys.exit("out of paper")'
     run = subprocess.run
-    monkeypatch.setattr(benchmark.subprocess, 'run', lambda command, **kw: run([sys.executable, '-c', script], **kw))
+    monkeypatch.setattr(processes.subprocess, 'run', lambda command, **kw: run([sys.executable, '-c', script], **kw))
     with pytest.raises(cli.UserError, match=NAME):
-        benchmark.measure_in_fresh_process(NAME, [NAME], 1)
+        processes.measure_in_fresh_process(NAME, [NAME], 1)
     assert 'out of paper' in capfd.readouterr().err
 
 
-def test_fresh_process(tmp_path, monkeypatch):
-    """The real thing, from a folder that holds decoys of what it imports."""
+def test_fresh_process_measures_a_preset(tmp_path, monkeypatch):
+    """The working directory holds files with the names of imported modules."""
     monkeypatch.chdir(tmp_path)
     for decoy in ('torch.py', 'json.py', 'timm.py'):
         (tmp_path / decoy).write_text('raise RuntimeError("the wrong file")')
@@ -362,13 +370,13 @@ def test_fresh_process(tmp_path, monkeypatch):
     record = json.loads((tmp_path / 'out' / 'cpu.jsonl').read_text())
     assert record['preset'] == NAME and record['threads'] == 1 and record['repeats'] == 1
     assert record['torch'] == torch.__version__ and record['cpu'] and record['date'].endswith('+00:00')
-    assert set(record) == {'preset', 'what', 'repeats', 'times_ms', 'peak_mb', 'floor', 'figures', 'other_cpus',
+    assert set(record) == {'preset', 'description', 'repeats', 'times_ms', 'peak_mb', 'floor', 'metrics', 'other_cpus',
                            'device', 'cpu', 'cpus', 'threads', 'torch', 'timm', 'subquad', 'python', 'commit',
                            'modified', 'date'}
-    assert [f['target'] for f in record['figures']] == [1.0] + [None] * 6
+    assert [m['target'] for m in record['metrics']] == [1.0] + [None] * 6
 
 
-def test_what_one_names_oneself(without_measuring, tmp_path):
+def test_operator_and_model_options(without_measuring, tmp_path):
     out = ['--out', str(tmp_path)]
     assert not benchmark.main(['--operator', 'polyline_scan', '--size', '800x1280', '--backward', *out])
     assert not benchmark.main(['--model', 'test_ppma@portable', 'mobilevitv2_050', '--size', '64x96', '--train', *out])

@@ -12,10 +12,10 @@ from PIL import Image
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.checkpoints import config_facts, load_classifier
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
 
-OPTIONS = dict(num_classes=3, mask='product')
+OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
                  interpolation='bilinear')
 CLASSES = ['a', 'b', 'c']
@@ -91,14 +91,14 @@ def test_what_is_assumed_is_said(model, image, tmp_path, capsys):
 
 def test_a_config_is_read_and_not_run(tmp_path):
     text = _config().pretty_text
-    assert config_facts(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
+    assert config_metadata(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
     marker = tmp_path / 'was_run'
     code = f'os.mkdir({str(marker)!r})'
-    assert config_facts(f'import os\n{code}\nx = {code}\n{text}') == config_facts(text)
+    assert config_metadata(f'import os\n{code}\nx = {code}\n{text}') == config_metadata(text)
     assert not marker.exists()
     for other in ('', 'model = dict(type="MaskRCNN")', 'model = dict(**x)', 'model = {[]: 1}', '(' * 10_000, 'a b',
                   '\0', 'model = 3', 'x = ' + '-' * 100_000 + '1'):
-        assert config_facts(other) == {}
+        assert config_metadata(other) == {}
 
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'resnet18'])
@@ -140,8 +140,9 @@ def test_weights_that_are_not_finite_are_refused_unless_asked_for(value, model, 
     (dict(dims=[8190, 48, 64, 96], num_heads=[1] * 4), 'not a checkpoint'),
     (dict(num_classes=10 ** 9), 'num_classes must be an integer'), (dict(num_classes=True), 'got True'),
     (dict(num_classes='3'), "got '3'"), (dict(in_chans=-1), 'in_chans'), (dict(img_size=[2]), 'img_size'),
-    (dict(mask='../x'), 'mask must be one of'), (dict(mask=['logit']), 'mask'),
-    (dict(mask='other'), 'mask must be one of'), (dict(shared_decay='yes'), 'shared_decay must be True or False'),
+    (dict(mask_mode='../x'), 'mask_mode must be one of'), (dict(mask_mode=['additive']), 'mask_mode'),
+    (dict(mask_mode='other'), 'mask_mode must be one of'),
+    (dict(shared_decay='yes'), 'shared_decay must be True or False'),
     (dict(drop_rate=float('nan')), 'drop_rate'), (dict(head_hidden_size=9_999), 'not a checkpoint of')], ids=str)
 def test_options_of_a_file_are_checked(options, expected, model, image, tmp_path, capsys):
     started = time.monotonic()
@@ -188,7 +189,7 @@ def test_a_networks_own_options_are_taken(tmp_path, image, capsys):
     for name, options in (('test_ppma', dict(depths=[1, 2, 1, 1], attention=['linear'] * 4, layer_scale=[True] * 4,
                                              img_size=[64, 64], head_hidden_size=None)),
                           ('test_mobilevitv2', dict(width=0.25, num_latent_tokens=4, exact_size=True)),
-                          ('test_myo', dict(parametrisation='skew', max_levels=2)),
+                          ('test_myo', dict(parametrization='skew', max_levels=2)),
                           ('test_vit', dict(class_token=False, global_pool='avg', drop_path_rate=0.1)),
                           ('test_resnet', dict(output_stride=16))):
         model = timm.create_model(name, num_classes=3, **options)

@@ -12,8 +12,12 @@ from helpers import ROOT
 from rich.table import Table
 
 import subquad_cli
-from subquad.tools import cli, kernels, models, output, records, stats, test, train
-from subquad.tools.config import known_configs
+from subquad.tools import kernels, models, stats, test, train
+from subquad.tools.bench import metrics
+from subquad.tools.common import cli, output
+from subquad.tools.engine import records
+from subquad.tools.engine.classification import evaluation
+from subquad.tools.engine.config import known_configs
 
 COMMAND = [sys.executable, '-W', 'ignore', '-c', 'import subquad_cli; subquad_cli.main()']
 
@@ -156,20 +160,19 @@ def test_json_has_no_nan(tmp_path, monkeypatch, capsys):
     assert _strict(output.dumps(value)) == dict(a=[1.5, None, [None, None]], b={'c': None}, d='NaN', e=True, f=3)
     records.append(tmp_path / 'r.jsonl', dict(preset='x', value=float('nan')))
     assert _strict((tmp_path / 'r.jsonl').read_text()) == dict(preset='x', value=None)
-    monkeypatch.setattr(test, 'evaluate', lambda *a, **k: {'accuracy/top1': float('nan')})
-    monkeypatch.setattr(test, '_refuse_nonfinite', lambda checkpoint: None)
+    monkeypatch.setattr(evaluation, 'evaluate', lambda *a, **k: {'accuracy/top1': float('nan')})
     assert test.main(['test-ppma_digits', 'any', '--json']) == 0
     assert _strict(capsys.readouterr().out) == {'accuracy/top1': None}
 
 
 def test_records_of_what_was_not_measured():
     """What NaN became in JSON is shown as not measured, and has no median."""
-    one = dict(preset='p', times_ms={'a': dict(p20=1., p50=2., p80=3.)}, figures=[records.figure('f', 1., 'x')],
+    one = dict(preset='p', times_ms={'a': dict(p20=1., p50=2., p80=3.)}, metrics=[metrics.metric('f', 1., 'x')],
                floor=None, other_cpus=0, threads=1, cpus=2, cpu='c', torch='t')
-    none = {**one, 'times_ms': {'a': dict(p20=1., p50=None, p80=3.)}, 'figures': [records.figure('f', None, 'x')]}
-    middle = records.medians([one, none, one])
-    assert middle['times_ms']['a'] == dict(p20=1., p50=None, p80=3.) and middle['figures'][0]['value'] is None
-    assert any('not measured' in cells[1] for cells in records.figures(middle))
+    none = {**one, 'times_ms': {'a': dict(p20=1., p50=None, p80=3.)}, 'metrics': [metrics.metric('f', None, 'x')]}
+    middle = metrics.medians([one, none, one])
+    assert middle['times_ms']['a'] == dict(p20=1., p50=None, p80=3.) and middle['metrics'][0]['value'] is None
+    assert any('not measured' in cells[1] for cells in [*metrics.time_rows(middle), *metrics.metric_rows(middle)])
 
 
 def test_kernels_json(capsys):
@@ -201,7 +204,7 @@ def test_progress_elsewhere_than_on_a_terminal(capsys, monkeypatch):
 
 
 def test_errors_take_one_line(capsys):
-    from subquad.tools.images import UnreadableImage
+    from subquad.tools.common.images import UnreadableImage
 
     def fails(text, kind=cli.UserError):
         def main(argv):
@@ -212,7 +215,7 @@ def test_errors_take_one_line(capsys):
         return capsys.readouterr().err
     assert fails('a\nb') == 'error: a b\n'
     worker = 'Caught UnreadableImage in a worker.\nOriginal Traceback (most recent call last):\n  File "x"'
-    assert fails(f'{worker}\nsubquad.tools.images.UnreadableImage: a.png: no\n', UnreadableImage) == (
+    assert fails(f'{worker}\nsubquad.tools.common.images.UnreadableImage: a.png: no\n', UnreadableImage) == (
         'error: a.png: no\n')
 
 

@@ -11,8 +11,8 @@ import torch
 from mmengine.registry import DATASETS
 from PIL import Image
 
-from subquad.tools.classification import files, listops, lra, pathfinder, sequences
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
+from subquad.tools.data import files, listops, lra, pathfinder, sequences
 
 
 def _fails(make, *words):

@@ -1,21 +1,21 @@
-"""What an order of pixels is worth to a tree over them: two seeds, fields and digits."""
+"""Denoising by a tree over pixels: the order of the pixels matters."""
 import pytest
 import torch
 
-from subquad.tools import denoising
-from subquad.tools.cli import UserError
+from subquad.tools.bench import denoising
+from subquad.tools.common.cli import UserError
 
 
 def test_morton_order_denoises_better_than_snake():
     record = denoising.denoising(2, orders=('morton', 'snake'))
-    values = {figure['name']: figure for figure in record['figures']}
+    values = {metric['name']: metric for metric in record['metrics']}
     for kind in ('fields', 'mnist5k'):
-        ratio = values[f"{kind}, Morton's error over snake's, worst seed"]
+        ratio = values[f'{kind}: error in Morton order / snake order, worst seed']
         assert ratio['value'] <= 0.95 and ratio['met']
-        assert values[f'{kind}, error, snake']['value'] < 0.6           # both do denoise: 1 is the empty picture
+        assert values[f'{kind}: error in snake order']['value'] < 0.6           # an empty picture has error 1
 
 
-def test_the_solve_is_linear_and_the_order_its_own_inverse():
+def test_denoiser_is_linear_and_identity_without_edges():
     train, _ = denoising.pictures('fields', 0, 4)
     model = denoising.LinearDenoiser(torch.randperm(256))
     x, y = train.flatten(1)[:2], train.flatten(1)[2:]
@@ -26,10 +26,10 @@ def test_the_solve_is_linear_and_the_order_its_own_inverse():
     torch.testing.assert_close(model(x), x)
 
 
-def test_picture(tmp_path):
-    figures = [{'name': f'{kind}, error, {order}', 'value': 0.5} for kind in ('fields', 'mnist5k')
+def test_drawn_picture(tmp_path):
+    metrics = [{'name': f'{kind}: error in {order} order', 'value': 0.5} for kind in ('fields', 'mnist5k')
                for order in ('morton', 'snake')]
-    denoising.draw({'figures': figures}, tmp_path / 'picture.png')
+    denoising.draw({'metrics': metrics}, tmp_path / 'picture.png')
     assert (tmp_path / 'picture.png').stat().st_size > 10_000
     with pytest.raises(UserError, match='cannot write'):
-        denoising.draw({'figures': figures}, tmp_path / 'nowhere' / 'picture.png')
+        denoising.draw({'metrics': metrics}, tmp_path / 'nowhere' / 'picture.png')

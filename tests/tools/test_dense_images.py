@@ -13,12 +13,13 @@ pytest.importorskip('mmseg')
 from mmengine.registry import MODELS, init_default_scope
 
 from subquad.backbones.weights import save_state_dict
-from subquad.tools import cli, images, make_dataset, predict, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, known_configs, load
-from subquad.tools.dense.loading import LoadPhotograph, pixels, with_photographs
-from subquad.tools.dense.runner import build_runner, metadata
-from subquad.tools.images import UnreadableImage, open_image
+from subquad.tools import make_dataset, predict, train
+from subquad.tools.common import cli, images
+from subquad.tools.common.cli import UserError
+from subquad.tools.common.images import UnreadableImage, open_image
+from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.dense.photographs import LoadPhotograph, pixels, with_photographs
+from subquad.tools.engine.dense.runner import build_runner, metadata
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 DENSE = [name for name in known_configs() if find(name).parent.name in ('detection', 'segmentation')]
@@ -227,7 +228,7 @@ def test_predict(name, checkpoints, data, tmp_path, capsys):
 
 
 def test_pictures_of_a_test_are_upright(checkpoints, data, tmp_path):
-    from subquad.tools.dense.evaluate import evaluate
+    from subquad.tools.engine.dense.evaluation import evaluate
     config = load(UPERNET, {'test_dataloader.num_workers': 0})
     config.merge_from_dict({f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val', 'test')})
     sorted((data / 'images' / 'val').iterdir())[0].write_text('no image')

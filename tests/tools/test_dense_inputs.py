@@ -16,10 +16,10 @@ from mmengine.registry import MODELS, init_default_scope
 import subquad.backbones.mm  # noqa: F401  (registers)
 from subquad.backbones.weights import save_weights
 from subquad.tools import make_dataset, predict, test, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, known_configs, load
-from subquad.tools.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
-from subquad.tools.dense.runner import check_dataset
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
+from subquad.tools.engine.dense.runner import check_dataset
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
@@ -244,7 +244,7 @@ def test_the_image_that_cannot_be_prepared_is_named(data, tmp_path):
 def test_fewer_images_than_a_batch(data, tmp_path):
     """The shapes segmenter drops batches that are not full."""
     _error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
-           'train_dataloader: the data set has 4 images, fewer than batch_size=8, and drop_last leaves none')
+           'train_dataloader: the data set has 4 samples, fewer than batch_size=8, and drop_last leaves none')
     assert not (tmp_path / 'work').exists()
 
 

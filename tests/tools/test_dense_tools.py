@@ -20,9 +20,10 @@ from pycocotools import mask as rle
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import make_dataset, predict, test, train
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, known_configs, load
-from subquad.tools.dense.runner import build_runner
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.dense.runner import build_runner
+from subquad.tools.engine.schedule import scale_schedule
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']
@@ -56,9 +57,9 @@ def trained(data, tmp_path_factory):
 def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
     folder = trained[name]
     assert {'last.safetensors', 'best.safetensors', 'epoch_3.pth'} <= set(os.listdir(folder))
-    last, facts, _ = read_checkpoint(folder / 'last.safetensors')
+    last, metadata, _ = read_checkpoint(folder / 'last.safetensors')
     state, _, source = read_checkpoint(folder / 'epoch_3.pth')         # no code runs, although a Runner wrote it
-    assert source == 'state_dict' and facts['epoch'] == 3 and facts['config'] == name
+    assert source == 'state_dict' and metadata['epoch'] == 3 and metadata['config'] == name
     assert set(last) == set(state) and all(torch.equal(last[key], state[key]) for key in last)
     for file in ('last.safetensors', 'epoch_3.pth'):
         arguments = [name, str(folder / file), '--data', str(data), '--json']
@@ -116,7 +117,7 @@ def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
     reported = float(re.search(r'validation .*mIoU ([\d.]+)', capsys.readouterr().err)[1])
     kept = read_checkpoint(work / 'epoch_2.pth')[0]
     for name in ('best', 'last'):
-        weights, facts, _ = read_checkpoint(work / f'{name}.safetensors')
+        weights, metadata, _ = read_checkpoint(work / f'{name}.safetensors')
         assert all(torch.equal(weights[key], kept[key]) for key in weights), name
     test.main([str(config), str(work / 'best.safetensors'), '--data', str(data), '--json'])
     assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(reported, abs=0.02)
@@ -132,7 +133,7 @@ def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
 def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
     config = load(name)
     warm_up = [s for s in load(name).param_scheduler if not s.by_epoch]
-    train.scale_schedule(config, epochs)
+    scale_schedule(config, epochs)
     main = [s for s in config.param_scheduler if s.by_epoch][-1]
     assert {key: main[key] for key in expected} == expected and config.train_cfg.max_epochs == epochs
     assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up
@@ -325,7 +326,7 @@ def test_pictures_replace_no_image(data, trained, tmp_path):
     last = trained[MASK_RCNN] / 'last.safetensors'
     _error(predict.main, [MASK_RCNN, last, images, '--out', images], 'x-2.png is one of the images')
     _error(test.main, [MASK_RCNN, last, '--data', data, '--show-dir', images], 'is not empty')
-    from subquad.tools.dense.predict import PictureNames
+    from subquad.tools.engine.dense.prediction import PictureNames
     names = PictureNames()
     assert [names(Path(file)) for file in ('a/x.png', 'b/x.png', 'c/x-2.png')] == ['x.png', 'x-2.png', 'x-2-2.png']
 
@@ -333,7 +334,7 @@ def test_pictures_replace_no_image(data, trained, tmp_path):
 def test_classes_of_a_file_and_labels_as_training_sees_them(data, tmp_path):
     from mmengine.registry import DATASETS, init_default_scope
 
-    from subquad.tools.dense.runner import check_dataset, classes_of
+    from subquad.tools.engine.dense.runner import check_dataset, classes_of
     init_default_scope('mmseg')
     (tmp_path / 'classes.txt').write_text('sky\ntree\n')
     known = dict(type='BaseSegDataset', metainfo=dict(classes=str(tmp_path / 'classes.txt')))

@@ -9,9 +9,10 @@ import torch
 from PIL import Image, ImageOps
 
 from subquad.backbones.weights import save_weights
-from subquad.tools import cli, images, predict, train, visualize
-from subquad.tools.cli import UserError, shown
-from subquad.tools.images import UnreadableImage, open_image
+from subquad.tools import predict, train, visualize
+from subquad.tools.common import cli, images
+from subquad.tools.common.cli import UserError, shown
+from subquad.tools.common.images import UnreadableImage, open_image
 
 ORIENTATION = 0x0112
 
@@ -216,7 +217,7 @@ def test_training_goes_on(workers, photograph, tmp_path, capfd):
 
 
 def test_the_next_of_the_class_takes_the_place(photograph, tmp_path):
-    from subquad.tools.classification.data import ImageFolder
+    from subquad.tools.data.image_sets import ImageFolder
     for label, name in enumerate('ab'):
         (tmp_path / name).mkdir()
         for n in range(3):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from subquad.tools.cli import UserError
-from subquad.tools.config import find, load
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find, load
 from subquad.tools.engine.options import check_options
 
 DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'
@@ -45,6 +45,13 @@ def test_an_option_without_effect_is_an_error(digits, key, message):
         check_options(digits, {key: 1}, 'test-ppma_digits.py')
 
 
+@pytest.mark.parametrize('key', ['resume', 'strict_images', 'train_dataloader.sampler.shuffle'])
+def test_text_for_a_boolean_entry_is_an_error(digits, key):
+    with pytest.raises(UserError, match=f"{key} must be True or False, got 'Tru'"):
+        check_options(digits, {key: 'Tru'}, 'test-ppma_digits.py')
+    check_options(digits, {key: False}, 'test-ppma_digits.py')
+
+
 def test_options_are_checked_when_a_config_is_read():
     with pytest.raises(UserError, match='--cfg-options epochs: '):
         load(DIGITS, {'epochs': 1})
@@ -55,13 +62,13 @@ def test_options_that_something_reads(capsys):
         'load_from': 'x.pth', 'resume': True, 'randomness.seed': 4, 'randomness.deterministic': True,
         'optim_wrapper.clip_grad.norm_type': 1, 'optim_wrapper.accumulative_counts': 2, 'param_scheduler.0.begin': 1,
         'optim_wrapper.optimizer.layer_decay': 0.5, 'train_dataloader.dataset.transform.vflip': 0.5,
-        'train_dataloader.persistent_workers': False, 'model.mask': 'product', 'train_cfg.val_interval': 2,
+        'train_dataloader.persistent_workers': False, 'model.mask_mode': 'multiplicative', 'train_cfg.val_interval': 2,
         'default_hooks.checkpoint.save_best': 'auto', 'default_hooks.average.type': 'EMAHook',
         'default_hooks.average.momentum': 0.1, 'auto_scale_lr.enable': True, 'find_unused_parameters': True,
         'default_hooks.logger.interval': 5, 'default_hooks.logger.priority': 'LOW', 'test_evaluator.topk': (1,)}
     config = load(DIGITS, options)
     assert config.randomness == dict(seed=4, deterministic=True) and config.param_scheduler[0].begin == 1
-    assert config.model.mask == 'product' and config.default_hooks.average.momentum == 0.1
+    assert config.model.mask_mode == 'multiplicative' and config.default_hooks.average.momentum == 0.1
     assert capsys.readouterr().err == '', 'nothing is unsure'
 
 

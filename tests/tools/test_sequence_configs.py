@@ -9,10 +9,10 @@ from mmengine.registry import DATASETS
 
 from subquad.tools import test as test_tool
 from subquad.tools import train
-from subquad.tools.classification import sequences  # noqa: F401  (registers the data sets)
-from subquad.tools.cli import UserError
-from subquad.tools.config import known_configs, load
-from subquad.tools.zoo import create
+from subquad.tools.common.cli import UserError
+from subquad.tools.data import sequences  # noqa: F401  (registers the data sets)
+from subquad.tools.engine.config import known_configs, load
+from subquad.tools.engine.zoo import create
 
 NAMES = [name for name in known_configs() if name.startswith('myo_')]
 

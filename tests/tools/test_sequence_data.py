@@ -8,8 +8,8 @@ import torch
 from mmengine.registry import DATASETS
 from torch.utils.data import DataLoader, default_collate
 
-from subquad.tools.classification import fields, listops, pathfinder, sequences
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
+from subquad.tools.data import fields, listops, pathfinder, sequences
 
 STYLES = {'pathfinder': pathfinder.PATHFINDER, 'path-x': pathfinder.PATH_X}
 

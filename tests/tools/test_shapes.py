@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from subquad.tools import make_dataset, shapes
-from subquad.tools.cli import UserError
-from subquad.tools.config import load
+from subquad.tools import make_dataset
+from subquad.tools.common.cli import UserError
+from subquad.tools.data import shapes, shapes_files
+from subquad.tools.engine.config import load
 
 OPTIONS = ['--train', '24', '--val', '22', '--size', '72x96']
 
@@ -97,8 +98,8 @@ def test_the_parts_share_no_background(folder):
         index = list(shapes.PHOTOGRAPHS).index(name)
         widths = [shapes.backgrounds(part)[index].width for part in shapes.PARTS]
         assert sum(widths) == width and min(widths) > 100
-    facts = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
-    assert set(facts['photographs']) == set(shapes.PHOTOGRAPHS) and facts['labels']['star'] == 5
+    metadata = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
+    assert set(metadata['photographs']) == set(shapes.PHOTOGRAPHS) and metadata['labels']['star'] == 5
 
 
 def test_the_same_seed_gives_the_same_bytes(folder, tmp_path, capsys):
@@ -164,14 +165,14 @@ def test_foreign_folders_are_refused(tmp_path):
                                            (KeyboardInterrupt(), KeyboardInterrupt)])
 def test_an_interruption_leaves_what_was_there(small, monkeypatch, error, raised):
     before = files(small)
-    write, done = make_dataset.write_part, []
+    write, done = shapes_files.write_part, []
 
     def stop(folder, part, options):
         if part == 'val':
             done.append(sorted(p.name for p in folder.iterdir()))
             raise error
         return write(folder, part, options)
-    monkeypatch.setattr(make_dataset, 'write_part', stop)
+    monkeypatch.setattr(shapes_files, 'write_part', stop)
     with pytest.raises(raised):
         make_dataset.main(['shapes', str(small), '--train', '2', '--val', '3', '--size', '48', '--force'])
     assert done == [['annotations', 'annotations_seg', 'images']]

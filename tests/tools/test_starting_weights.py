@@ -6,8 +6,8 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import checkpoint_filter_fn, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import train
-from subquad.tools.cli import UserError
-from subquad.tools.config import load
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import load
 
 FINETUNE = 'ppma-tiny_finetune-folder'
 
@@ -108,19 +108,19 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
     arguments = [*folder_arguments(images, work)]
     bad = tmp_path / 'bad.safetensors'
 
-    def write(changes, facts=None):
-        save_state_dict({**weights, **changes}, bad, facts)
+    def write(changes, metadata=None):
+        save_state_dict({**weights, **changes}, bad, metadata)
         return bad
     key = next(name for name in weights if name.startswith('stages.') and weights[name].ndim == 2)
-    for changes, facts, message in (
+    for changes, metadata, message in (
             ({'extra': torch.zeros(1)}, None, r'1 keys not in the model \(extra\)'),
             ({key: torch.zeros(3, 3)}, None, '1 shapes differ'),
             ({key: torch.full_like(weights[key], torch.nan)}, None, 'holds NaN or infinite values'),
-            ({}, dict(model='ppma_tiny', options={}), 'is of ppma_tiny, the config of test_ppma'),
+            ({}, dict(model='ppma_tiny', options={}), 'was trained as ppma_tiny, but the config builds test_ppma'),
             ({}, dict(model='test_ppma', options=dict(checkpoint_path='/x')),
              "unexpected keyword argument 'checkpoint_path'"),
             ({}, dict(model='test_ppma', options=3), 'options must be an object, got 3')):
-        fails([*arguments, '--weights', write(changes, facts)], message)
+        fails([*arguments, '--weights', write(changes, metadata)], message)
         assert not work.exists()
     fails([*arguments, '--weights', tmp_path / 'none.pth'], 'no weight file')
     short = {k: v for k, v in weights.items() if k != key}
@@ -132,16 +132,16 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
 
 def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypatch, capsys):
     path = tmp_path / 'w.safetensors'
-    save_weights(timm.create_model('test_ppma', num_classes=10, mask='product'), path,
-                 dict(model='test_ppma', options=dict(num_classes=10, mask='product', drop_path_rate=0.3),
+    save_weights(timm.create_model('test_ppma', num_classes=10, mask_mode='multiplicative'), path,
+                 dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative', drop_path_rate=0.3),
                       classes=[*map(str, range(10))]))
-    from subquad.tools.classification import runner as module
+    from subquad.tools.engine.classification import runner as module
     seen = []
-    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask))
+    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask_mode))
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
-    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask=logit'), '--weights', path])
-    assert seen == ['product', 'logit']
-    assert "was trained with mask='product'; the config has mask='logit'" in capsys.readouterr().err
+    _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask_mode=additive'), '--weights', path])
+    assert seen == ['multiplicative', 'additive']
+    assert "was trained with mask_mode='multiplicative'; the config has mask_mode='additive'" in capsys.readouterr().err
 
 
 def test_resuming_refuses_another_network(images, tmp_path):
@@ -172,6 +172,6 @@ def test_how_long_it_takes(images, tmp_path, capsys):
     train.main(folder_arguments(images, tmp_path, epochs=4))
     text = capsys.readouterr().err
     assert text.count(' left (') == 1 and ' left (2 steps, ' in text
-    from subquad.tools.engine.summary import duration
+    from subquad.tools.engine.messages import duration
     assert [duration(s) for s in (0.2, 99, 100, 5000, 12_000, 200_000)] == [
         '1 s', '99 s', '2 min', '83 min', '3 h 20 min', '2 days 7 h']

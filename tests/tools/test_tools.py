@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from subquad.backbones import weights as weights_module
 from subquad.backbones.weights import save_weights
-from subquad.tools import cli, models, predict, stats, test, train
-from subquad.tools.cli import UserError
+from subquad.tools import models, predict, stats, test, train
+from subquad.tools.common import cli
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.classification import evaluation
 
 
 @pytest.fixture(scope='module')
@@ -75,8 +76,8 @@ def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
 
 
 def test_configs_load_and_augmentation_never_fails(images):
-    from subquad.tools.classification.data import ImageFolder
-    from subquad.tools.config import known_configs, load
+    from subquad.tools.data.image_sets import ImageFolder
+    from subquad.tools.engine.config import known_configs, load
     names = known_configs()
     dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_cityscapes-512x1024',
              '_voc12-coco-512x512', '_shapes')
@@ -133,8 +134,9 @@ def test_wrong_names():
     _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
     _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5')
     _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'mask=logits'], "mask must be one of 'logit', 'product', got 'logits'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
+    _fails(stats.main, ['ppma_tiny', '--set', 'mask_mode=logits'],
+           "mask_mode must be one of 'additive', 'multiplicative', got 'logits'")
+    _fails(stats.main, ['ppma_tiny', '--set', 'masks=additive'], 'masks')
     _fails(models.main, ['qqq'], 'no model matches')
     _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
     _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'it takes no --data')
@@ -147,7 +149,8 @@ def test_wrong_configs_write_nothing(tmp_path):
     import subquad.configs
     digits = f'{subquad.configs.__path__[0]}/classification/test-ppma_digits.py'
     cases = [
-        ('model = dict(mask="logits")', "mask must be one of 'logit', 'product', got 'logits'"),
+        ('model = dict(mask_mode="logits")',
+         "mask_mode must be one of 'additive', 'multiplicative', got 'logits'"),
         ('model = dict(msk="logit")', 'msk'),
         ('model = dict(name="ppma_tine")', "unknown model 'ppma_tine'"),
         ('model = dict(num_classes=11)', 'the model has 11 classes, the data set 10'),
@@ -158,7 +161,7 @@ def test_wrong_configs_write_nothing(tmp_path):
         ('x = = 1', 'config.py'), ('raise ValueError("a\\nb")', 'a b'), ('import sys; sys.exit(3)', 'config.py'),
         ('train_cfg = dict(max_epoch=1)', 'max_epoch'), ('train_cfg = 3', 'train_cfg'),
         ('train_dataloader = dict(batchsize=4)', 'batchsize'),
-        ('train_dataloader = dict(batch_size=2000)', 'config:'),
+        ('train_dataloader = dict(batch_size=2000)', '1437 samples, fewer than batch_size=2000'),
         ('train_dataloader = dict(sampler=dict(shufle=True))', 'shufle'),
         ('param_scheduler = [dict(type="LinearLR", ned=3)]', 'ned'),
         ('train_dataloader = dict(dataset=dict(transform=dict(input_size=(3, 16, 16))))', 'H and W >= 32'),
@@ -203,23 +206,24 @@ def test_wrong_folders(tmp_path, images):
 def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     """Options that change no shape come from the file; another model or other classes are refused."""
     import timm
-    facts = dict(model='test_ppma', options=dict(num_classes=10, mask='product'), classes=[str(n) for n in range(10)])
+    metadata = dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative'),
+                    classes=[str(n) for n in range(10)])
     path = tmp_path / 'w.safetensors'
     model = timm.create_model('test_ppma', num_classes=10)
-    save_weights(model, path, facts)
+    save_weights(model, path, metadata)
     seen = []
-    original = weights_module.load_weights
+    original = evaluation.load_weights
 
     def spy(network, file):
-        seen.append(network.stages[0].blocks[0].mixer.mask)
+        seen.append(network.stages[0].blocks[0].mixer.mask_mode)
         return original(network, file)
-    monkeypatch.setattr(weights_module, 'load_weights', spy)
+    monkeypatch.setattr(evaluation, 'load_weights', spy)
     test.main(['test-ppma_digits', str(path), '--json'])
-    assert seen == ['product']
-    save_weights(model, path, {**facts, 'classes': list('abcdefghij')})
+    assert seen == ['multiplicative']
+    save_weights(model, path, {**metadata, 'classes': list('abcdefghij')})
     _fails(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
-    save_weights(model, path, {**facts, 'model': 'ppma_tiny'})
-    _fails(test.main, ['test-ppma_digits', path], 'is of ppma_tiny, the config of test_ppma')
+    save_weights(model, path, {**metadata, 'model': 'ppma_tiny'})
+    _fails(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
 
 
 def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):

@@ -16,7 +16,8 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
 from subquad.tools import test, train
-from subquad.tools.classification.model import AccuracyMetric
+from subquad.tools.engine.classification import evaluation
+from subquad.tools.engine.classification.model import AccuracyMetric
 
 DIGITS = 'test-ppma_digits'
 
@@ -54,7 +55,7 @@ def test_training_stops_at_the_first_loss_that_is_not_finite(images, tmp_path, c
 
 
 def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkeypatch):
-    from subquad.tools.classification.model import TimmClassifier
+    from subquad.tools.engine.classification.model import TimmClassifier
     forward, steps = TimmClassifier.forward, []
 
     def broken(self, inputs, label=None, mode='tensor'):
@@ -66,7 +67,7 @@ def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkey
                      r'at step 24 of 44 \(epoch 2\); the batch holds the items .* of the training data; '
                      r'the last good checkpoint is .*epoch_1\.pth')
     indices = [int(n) for n in message.split('the items ')[1].split(' of the')[0].split(', ')]
-    from subquad.tools.classification.data import digits_arrays
+    from subquad.tools.data.image_sets import digits_arrays
     assert [int(digits_arrays('train')[1][n]) for n in indices] == steps[-1].tolist(), 'of this very batch'
     assert sorted(p.name for p in tmp_path.glob('*.*t*') if p.is_file()) == ['epoch_1.pth']
 
@@ -88,9 +89,9 @@ def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypat
 
 
 def test_a_metric_that_is_nan_is_never_best(tmp_path):
-    from subquad.tools.hooks import WeightsHook
+    from subquad.tools.engine.hooks import WeightsHook
     hook, saved = WeightsHook(), []
-    hook._save = lambda runner, name, facts: saved.append(facts['accuracy/top1'])
+    hook._save = lambda runner, name, metadata: saved.append(metadata['accuracy/top1'])
     hook._when = lambda runner: {}
     for value in (float('nan'), float('inf'), 3., float('nan'), 2., 4.):
         hook.after_val_epoch(None, {'accuracy/top1': value})
@@ -114,7 +115,7 @@ def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
 def test_json_holds_null_for_nan(monkeypatch, capsys, tmp_path):
     path = tmp_path / 'w.safetensors'
     save_weights(timm.create_model('test_ppma', num_classes=10), path)
-    monkeypatch.setattr(test, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
+    monkeypatch.setattr(evaluation, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
     assert test.main([DIGITS, str(path), '--json', '--record', str(tmp_path / 'r.jsonl')]) == 0
     expected = {'a': None, 'b': 1., 'c': None}
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected
@@ -289,7 +290,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_there(tmp_path):
 
 
 def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, monkeypatch):
-    from subquad.tools.hooks import ProgressHook
+    from subquad.tools.engine.hooks import ProgressHook
     after = ProgressHook.after_train_iter
 
     def interrupted(hook, runner, *rest, **options):
@@ -314,7 +315,7 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
 
 
 def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_runs(images, tmp_path, capsys, monkeypatch):
-    from subquad.tools.hooks import ProgressHook
+    from subquad.tools.engine.hooks import ProgressHook
     train.main(folder_arguments(images, tmp_path))
     message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',
                                      'train_dataloader.batch_size=2', 'optim_wrapper.clip_grad=None'), 'the loss is')

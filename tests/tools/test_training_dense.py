@@ -11,7 +11,7 @@ pytest.importorskip('mmseg')
 
 from subquad.backbones.weights import check_finite, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import make_dataset, train
-from subquad.tools.cli import UserError
+from subquad.tools.common.cli import UserError
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 
@@ -71,7 +71,7 @@ def test_a_detector_starts_from_a_classifier(data, tmp_path, monkeypatch, capsys
     model = timm.create_model('test_ppma', num_classes=7)
     path = tmp_path / 'w.safetensors'
     save_weights(model, path, dict(model='test_ppma', options=dict(num_classes=7), classes=list('abcdefg')))
-    from subquad.tools.config import find
+    from subquad.tools.engine.config import find
     config = tmp_path / 'averaged.py'
     config.write_text(f"_base_ = [{str(find(MASK_RCNN))!r}]\ncustom_hooks = [dict(type='EMAHook')]\n"
                       "model = dict(backbone=dict(init_cfg=dict(type='Pretrained', checkpoint='none.pth')))\n")
@@ -119,7 +119,7 @@ def test_a_segmenter_starts_from_a_whole_one(data, trained, tmp_path, monkeypatc
 
 def test_a_stock_backbone_starts_from_timms_file(data, tmp_path, monkeypatch, capsys):
     """MMSegmentation's own ResNet has timm's key names."""
-    from subquad.tools.config import find
+    from subquad.tools.engine.config import find
     model = timm.create_model('resnet18', num_classes=5)
     save_weights(model, tmp_path / 'r18.safetensors')
     config = tmp_path / 'resnet.py'

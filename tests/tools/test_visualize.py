@@ -5,8 +5,9 @@ import torch
 from PIL import Image
 
 from subquad.backbones.weights import save_weights
-from subquad.tools import pictures, visualize
-from subquad.tools.cli import UserError
+from subquad.tools import visualize
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.drawing import pictures
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_pictures_are_labelled(folder, monkeypatch):
     """A title, a colour bar with a label, and layers above the maps, in all three families."""
     figures = []
     monkeypatch.setattr(pictures, 'save', lambda figure, path: figures.append(figure))
-    from subquad.tools import influences
+    from subquad.tools.engine.drawing import influences
     monkeypatch.setattr(influences, 'save', pictures.save)
     for name, label in (('test_mobilevitv2', 'context score'), ('test_ppma', 'factor per step'),
                         ('test_myo', 'influence and edges')):
@@ -111,7 +112,7 @@ def test_scores_colour_their_place():
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),
     (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--most must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
-    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'shares of height and width from 0 to below 1'),
+    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
     (['nothing.safetensors', 'images'], 'no weight file at'),
     (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
     (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .pdf or')])

@@ -9,8 +9,8 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from ...backbones.weights import written_whole
-from ..cli import UserError
+from ...backbones.weights import write_atomically
+from ..common.cli import UserError
 
 
 class WholeFilesBackend(LocalBackend):
@@ -27,7 +27,7 @@ class WholeFilesBackend(LocalBackend):
     def put(self, obj: Union[bytes, memoryview], filepath: Union[str, Path]) -> None:
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as temporary, open(temporary, 'wb') as file:
+        with write_atomically(path) as temporary, open(temporary, 'wb') as file:
             file.write(obj)
             file.flush()
             os.fsync(file.fileno())

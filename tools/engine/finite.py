@@ -12,7 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch import Tensor
 
 from ...backbones.weights import is_finite
-from ..cli import UserError
+from ..common.cli import UserError
 from .checkpoints import checkpoint_since, latest_checkpoint, stamp
 
 _SHOWN = 64                                                      # names of a batch that are listed

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..cli import UserError
-from ..config import writable_folder
+from ..common.cli import UserError
+from ..common.paths import writable_folder
 
 NAME = 'training.lock'
 _held: set[int] = set()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
-from ..cli import UserError
+from ..common.cli import UserError
 
 RULE = 'valid keys: entries of the config, arguments of the Runner, or arguments of the class that `type` names'
 # What is set in another way, and how.
@@ -24,6 +24,8 @@ _ALSO_READ = ('model_wrapper_cfg', 'find_unused_parameters', 'sync_bn', 'compile
 _REGISTRIES = ('MODELS', 'DATASETS', 'DATA_SAMPLERS', 'TRANSFORMS', 'HOOKS', 'METRICS', 'EVALUATOR', 'LOOPS',
                'OPTIMIZERS', 'OPTIM_WRAPPERS', 'PARAM_SCHEDULERS', 'VISUALIZERS', 'VISBACKENDS', 'LOG_PROCESSORS',
                'WEIGHT_INITIALIZERS', 'TASK_UTILS')
+# Entries of the top level that are True or False.
+_SWITCHES = ('resume', 'find_unused_parameters', 'allow_other_classes', 'strict_images')
 _ANY: Set[str] = set()
 _HOOKS = {'runtime_info', 'timer', 'sampler_seed', 'logger', 'param_scheduler', 'checkpoint', 'visualization'}
 
@@ -60,6 +62,19 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
             if root not in config and rest:
                 _check_absent(root, rest, key, options, name)
             _check_entry(config[root] if root in config else {}, [root], rest, key, options)
+            _check_boolean(config, key, options[key])
+
+
+def _check_boolean(config: Any, key: str, value: Any) -> None:
+    """Refuse text, such as 'Tru', for an entry that is True or False: any text counts as true."""
+    node: Any = config
+    for part in key.split('.'):
+        if isinstance(node, (list, tuple)):
+            node = node[int(part)] if part.isdigit() and int(part) < len(node) else None
+        else:
+            node = node.get(part) if hasattr(node, 'get') else None
+    if isinstance(value, str) and (isinstance(node, bool) or key in _SWITCHES):
+        raise UserError(f'--cfg-options {key} must be True or False, got {value!r}')
 
 
 def _check_absent(root: str, rest: List[str], key: str, options: Dict[str, Any], name: str) -> None:

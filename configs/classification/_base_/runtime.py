@@ -1,5 +1,6 @@
-# What every classification config shares: registrations, hooks, seed.
-custom_imports = dict(imports=['subquad.tools.classification'], allow_failed_imports=False)
+# Shared by all classification configs: registered types, hooks and the seed.
+custom_imports = dict(imports=['subquad.tools.data.registry', 'subquad.tools.engine.registry'],
+                      allow_failed_imports=False)
 default_scope = 'mmengine'
 default_hooks = dict(logger=dict(type='LoggerHook', interval=50),
                      checkpoint=dict(type='CheckpointHook', interval=1, max_keep_ckpts=1))

@@ -1,7 +1,8 @@
-# PPMA's published recipe: AdamW, learning rate 1e-4, weight decay 0.05, 8 GPUs x 2 images, 12 epochs. Parameters whose
-# name has "norm" in it take no decay; in the authors' code the stem's BatchNorm has other names, and takes it.
-# Other batches: mmdet's `tools/train.py --auto-scale-lr` scales the learning rate from the base of 16 images.
-# The backbone starts from random weights. From a classifier's:
+# PPMA's published recipe: AdamW, learning rate 1e-4, weight decay 0.05, 8 GPUs x 2 images, 12 epochs. Parameters with
+# "norm" in their names have no weight decay. The BatchNorm of the stem has weight decay, because its names in the
+# authors' code do not contain "norm".
+# For another batch size, mmdet's `tools/train.py --auto-scale-lr` scales the learning rate, whose base is 16 images.
+# The backbone starts from random weights. To start from a classifier's weights, add
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
 _base_ = ['mmdet::_base_/schedules/schedule_1x.py', 'mmdet::_base_/default_runtime.py']
 

@@ -1,4 +1,5 @@
-# 36 epochs at many sizes: the short side from 480 to 800, in half of the images after a random crop (as DETR's).
+# COCO instance segmentation for 36 epochs at multiple scales: the short side varies from 480 to 800. Half of the images
+# are cropped first, as for DETR.
 _base_ = ['mmdet::_base_/datasets/coco_instance.py', 'adamw_1x.py']
 
 epochs = 36
@@ -16,4 +17,4 @@ train_cfg = dict(max_epochs=epochs)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=500),
     dict(type='MultiStepLR', begin=0, end=epochs, by_epoch=True, milestones=[27, 33], gamma=0.1)]
-del crop, resize                       # they are in the pipeline, and nothing else
+del crop, resize                       # helpers, which the config need not contain

@@ -1,4 +1,4 @@
-# Detection and instance segmentation on the data set of `subquad make-dataset shapes`, in minutes on two CPU cores.
+# Detection and instance segmentation on the images of `subquad make-dataset shapes`, in minutes on two CPU cores.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
@@ -8,12 +8,12 @@ dataset = dict(type='CocoDataset', data_root=data_root,
                metainfo=dict(classes=('circle', 'ring', 'triangle', 'square', 'star')))
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale_factor=1.0),          # the size stays; prediction asks for the factor
+    dict(type='Resize', scale_factor=1.0),          # keeps the size; prediction needs scale_factor
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'))]
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    # Shapes look as likely from every side.
+    # Shapes have no preferred orientation.
     dict(type='RandomFlip', prob=[0.25, 0.25, 0.25], direction=['horizontal', 'vertical', 'diagonal']),
     dict(type='PackDetInputs')]
 train_dataloader = dict(

@@ -1,18 +1,20 @@
-# The published recipe of MobileViTv2's SSDLite: AdamW, weight decay 0.05 on every parameter, cosine from 9e-4 to 1e-6
-# after 500 iterations from 9e-5, gradients cut at norm 10, an average of the weights, 200 epochs, 4 GPUs x 32 images.
-# The authors train in mixed precision: mmdet's `tools/train.py --amp`. Other batches: `--auto-scale-lr` scales the
-# learning rate from the base of 128 images.
-# They start from their ImageNet classifier; here the backbone starts from random weights unless told otherwise:
+# The published recipe of MobileViTv2's SSDLite: AdamW, weight decay 0.05 on all parameters, a warm-up over 500
+# iterations from 9e-5, a cosine from 9e-4 to 1e-6, gradients clipped to norm 10, averaged weights, 200 epochs, 4 GPUs x
+# 32 images. The authors train in mixed precision: add --amp to mmdet's `tools/train.py`. For another batch size,
+# --auto-scale-lr scales the learning rate, whose base is 128 images.
+# The authors start from their ImageNet classifier. Here the backbone starts from random weights. To start from a
+# classifier's weights, add
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
 #
-# Departures: mmdet's crop asks an overlap of every box in it where the authors' asks it of one, mmdet's photometric
-# distortion adds to the brightness where theirs multiplies and comes after resizing, and gradients are cut as the paper
-# says (the authors' own configuration does not).
+# Differences from the authors' training:
+# - mmdet's random crop requires the overlap for every box in it; theirs requires it for one box.
+# - mmdet's photometric distortion adds to the brightness and comes after resizing; theirs multiplies.
+# - Gradients are clipped, as the paper says; the authors' own configuration does not clip them.
 _base_ = ['mmdet::_base_/datasets/coco_detection.py', 'mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
 epochs = 200
-size = (320, 320)                                            # width, height; any other works
+size = (320, 320)                                            # width, height; other sizes work, too
 model = dict(
     type='SingleStageDetector',
     data_preprocessor=dict(type='DetDataPreprocessor', mean=[0., 0., 0.], std=[255., 255., 255.], bgr_to_rgb=True),
@@ -24,10 +26,11 @@ model = dict(
                       gt_max_assign_all=False),
         sampler=dict(type='PseudoSampler'),
         smoothl1_beta=1., allowed_border=-1, pos_weight=-1, neg_pos_ratio=3, debug=False),
-    # nms_pre: of each class, over all levels.
+    # nms_pre counts the boxes of each class over all levels.
     test_cfg=dict(score_thr=0.01, nms_pre=400, nms=dict(type='nms', iou_threshold=0.5), max_per_img=200))
 
-# Pillow's bicubic looks at every pixel when it makes images smaller, as the authors' does; OpenCV's does not.
+# Pillow's bicubic interpolation averages over all pixels when it shrinks images, as the authors' does. OpenCV's does
+# not.
 resize = dict(type='Resize', scale=size, keep_ratio=False, interpolation='bicubic', backend='pillow')
 train_pipeline = [
     dict(type='LoadImageFromFile'),
@@ -56,7 +59,7 @@ train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=epochs, val_interval=5)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 auto_scale_lr = dict(enable=False, base_batch_size=128)
-# BatchNorm's statistics are averaged too, as in the authors' files. On several GPUs they are of the whole batch.
+# The average includes BatchNorm's statistics, as in the authors' files. On several GPUs, BatchNorm is synchronized.
 custom_hooks = [dict(type='EMAHook', ema_type='ExponentialMovingAverage', momentum=5e-4, update_buffers=True)]
 sync_bn = 'torch'
 default_hooks = dict(checkpoint=dict(interval=5, max_keep_ckpts=2, save_best='coco/bbox_mAP'))

@@ -1,4 +1,4 @@
-# What every config here has.
+# Shared by all segmentation configs.
 default_scope = 'mmseg'
 custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)
 env_cfg = dict(cudnn_benchmark=True, mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),

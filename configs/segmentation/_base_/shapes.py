@@ -1,4 +1,4 @@
-# Semantic segmentation of the data set of `subquad make-dataset shapes`, in minutes on two CPU cores.
+# Semantic segmentation of the images of `subquad make-dataset shapes`, in minutes on two CPU cores.
 _base_ = 'runtime.py'
 
 data_root = 'data/shapes/'
@@ -6,11 +6,11 @@ epochs = 28
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations'),
-    # Shapes look as likely from every side.
+    # Shapes have no preferred orientation.
     dict(type='RandomFlip', prob=[0.25, 0.25, 0.25], direction=['horizontal', 'vertical', 'diagonal']),
     dict(type='PackSegInputs')]
 test_pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]
-# `--tta`: three sizes, each mirrored, too.
+# `--tta` averages over three sizes, each with its mirror image.
 tta_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='TestTimeAug', transforms=[

@@ -1,6 +1,7 @@
-# What the sequence configs share: the paper's network (a tree of 4 children, one pixel a leaf), AdamW, a cosine.
-# Widths, depths, learning rates and weight decays are where the S5 paper has them; the Myo paper gives none.
-# The control, S5's recurrence in the tree's place: --cfg-options model.mixer=scan.
+# Shared by all sequence configs: the network of the Myosotis paper (a tree with 4 children per node and one pixel per
+# leaf), AdamW and a cosine schedule. Widths, depths, learning rates and weight decays follow the S5 paper, because the
+# Myosotis paper gives none. To train the control, S5's recurrence instead of the tree, add
+#   --cfg-options model.mixer=scan
 _base_ = '../../classification/_base_/runtime.py'
 
 batch_size = 50

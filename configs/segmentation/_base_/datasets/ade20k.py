@@ -1,4 +1,4 @@
-# ADE20K for UPerNet: crops of 512 x 512, 4 images on each of 4 GPUs.
+# ADE20K for UPerNet: crops of 512 x 512, 2 images on each of 8 GPUs.
 data_root = 'data/ade/ADEChallengeData2016'
 train_pipeline = [
     dict(type='LoadImageFromFile'),
@@ -11,9 +11,9 @@ train_pipeline = [
 test_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='Resize', scale=(2048, 512), keep_ratio=True),
-    dict(type='LoadAnnotations'),                                    # after Resize: tested at the annotation's size
+    dict(type='LoadAnnotations'),                                    # after Resize, so labels keep their size
     dict(type='PackSegInputs')]
-# Multi-scale test (`--tta`): six sizes relative to the single-scale test's, each mirrored too.
+# `--tta` averages over six sizes, relative to the single-scale test, each with its mirror image.
 tta_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='TestTimeAug', transforms=[

@@ -1,16 +1,16 @@
 # ADE20K for DeepLabv3 and PSPNet: 4 images on each of 4 GPUs.
 _base_ = 'mobilevitv2.py'
 
-# As the authors test: a short side of 512, the long side rounded down, then both down to multiples of the stride.
+# As in the authors' evaluation, images have a short side of 512 and are then resized down to multiples of the stride.
 test_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='ResizeShortSide', size=512, interpolation='bicubic', backend='pillow'),
     dict(type='ResizeToStride', stride=8),
-    dict(type='LoadAnnotations'),                                    # after resizing: tested at the annotation's size
+    dict(type='LoadAnnotations'),                                    # after resizing, so labels keep their size
     dict(type='PackSegInputs')]
 data_root = 'data/ade/ADEChallengeData2016'
 train_dataloader = dict(
-    # The last batch of an epoch may have a single image, which BatchNorm cannot take in the pooled branches.
+    # drop_last: BatchNorm in the pooled branches does not accept a last batch of a single image.
     batch_size=4, num_workers=4, persistent_workers=True, drop_last=True,
     sampler=dict(type='DefaultSampler', shuffle=True),
     dataset=dict(

@@ -1,4 +1,4 @@
-# Cityscapes for UPerNet: crops of 1024 x 1024, an image on each of 8 GPUs.
+# Cityscapes for UPerNet: crops of 1024 x 1024, 1 image on each of 8 GPUs.
 data_root = 'data/cityscapes'
 train_pipeline = [
     dict(type='LoadImageFromFile'),

@@ -1,4 +1,5 @@
-# Cityscapes for DeepLabv3: crops of 512 x 1024, 4 images on each of 4 GPUs, tested on whole images at their own size.
+# Cityscapes for DeepLabv3: crops of 512 x 1024, 4 images on each of 4 GPUs. Tests run on whole
+# images in their own size.
 _base_ = 'cityscapes.py'
 
 train_pipeline = [

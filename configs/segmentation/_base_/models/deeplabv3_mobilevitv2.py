@@ -1,8 +1,8 @@
-# DeepLabv3 on MobileViTv2-1.0 at stride 8 for 150 classes, tested on whole images. RGB / 255, no mean or deviation.
-# The backbone starts from random weights. From a classifier's:
+# DeepLabv3 with MobileViTv2-1.0 at stride 8 for 150 classes, tested on whole images. Images are RGB from 0 to 1.
+# The backbone starts from random weights. To start from a classifier's weights, add
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
 norm_cfg = dict(type='BN')
-loss = dict(type='CrossEntropyLoss', avg_non_ignore=True)             # the mean over labelled pixels
+loss = dict(type='CrossEntropyLoss', avg_non_ignore=True)             # averages over labeled pixels
 model = dict(
     type='SingleResizeEncoderDecoder',
     data_preprocessor=dict(
@@ -12,7 +12,7 @@ model = dict(
     decode_head=dict(
         type='DeepLabv3Head', in_channels=512, in_index=1, channels=512, dilations=(12, 24, 36), num_classes=150,
         norm_cfg=norm_cfg, dropout_ratio=0.1, align_corners=True, loss_decode=loss),
-    # A quarter of the channels of the level before the last, but at least 128.
+    # channels: a quarter of in_channels, but at least 128.
     auxiliary_head=dict(
         type='FCNHead', in_channels=384, in_index=0, channels=128, num_convs=1, concat_input=False, num_classes=150,
         norm_cfg=norm_cfg, dropout_ratio=0.1, align_corners=True, loss_decode=dict(loss_weight=0.4, **loss)),

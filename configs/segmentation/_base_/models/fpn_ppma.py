@@ -1,5 +1,5 @@
-# Semantic FPN on PPMA-T for 150 classes, tested on whole images. The backbone starts from random weights; see
-# upernet_ppma.py.
+# Semantic FPN with PPMA-T for 150 classes, tested on whole images. The backbone starts from random weights; for others
+# see upernet_ppma.py.
 norm_cfg = dict(type='SyncBN')
 model = dict(
     type='EncoderDecoder',

@@ -1,4 +1,4 @@
-# PSPNet in DeepLabv3's place.
+# PSPNet with MobileViTv2-1.0; otherwise equal to deeplabv3_mobilevitv2.py.
 _base_ = 'deeplabv3_mobilevitv2.py'
 
 model = dict(decode_head=dict(

@@ -1,7 +1,7 @@
-# UPerNet on PPMA-T for 150 classes, tested by windows of 512 x 512.
-# The backbone starts from random weights. From a classifier's:
+# UPerNet with PPMA-T for 150 classes, tested with sliding windows of 512 x 512.
+# The backbone starts from random weights. To start from a classifier's weights, add
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
-# The heads' statistics are of the whole batch, on all GPUs; the backbone's are of each GPU's images, as published.
+# BatchNorm is synchronized between GPUs in the heads only, as published.
 norm_cfg = dict(type='SyncBN')
 model = dict(
     type='EncoderDecoder',

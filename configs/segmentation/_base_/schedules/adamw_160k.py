@@ -1,6 +1,7 @@
 # PPMA's published recipe for UPerNet: AdamW, 160,000 iterations, a learning rate of 6e-5 that falls linearly to 0 from
-# the first iteration on, times a warm-up over 1,500. Parameters whose name has "norm" in it take no weight decay. In
-# the authors' code the stem's BatchNorm has other names, and takes it, as the heads' does ("bn").
+# the first iteration, multiplied by a warm-up over 1,500 iterations. Parameters with "norm" in their names have no
+# weight decay. The BatchNorm of the stem and of the heads ("bn") has weight decay, because its names in the authors'
+# code do not contain "norm".
 iterations = 160000
 optim_wrapper = dict(
     type='OptimWrapper', optimizer=dict(type='AdamW', lr=6e-5, betas=(0.9, 0.999), weight_decay=0.05),

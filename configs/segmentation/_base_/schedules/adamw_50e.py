@@ -1,5 +1,5 @@
-# MobileViTv2's on VOC with COCO: AdamW, 50 epochs, learning rate 5e-4 after 500 iterations of warm-up from 5e-5, then
-# to 1e-6 by a cosine of the epoch.
+# MobileViTv2's recipe for VOC with COCO: AdamW, 50 epochs, a warm-up over 500 iterations from 5e-5 to 5e-4, then a
+# cosine per epoch to 1e-6.
 _base_ = 'sgd_120e.py'
 
 epochs = 50

@@ -1,5 +1,5 @@
-# Semantic FPN's, as for the Pyramid Vision Transformer (arXiv 2102.12122): AdamW, 80,000 iterations, a learning rate of
-# 1e-4 that falls to 0 by a power of 0.9, weight decay 1e-4 on every parameter.
+# Recipe of the Pyramid Vision Transformer (arXiv 2102.12122) for Semantic FPN: AdamW, 80,000 iterations, a learning
+# rate of 1e-4 that falls to 0 with a power of 0.9, weight decay 1e-4 on all parameters.
 _base_ = 'adamw_160k.py'
 
 iterations = 80000

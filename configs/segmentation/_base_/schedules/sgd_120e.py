@@ -1,12 +1,12 @@
-# MobileViTv2's on ADE20K: SGD, 120 epochs, learning rate 0.02 to 0.0002 by a cosine of the epoch; no weight decay on
-# norms and biases. The weights are averaged, and the average is what is tested and kept. `--amp` as published.
+# MobileViTv2's recipe for ADE20K: SGD, 120 epochs, a cosine per epoch from 0.02 to 0.0002, no weight decay on norms and
+# biases. Averaged weights are tested and saved. The authors train in mixed precision: add --amp.
 epochs = 120
 optim_wrapper = dict(
     type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02, momentum=0.9, weight_decay=1e-4),
     paramwise_cfg=dict(norm_decay_mult=0., bias_decay_mult=0.), clip_grad=dict(max_norm=10.))
 param_scheduler = [dict(type='CosineAnnealingLR', by_epoch=True, T_max=epochs, eta_min=2e-4)]
 train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=epochs, val_interval=10)
-# Under a launcher all BatchNorm layers, the backbone's too, become SyncBatchNorm. On one GPU or a CPU they stay.
+# With a launcher, all BatchNorm layers become SyncBatchNorm, also in the backbone. On one GPU or a CPU nothing changes.
 sync_bn = 'torch'
 custom_hooks = [dict(type='EMAHook', momentum=0.0005, update_buffers=True)]
 default_hooks = dict(

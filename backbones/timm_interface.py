@@ -1,0 +1,233 @@
+"""timm's model interface, written once for all families: methods, default configs, the builder and initialization."""
+from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Type, TypeVar, Union
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import get_device_dtype, trunc_normal_
+from timm.models import build_model_with_cfg
+from torch import Tensor, nn
+
+from ._timm import feature_take_indices, narrow_head, pooled_width
+from .mixers import LinformerSelfAttention
+from .options import COMMON, Options, check
+from .weights import pretrained_filter
+
+Model = TypeVar('Model', bound=nn.Module)
+
+
+def image_cfg(**kwargs: Any) -> Dict[str, Any]:
+    """timm's default config of an ImageNet classifier with the skeleton's stem and head, updated with `kwargs`."""
+    return {
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': (7, 7),
+        'crop_pct': 0.875,
+        'interpolation': 'bicubic',
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'stem.conv1.conv',
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        **kwargs,
+    }
+
+
+def build_model(
+        cls: Type[Model],
+        name: str,
+        pretrained: bool,
+        options: Dict[str, Any],
+        feature_maps: int = 4,
+) -> Model:
+    """Build a registered model as timm does, with this package's checks of its options and of its weights.
+
+    Args:
+        cls: class of the model, with a table `OPTIONS`.
+        name: timm name of the model, with or without a tag.
+        pretrained: whether to load pretrained weights.
+        options: keyword arguments of the entry point, for `cls` and for timm's builder.
+        feature_maps: number of feature maps that `features_only=True` returns by default; 0 for a model without.
+    """
+    feature_cfg: Dict[str, Any] = dict(out_indices=tuple(range(feature_maps))) if feature_maps else {}
+    if options.get('output_norms'):
+        # `forward_intermediates` applies the output norms. timm's getter calls it, its default wrapper does not.
+        feature_cfg.update(feature_cls='getter', norm=True)
+    elif feature_maps:
+        feature_cfg.update(flatten_sequential=True)
+    return build_model_with_cfg(
+        cls,
+        name,
+        pretrained,
+        pretrained_filter_fn=pretrained_filter(**options),
+        feature_cfg=feature_cfg,
+        **options,
+    )
+
+
+class TimmInterface(nn.Module):
+    """Base class of the image backbones with the methods that timm expects of a model.
+
+    A family sets `stem`, `stages`, `head` (a module with `fc` and `reset`), `feature_info`, `num_features`,
+    `head_hidden_size` and, optionally, `output_norms`.
+
+    Args:
+        num_classes: number of classes; 0 for no classifier.
+        in_chans: number of input channels.
+
+    Attributes:
+        OPTIONS: all options of the family; see `subquad.backbones.options`.
+    """
+
+    OPTIONS: ClassVar[Options] = COMMON
+
+    def __init__(self, num_classes: int, in_chans: int):
+        super().__init__()
+        self.num_classes, self.in_chans = num_classes, in_chans
+        self.output_norms: Optional[nn.ModuleList] = None
+
+    def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        """Rename the keys of published weights to this model's keys. Families with published weights override it."""
+        return weights
+
+    def set_input_size(self, img_size: Union[None, int, Tuple[int, int]] = None) -> None:
+        """Check an image size. timm's models of a fixed size change theirs here; no weight of this model depends on it.
+
+        Raises:
+            ValueError: a side is below 32, or the network has Linformer attention, which is built for one size.
+        """
+        check(type(self).__name__, self.OPTIONS, {'img_size': img_size})
+        if img_size is not None and any(isinstance(module, LinformerSelfAttention) for module in self.modules()):
+            raise ValueError(f'Linformer attention is made for one image size: pass img_size={img_size!r} to '
+                             'timm.create_model')
+
+    def no_weight_decay(self) -> Set[str]:
+        """Names of parameters without weight decay, apart from biases and norms. Families override it."""
+        return set()
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks' activations in the backward pass instead of keeping them."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        """The classifier, or nn.Identity if there is none."""
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """Replace the classifier by a randomly initialized one.
+
+        Args:
+            num_classes: number of classes; 0 for no classifier.
+            global_pool: name of the pooling; None keeps the current one.
+
+        Raises:
+            ValueError: the number of classes or the pooling is not allowed.
+        """
+        pooling = {} if global_pool is None else {'global_pool': global_pool}
+        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes, **pooling})
+        self.head.reset(num_classes, global_pool, **get_device_dtype(self))
+        self.num_classes = num_classes
+        self.head_hidden_size = pooled_width(self.head)
+        self.head.fc.apply(init_linear)
+
+    def forward_intermediates(
+            self,
+            x: Tensor,
+            indices: Union[None, int, List[int]] = None,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = 'NCHW',
+            intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Return the outputs of the stages, and the output of `forward_features`.
+
+        Args:
+            x: images (B, in_chans, H, W).
+            indices: indices of the stages to return; an integer n selects the last n, None selects all.
+            norm: apply the output norms, if the model has them (`output_norms=True`).
+            stop_early: do not run the stages after the last selected one.
+            output_fmt: 'NCHW' or 'NHWC'.
+            intermediates_only: return the list of stage outputs only.
+
+        Returns:
+            A tuple (features, list of stage outputs), or the list only.
+
+        Raises:
+            ValueError: `output_fmt` is neither 'NCHW' nor 'NHWC'.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
+        take, last = feature_take_indices(len(self.stages), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, stage in enumerate(self.stages[:last + 1] if stop_early else self.stages):
+            x = stage(x)
+            if i in take:
+                y = x.permute(0, 2, 3, 1)
+                y = self.output_norms[i](y) if norm and self.output_norms is not None else y
+                intermediates.append(y if output_fmt == 'NHWC' else y.permute(0, 3, 1, 2))
+        return intermediates if intermediates_only else (x, intermediates)
+
+    def prune_intermediate_layers(
+            self,
+            indices: Union[int, List[int]] = 1,
+            prune_norm: bool = False,
+            prune_head: bool = True,
+    ) -> List[int]:
+        """Remove the stages after the last selected one, and the head. Return the indices of the selected stages."""
+        take, last = feature_take_indices(len(self.stages), indices)
+        shorter = last < len(self.stages) - 1
+        self.stages = self.stages[:last + 1]
+        if prune_norm:
+            self.output_norms = None
+        elif self.output_norms is not None:
+            self.output_norms = self.output_norms[:last + 1]
+        if shorter or prune_head:
+            self.num_features = self.feature_info[last]['num_chs']
+            narrow_head(self.head, self.num_features)
+            self.reset_classifier(0)
+        return take
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the last stage's output.
+
+        Args:
+            x: images (B, in_chans, H, W).
+
+        Returns:
+            (B, num_features, ceil(H/32), ceil(W/32)), unless the family's documentation says otherwise.
+        """
+        return self.stages(self.stem(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (B, num_classes) from the output of `forward_features`.
+
+        With `pre_logits`, return the input of the classifier, (B, head_hidden_size).
+        """
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def init_linear(module: nn.Module) -> None:
+    """Initialize linear layers from a normal distribution of standard deviation 0.02, cut at 2, and biases with 0."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def init_kaiming(module: nn.Module) -> None:
+    """Initialize convolutions as He et al. do, with the fan of the output, and linear layers with `init_linear`."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode='fan_out')
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    init_linear(module)
+
+
+def init_xavier(module: nn.Module) -> None:
+    """Initialize linear layers as Glorot & Bengio do (Xavier uniform), and biases with 0."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)

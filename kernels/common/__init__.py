@@ -1,0 +1,1 @@
+"""Code that the operators share: launches, tiles, argument checks, decays, memory, autocast and tracing."""

@@ -1,0 +1,154 @@
+"""Argument checks shared by the operators: each names the argument, what came and what is allowed."""
+import os
+from functools import lru_cache, wraps
+from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
+
+import torch
+from torch import Tensor
+
+from .tracing import exporting, is_traced_or_wrapped
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Elements up to which nobody asks for the size of the memory.
+_LARGE = 1 << 30
+# Values of arguments that had other names before version 0.1.
+_RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
+                   '2d': 'both'}
+P, R = ParamSpec('P'), TypeVar('R')
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate an operator so that the old name of an argument raises a TypeError with its new name.
+
+    Args:
+        names: old name = new name.
+    """
+    def decorate(op: Callable[P, R]) -> Callable[P, R]:
+        @wraps(op)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in kwargs:
+                if old in names:
+                    raise TypeError(f'{op.__name__}: argument {old!r} was renamed to {names[old]!r}')
+            return op(*args, **kwargs)
+        return checked
+    return decorate
+
+
+def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
+        hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:
+    """Every tensor is dense, has its rank, a floating dtype the operators take and a size that fits into memory, and
+    lives on the first one's device."""
+    device = None
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f'{op}: {name} must be a tensor, got {type(tensor).__name__}')
+        dense(op, name, tensor)
+        if tensor.ndim != ranks[name]:
+            raise ValueError(f'{op}: {name} must have {ranks[name]} dimensions, got shape {tuple(tensor.shape)}')
+        if tensor.dtype not in DTYPES:
+            allowed = ', '.join(str(d).removeprefix('torch.') for d in DTYPES)
+            raise TypeError(f'{op}: {name} has dtype {tensor.dtype}; allowed: {allowed}')
+        device = device or tensor.device
+        if tensor.device != device:
+            raise ValueError(f'{op}: {name} is on {tensor.device}, the other arguments on {device}')
+    if not _symbolic():
+        for name, tensor in given.items():
+            if tensor.numel() > _LARGE:
+                fits(op, name, tensor, tensor.shape)
+
+
+def _symbolic() -> bool:
+    """Whether sizes may be symbols, which a comparison would bind."""
+    return torch.compiler.is_compiling() or exporting()
+
+
+def dense(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = 'a nested tensor' if tensor.is_nested else f'a tensor of layout {tensor.layout}'
+        raise TypeError(f'{op}: {name} must be a dense tensor, got {kind}')
+
+
+def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
+    """A tensor of that shape and like's dtype fits into the memory of like's device. An expanded tensor takes no memory
+    itself, but what is computed from it does."""
+    if _symbolic():
+        return
+    elements = torch.Size(shape).numel()
+    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
+        return
+    needed, room = elements * like.element_size(), _memory(like.device)
+    if room is not None and needed > room:
+        raise ValueError(f'{op}: {name} has a shape of {tuple(shape)}, and a result of that shape takes '
+                         f'{needed / 1e9:,.0f} GB; {like.device} has {room / 1e9:,.0f} GB')
+
+
+@lru_cache(maxsize=64)
+def _memory(device: torch.device) -> Optional[int]:
+    """Bytes of a device's memory, None where it is not known."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == 'cpu' and hasattr(os, 'sysconf'):
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return None
+
+
+def step_logs(op: str, **logs: Tensor) -> None:
+    """Step logs are not positive, where values may be looked at. Elsewhere the backends take positive ones for 0."""
+    if not all(map(readable, logs.values())):
+        return
+    for name, log in logs.items():
+        if (top := log.amax().item()) > 0:
+            raise ValueError(f'{op}: {name} must not be positive (it is the logarithm of a decay factor of at most 1 '
+                             f'for each step), got {top:g}')
+
+
+def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
+    """No number is below zero, where values may be looked at."""
+    if readable(x) and (least := x.amin().item()) < 0:
+        raise ValueError(f'{op}: {name} must not be negative ({what}), got {least:g}')
+
+
+def readable(x: Tensor) -> bool:
+    """Whether x has numbers that can be looked at without waiting: those of a GPU would be waited for, and a graph has
+    none."""
+    return x.is_cpu and x.numel() > 0 and not is_traced_or_wrapped(x.data if isinstance(x, torch.nn.Parameter) else x)
+
+
+def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:
+    """mask is a dense tensor of booleans on like's device."""
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        came = f'dtype {mask.dtype}' if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f'{op}: {name} must be a tensor of dtype torch.bool, True where a token exists, got {came}')
+    dense(op, name, mask)
+    if mask.device != like.device:
+        raise ValueError(f'{op}: {name} is on {mask.device}, the other arguments on {like.device}')
+
+
+def same_dtype(op: str, **given: Tensor) -> None:
+    kinds = [tensor.dtype for tensor in given.values()]
+    if any(kind != kinds[0] for kind in kinds):
+        raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {', '.join(map(str, kinds))}")
+
+
+def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f'{op}: {name} must have shape {tuple(expected)} ({why}), got {tuple(tensor.shape)}')
+
+
+def attention(op: str, q: Tensor, k: Tensor, v: Tensor, **logs: Tensor) -> None:
+    """q, k: (B, heads, H, W, D); v: (B, heads, H, W, Dv); each of logs: (B, heads, H, W)."""
+    tensors(op, {'q': 5, 'k': 5, 'v': 5, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
+    same_dtype(op, q=q, k=k, v=v)
+    if q.shape[-1] < 1:
+        raise ValueError(f'{op}: q and k must have at least one channel, got shape {tuple(q.shape)}')
+    shape(op, 'k', k, q.shape, 'as q')
+    shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'as q but for the last dimension')
+    for name, log in logs.items():
+        shape(op, name, log, q.shape[:-1], 'a step log for each token and head of q')
+    step_logs(op, **logs)

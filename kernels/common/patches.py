@@ -1,0 +1,72 @@
+"""Which tokens of a grid form a group: those at one place of their patch ('pixel'), or those of one patch ('patch')."""
+from typing import List, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+SAMPLINGS = ('pixel', 'patch')
+Patch = Tuple[int, int]
+
+
+def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
+    """A patch size as (height, width).
+
+    Raises:
+        ValueError: not one or two integers of at least 1.
+    """
+    both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
+    if len(both) != 2 or not all(isinstance(n, int) and n >= 1 for n in both):
+        raise ValueError(f'{op}: patch_size must be an integer of at least 1, or two, got {size!r}')
+    return both
+
+
+def group_slices(length: int, count: int, sampling: str) -> List[slice]:
+    """The tokens along an axis of `length` that belong to each of `count` places (or patches); without empty ones."""
+    if sampling == 'pixel':
+        return [slice(n, length, count) for n in range(min(count, length))]
+    side = -(-length // count)
+    return [slice(start, min(start + side, length)) for start in range(0, length, side)]
+
+
+def group_count(length: int, places: int, sampling: str) -> int:
+    """How many parts of an axis have tokens."""
+    return min(places, length) if sampling == 'pixel' else -(-length // -(-length // places))
+
+
+def group_index(length: int, count: int, sampling: str, device) -> Tensor:
+    """(length,) integers: the part that each token along an axis belongs to."""
+    index = torch.arange(length, device=device)
+    return index % count if sampling == 'pixel' else index // -(-length // count)
+
+
+def check_groups(op: str, keys: Sequence[int], values: Sequence[int], patch: Patch, sampling: str) -> None:
+    """Raises ValueError where values have a group without keys (their grids differ, and that of keys is small)."""
+    for axis in (0, 1):
+        if group_count(keys[axis], patch[axis], sampling) < group_count(values[axis], patch[axis], sampling):
+            raise ValueError(f"{op}: keys on a grid of {tuple(keys)} leave a group of values without keys: the values' "
+                             f'grid is {tuple(values)}, the patch {tuple(patch)}')
+
+
+def fold_patches(x: Tensor, patch: Patch, sampling: str) -> Tensor:
+    """(B, C, H, W) -> (B, C, P, N), a row for each of the P groups, by reshapes and permutes of rank 4 at most. H and W
+    are multiples of the patch."""
+    batch, channels, height, width = x.shape
+    images, rows, columns = batch * channels, height // patch[0], width // patch[1]
+    if sampling == 'pixel':
+        x = x.reshape(images * rows, patch[0], columns, patch[1]).transpose(2, 3)            # (., pi, pj, columns)
+        x = x.reshape(images, rows, patch[0] * patch[1], columns).transpose(1, 2)            # (., pi pj, rows, columns)
+    else:
+        x = x.reshape(images * patch[0], rows, patch[1], columns).transpose(1, 2)            # (. pi, pj, rows, columns)
+    return x.reshape(batch, channels, patch[0] * patch[1], rows * columns)
+
+
+def unfold_patches(x: Tensor, patch: Patch, sampling: str, height: int, width: int) -> Tensor:
+    """The inverse of `fold`: (B, C, P, N) -> (B, C, H, W)."""
+    batch, channels = x.shape[:2]
+    images, rows, columns = batch * channels, height // patch[0], width // patch[1]
+    if sampling == 'pixel':
+        x = x.reshape(images, patch[0] * patch[1], rows, columns).transpose(1, 2)            # (., rows, pi pj, columns)
+        x = x.reshape(images * rows, patch[0], patch[1], columns).transpose(2, 3)            # (., pi, columns, pj)
+    else:
+        x = x.reshape(images * patch[0], patch[1], rows, columns).transpose(1, 2)            # (. pi, rows, pj, columns)
+    return x.reshape(batch, channels, height, width)

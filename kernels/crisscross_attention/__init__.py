@@ -1,0 +1,55 @@
+"""Criss-cross attention: decayed softmax attention within rows and within columns, chained (PPMA, section 3.4)."""
+from torch import Tensor
+
+from ..common import checks, launch
+from ..decay_attention import MASK_MODES
+from ..dispatch import choose, register
+from . import custom_op, portable, reference, triton
+
+PATHS = ('both', 'v2h', 'h2v')
+_IMPLEMENTATIONS = register('crisscross_attention', {
+    'reference': reference.crisscross_attention,
+    'portable': custom_op.crisscross_attention_portable,
+    'triton': triton.crisscross_attention,
+    'export': portable.crisscross_attention_export,
+}, launch.head_too_wide)
+
+
+@checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode', order='paths')
+def crisscross_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        *,
+        mask_mode: str = 'additive',
+        paths: str = 'both',
+        backend: str = 'auto',
+) -> Tensor:
+    """Criss-cross attention: rows and columns in turn. With P_w the weights of `decay_attention` within rows (step
+    logs log_alpha) and P_h those within columns (log_beta):
+
+        paths='v2h':   P_w (P_h v)            (the V2H polyline: down the column, then along the row)
+        paths='h2v':   P_h (P_w v)
+        paths='both':  1/2 P_w (P_h v) + 1/2 P_h (P_w v)
+
+    Args:
+        q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
+        v: (B, heads, H, W, Dv), the dtype of q.
+        log_alpha, log_beta: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `decay_attention`.
+        mask_mode: 'additive' (published weights) or 'multiplicative' (paper).
+        paths: 'both', 'v2h' or 'h2v'.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+
+    Returns:
+        (B, heads, H, W, Dv) in the dtype of v.
+
+    Raises:
+        ValueError, TypeError: as `decay_attention`.
+    """
+    checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.one_of('crisscross_attention', 'mask_mode', mask_mode, MASK_MODES)
+    checks.one_of('crisscross_attention', 'paths', paths, PATHS)
+    run = choose('crisscross_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

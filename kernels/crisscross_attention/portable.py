@@ -1,0 +1,117 @@
+"""Criss-cross attention in plain PyTorch: the weights of rows and of columns, made once, serve both orders."""
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..common.workspace import Workspace, exponentials_are_safe, ranges
+from ..decay_attention import portable as decay_portable
+from ..decay_attention.portable import LineWeights, decay_attention_export
+
+
+def _plan(q: Tensor) -> List[slice]:
+    """Blocks of (batch, head) groups. q: (G, H, W, D)."""
+    groups, height, width, _ = q.shape
+    return ranges(groups, decay_portable.BLOCK_ELEMENTS // (height * width * max(height, width)))
+
+
+def _swap(x: Tensor) -> Tensor:
+    """(G, H, W, ...) -> (G, W, H, ...), contiguous."""
+    return x.transpose(1, 2).contiguous()
+
+
+class _Axes:
+    """Weights within rows (P_w) and within columns (P_h) of some groups. q, k: (G, H, W, D); sa, sb: (G, H, W)."""
+
+    def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, space: Workspace,
+                 skip_maximum: bool = False):
+        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows',
+                                skip_maximum=skip_maximum)
+        self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask_mode, space, 'columns',
+                                   skip_maximum=skip_maximum)
+
+    def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        """The output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D); the last two where the path has them."""
+        along = along_then_down = down = down_then_along = None
+        if paths != 'v2h':
+            along = _on_lines(self.rows.apply, v)
+            along_then_down = _on_lines(self.columns.apply, _swap(along)).transpose(1, 2)
+        if paths != 'h2v':
+            down = _on_lines(self.columns.apply, _swap(v))
+            down_then_along = _on_lines(self.rows.apply, _swap(down))
+        if paths == 'both':
+            return down_then_along.add_(along_then_down).mul_(0.5), along, down
+        return along_then_down if down is None else down_then_along, along, down
+
+
+def _on_lines(f, x: Tensor) -> Tensor:
+    """f on lines (G*n, L, D) applied to x (G, n, L, D)."""
+    return f(x.flatten(0, 1)).view(x.shape)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
+    """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
+    output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
+    for g in _plan(q):
+        output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask_mode, space, all(safe[g])).chain(v[g], paths)[0]
+    return output
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+             paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (q, k, v, sa, sb)
+    dq, dk, dv, dsa, dsb = (torch.zeros_like(x) for x in inputs)
+    space = Workspace(q)
+    for g in _plan(q):
+        grads = [x[g] for x in (dq, dk, dv, dsa, dsb)]
+        _backward_block([x[g] for x in inputs], grad[g], mask_mode, paths, grads, space)
+    return dq, dk, dv, dsa, dsb
+
+
+def _backward_block(inputs, grad: Tensor, mask_mode: str, paths: str, grads, space: Workspace) -> None:
+    """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
+    q, k, v, sa, sb = inputs
+    dq, dk, dv, dsa, dsb = grads
+    axes = _Axes(q, k, sa, sb, mask_mode, space)
+    rows, columns = axes.rows, axes.columns
+    _, along, down = axes.chain(v, paths)
+    grad = grad * 0.5 if paths == 'both' else grad
+    row_pairs, column_pairs = [], []                  # (gradient, input) of each product with the weights of an axis
+    if along is not None:                             # P_h (P_w v)
+        dalong = _swap(_on_lines(columns.apply_transposed, _swap(grad)))
+        column_pairs.append((_swap(grad), _swap(along)))
+        row_pairs.append((dalong, v))
+        dv += _on_lines(rows.apply_transposed, dalong)
+    if down is not None:                              # P_w (P_h v)
+        ddown = _swap(_on_lines(rows.apply_transposed, grad))
+        row_pairs.append((grad, _swap(down)))
+        column_pairs.append((ddown, _swap(v)))
+        dv += _on_lines(columns.apply_transposed, ddown).transpose(1, 2)
+    rows.backward(_outer(row_pairs), *(x.flatten(0, 1) for x in (dq, dk, dsa)))
+    swapped = [torch.zeros_like(_swap(x)) for x in (dq, dk, dsb)]
+    columns.backward(_outer(column_pairs), *(x.flatten(0, 1) for x in swapped))
+    for target, extra in zip((dq, dk, dsb), swapped):
+        target += extra.transpose(1, 2)
+
+
+def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of left right' over pairs of (G, n, L, D): (G*n, L, L), as one product."""
+    left, right = (torch.cat(x, -1).flatten(0, 1) for x in zip(*pairs))
+    return torch.bmm(left, right.transpose(1, 2))
+
+
+def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                                paths: str) -> Tensor:
+    """Chained dense formulas, every tensor but the arguments of rank 4 at most."""
+    def rows(x):
+        return decay_attention_export(q, k, x, log_alpha, 'row', mask_mode)
+
+    def columns(x):
+        return decay_attention_export(q, k, x, log_beta, 'column', mask_mode)
+
+    if paths == 'h2v':
+        return columns(rows(v))
+    if paths == 'v2h':
+        return rows(columns(v))
+    h2v, v2h = (x.flatten(0, 1) for x in (columns(rows(v)), rows(columns(v))))
+    return ((h2v + v2h) * 0.5).view(v.shape)

@@ -1,0 +1,49 @@
+"""Linear attention under the polyline mask (PPMA, Theorem 2 and appendix C), by scans, in O(N)."""
+from torch import Tensor
+
+from ..common import checks
+from ..dispatch import choose, register
+from ..polyline_scan import PATHS
+from . import portable, reference, triton
+
+_IMPLEMENTATIONS = register('polyline_linear_attention', {
+    'reference': reference.polyline_linear_attention,
+    'portable': portable.polyline_linear_attention,
+    'triton': triton.polyline_linear_attention,
+    'export': portable.polyline_linear_attention_export,
+})
+
+
+@checks.renamed(a='log_alpha', b='log_beta', order='paths')
+def polyline_linear_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_alpha: Tensor,
+        log_beta: Tensor,
+        *,
+        paths: str = 'both',
+        backend: str = 'auto',
+) -> Tensor:
+    """(q k' * M) v for the polyline mask M = L, L~ or L + L~, in O(N R Dv): sum_r q_r * scan(k_r * v).
+
+    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. No
+    normalisation: append a column of ones to v and divide by its result for one.
+
+    Args:
+        q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
+        v: (B, heads, H, W, Dv), the dtype of q.
+        log_alpha, log_beta: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `polyline_scan`.
+        paths: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+
+    Returns:
+        (B, heads, H, W, Dv) in the dtype of v.
+
+    Raises:
+        ValueError, TypeError: as `polyline_scan`.
+    """
+    checks.attention('polyline_linear_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.one_of('polyline_linear_attention', 'paths', paths, PATHS)
+    run = choose('polyline_linear_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    return run(q, k, v, log_alpha, log_beta, paths)

@@ -1,0 +1,42 @@
+"""Linear attention under the polyline mask in plain PyTorch: sum_r q_r * scan(k_r * v), by the portable scan."""
+from typing import List
+
+import torch
+from torch import Tensor
+
+from ..common.decay import bounded, compute_dtype
+from ..polyline_scan.portable import axis_scan, by_group, dense_axis_scan, scan_grid
+
+# State elements (tokens x R x Dv) that are scanned at a time: about 16 MB in float32.
+STATE_ELEMENTS = 4_000_000
+
+
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
+    """sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
+    groups, height, width, dim = v.shape
+    query, key, value = (x.reshape(groups, height * width, -1) for x in (q, k, v))
+    state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, -1)      # (G, H, W, R*Dv)
+    state = scan_grid(state, logs, paths, scan).reshape(groups, height * width, -1, dim)        # (G, N, R, Dv)
+    return (query.unsqueeze(3) * state).sum(2).reshape(v.shape)
+
+
+def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
+                              paths: str) -> Tensor:
+    if v.numel() == 0:
+        return torch.zeros_like(v)
+    dtype = compute_dtype(q.dtype)
+    q, k, values = (by_group(x.to(dtype)) for x in (q, k, v))
+    logs = [bounded(by_group(steps.to(dtype))) for steps in (log_alpha, log_beta)]
+    step = max(1, min(q.shape[-1], STATE_ELEMENTS // values.numel()))
+    parts = [_linear_attention(query, key, values, logs, paths, axis_scan)
+             for query, key in zip(q.split(step, -1), k.split(step, -1))]
+    return sum(parts[1:], parts[0]).reshape(v.shape).to(v.dtype)
+
+
+def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
+                                     paths: str) -> Tensor:
+    """As `polyline_scan_export`: no loop over the data, every tensor but the arguments of rank 4 at most."""
+    dtype = compute_dtype(q.dtype)
+    q, k, values = (by_group(x.to(dtype)) for x in (q, k, v))
+    logs = [bounded(by_group(steps.to(dtype))) for steps in (log_alpha, log_beta)]
+    return _linear_attention(q, k, values, logs, paths, dense_axis_scan).reshape(v.shape).to(v.dtype)

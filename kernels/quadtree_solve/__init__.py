@@ -1,0 +1,76 @@
+"""The solve with the matrix of a quad tree over a grid in linear time (Myosotis, arXiv 2509.20503)."""
+from typing import List, Optional, Sequence
+
+from torch import Tensor
+
+from ..common import checks
+from ..dispatch import choose, register
+from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
+from ..trees.arguments import check_levels
+from ..trees.diagnose import is_lost
+from . import custom_op, portable, reference
+
+_IMPLEMENTATIONS = register('quadtree_solve', {
+    'reference': reference.quadtree_solve,
+    'portable': custom_op.quadtree_solve_portable,
+    'triton': custom_op.quadtree_solve_triton,
+    'export': portable.quadtree_solve_export,
+})
+
+
+@checks.renamed(parametrisation='parametrization')
+def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
+                   rho: float = RHO, mask: Optional[Tensor] = None, shift: Sequence[int] = (0, 0),
+                   backend: str = 'auto') -> List[Tensor]:
+    """x of T x = u on a quad tree over a grid of any height and width, or a forest of such trees.
+
+    'laplacian': T = I + the graph Laplacian of the edges' weights w >= 0. T^-1 has no negative entry and rows that sum
+        to 1: x is a weighted mean of u, as in attention.
+    'symmetric': T = I + M with M symmetric, b = rho / 2 * z / sqrt(1 + sum of z^2 over the siblings) for any edges z;
+        its eigenvalues are in [1 - rho, 1 + rho].
+    'skew': T = I + M with M = -M', for any edges b; the norm of T^-1 is at most 1.
+
+    Level l of the tree has ceil(H / 2^l) x ceil(W / 2^l) nodes (`quadtree_levels`, which also knows shifted trees), the
+    parent of (i, j) is (i // 2, j // 2). `level_means` gives the usual values of inner nodes.
+
+    Args:
+        values: u of each level, finest first: (B, heads, H_l, W_l, D); float32, float64, float16 or bfloat16, any
+            strides. As many levels as there are up to a single node, or fewer for a forest.
+        edges: of each level but the last, between a node and its parent, (B, heads, H_l, W_l), of any of these dtypes.
+        parametrization: 'laplacian', 'symmetric' or 'skew'.
+        rho: of 'symmetric', in (0, 1).
+        mask: (B, H, W), booleans, true for leaves that are there (the padding of a batch is not); no edge leads to what
+            is not there, so that x within the mask does not depend on u without.
+        shift: rows and columns that the grid is moved against the tree.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+
+    Returns:
+        x of each level, like values.
+
+    Raises:
+        ValueError: a shape, device, number of levels, shift, name or rho that does not fit, a size beyond the memory;
+            on a CPU outside of graphs also, with the level, a negative edge of 'laplacian', an edge that is not finite
+            and a pivot of zero.
+        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+    """
+    op = 'quadtree_solve'
+    values, edges = list(values), list(edges)
+    levels = check_levels(op, values, edges, shift)
+    checks.one_of(op, 'parametrization', parametrization, PARAMETRIZATIONS)
+    if mask is not None:
+        checks.boolean(op, 'mask', mask, values[0])
+        checks.shape(op, 'mask', mask, (values[0].shape[0], *values[0].shape[2:4]), 'one for each leaf')
+        counts = leaf_counts(levels, edges[0].float() if edges else values[0].float(), mask)
+        edges = [edge.masked_fill(count == 0, 0) for edge, count in zip(edges, counts)]
+    if parametrization == 'laplacian':
+        for n, edge in enumerate(edges):
+            checks.not_negative(op, f'edges[{n}]', edge, "weights of a graph's edges, whose Laplacian is solved with")
+    if parametrization == 'symmetric':
+        if not 0 < rho < 1:
+            raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
+        edges = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]
+    solve = choose(op, _IMPLEMENTATIONS, backend, values[0])
+    x = solve(values, edges, parametrization, tuple(shift))
+    if is_lost(x[-1]):
+        portable.explain_quadtree(op, edges, levels, parametrization)
+    return x

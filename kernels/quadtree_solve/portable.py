@@ -1,0 +1,162 @@
+"""Quad-tree solves on grids in plain PyTorch, level by level, and their hand-written gradient; and a form for
+exporters.
+
+With blocks of size 1 and A = 1 (or, for the Laplacian, A_v = 1 + the weights of v's edges) the sweeps need three
+numbers a node: 1 / S, what of r_v its parent receives, -C / S, and what of x_p it receives, -B / S.
+"""
+from typing import List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..common.decay import compute_dtype
+from ..common.workspace import keep_freed_memory
+from ..trees.grid import Level, quadtree_levels, quarters, repeat_to_children, sum_children
+
+Coefficients = Tuple[List[Tensor], List[Tensor], List[Tensor]]
+
+
+def _levels(values: Sequence[Tensor], shift: Sequence[int]) -> List[Level]:
+    return quadtree_levels(*values[0].shape[2:4], len(values), shift)
+
+
+def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> Coefficients:
+    """1 / S, -C / S and -B / S of every node, lists of (B, heads, H_l, W_l); the last level has 1 / S alone.
+
+    Rows of the Laplacian's inverse sum to 1 to the last digit because not S but its excess over the edge to the parent,
+    e = S - w, is carried up: e_p = 1 + sum w e / S (a difference of nearly equal numbers is never taken)."""
+    scale, up, down = [], [], []
+    carried = None                       # e of the Laplacian, S of the others, without what the children add: 1
+    for edge, level, above in zip(edges, levels, levels[1:]):
+        carried = torch.ones_like(edge) if carried is None else carried
+        if parametrization == 'laplacian':
+            scale.append((carried + edge).reciprocal_())
+            up.append(edge * scale[-1])
+            down.append(up[-1])
+            added = up[-1] * carried
+        else:
+            scale.append(carried.reciprocal())
+            down.append((edge * scale[-1]).neg_())
+            up.append(-down[-1] if parametrization == 'skew' else down[-1])
+            added = up[-1] * edge
+        carried = edge.new_ones(*edge.shape[:2], above.height, above.width)
+        for child, parent in quarters(level):
+            carried[parent].add_(added[child])
+    if carried is not None:
+        scale.append(carried.reciprocal_())
+    return scale, up, down
+
+
+def sweep(values: Sequence[Tensor], levels: Sequence[Level], scale: Sequence[Tensor], up: Sequence[Tensor],
+          down: Sequence[Tensor]) -> List[Tensor]:
+    """x of every level, lists of (B, heads, H_l, W_l, D). values are read, not written."""
+    right = [values[0], *(x.clone() for x in values[1:])]
+    for level, x, above, push in zip(levels, right, right[1:], up):
+        for child, parent in quarters(level):
+            above[parent].addcmul_(push[child][..., None], x[child])
+    solution = [torch.mul(r, s[..., None], out=torch.empty_like(r) if n == 0 else r)
+                for n, (r, s) in enumerate(zip(right, scale))]
+    for level, x, above, pull in reversed([*zip(levels, solution, solution[1:], down)]):
+        for child, parent in quarters(level):
+            x[child].addcmul_(pull[child][..., None], above[parent])
+    return solution
+
+
+def edge_gradients(adjoint: Sequence[Tensor], solution: Sequence[Tensor], edges: Sequence[Tensor],
+                   levels: Sequence[Level], parametrization: str) -> List[Tensor]:
+    """Gradients of the edges from the adjoint's and the solve's x: like the edges."""
+    result = []
+    for n, (edge, level) in enumerate(zip(edges, levels)):
+        grad = torch.empty_like(edge)
+        for child, parent in quarters(level):
+            g, x, gp, xp = adjoint[n][child], solution[n][child], adjoint[n + 1][parent], solution[n + 1][parent]
+            if parametrization == 'laplacian':
+                part = ((gp - g) * (x - xp)).sum(-1)
+            else:
+                part = (g * xp).neg_()
+                part = (part.addcmul_(gp, x) if parametrization == 'skew' else part.addcmul_(gp, x, value=-1)).sum(-1)
+            grad[child] = part
+        result.append(grad)
+    return result
+
+
+def _computed(tensors: Sequence[Tensor], dtype: torch.dtype) -> List[Tensor]:
+    return [x.detach().to(dtype) for x in tensors]
+
+
+def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
+    """x of every level in the dtype of values."""
+    if not edges:
+        return [x.clone() for x in values]
+    if values[0].device.type == 'cpu':
+        keep_freed_memory()
+    dtype, levels = compute_dtype(values[0].dtype), _levels(values, shift)
+    scale, up, down = coefficients(_computed(edges, dtype), levels, parametrization)
+    return [x.to(values[0].dtype) for x in sweep(_computed(values, dtype), levels, scale, up, down)]
+
+
+def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
+             shift: Sequence[int]) -> Tuple[List[Tensor], List[Tensor]]:
+    """Gradients of values and of edges: one solve with the transpose, and products."""
+    if not edges:
+        return [x.clone() for x in grads], []
+    dtype, levels = compute_dtype(solution[0].dtype), _levels(solution, shift)
+    exact = _computed(edges, dtype)
+    scale, up, down = coefficients(exact, levels, parametrization)
+    adjoint = sweep(_computed(grads, dtype), levels, scale, down, up)      # transposed: up and down exchanged
+    products = edge_gradients(adjoint, _computed(solution, dtype), exact, levels, parametrization)
+    return [x.to(y.dtype) for x, y in zip(adjoint, solution)], [x.to(e.dtype) for x, e in zip(products, edges)]
+
+
+def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]
+                          ) -> List[Tensor]:
+    """Channels first, sums over children by pooling and values at children by interpolation: no custom operator,
+    nothing written in place, arithmetic on tensors of rank 4 at most."""
+    batch, heads, height, width, dim = values[0].shape
+    levels, dtype = _levels(values, shift), compute_dtype(values[0].dtype)
+
+    def channels_first(x: Tensor, level: Level) -> Tensor:
+        x = x.to(dtype).permute(0, 1, 4, 2, 3)
+        return x.reshape(batch, heads * dim, level.height, level.width)
+
+    def spread(x: Tensor, level: Level) -> Tensor:
+        """A head's number at each of its channels."""
+        x = x[:, :, None].expand(-1, -1, dim, -1, -1)
+        return x.reshape(batch, heads * dim, level.height, level.width)
+
+    right, pull, scales, carried = [], [], [], None
+    below = None                                        # what the level before hands up
+    for n, level in enumerate(levels):
+        one = torch.ones_like(edges[n] if n < len(edges) else values[n][..., 0]).to(dtype)
+        carried = one if carried is None else one + carried
+        r = channels_first(values[n], level)
+        right.append(r if below is None else r + below)
+        if n == len(edges):
+            scales.append(spread(1 / carried, level))
+            break
+        edge = edges[n].to(dtype)
+        scale = 1 / (carried + edge) if parametrization == 'laplacian' else 1 / carried
+        down = edge * scale if parametrization == 'laplacian' else -edge * scale
+        up = -down if parametrization == 'skew' else down
+        carried = sum_children(up * (carried if parametrization == 'laplacian' else edge), level)
+        below = sum_children(spread(up, level) * right[-1], level)
+        pull.append(spread(down, level))
+        scales.append(spread(scale, level))
+    solution = [right[-1] * scales[-1]]
+    for n in reversed(range(len(edges))):
+        solution.append(right[n] * scales[n] + pull[n] * repeat_to_children(solution[-1], levels[n]))
+    return [x.reshape(batch, heads, dim, level.height, level.width).permute(0, 1, 3, 4, 2).to(values[0].dtype)
+            for x, level in zip(reversed(solution), levels)]
+
+
+def explain_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> None:
+    """Raise ValueError for the first level with an edge that is not finite, or whose pivots vanish; else nothing."""
+    exact: List[Tensor] = [edge.detach().double() for edge in edges]
+    for n, edge in enumerate(exact):
+        if not edge.isfinite().all():
+            raise ValueError(f'{op}: edges[{n}] has a number that is not finite')
+    scales, _, _ = coefficients(exact, levels, parametrization)
+    for n, scale in enumerate(scales):
+        if not scale.isfinite().all():
+            hint = ' (weights must not be negative)' if parametrization == 'laplacian' else ''
+            raise ValueError(f'{op}: the matrix cannot be solved: a pivot of level {n} is zero{hint}')

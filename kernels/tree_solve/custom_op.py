@@ -1,0 +1,39 @@
+"""The solve with its gradient. An autograd Function in place of a registered operator, whose arguments cannot hold a
+`Tree`."""
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..trees.sweeps import dagger
+from ..trees.tree import Tree
+from .portable import tree_solve
+
+
+class TreeSolve(torch.autograd.Function):
+    """The solve, keeping its coefficients and its result alone. The gradient is one solve on the same tree with
+    A^H in the place of A, and B and C exchanged and transposed: T^H l = g; then du = l, dA_v = -l_v x_v^H,
+    dB_v = -l_v x_p^H, dC_v = -l_p x_v^H."""
+
+    @staticmethod
+    def forward(ctx, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) -> Tensor:
+        x = tree_solve(tree, a, b, c, u)
+        ctx.tree = tree
+        ctx.save_for_backward(a, b, c, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        a, b, c, x = ctx.saved_tensors
+        tree, (_, need_a, need_b, need_c, _) = ctx.tree, ctx.needs_input_grad
+        adjoint = TreeSolve.apply(tree, None if a is None else dagger(a), dagger(c), dagger(b), grad)
+        parents = tree.parents.clamp(min=0).to(x.device)
+        root = (tree.parents < 0).to(x.device)[:, None, None]
+
+        def outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+            return (-left @ dagger(right)).sum_to_size(like.shape)         # like may be shared by a batch
+
+        da = outer(adjoint, x, a) if need_a else None
+        db = outer(adjoint, x.index_select(-3, parents), b).masked_fill(root, 0) if need_b else None
+        dc = outer(adjoint.index_select(-3, parents), x, c).masked_fill(root, 0) if need_c else None
+        return None, da, db, dc, adjoint

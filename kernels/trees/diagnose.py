@@ -1,0 +1,38 @@
+"""Why a solve has no finite result: the node or the level whose coefficients are at fault, as an error.
+
+Looked for after the fact: a coefficient that is not finite, or a pivot of zero, makes the roots' result not finite, and
+that is cheap to see. Results of a GPU are not waited for.
+"""
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..common.tracing import is_traced_or_wrapped
+from .sweeps import eliminate
+from .tree import Generation, Tree
+
+
+def is_lost(top: Tensor) -> bool:
+    """Whether a result at the roots is not finite, as far as one may look."""
+    return not is_traced_or_wrapped(top) and top.device.type == 'cpu' and not bool(top.detach().isfinite().all())
+
+
+def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> None:
+    """Raise ValueError for the first node with a coefficient that is not finite, or a singular pivot; else nothing."""
+    a, b, c = (None if x is None else x.detach() for x in (a, b, c))
+    for name, x in (('a', a), ('b', b), ('c', c)):
+        if x is not None:
+            bad = ~x.isfinite().flatten(-2).all(-1)
+            if name != 'a':
+                bad = bad & (tree.parents >= 0).to(bad.device)
+            if bad.any():
+                raise ValueError(f'{op}: {name} of node {int(bad.nonzero()[0, -1])} is not finite')
+
+    def check(generation: Generation, pivot: Tensor) -> None:
+        singular = torch.linalg.lu_factor_ex(pivot)[2] != 0
+        if singular.any():
+            node = int(generation.nodes[int(singular.nonzero()[0, -1])])
+            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node}, its a less what its '
+                             'children take, is singular')
+    eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]), check)

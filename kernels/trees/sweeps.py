@@ -1,0 +1,131 @@
+"""Solves with the matrix of a tree, level by level (general trees) or by cyclic reduction (paths), and their gradient.
+
+Row of node v, with parent p and children ch(v):  A_v x_v + B_v x_p + sum over ch(v) of C_c x_c = u_v.
+
+    up    S_v = A_v - sum C_c W_c,   r_v = u_v - sum C_c y_c,   W_v = S_v^-1 B_v,   y_v = S_v^-1 r_v
+    down  x_root = y_root,           x_v = y_v - W_v x_p
+
+Myosotis (arXiv 2509.20503), section 3, with the signs of its equations 9 and 10 throughout (its algorithm 1 loses one).
+"""
+from typing import Callable, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .tree import Generation, Tree
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y for blocks (..., m, m) and (..., m, r)."""
+    return x * y if x.shape[-1] == 1 else x @ y
+
+
+def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
+    """blocks^-1 y for each y of `right`."""
+    if blocks.shape[-1] == 1:
+        inverse = blocks.reciprocal()
+        return [inverse * y for y in right]
+    return list(torch.linalg.solve(blocks, torch.cat(right, -1)).split([y.shape[-1] for y in right], -1))
+
+
+def whitened(blocks: Tensor, noise: Tensor) -> Tensor:
+    """Samples of precision `blocks` from white noise: L^-H noise, L L^H = blocks."""
+    return torch.linalg.solve_triangular(dagger(torch.linalg.cholesky(blocks)), noise, upper=True)
+
+
+def dagger(x: Tensor) -> Tensor:
+    return x.mT.conj()
+
+
+class Eliminated(NamedTuple):
+    """Of each generation, roots first: pivots S, and W and y (None for the roots' W)."""
+    pivots: List[Tensor]
+    down: List[Optional[Tensor]]
+    local: List[Tensor]
+
+
+def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
+              check: Optional[Callable[[Generation, Tensor], None]] = None) -> Eliminated:
+    """The upward sweep; `check` sees each generation's pivots before they are divided by."""
+    pivots, down, local = [], [], []
+    m = b.shape[-1]
+    below = None
+    for depth in reversed(range(len(tree.generations))):
+        generation = tree.generations[depth]
+        if a is None:
+            pivot = torch.eye(m, dtype=b.dtype, device=b.device).expand(*b.shape[:-3], len(generation.nodes), m, m)
+        else:
+            pivot = generation.of(a)
+        right = generation.of(u)
+        if below is not None:
+            push = -below.of(c)
+            pivot = below.add_to_parents(pivot, product(push, down[-1]))
+            right = below.add_to_parents(right, product(push, local[-1]))
+        if check is not None:
+            check(generation, pivot)
+        if depth:
+            w, y = divide(pivot, generation.of(b), right)
+        else:
+            (y,), w = divide(pivot, right), None
+        for kept, value in ((pivots, pivot), (down, w), (local, y)):
+            kept.append(value)
+        below = generation
+    return Eliminated(pivots[::-1], down[::-1], local[::-1])
+
+
+def substitute(tree: Tree, down: List[Optional[Tensor]], local: List[Tensor]) -> Tensor:
+    """The downward sweep: x (..., V, m, r)."""
+    x = [local[0]]
+    for generation, w, y in zip(tree.generations[1:], down[1:], local[1:]):
+        x.append(y - product(w, generation.of_parents(x[-1])))
+    return tree.in_order(x)
+
+
+def reduce_path(a: Tensor, lower: Tensor, upper: Tensor, u: Tensor, pivots: Optional[List[Tensor]] = None,
+                sample: bool = False) -> Tensor:
+    """x of  lower[k] x[k-1] + a[k] x[k] + upper[k] x[k+1] = u[k]  by cyclic reduction: every other unknown is
+    eliminated at once, so there are log2 L steps and O(L) work. (..., L, m, m) and (..., L, m, r); lower[0] and
+    upper[L-1] are zero. The blocks that were inverted are added to `pivots`. With `sample`, u is white noise and x has
+    precision T: given its neighbours an unknown has the inverted block for precision."""
+    if pivots is not None:
+        pivots.append(a[..., ::2, :, :])
+    if u.shape[-3] == 1:
+        return whitened(a, u) if sample else divide(a, u)[0]
+    low, up, local = divide(*(x[..., ::2, :, :] for x in (a, lower, upper, u)))        # of the unknowns 0, 2, 4, ...
+    if sample:
+        local = whitened(a[..., ::2, :, :], u[..., ::2, :, :])
+    count = u.shape[-3] // 2
+    before, after = slice(0, count), slice(1, count + 1)
+
+    def around(x: Tensor) -> Tuple[Tensor, Tensor]:
+        """x of the even neighbours of each odd unknown; zero where the last has none after it."""
+        if x.shape[-3] == count:
+            x = torch.cat([x, torch.zeros_like(x[..., :1, :, :])], -3)
+        return x[..., before, :, :], x[..., after, :, :]
+
+    a, lower, upper, u = (x[..., 1::2, :, :] for x in (a, lower, upper, u))
+    (low0, low1), (up0, up1), (local0, local1) = around(low), around(up), around(local)
+    odd = reduce_path(a - product(lower, up0) - product(upper, low1), -product(lower, low0), -product(upper, up1),
+                      u if sample else u - product(lower, local0) - product(upper, local1), pivots, sample)
+    nothing = torch.zeros_like(odd[..., :1, :, :])
+    evens = local.shape[-3]
+    left = torch.cat([nothing, odd], -3)[..., :evens, :, :]
+    right = odd if evens == count else torch.cat([odd, nothing], -3)
+    even = local - product(low, left) - product(up, right)
+    both = torch.stack([even[..., :count, :, :], odd], -3).flatten(-4, -3)
+    return both if evens == count else torch.cat([both, even[..., count:, :, :]], -3)
+
+
+def as_path(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Diagonal, lower and upper blocks of a tree without branches in the order of its paths, and that order."""
+    order = tree.chain.to(b.device)
+    root = (tree.parents[tree.chain] < 0).to(b.device)[:, None, None]
+    m = b.shape[-1]
+    if a is None:
+        a = torch.eye(m, dtype=b.dtype, device=b.device).expand(*b.shape[:-3], len(tree), m, m)
+    else:
+        a = a.index_select(-3, order)
+    upper, to_parent = (x.index_select(-3, order).masked_fill(root, 0) for x in (b, c))
+    # C belongs to the child: what node k+1 takes from k.
+    lower = torch.cat([torch.zeros_like(to_parent[..., :1, :, :]), to_parent[..., :-1, :, :]], -3)
+    return a, lower, upper, order

@@ -1,0 +1,162 @@
+"""Modules keep to their layer: no circular import, no import of a higher layer, no name used for two things."""
+import ast
+import sys
+from collections import defaultdict
+
+import pytest
+from helpers import ROOT
+
+PACKAGES = ('kernels', 'backbones', 'tools')
+OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
+# Layers of kernels/, lowest first; a folder that is not named here is an operator's.
+KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2}
+OPERATOR_LAYER, TOP_LAYER = 3, 4
+# File names that two folders may share although they hold different things.
+SHARED_NAMES = OPERATOR_FILES | {'__main__'}
+
+
+def modules():
+    """Map the name of every module below PACKAGES, such as 'kernels.trees.grid', to its file."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob('*.py'):
+            parts = path.relative_to(ROOT).with_suffix('').parts
+            found['.'.join(parts[:-1] if parts[-1] == '__init__' else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    """The module that an import names, without the leading 'subquad.'."""
+    if not node.level:
+        return (node.module or '').removeprefix('subquad.')
+    package = module.split('.') if MODULES[module].name == '__init__.py' else module.split('.')[:-1]
+    package = package[:len(package) - node.level + 1]
+    return '.'.join([*package, *(node.module or '').split('.')]).rstrip('.')
+
+
+def imports(module: str):
+    """Modules of PACKAGES that a module imports, at its top or inside of a function."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = _absolute(node, module)
+            for alias in node.names:
+                name = f'{base}.{alias.name}' if base else alias.name
+                if name in MODULES:
+                    yield name
+                elif base in MODULES:
+                    yield base
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.removeprefix('subquad.') in MODULES:
+                    yield alias.name.removeprefix('subquad.')
+
+
+def layer(module: str) -> int:
+    """Layer of a module of kernels/."""
+    if module in ('kernels', 'kernels.aot'):
+        return TOP_LAYER
+    return KERNEL_LAYERS.get('.'.join(module.split('.')[:2]), OPERATOR_LAYER)
+
+
+def operators():
+    """Folders of kernels/ that hold one operator each."""
+    return sorted(path for path in (ROOT / 'kernels').iterdir()
+                  if path.is_dir() and any(path.glob('*.py')) and layer(f'kernels.{path.name}') == OPERATOR_LAYER)
+
+
+def find_cycle(graph):
+    """Return the modules of a circle of imports, or None."""
+    done, path = set(), []
+
+    def visit(node):
+        if node in path:
+            return path[path.index(node):]
+        if node in done:
+            return None
+        path.append(node)
+        for after in graph.get(node, ()):
+            cycle = visit(after)
+            if cycle:
+                return cycle
+        done.add(path.pop())
+        return None
+
+    return next((cycle for cycle in map(visit, graph) if cycle), None)
+
+
+def test_every_operator_has_the_same_five_files():
+    from subquad import kernels
+    assert {path.name for path in operators()} == set(kernels.__all__) - {'use_backend', 'why_not'}
+    for path in operators():
+        assert {file.stem for file in path.iterdir() if file.suffix == '.py'} == OPERATOR_FILES, path.name
+        assert {file.name for file in path.iterdir()} <= {f'{name}.py' for name in OPERATOR_FILES} | {'__pycache__'}
+
+
+@pytest.mark.parametrize('package, above', [('kernels', {'backbones', 'tools'}), ('backbones', {'tools'})])
+def test_no_package_imports_one_above_it(package, above):
+    upwards = [(module, name) for module in MODULES if module.split('.')[0] == package
+               for name in imports(module) if name.split('.')[0] in above]
+    assert upwards == []
+
+
+def test_kernels_import_lower_layers_only():
+    upwards = [(module, name) for module in MODULES if module.startswith('kernels')
+               for name in imports(module) if name.startswith('kernels') and layer(name) > layer(module)]
+    assert upwards == []
+
+
+@pytest.mark.parametrize('package', ['kernels', 'backbones'])
+def test_no_circular_import(package):
+    """Imports inside of functions count. A package's `__init__` may import its modules, and these its other modules."""
+    graph = {module: [name for name in imports(module) if name != module and not module.startswith(f'{name}.')]
+             for module in MODULES if module.split('.')[0] == package}
+    assert find_cycle(graph) is None
+
+
+def test_find_cycle_finds_one():
+    assert find_cycle({'a': ['b'], 'b': ['c'], 'c': ['b']}) == ['b', 'c']
+    assert find_cycle({'a': ['b', 'c'], 'b': ['c']}) is None
+
+
+def test_no_circular_import_between_operators():
+    folders = {path.name for path in operators()}
+    graph = defaultdict(set)
+    for module in MODULES:
+        owner = module.split('.')[1:2]
+        if module.startswith('kernels.') and owner[0] in folders:
+            graph[owner[0]] |= {name.split('.')[1] for name in imports(module)
+                                if name.startswith('kernels.') and name.split('.')[1] in folders - set(owner)}
+    assert find_cycle(dict(graph)) is None
+
+
+def test_no_file_has_the_name_of_a_module_of_the_standard_library():
+    stems = {path.stem for path in MODULES.values() if path.is_relative_to(ROOT / 'kernels')}
+    assert stems & set(sys.stdlib_module_names) == set()
+
+
+def test_no_file_name_means_two_things():
+    places = defaultdict(list)
+    for module, path in MODULES.items():
+        if module.startswith('kernels') and path.stem not in SHARED_NAMES:
+            places[path.stem].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def _is_kernel(node: ast.FunctionDef) -> bool:
+    """Whether Triton compiles the function: what it does in registers cannot be split at will."""
+    return any(isinstance(name, ast.Attribute) and name.attr == 'jit' for name in node.decorator_list)
+
+
+def test_files_of_kernels_have_at_most_400_lines_and_functions_60():
+    long = []
+    for module, path in MODULES.items():
+        if module.startswith('kernels'):
+            source = path.read_text()
+            long += [module] if source.count('\n') > 400 else []
+            long += [f'{module}.{node.name}' for node in ast.walk(ast.parse(source))
+                     if isinstance(node, ast.FunctionDef) and not _is_kernel(node)
+                     and node.end_lineno - node.body[0].lineno > 60]
+    assert long == []

@@ -1,0 +1,165 @@
+"""Comparisons of operators and of models: the measurements behind most presets."""
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.cli import UserError
+from ..engine import zoo
+from . import networks
+from . import operators as ops
+from .measure import copy, count_macs, floor, gemm, peak_memory, time_interleaved
+from .metrics import metric, peak_memory_metrics, speedup
+
+Call = Callable[[], Any]
+_RATE_SAMPLES = 5          # matrix products and copies in each round
+# These implementations are compiled for the sizes of their first call, so a tiny warm-up does not help them.
+_COMPILED = ('compiled', 'flex')
+
+
+def working(calls: Mapping[str, Call], first: str) -> Dict[str, Call]:
+    """Run each call once and keep those that succeed; print why the others are left out.
+
+    Raises:
+        UserError: The first one fails.
+    """
+    kept = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:                   # compilers and other libraries raise anything
+            message = f'{name}: {type(error).__name__}: {" ".join(str(error).split())[:200]}'
+            if name == first:
+                raise UserError(message) from error
+            print(f'left out: {message}')
+            continue
+        kept[name] = call
+    return kept
+
+
+def _speedups(names: Sequence[str], times: Dict[str, Dict[str, float]], least: Mapping[str, float]
+              ) -> List[Dict[str, Any]]:
+    """How much faster the first implementation is than each other one."""
+    first = names[0]
+    return [metric(f'speed-up of {first} over {name}', speedup(times, first, name) if name in times else None, 'x',
+                   at_least=least.get(name))
+            for name in dict.fromkeys([*names[1:], *least]) if name != first]
+
+
+def _ratio(x: Optional[float], y: Optional[float]) -> Optional[float]:
+    return x / y if x is not None and y else None
+
+
+def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, heads: int = 8, dim: int = 32,
+                     dtype: str = 'float32', device: str = 'cpu', names: Sequence[str] = (), backward: bool = False,
+                     min_speedup: Optional[Mapping[str, float]] = None, max_memory_mb: Optional[float] = None,
+                     min_memory_saving: Optional[Mapping[str, float]] = None,
+                     min_bandwidth_share: Optional[float] = None) -> Dict[str, Any]:
+    """Compare implementations of an operator. All targets are for the first implementation.
+
+    Args:
+        repeats: Rounds of timing.
+        op: Name of the operator.
+        grid: Height and width in tokens.
+        batch: Number of images.
+        heads: Number of heads.
+        dim: Channels of a head.
+        dtype: Data type of q, k and v; step logs are float32.
+        device: 'cpu' or 'cuda'.
+        names: Implementations (default: all that make sense on the device).
+        backward: Also compute gradients.
+        min_speedup: Target: speed-up over other implementations, by name.
+        max_memory_mb: Target: peak memory beyond inputs and output, in MB.
+        min_memory_saving: Target: ratio of other implementations' peak memory to the first one's, by name.
+        min_bandwidth_share: Target: share of the copy's bandwidth, for the bytes that must be moved.
+
+    Returns:
+        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}.
+    """
+    kind = getattr(torch, dtype)
+    inputs = ops.OPERATORS[op].inputs(batch, heads, grid, dim, kind, device)
+    tiny = ops.OPERATORS[op].inputs(1, 1, (2, 2), dim, kind, device)
+    names = list(names) or ops.available(op, inputs)
+    with torch.enable_grad() if backward else torch.no_grad():
+        calls, peaks = _calls_and_peaks(op, names, inputs, tiny, backward, device)
+        macs = ops.multiply_adds(op, inputs, backward)
+        rates = {'gemm': gemm(device, kind), 'copy': copy(device)}
+        times = time_interleaved({**calls, **rates}, repeats, dict.fromkeys(rates, _RATE_SAMPLES), device)
+    first, moved = names[0], ops.bytes_moved(op, inputs, backward)
+    low = floor(macs, times['gemm']['p50'], device, moved, times['copy']['p50'])
+    ms = times[first]['p50']
+    return {'times_ms': times, 'peak_mb': peaks, 'floor': low, 'metrics': [
+        *_speedups(names, times, min_speedup or {}),
+        metric(f'{first}: time / floor', ms / low['ms'], 'x'),
+        metric(f'{first}: arithmetic rate', 2e-6 * macs / ms, 'GFLOP/s'),
+        metric(f'{first}: memory traffic', 1e-6 * moved / ms, 'GB/s'),
+        metric(f'{first}: share of copy bandwidth', 1e-6 * moved / ms / low['copy_gbs'], '',
+               at_least=min_bandwidth_share),
+        *peak_memory_metrics(peaks, {first: max_memory_mb}),
+        *(metric(f'memory saving of {first} over {name}', _ratio(peaks.get(name), peaks[first]), 'x', at_least=least)
+          for name, least in (min_memory_saving or {}).items())]}
+
+
+def _calls_and_peaks(op: str, names: Sequence[str], inputs: Sequence[Tensor], tiny: Sequence[Tensor], backward: bool,
+                     device: str) -> Any:
+    """The implementations that run, as calls by name, and their peak memory.
+
+    A tiny call comes before, so that the memory of lazy initialization does not count.
+    """
+    functions = {name: ops.operator_call(op, name) for name in names}
+    with torch.no_grad():
+        warm = working({name: partial(functions[name], *tiny) for name in names if name not in _COMPILED}, names[0])
+    functions = {name: function for name, function in functions.items() if name in warm or name in _COMPILED}
+    calls = {name: ops.with_gradients(function, inputs) if backward else partial(function, *inputs)
+             for name, function in functions.items()}
+    peaks = {name: peak_memory(call, True, device) for name, call in calls.items() if name in warm}
+    calls = working(calls, names[0])
+    peaks.update({name: peak_memory(call, True, device) for name, call in calls.items() if name not in peaks})
+    return calls, peaks
+
+
+def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch: int, dtype: str = 'float32',
+                   device: str = 'cpu', train: bool = False, max_over_floor: Optional[float] = None,
+                   max_memory_mb: Optional[float] = None, min_speedup: Optional[Mapping[str, float]] = None
+                   ) -> Dict[str, Any]:
+    """Compare models on the same images. All targets are for the first model.
+
+    Args:
+        repeats: Rounds of timing.
+        names: timm names, each optionally with @BACKEND or +compile.
+        size: Image height and width in pixels.
+        batch: Number of images.
+        dtype: Data type of the images; a training step in a half type runs under autocast.
+        device: 'cpu' or 'cuda'.
+        train: Run training steps, not forward passes.
+        max_over_floor: Target: time over the floor.
+        max_memory_mb: Target: peak memory beyond the models and their input, in MB.
+        min_speedup: Target: speed-up over other models, by name.
+
+    Returns:
+        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}.
+    """
+    images = torch.randn(batch, 3, *size, device=device).to(getattr(torch, dtype))
+    calls, weights = {}, None
+    for name in names:                                 # models of the same architecture get the same weights
+        calls[name], own = networks.model_call(name, images, train, weights)
+        weights = weights or own
+    first = names[0]
+    architecture, _, _ = networks.parse_model(first)
+    small = images[:1] if zoo.size_options(architecture, size) else images[:1, :, :64, :64]
+    networks.model_call(first, small, False)[0]()      # so that the memory of lazy initialization does not count
+    counted, _ = networks.model_call(f'{architecture}@portable', images, False)
+    peaks = {first: peak_memory(calls[first], device=device)}
+    calls = working(calls, first)
+    peaks.update({name: peak_memory(call, device=device) for name, call in calls.items() if name != first})
+    # Each product of the forward pass has two in the backward pass. (torch's counter would take the gradient of a
+    # depthwise convolution for that of a dense one, so the backward pass is not counted.)
+    macs = count_macs(counted) * (3 if train else 1)
+    times = time_interleaved({**calls, 'gemm': gemm(device, images.dtype)}, repeats, {'gemm': _RATE_SAMPLES}, device)
+    low = floor(macs, times['gemm']['p50'], device)
+    return {'times_ms': times, 'peak_mb': peaks, 'floor': low, 'metrics': [
+        *_speedups(names, times, min_speedup or {}),
+        metric(f'{first}: time / floor', times[first]['p50'] / low['ms'], 'x', at_most=max_over_floor),
+        *(metric(f'{name}: throughput', 1e3 * batch / times[name]['p50'], 'images/s') for name in calls),
+        *peak_memory_metrics(peaks, {first: max_memory_mb})]}

@@ -1,0 +1,129 @@
+"""Tables of committed benchmark records and of the resources that compiled kernels take."""
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from ..common.cli import UserError
+from .markdown import RECORDS, markdown
+from .metrics import conditions, metric_rows, time_rows, with_unit
+from .presets import GPU_DEFAULTS, PRESETS, Preset
+
+Row = Tuple[str, str, str, str]
+# The rows of the summary: preset, metric, and what it says to a reader who does not know the presets. A last element
+# names a metric of the same preset for comparison.
+_SUMMARY = (
+    ('polyline_attention-50x80', 'speed-up of portable over dense',
+     '`polyline_attention`, 50 x 80 tokens: speed-up over the dense formula'),
+    ('polyline_attention-50x80', 'portable: peak memory',
+     '`polyline_attention`, 50 x 80 tokens: peak memory', 'dense formula', 'dense: peak memory'),
+    ('ppma_tiny-800x1280', 'ppma_tiny: peak memory', '`ppma_tiny`, one 800 x 1280 image: peak memory'),
+    ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
+     "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
+    ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
+     '`quadtree_solve`, 50,176 tokens: time of one 224 x 224 grid / 64 grids of 28 x 28', 'softmax attention, '
+     '112 x 112', 'softmax attention: time at 112x112 / time at 28x28, same number of tokens'),
+)
+
+
+def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]:
+    """The newest record of each preset on each processor or GPU, oldest first."""
+    newest: Dict[Any, Dict[str, Any]] = {}
+    for path in sorted((root / RECORDS).glob(pattern)):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            key = record['preset'], record.get('gpu') or record['cpu']
+            newest.pop(key, None)
+            newest[key] = record
+    return [record for record in newest.values()
+            if not family or record['preset'] in PRESETS and PRESETS[record['preset']].family == family]
+
+
+def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
+    records = _records(root, 'cpu*.jsonl', family)
+    if not records:
+        raise UserError(f'no benchmark records cpu*.jsonl in {root / RECORDS}')
+    return [[record for record in records if record['cpu'] == cpu] for cpu in dict.fromkeys(r['cpu'] for r in records)]
+
+
+def _table(records: Sequence[Dict[str, Any]], rows_of: Callable[[Dict[str, Any]], Sequence[Row]]) -> str:
+    """Rows of records from one processor or GPU, below a line that names it and the commits."""
+    rows = [[f"`{record['preset']}`", *row] for record in records for row in rows_of(record)]
+    head = ['preset', 'metric', 'value', 'target', 'met']
+    if not any(row[3] for row in rows):
+        head, rows = head[:3], [row[:3] for row in rows]
+    commits = ', '.join(dict.fromkeys(str(record['commit'])[:10] for record in records))
+    return (f"{conditions(records[-1])}, commit {commits}, {records[-1]['date'][:10]}:\n\n" + markdown(head, rows))
+
+
+def cpu_table(root: Path, family: str) -> str:
+    """The newest metrics of the CPU presets, one table per processor.
+
+    Raises:
+        UserError: There are no records.
+    """
+    return '\n'.join(_table(records, metric_rows) for records in _by_cpu(root, family))
+
+
+def cpu_times_table(root: Path, family: str) -> str:
+    """The newest times and floors of the CPU presets, one table per processor.
+
+    Raises:
+        UserError: There are no records.
+    """
+    timed = ([record for record in records if record['times_ms']] for records in _by_cpu(root, family))
+    return '\n'.join(_table(records, time_rows) for records in timed if records)
+
+
+def summary_table(root: Path) -> str:
+    """Five metrics of the newest records, in words.
+
+    Raises:
+        UserError: A record or metric is missing.
+    """
+    newest = {record['preset']: record for record in sorted(_records(root, 'cpu*.jsonl'), key=lambda r: r['date'])}
+    rows = []
+    for preset, name, words, *comparison in _SUMMARY:
+        metrics = {m['name']: with_unit(m) for m in newest.get(preset, {'metrics': ()})['metrics']}
+        if name not in metrics:
+            raise UserError(f'the summary needs a record of {preset} with {name!r} in {root / RECORDS}')
+        if comparison:
+            words += f' ({comparison[0]}: {metrics[comparison[1]]})'
+        rows.append([words, metrics[name]])
+    threads = {newest[preset]['threads'] for preset, *_ in _SUMMARY}
+    return markdown([f"measurement (CPU, {', '.join(map(str, sorted(threads)))} threads)", 'result'], rows)
+
+
+def gpu_table(root: Path) -> str:
+    """The newest metrics of the GPU presets; presets without a record are "not measured yet"."""
+    records = _records(root, 'gpu*.jsonl')
+    missing = [name for name in GPU_DEFAULTS if name not in {record['preset'] for record in records}]
+    text = _table(records, lambda record: [*time_rows(record), *metric_rows(record)]) if records else ''
+    if missing:
+        text += '\n' if text else ''
+        rows = [[f'`{name}`', PRESETS[name].description, targets(PRESETS[name]), 'not measured yet']
+                for name in missing]
+        text += markdown(['preset', 'description', 'target', 'measured'], rows)
+    return text
+
+
+def targets(preset: Preset) -> str:
+    """The targets of an operator's or a model's preset in words."""
+    words = [f'{least:g} x as fast as {name}' for name, least in preset.targets.get('min_speedup', {}).items()]
+    words += [f'1/{least:g} of the memory of {name}'
+              for name, least in preset.targets.get('min_memory_saving', {}).items()]
+    if 'min_bandwidth_share' in preset.targets:
+        words.append(f"{preset.targets['min_bandwidth_share']:.0%} of the copy bandwidth")
+    return ', '.join(words) or '-'
+
+
+def resources_table(root: Path) -> str:
+    """Registers and memory of the kernels on sm_90, for bfloat16 and heads of 32 channels.
+
+    The full reports of `subquad kernels --compile`, for every target, lie in model_cards/benchmarks.
+    """
+    rows, kind = [], ', bfloat16, 32 channels'
+    for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
+        if case.endswith(kind) and not any(word in case for word in ('multiplicative', '8 latent')):
+            rows += [[case.removesuffix(kind), f"`{k['kernel']}`", str(k['warps']), str(k['registers']),
+                      str(k['stack']), str(k['shared'])] for k in kernels if 'row_products' not in k['kernel']]
+    return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)

@@ -1,0 +1,98 @@
+"""Run benchmark jobs, each in processes of its own."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import torch
+
+from ..common.cli import UserError
+from ..common.output import print_table
+from ..engine.records import append, environment
+from .measure import OtherLoad
+from .metrics import medians, prepare, table
+from .presets import Preset
+
+
+def measure_here(job: Preset, threads: int, repeats: Optional[int]) -> Dict[str, Any]:
+    """Measure a job in this process.
+
+    Returns:
+        The record with its metadata.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    repeats, others = repeats or job.repeats, OtherLoad()
+    measured = job.run(repeats)
+    return {'preset': job.name, 'description': job.description, 'repeats': repeats, **measured,
+            'other_cpus': others.cpus(), **environment(job.device)}
+
+
+def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[str, Any]:
+    """Measure a job in a new process, whose allocator and peak memory no other job has touched.
+
+    Args:
+        name: The job among those of the command line.
+        argv: The command line.
+        threads: CPU threads.
+
+    Raises:
+        UserError: The process failed. Its messages are on stderr.
+    """
+    command = [sys.executable, '-m', 'subquad.tools.benchmark', *argv, '--one', name]
+    # The process imports what this one imports, also from a checkout, and nothing else from the working directory.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    counts = dict.fromkeys(('OMP_NUM_THREADS', 'MKL_NUM_THREADS'), str(threads))
+    done = subprocess.run(command, env={**os.environ, **counts, 'PYTHONPATH': path, 'PYTHONSAFEPATH': '1'},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        *messages, record = done.stdout.splitlines()
+        print('\n'.join(messages), end='\n' if messages else '')
+        return json.loads(record)
+    last = (done.stderr.strip().splitlines() or [''])[-1]
+    if done.returncode == 2 and last.startswith('error: '):                      # a UserError, after other messages
+        raise UserError(f'{name}: {last.removeprefix("error: ")}')
+    sys.stderr.write(done.stderr)
+    why = 'the process was killed, perhaps for lack of memory' if done.returncode < 0 else 'its message is above'
+    raise UserError(f'{name} could not be measured ({why})')
+
+
+def measure_all(jobs: Dict[str, Preset], argv: List[str], threads: int, processes: Optional[int], out: Optional[Path]
+                ) -> None:
+    """Measure jobs one after the other, save each record as soon as it is complete, and print a table.
+
+    Args:
+        jobs: The jobs by name.
+        argv: The command line that describes them.
+        threads: CPU threads.
+        processes: Processes for each job (default: the preset's own number).
+        out: Folder of the results files, or None to save nothing.
+
+    Raises:
+        UserError: The folder cannot be written, or a job failed; the other jobs are measured all the same.
+    """
+    paths = {job.device: prepare(out, job.device) for job in jobs.values()} if out else {}
+    records, failures = [], []
+    try:
+        for name, job in jobs.items():
+            print(f'measuring {name}: {job.description}', file=sys.stderr, flush=True)
+            try:
+                records.append(medians([measure_in_fresh_process(name, argv, threads)
+                                        for _ in range(processes or job.processes)]))
+            except UserError as error:
+                failures.append(str(error))
+                continue
+            if out:
+                append(paths[job.device], records[-1])
+                if job.draw:
+                    job.draw(records[-1], out / f'{name}.png')
+                    print(f"drew {out / f'{name}.png'}")
+    finally:                                        # also after an interruption
+        if records:
+            print_table(table(records))
+    if paths and records:
+        print(f"added {len(records)} line(s) to {', '.join(map(str, paths.values()))}")
+    if failures:
+        raise UserError('; '.join(failures))

@@ -1,0 +1,239 @@
+"""Read image files of any kind as upright RGB images of 8 bits, for training, testing and prediction alike."""
+import hashlib
+import mmap
+import os
+import struct
+import sys
+import warnings
+from pathlib import Path
+from typing import List, Sequence, Union
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from .cli import UserError, one_line, shown
+
+EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+            8: Image.Transpose.ROTATE_90}
+_TIFF_SAMPLE_FORMAT, _UNSIGNED = 339, 1
+# What the numbers of a file may span from black to white, the narrowest that holds them; else their own span.
+_RANGES = {'I': ((0, 255), (0, 65535)), 'F': ((0, 1), (0, 255))}
+
+
+class UnreadableImage(UserError):
+    """A file that is no image, or a damaged one, or one that is too large."""
+
+
+class LeftOut:
+    """What becomes of files that cannot be read: each is reported on stderr, by name, and counted.
+
+    Args:
+        total: how many files there are in all.
+        strict: raise the error instead; it is raised, too, where there is only one file.
+    """
+
+    def __init__(self, total: int, strict: bool = False):
+        self.total, self.strict, self.count = total, strict, 0
+
+    def __call__(self, error: UnreadableImage) -> None:
+        if self.strict or self.total == 1:
+            raise error
+        self.count += 1
+        print(f'left out: {error}', file=sys.stderr, flush=True)
+
+    def code(self) -> int:
+        """The exit code of the run: 0, or 1 where some were left out, whose count is printed.
+
+        Raises:
+            UnreadableImage: nothing could be read.
+        """
+        if self.count and self.count == self.total:
+            raise UnreadableImage(f'no image could be read ({self.total} tried, see above)')
+        if self.count:
+            print(f'{self.count} of {self.total} images could not be read and are left out', file=sys.stderr)
+        return int(self.count > 0)
+
+
+class _Reported:
+    """A set of names that worker processes, forked later, share with this one: each epoch has workers of its own, which
+    would report a file again and again."""
+
+    SLOTS, BYTES = 4096, 8
+
+    def __init__(self) -> None:
+        self.table = mmap.mmap(-1, self.SLOTS * self.BYTES)
+
+    def add(self, name: str) -> bool:
+        """Whether the name is new, or there is no room left."""
+        key = hashlib.blake2b(os.fsencode(name), digest_size=self.BYTES).digest()
+        start = struct.unpack('<Q', key)[0]
+        for step in range(self.SLOTS):
+            place = (start + step) % self.SLOTS * self.BYTES
+            found = self.table[place:place + self.BYTES]
+            if found == key:
+                return False
+            if not any(found):
+                self.table[place:place + self.BYTES] = key
+                return True
+        return True
+
+    def __len__(self) -> int:
+        return sum(any(self.table[place:place + self.BYTES])
+                   for place in range(0, self.SLOTS * self.BYTES, self.BYTES))
+
+
+_reported, _noted = _Reported(), _Reported()
+
+
+def report_once(file: Union[str, Path], sentence: str) -> None:
+    """Print a sentence about a file on stderr, once in a run and all its workers."""
+    if _reported.add(str(file)):
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def note_once(subject: str, sentence: str) -> None:
+    """Print a note on stderr, once for each subject in a run and all its workers."""
+    if _noted.add(subject):
+        print(f'note: {sentence}', file=sys.stderr, flush=True)
+
+
+def reported() -> int:
+    """How many files `report_once` has named."""
+    return len(_reported)
+
+
+def image_files(paths: Sequence[str]) -> List[Path]:
+    """The files, and for a folder the images in it and below it, sorted.
+
+    Raises:
+        UserError: a path that does not exist or cannot be one, or a folder without images.
+    """
+    files = []
+    if '' in paths:
+        raise UserError('an image or folder has an empty name')
+    for path in map(Path, paths):
+        try:
+            if path.is_dir():
+                found = sorted(p for p in path.rglob('*') if p.suffix.lower() in EXTENSIONS and p.is_file())
+                if not found:
+                    raise UserError(f'no images in the folder {shown(path)} (endings: {" ".join(EXTENSIONS)})')
+                files += found
+            elif path.is_file():
+                files.append(path)
+            else:
+                raise UserError(f'no file or folder {shown(path)}')
+        except OSError as error:                     # a name that is too long, for one
+            raise UserError(f'{shown(path)}: {error.strerror or error}') from error
+    return files
+
+
+def open_image(file: Union[str, Path], upright: bool = True) -> Image.Image:
+    """Read an image file as RGB, 8 bits a channel.
+
+    Images of 16 bits are scaled to 8. Of 32-bit integers and floating-point numbers no file says which is white: 255,
+    then 65,535 is taken for integers, 1, then 255 for others, the first that is large enough, else the image's own
+    range is stretched; stderr says so once for each case. What is transparent becomes white.
+
+    Args:
+        file: the image; of several frames the first is read.
+        upright: rotate and flip as the EXIF orientation says.
+
+    Raises:
+        UnreadableImage: in one sentence that names the file.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Half of the limit: such images are large, and read.
+            warnings.simplefilter('ignore', Image.DecompressionBombWarning)
+            warnings.filterwarnings('ignore', 'Corrupt EXIF data')
+            with Image.open(file) as image:
+                image.load()
+                converted = _rgb(image, file)
+                return _upright(converted, image) if upright else converted
+    except Exception as error:                   # decoders raise anything for damaged files, struct.error for one
+        raise unreadable(file, error) from error
+
+
+def check_header(file: Union[str, Path]) -> None:
+    """Raises UnreadableImage for a file whose first bytes are not an image's; it may still be cut off."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', Image.DecompressionBombWarning)
+            with Image.open(file):
+                pass
+    except Exception as error:
+        raise unreadable(file, error) from error
+
+
+def unreadable(file: Union[str, Path], error: Exception) -> UnreadableImage:
+    """The error that names a file and says why it cannot be read."""
+    if isinstance(error, UnreadableImage):
+        return error
+    if isinstance(error, Image.DecompressionBombError):
+        return UnreadableImage(f'{shown(file)} exceeds the limit of {2 * Image.MAX_IMAGE_PIXELS:,} pixels; '
+                               'resize it')
+    why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+    reason = '' if isinstance(error, UnidentifiedImageError) else f' ({shown(why)})'
+    return UnreadableImage(f'{shown(file)} is not an image that can be read{reason}')
+
+
+def say_count(before: int) -> None:
+    """Print how many files `report_once` has named since it had named `before`."""
+    count = reported() - before
+    if count:
+        print(f"{count} image{'s' if count > 1 else ''} could not be read; see above", file=sys.stderr, flush=True)
+
+
+def _rgb(image: Image.Image, file: Union[str, Path]) -> Image.Image:
+    """A loaded image in RGB."""
+    if image.mode[0] in 'IF':                    # I, I;16, I;16B, F: Pillow would clip their numbers at 255
+        return Image.fromarray(_grey(image, file)).convert('RGB')
+    if image.mode in ('RGBA', 'RGBa', 'LA', 'La', 'PA') or 'transparency' in image.info:
+        image = image.convert('LA') if image.mode == 'La' else image
+        page = Image.new('RGBA', image.size, 'white')
+        page.alpha_composite(image.convert('RGBA'))
+        image = page
+    return image.convert('RGB')
+
+
+def _grey(image: Image.Image, file: Union[str, Path]) -> np.ndarray:
+    """A single-channel image of 16 or 32 bits as uint8 (H, W)."""
+    values = np.asarray(image)
+    if image.mode.startswith('I;16') or image.mode == 'I' and image.format == 'PNG':
+        return _scaled(values, 0, 65535)
+    sample_format = getattr(image, 'tag_v2', {}).get(_TIFF_SAMPLE_FORMAT)
+    if image.mode == 'I' and sample_format in (_UNSIGNED, (_UNSIGNED,)):
+        values = values.view(np.uint32)
+    finite = np.isfinite(values)
+    if not finite.any():
+        raise UnreadableImage(f'{shown(file)} holds no number but NaN and infinities')
+    least, most = (float(f(values[finite])) for f in (np.min, np.max))
+    low, high = next(((low, high) for low, high in _RANGES[image.mode] if low <= least and most <= high),
+                     (least, most))
+    _say_assumed(file, image.mode, least, most, low, high)
+    return _scaled(np.nan_to_num(values, nan=low, posinf=high, neginf=low) if not finite.all() else values, low, high)
+
+
+def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Numbers from low to high as uint8, rounded."""
+    return np.rint((values.astype(np.float64) - low) * (255 / max(high - low, 1e-300))).astype(np.uint8)
+
+
+def _say_assumed(file: Union[str, Path], mode: str, least: float, most: float, low: float, high: float) -> None:
+    kind = 'integers of 32 bits' if mode == 'I' else 'floating-point numbers'
+    own = (low, high) == (least, most) and (low, high) not in _RANGES[mode]
+    case = 'its own range is stretched' if own else f'{low:g} is taken for black and {high:g} for white'
+    note_once(f"{mode} {'own' if own else case}",
+              f'{shown(file)} holds {kind} from {least:g} to {most:g}; {case}, here and for others like it')
+
+
+def _upright(converted: Image.Image, image: Image.Image) -> Image.Image:
+    """The converted image, turned as the EXIF data of the one it was made of say. Pillow turns TIFF files itself."""
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:                            # damaged EXIF data make no image unreadable
+        return converted
+    return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted

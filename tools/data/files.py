@@ -1,0 +1,230 @@
+"""A user's own MNIST and CIFAR-10 files, as their authors released them, into arrays.
+
+Nothing is downloaded, and no pickle is executed: of a CIFAR-10 batch only plain values and an array's bytes are read.
+"""
+import gzip
+import math
+import pickle
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ..common.cli import UserError, one_line
+from ..common.paths import expanded
+
+_IDX_NAMES = {'train': 'train', 'test': 't10k'}
+_LARGEST = 1 << 30              # bytes of an array that a file may announce; MNIST's have 47 million
+
+
+def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
+    """The first of root/subfolder that exists, '.' for root itself.
+
+    Raises:
+        UserError: root is no folder.
+    """
+    path = expanded(str(root))
+    if not path.is_dir():
+        raise UserError(f'no folder {path} ({what})')
+    return next((path / name for name in subfolders if (path / name).is_dir()), path)
+
+
+def part_of(count: int, split: str) -> slice:
+    """Of `count` training images the first 90 % ('train'), the last 10 % ('val') or all ('all'), in the files' order.
+
+    That is 45,000 and 5,000 of CIFAR-10's 50,000, and 54,000 and 6,000 of MNIST's 60,000.
+    """
+    train = count * 9 // 10
+    return {'train': slice(0, train), 'val': slice(train, count), 'all': slice(0, count)}[split]
+
+
+def check_split(split: str, splits: Sequence[str]) -> None:
+    """Raises UserError unless split is one of splits."""
+    if split not in splits:
+        raise UserError(f"split must be one of {', '.join(map(repr, splits))}, got {split!r}")
+
+
+def mnist_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
+    """MNIST, or another data set of digits in its format, from train-images-idx3-ubyte, train-labels-idx1-ubyte and the
+    same with t10k, plain or .gz, in `root` or where torchvision puts them (root/MNIST/raw).
+
+    Args:
+        root: the folder.
+        split: 'train' (the first 90 %: 54,000), 'val' (the last 10 %: 6,000), 'all' of both, or 'test' (10,000).
+
+    Returns:
+        uint8 (n, 28, 28), 255 for ink, and int64 (n,), from 0 to 9.
+
+    Raises:
+        UserError: a file that is missing, cut off or something else; an unknown split.
+    """
+    check_split(split, ('train', 'val', 'all', 'test'))
+    folder = folder_with(root, ('MNIST/raw', 'raw', '.'), 'give the one with train-images-idx3-ubyte')
+    name = _IDX_NAMES['test' if split == 'test' else 'train']
+    images_file, labels_file = (_idx_file(folder, name, kind) for kind in ('images-idx3', 'labels-idx1'))
+    images, labels = _read_idx(images_file, 3), _read_idx(labels_file, 1)
+    if len(images) != len(labels):
+        raise UserError(f'{images_file} has {len(images)} images, but {labels_file.name} {len(labels)} labels')
+    if not len(images) or not images[0].size:
+        raise UserError(f'{images_file} has no images')
+    if labels.max() > 9:
+        raise UserError(f'{labels_file} has the label {labels.max()}: digits are 0 to 9')
+    chosen = slice(None) if split == 'test' else part_of(len(images), split)
+    return images[chosen], labels[chosen].astype(np.int64)
+
+
+def _idx_file(folder: Path, name: str, kind: str) -> Path:
+    """folder/train-images-idx3-ubyte in the spellings that are about."""
+    stems = (f'{name}-{kind}-ubyte', f"{name}-{kind.replace('-', '.')}-ubyte")
+    for file in (folder / (stem + ending) for stem in stems for ending in ('', '.gz')):
+        if file.is_file():
+            return file
+    raise UserError(f'no {stems[0]} or {stems[0]}.gz in {folder}')
+
+
+def _read_idx(file: Path, dimensions: int) -> np.ndarray:
+    """uint8 array of an idx file: two zeros, the type (8: uint8), the number of dimensions, their sizes as big-endian
+    32-bit integers, the values."""
+    try:
+        with (gzip.open if file.suffix == '.gz' else open)(file, 'rb') as stream:
+            return _read_idx_stream(stream, file, dimensions)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f'{file} cannot be read ({one_line(error)}): fetch it again') from error
+
+
+def _read_idx_stream(stream: BinaryIO, file: Path, dimensions: int) -> np.ndarray:
+    magic = stream.read(4)
+    if magic != bytes([0, 0, 8, dimensions]):
+        raise UserError(f'{file} is no idx file of bytes in {dimensions} dimensions: it begins with '
+                        f"{magic.hex() or 'nothing'}, not 00000{800 + dimensions}")
+    sizes = stream.read(4 * dimensions)
+    if len(sizes) < 4 * dimensions:
+        raise UserError(f'{file} is cut off: fetch it again')
+    shape = struct.unpack(f'>{dimensions}I', sizes)
+    size = math.prod(shape)
+    if size > _LARGEST:
+        raise UserError(f"{file} announces {' x '.join(map(str, shape))} values: it is damaged, fetch it again")
+    values = stream.read(size + 1)
+    if len(values) != size:
+        problem = 'is cut off' if len(values) < size else 'has more values than it announces'
+        raise UserError(f"{file} {problem} ({' x '.join(map(str, shape))}): fetch it again")
+    return np.frombuffer(values, np.uint8).reshape(shape)
+
+
+CIFAR10_CLASSES = ['airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck']
+
+
+def cifar10_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
+    """CIFAR-10 from the "python version": data_batch_1 to 5 and test_batch, in `root` or root/cifar-10-batches-py.
+
+    Args:
+        root: the folder.
+        split: 'train' (the first 45,000), 'val' (the last 5,000: the second half of data_batch_5), 'all' of both, or
+            'test' (10,000).
+
+    Returns:
+        uint8 (n, 32, 32, 3), red, green and blue, and int64 (n,), indices in CIFAR10_CLASSES.
+
+    Raises:
+        UserError: a file that is missing, cut off or something else; an unknown split.
+    """
+    check_split(split, ('train', 'val', 'all', 'test'))
+    folder = folder_with(root, ('cifar-10-batches-py', '.'), 'give the one with data_batch_1 to 5 and test_batch')
+    names = ['test_batch'] if split == 'test' else [f'data_batch_{n}' for n in range(1, 6)]
+    batches = [_read_cifar_batch(folder / name) for name in names]
+    images, labels = (np.concatenate(parts) for parts in zip(*batches))
+    chosen = slice(None) if split == 'test' else part_of(len(images), split)
+    return np.ascontiguousarray(images[chosen].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels[chosen]
+
+
+def _read_cifar_batch(file: Path) -> Tuple[np.ndarray, np.ndarray]:
+    """uint8 (n, 3072), planes of red, green and blue, and int64 (n,)."""
+    if not file.is_file():
+        raise UserError(f'no {file.name} in {file.parent} (unpack cifar-10-python.tar.gz there)')
+    try:
+        with file.open('rb') as stream:
+            batch = _PlainUnpickler(stream, encoding='latin1').load()
+    except UserError as error:
+        raise UserError(f'{file} {error}') from error
+    except OSError as error:
+        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
+    except Exception as error:                      # a damaged pickle can raise anything
+        raise UserError(f'{file} is cut off or no CIFAR-10 batch ({one_line(error)}): fetch it again') from error
+    batch = batch if isinstance(batch, dict) else {}
+    # Keys are bytes where someone has loaded the batch with encoding='bytes' and saved it again.
+    images, labels = (batch.get(key, batch.get(key.encode())) for key in ('data', 'labels'))
+    pixels = images.values() if isinstance(images, _Array) else None
+    if pixels is None or not isinstance(labels, list) or not all(type(n) is int and 0 <= n <= 9 for n in labels):
+        raise UserError(f'{file} is no CIFAR-10 batch: it wants data, uint8 (n, 3072), and labels, n integers 0 to 9')
+    if len(pixels) != len(labels):
+        raise UserError(f'{file} has {len(pixels)} images, but {len(labels)} labels')
+    return pixels, np.array(labels, np.int64)
+
+
+class _Dtype:
+    """In the place of numpy.dtype(name, ...)."""
+
+    def __init__(self, name: Any = None, *rest: Any):
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Array:
+    """In the place of numpy.ndarray, whose state is (version, shape, dtype, Fortran order, bytes)."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def values(self) -> Optional[np.ndarray]:
+        """uint8 (n, 3072), or None where the state is anything else."""
+        if not isinstance(self.state, tuple) or len(self.state) != 5:
+            return None
+        _, shape, dtype, fortran, content = self.state
+        if isinstance(content, str):                # Python 2's strings
+            content = content.encode('latin1', 'replace')
+        fits = (isinstance(dtype, _Dtype) and dtype.name in ('u1', '|u1') and not fortran
+                and isinstance(content, (bytes, bytearray)) and isinstance(shape, tuple)
+                and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape) and shape[1] == 3072
+                and len(content) == shape[0] * shape[1])
+        return np.frombuffer(content, np.uint8).reshape(shape) if fits else None
+
+
+class _BufferArray(_Array):
+    """In the place of numpy's _frombuffer, which Python 3.8 and later write."""
+
+    def __init__(self, content: Any, dtype: Any, shape: Any, order: Any):
+        self.state = (1, shape, dtype, order != 'C', content)
+
+
+class _Bytes(bytes):
+    """In the place of _codecs.encode, by which Python 3 writes bytes for Python 2."""
+
+    def __new__(cls, text: Any = '', encoding: Any = 'latin1'):
+        return super().__new__(cls, str(text), 'latin1')
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows nothing but stand-ins for what numpy's arrays are made with. They only keep values; all of them are classes
+    with a __setstate__, since a pickle could set attributes of anything else, of a function for one."""
+
+    _KNOWN = {('numpy', 'ndarray'): _Array, ('numpy', 'dtype'): _Dtype, ('_codecs', 'encode'): _Bytes,
+              **{(f'numpy.{core}.multiarray', '_reconstruct'): _Array for core in ('core', '_core')},
+              **{(f'numpy.{core}.numeric', '_frombuffer'): _BufferArray for core in ('core', '_core')}}
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._KNOWN[module, name]
+        except KeyError:
+            raise UserError(f'is a pickle that could run code ({module}.{name}): refused') from None

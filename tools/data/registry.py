@@ -1,0 +1,2 @@
+"""Register the data sets that classification and sequence configs name; configs import it by `custom_imports`."""
+from . import image_sets, sequences  # noqa: F401

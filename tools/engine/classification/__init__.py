@@ -1,0 +1,1 @@
+"""Classification on mmengine's Runner, with timm's data pipeline and optimizers."""

@@ -1,0 +1,112 @@
+"""A timm model as an mmengine model, accuracy as its metric, timm's optimiser factory as its constructor."""
+import re
+from inspect import signature
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+import torch
+import torch.nn.functional as F
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper
+from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from timm.optim import create_optimizer_v2, get_optimizer_class
+from torch import Tensor
+
+from ...common.cli import UserError, nearest
+from ..zoo import create
+
+
+@MODELS.register_module()
+class TimmClassifier(BaseModel):
+    """Any timm classifier by name; its weights are `net.*` of the state dict.
+
+    Args:
+        name: timm model name.
+        label_smoothing: of the cross-entropy.
+        data_preprocessor: mmengine's, for what works on whole batches.
+        kwargs: for timm.create_model (num_classes, drop_path_rate, mask, ...).
+    """
+
+    def __init__(self, name: str, label_smoothing: float = 0., data_preprocessor: Optional[Dict[str, Any]] = None,
+                 **kwargs: Any):
+        super().__init__(data_preprocessor=data_preprocessor)
+        self.net = create(name, **kwargs)
+        self.label_smoothing, self.has_weights = label_smoothing, False
+
+    def init_weights(self) -> None:
+        """What mmengine calls before training; timm's networks start as their constructor leaves them or, with
+        `has_weights`, as they were loaded: some have an `init_weights` that would draw them again."""
+        if not self.has_weights:
+            super().init_weights()
+
+    def forward(self, inputs: Tensor, label: Optional[Tensor] = None,
+                mode: str = 'tensor') -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
+        """inputs: (B, 3, H, W), label: (B,) classes or (B, num_classes) weights -> logits (mode 'tensor'), dict(loss)
+        ('loss') or a dict(scores, label) for each image ('predict')."""
+        logits = self.net(inputs)
+        if mode == 'loss':
+            return dict(loss=F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing))
+        if mode == 'predict':
+            return [dict(scores=s, label=n) for s, n in zip(logits.float().softmax(-1), label)]
+        return logits
+
+
+_WRONG = 2 ** 31                                                # a rank beyond every k
+
+
+@METRICS.register_module()
+class AccuracyMetric(BaseMetric):
+    """Share of images, in percent, whose class is among the k best: accuracy/top1, accuracy/top5.
+
+    A class whose score equals the label's stands before it, and where a score is NaN or infinite the image is wrong: a
+    network that tells nothing apart is never right.
+    """
+
+    default_prefix = 'accuracy'
+
+    def __init__(self, topk: Sequence[int] = (1, 5), **kwargs: Any):
+        super().__init__(**kwargs)
+        self.topk = topk
+
+    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
+        for sample in data_samples:
+            scores = sample['scores']
+            # Its own score is counted, too: -1.
+            rank = (scores >= scores[sample['label']]).sum().item() - 1
+            self.results.append(rank if scores.isfinite().all() else _WRONG)
+
+    def compute_metrics(self, results: List[int]) -> Dict[str, float]:
+        ranks = torch.tensor(results)
+        return {f'top{k}': (ranks < k).float().mean().item() * 100 for k in self.topk}
+
+
+def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:
+    """'; did you mean NAME?' for an argument that neither timm nor the optimizer has, else ''."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if not unknown:
+        return ''
+    known = {*signature(create_optimizer_v2).parameters,
+             *signature(get_optimizer_class(options.get('opt', 'sgd'), bind_defaults=False)).parameters}
+    return nearest(unknown[1], sorted(known - {'model_or_params', 'params'}), 1)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class TimmOptimizerConstructor:
+    """timm.optim.create_optimizer_v2 from `optimizer=dict(opt='adamw', lr=..., weight_decay=..., layer_decay=...)`."""
+
+    def __init__(self, optim_wrapper_cfg: Dict[str, Any], paramwise_cfg: Optional[Dict[str, Any]] = None):
+        self.cfg = dict(optim_wrapper_cfg)
+        if paramwise_cfg:
+            raise UserError('paramwise_cfg does not go with TimmOptimizerConstructor: the model says what it exempts '
+                            'from weight decay, and layer_decay goes into optimizer')
+
+    def __call__(self, model: TimmClassifier) -> OptimWrapper:
+        options = dict(self.cfg.pop('optimizer'))
+        try:
+            optimizer = create_optimizer_v2(getattr(model, 'module', model).net, **options)
+        except (TypeError, ValueError) as error:
+            raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
+        for group in optimizer.param_groups:
+            # timm's own schedulers apply this factor; mmengine's start from the group's lr.
+            group['lr'] *= group.pop('lr_scale', 1.0)
+        return OPTIM_WRAPPERS.build(dict(dict(type='OptimWrapper'), **self.cfg, optimizer=optimizer))

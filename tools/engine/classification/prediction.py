@@ -1,0 +1,61 @@
+"""Classify image files, and print the likeliest classes."""
+import itertools
+import math
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+from ...common.cli import UserError, one_line
+from ...common.images import LeftOut, UnreadableImage, open_image
+from ...common.output import add_row, print_table, progress
+
+
+def load_images(files: Iterable[Path], transform, left_out: LeftOut) -> Iterator[Tuple[Path, Any]]:
+    """(file, tensor) of each file; those that cannot be read are left to `left_out`.
+
+    Raises:
+        UnreadableImage: by `left_out`.
+    """
+    for file in files:
+        try:
+            yield file, transform(open_image(file))
+        except UnreadableImage as error:
+            left_out(error)
+
+
+def classify(model, transform, classes: List[str], files: Sequence[Path], topk: int = 5,
+             batch_size: int = 16, left_out: Optional[LeftOut] = None) -> List[Dict[str, Any]]:
+    """For each file dict(file, classes=[dict(name, probability), ...]), the likeliest first. Files that cannot be read
+    are left to `left_out`; without it they are errors.
+
+    Raises:
+        UnreadableImage: see above.
+    """
+    import torch
+    results = []
+    left_out = left_out or LeftOut(len(files), strict=True)
+    images = load_images(progress(files, 'images'), transform, left_out)
+    while part := list(itertools.islice(images, batch_size)):
+        batch = torch.stack([image for _, image in part])
+        try:
+            with torch.inference_mode():
+                values, indices = model(batch).softmax(-1).topk(min(topk, len(classes)))
+        except (ValueError, RuntimeError, AssertionError) as error:       # a size that the model does not take
+            size = ' x '.join(map(str, batch.shape[2:]))
+            raise UserError(f'the model does not take images of {size}: {one_line(error)}') from error
+        for (file, _), value, index in zip(part, values.tolist(), indices.tolist()):
+            results.append(dict(file=str(file), classes=[dict(name=classes[i], probability=v)
+                                                         for v, i in zip(value, index)]))
+    return results
+
+
+def print_classes(results: List[Dict[str, Any]]) -> None:
+    """Print the results of `classify` as a table."""
+    from rich.table import Table
+    table = Table('image', 'class', 'next likeliest')
+    for row in results:
+        if any(math.isnan(c['probability']) for c in row['classes']):
+            add_row(table, row['file'], 'none: the scores are NaN', '')
+            continue
+        texts = [f"{c['name']} ({c['probability']:.1%})" for c in row['classes']]
+        add_row(table, row['file'], texts[0], ', '.join(texts[1:]))
+    print_table(table)

@@ -1,0 +1,122 @@
+"""From a config to a Runner: model and data are built, and found to fit, before anything is written."""
+import time
+from copy import deepcopy
+from typing import Any, Dict, List, Sequence, Tuple
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DATASETS, MODELS
+from mmengine.runner import Runner, set_random_seed
+
+from ...common.cli import UserError
+from ...common.paths import writable_folder
+from ..building import build, check_batch_size, made, process_options
+from ..checkpoints import whole_checkpoints
+from ..finite import FiniteHook
+from ..hooks import WeightsHook
+from ..starting_weights import adopt_options, load_classifier, refuse_other_state
+from .model import TimmClassifier
+from .weight_files import NOT_OF_THE_NETWORK
+
+
+def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
+                 log_level: str = 'ERROR') -> Runner:
+    """A Runner whose model and data sets exist already.
+
+    Args:
+        config: as `subquad.tools.engine.config.load` returns it.
+        work_dir: where mmengine writes logs and checkpoints.
+        training: build the training and validation parts; otherwise the test part.
+        hooks: further hooks; a WeightsHook is told the metadata.
+        log_level: of mmengine's logger.
+
+    Raises:
+        UserError: a part that cannot be built, classes or starting weights that do not fit the model.
+    """
+    config = deepcopy(config)
+    if config.get('strict_images'):
+        for part in ('train', 'val', 'test'):
+            dataset = config.get(f'{part}_dataloader', {}).get('dataset', {})
+            if dataset.get('type') == 'ImageFolder':         # the others read no image files of a user's
+                dataset.strict = True
+    arguments, classes = _data(config, ('train', 'val') if training else ('test',))
+    if config.model.setdefault('num_classes', len(classes)) != len(classes):
+        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
+    start = config.get('load_from') if training else None
+    resume = training and config.get('resume', False)
+    if start and not resume:
+        adopt_options(config, start)
+    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    randomness = config.get('randomness', dict(seed=0))
+    set_random_seed(randomness.get('seed'))
+    model = build(MODELS, config.model.to_dict(), 'model')
+    hooks = [dict(type='SeedHook'), *hooks]
+    if start and resume:
+        refuse_other_state(model.net, start)
+    elif start:
+        load_classifier(model.net, start, classes)
+        model.has_weights, start = True, None                 # mmengine's loading leaves out what does not fit
+    if training:
+        hooks.append(FiniteHook())
+        optimizer = config.get('optim_wrapper')
+        if optimizer is None:
+            raise UserError('the config has no optim_wrapper')
+        arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
+                         param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
+                         default_hooks=whole_checkpoints(config.get('default_hooks')))
+        for hook in hooks:
+            if isinstance(hook, WeightsHook):
+                hook.metadata = _metadata(config, classes)
+    writable_folder(work_dir)
+    # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
+    name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
+    if config.get('visualizer'):
+        arguments['visualizer'] = {**config.visualizer, 'name': name}
+    return made(lambda: Runner(
+        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
+        load_from=start, resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
+        default_scope=config.get('default_scope') or 'mmengine', cfg=config, experiment_name=name,
+        **process_options(config)), 'the Runner cannot be built')
+
+
+def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
+    """(the Runner's arguments for these parts, with data sets that exist already; the names of the classes).
+
+    Raises:
+        UserError: a part that is missing or cannot be built, or parts with different classes.
+    """
+    arguments: Dict[str, Any] = {}
+    for part in parts:
+        loader = config.get(f'{part}_dataloader')
+        if loader is None and part != 'val':
+            raise UserError(f'the config has no {part}_dataloader')
+        if loader is not None:
+            loader = loader.to_dict()
+            loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader['dataset'] = build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
+            check_batch_size(loader, loader['dataset'], part)
+            arguments[f'{part}_dataloader'] = loader
+            arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
+            if part != 'train':
+                arguments[f'{part}_evaluator'] = config.get(f'{part}_evaluator')
+    classes = arguments[f'{parts[0]}_dataloader']['dataset'].classes
+    for loader in arguments.values():
+        found = getattr(loader.get('dataset'), 'classes', classes) if isinstance(loader, dict) else classes
+        if found != classes:
+            odd = ', '.join(sorted({*classes} ^ {*found}))
+            raise UserError(f'the parts of the data set have different classes: {odd} not in both')
+    return arguments, classes
+
+
+def _metadata(config: Config, classes) -> Dict[str, Any]:
+    """What `subquad predict` needs to use the weights: the model, its options, its classes, its transform."""
+    part = config.get('test_dataloader') or config.get('val_dataloader') or config.train_dataloader
+    options = {k: v for k, v in config.model.to_dict().items() if k not in NOT_OF_THE_NETWORK}
+    transform = {k: v for k, v in part.dataset.to_dict().get('transform', {}).items() if k != 'is_training'}
+    return dict(model=config.model.name, options=options, classes=list(classes), transform=transform)
+
+
+def network(runner: Runner) -> TimmClassifier:
+    """The timm model inside the runner's model."""
+    return getattr(runner.model, 'module', runner.model).net

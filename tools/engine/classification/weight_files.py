@@ -1,0 +1,192 @@
+"""Classifiers from weight files: the model, its options, its classes and how images are prepared for it."""
+import ast
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+from ...common.cli import UserError, one_line
+
+# Of a TimmClassifier in a config; the rest are options of the timm model.
+NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+_CONFIG_BYTES = 2_000_000
+
+
+def load_classifier(checkpoint: str, name: Optional[str] = None,
+                    allow_nonfinite: bool = False) -> Tuple[Any, Any, List[str]]:
+    """(model in eval mode, transform of PIL images, class names) from a checkpoint.
+
+    Model, options, classes and transform are those of the file: of a .safetensors of `subquad train`, or of the config
+    that a Runner's .pth holds or that lies beside it. Where the transform is assumed, a sentence on stderr says so.
+
+    Args:
+        checkpoint: a file of `subquad train`, which knows its model, or another together with `name`.
+        name: timm name of the model, where the file does not know it.
+        allow_nonfinite: take weights that hold NaN or infinities.
+
+    Raises:
+        UserError: the file cannot be read, does not fit the model, or no model is known.
+    """
+    import timm.data
+
+    from ....backbones.weights import (
+        NonFiniteError,
+        WeightsError,
+        check_finite,
+        check_transform,
+        load_state_dict,
+        read_file,
+        shorten_path,
+    )
+    path = shorten_path(checkpoint)
+    try:
+        content = read_file(checkpoint)
+        metadata = _metadata(Path(checkpoint), content)
+        if not name and 'model' not in metadata:
+            raise UserError(f'{path} does not say which model it is of: give --model NAME (subquad models lists them)')
+        same = name in (None, metadata.get('model'))
+        options = metadata.get('options', {}) if same else {}
+        model = _fitting_model(name or metadata['model'], options, content.weights, path)
+        if not allow_nonfinite:
+            check_finite(content.weights, path)
+        load_state_dict(model, content.weights, path)
+        transform = check_transform((metadata.get('transform') if same else None) or {}, path)
+    except NonFiniteError as error:
+        raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    classes = metadata.get('classes') or [str(n) for n in range(model.num_classes)]
+    if len(classes) != model.num_classes:
+        raise UserError(f'{path} names {len(classes)} classes for a model of {model.num_classes}')
+    if getattr(model, 'in_chans', 3) != 3:
+        raise UserError(f'{path}: the model takes images of {model.in_chans} channels, and image files are read as RGB')
+    if not transform:
+        transform = timm.data.resolve_model_data_config(model)
+        _say_assumed(path, name or metadata['model'], transform)
+    try:
+        return model, timm.data.create_transform(**transform), classes
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f'{path}: transform: {one_line(error)}') from error
+
+
+def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], path: str) -> Any:
+    """The model in eval mode. It is built without memory first, so that a file cannot ask for more than it fills.
+
+    Raises:
+        UserError: an unknown name, or options that the model refuses.
+        WeightsError: options that a file must not set, or weights that are not this model's.
+    """
+    import timm
+
+    from ....backbones.weights import check_options, checkpoint_filter_fn, match_to_model
+    from ..zoo import create, our_models
+    if not timm.is_model(name):
+        create(name)                                         # raises, with the nearest names
+    options = check_options(name, options, path)
+    try:
+        try:
+            sketch = create(name, **options, device='meta')
+            if 'num_classes' not in options:
+                classifier = timm.get_pretrained_cfg_value(name, 'classifier')
+                layer = checkpoint_filter_fn(weights, sketch).get(f'{classifier}.weight')
+                if layer is not None and layer.ndim and len(layer) != sketch.num_classes:
+                    options['num_classes'] = len(layer)
+                    sketch = create(name, **options, device='meta')
+            match_to_model(weights, sketch, path)
+        except (UserError, NotImplementedError, RuntimeError, TypeError) as error:
+            if name in our_models():
+                raise UserError(f'{path}: {one_line(error)}') from error
+            # Some networks of timm compute with numbers while they are made: they are compared once they are there.
+        return create(name, **options).eval()
+    except (AssertionError, AttributeError, ArithmeticError, LookupError, NotImplementedError, RuntimeError,
+            TypeError) as error:                             # what networks of timm raise for options they do not take
+        raise UserError(f'{path}: {name} cannot be made with its options: {one_line(error)}') from error
+
+
+def _say_assumed(path: str, name: str, transform: Dict[str, Any]) -> None:
+    numbers = {key: ', '.join(f'{value:g}' for value in transform[key]) for key in ('mean', 'std')}
+    size = ' x '.join(map(str, transform['input_size'][-2:]))
+    print(f"{path} does not say how to preprocess images; assuming the settings of {name} (size {size}, mean "
+          f"{numbers['mean']}, standard deviation {numbers['std']})", file=sys.stderr)
+
+
+def _metadata(path: Path, content: Any) -> Dict[str, Any]:
+    """dict(model, options, classes, transform) as far as they are known: from the file, else from files beside it.
+
+    Raises:
+        WeightsError: an entry has a wrong type.
+    """
+    from ....backbones.weights import WeightsError, check_metadata, read_metadata
+    if content.metadata or content.source != 'state_dict':
+        return content.metadata
+    config = content.runner_meta.get('cfg')
+    metadata = config_metadata(config) if isinstance(config, str) else {}
+    for file in sorted(path.parent.glob('*.py')) if not metadata else ():
+        metadata = config_metadata(file.read_text('utf-8', 'replace')) if file.stat().st_size <= _CONFIG_BYTES else {}
+        if metadata:
+            print(f'the model and its transform are read from {file}', file=sys.stderr)
+            break
+    dataset = content.runner_meta.get('dataset_meta')
+    if metadata and isinstance(dataset, dict) and 'classes' in dataset:
+        metadata['classes'] = [*dataset['classes']] if isinstance(dataset['classes'], tuple) else dataset['classes']
+    for file in (path.parent / 'best.safetensors', path.parent / 'last.safetensors'):
+        try:
+            beside = read_metadata(file) if 'classes' not in metadata and file.is_file() else {}
+        except WeightsError:
+            continue                                         # it is not the file that was asked for
+        if beside.get('model') and not metadata:
+            metadata = {key: beside[key] for key in ('model', 'options', 'classes', 'transform') if key in beside}
+            print(f'the model, its classes and its transform are read from {file}', file=sys.stderr)
+        elif metadata and all(beside.get(key) == metadata[key] for key in ('model', 'options')) and 'classes' in beside:
+            metadata['classes'] = beside['classes']
+    check_metadata(metadata, str(path))
+    return metadata
+
+
+def config_metadata(text: str) -> Dict[str, Any]:
+    """dict(model, options, transform) from a classification config as mmengine writes it, which is read and not run.
+
+    Args:
+        text: assignments of literals and of `dict(...)`; others are passed over.
+
+    Returns:
+        {} where it is not the config of a classifier.
+    """
+    if len(text) > _CONFIG_BYTES:
+        return {}
+    config: Dict[str, Any] = {}
+    try:
+        for statement in ast.parse(text).body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                try:
+                    config[statement.targets[0].id] = _literal(statement.value)
+                except (ValueError, TypeError):
+                    continue
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    model = config.get('model')
+    if not isinstance(model, dict) or model.get('type') != 'TimmClassifier' or not isinstance(model.get('name'), str):
+        return {}
+    loaders = (config.get(f'{part}_dataloader') for part in ('test', 'val', 'train'))
+    loader = next((loader for loader in loaders if isinstance(loader, dict)), {})
+    dataset = loader.get('dataset')
+    transform = dataset.get('transform') if isinstance(dataset, dict) else None
+    return dict(model=model['name'],
+                options={key: value for key, value in model.items() if key not in NOT_OF_THE_NETWORK},
+                transform={key: value for key, value in transform.items() if key != 'is_training'}
+                if isinstance(transform, dict) else None)
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal or of `dict(key=literal, ...)`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'dict' and not node.args:
+        return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [_literal(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict):
+        return {_literal(key) if key else None: _literal(value) for key, value in zip(node.keys, node.values)}
+    return ast.literal_eval(node)

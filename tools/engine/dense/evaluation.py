@@ -1,0 +1,75 @@
+"""Test a detector or segmenter: metrics of its config's evaluator, and pictures."""
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Optional, Sequence
+
+from mmengine.config import Config, ConfigDict
+from mmengine.hooks import Hook
+
+from ....backbones.mm.checkpoints import load_checkpoint
+from ....backbones.weights import NonFiniteError, WeightsError
+from ...common.cli import UserError, quiet
+from ...common.paths import writable_folder
+from ..building import close_log, made
+from .photographs import pixels
+from .prediction import PictureNames, drawable
+from .runner import build_runner, classes_of, network
+
+
+class PicturesHook(Hook):
+    """Writes each test image with what was found, beside the image with what was annotated, where the test pipeline
+    loads it.
+
+    Args:
+        folder: where; a picture has its image's name and the ending .png.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.names = folder, PictureNames()
+
+    def after_test_iter(self, runner, batch_idx: int, data_batch: Any = None,
+                        outputs: Optional[Sequence[Any]] = None) -> None:
+        for sample in outputs or ():
+            image = pixels(sample.img_path, sample.ori_shape)
+            path = self.folder / self.names(Path(sample.img_path))
+            runner.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=True, show=False,
+                                             out_file=str(path))
+
+
+def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False,
+             allow_nonfinite: bool = False) -> Dict[str, float]:
+    """Metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
+
+    Args:
+        config: as `subquad.tools.engine.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
+        tta: test as the config's `tta_model` and `tta_pipeline` say.
+        allow_nonfinite: test weights that hold NaN or infinities, too.
+
+    Raises:
+        UserError: the config, the data, the checkpoint or the folder do not fit.
+    """
+    if tta:
+        if 'tta_model' not in config or 'tta_pipeline' not in config:
+            raise UserError('--tta: the config has no tta_model and tta_pipeline')
+        config = Config(config.to_dict())
+        config.test_dataloader.dataset.pipeline = config.tta_pipeline
+        config.model = ConfigDict(**config.tta_model, module=config.model)
+    hooks = []
+    if show_dir:
+        if any(writable_folder(show_dir).iterdir()):
+            raise UserError(f'--show-dir: {show_dir} is not empty; pictures could replace what is in it')
+        hooks = [PicturesHook(writable_folder(show_dir))]
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        runner = build_runner(config, folder, training=False, hooks=hooks)
+        model = getattr(runner.model, 'module', runner.model)        # of several processes
+        try:
+            load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
+                            allow_nonfinite, network(config))
+        except NonFiniteError as error:
+            raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+        made(lambda: runner.test_loop, 'test_evaluator')         # read now, not after minutes
+        metrics = runner.test()
+        close_log(runner)
+    return {name: float(value) for name, value in metrics.items()}

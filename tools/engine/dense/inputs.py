@@ -1,0 +1,227 @@
+"""Data of detectors and segmenters: data sets and pipelines whose errors name the file, and images of a few pixels."""
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import numpy as np
+from mmengine.dataset import Compose
+from mmengine.registry import DATASETS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from ....backbones.weights import read_checkpoint
+from ...common.cli import UserError, one_line
+from ...common.paths import expanded
+
+# What a COCO annotation file has at least.
+_COCO_KEYS = ('images', 'annotations', 'categories')
+# Input side up to which the deepest map, at stride 32, has one cell.
+_ONE_CELL = 32
+
+
+def build_dataset(config: Dict[str, Any], name: str) -> Any:
+    """The data set of a config.
+
+    Args:
+        config: of the data set. name: its place in the whole config, for messages.
+
+    Raises:
+        UserError: it cannot be built; the file or folder at fault is named where there is one.
+    """
+    try:
+        return DATASETS.build(config)
+    except UserError:
+        raise
+    except Exception as error:             # libraries, annotation files and a user's own class raise whatever they do
+        parts = list(_parts(config))
+        fault = next(filter(None, (_fault(part) for part in parts)), None)
+        if fault is None:
+            # A key alone, as a KeyError has it, says nothing of where it is missing.
+            where = ', '.join(str(path) for part in parts if (path := _path(part, part.get('ann_file'))))
+            text = f'no {error.args[0]!r}' if isinstance(error, KeyError) and error.args else one_line(error)
+            fault = f'{text}{f" (reading {where})" if where and where not in text else ""}'
+        raise UserError(f'{name}: {fault}') from error
+
+
+def check_evaluator(config: Any, known: List[Any]) -> None:
+    """Refuse an evaluator whose annotation file is missing or damaged, before hours of training.
+
+    Args:
+        config: of one evaluator or a list of them. known: data sets, whose files have been read already.
+
+    Raises:
+        UserError: which file.
+    """
+    read = {_path(part, part.get('ann_file')) for dataset in known for part in _parts(dataset)}
+    for part in config if isinstance(config, (list, tuple)) else [config]:
+        path = Path(part['ann_file']) if isinstance(part, dict) and isinstance(part.get('ann_file'), str) else None
+        if path is None or path in read or '://' in str(path) or path.suffix != '.json':
+            continue
+        fault = _coco_fault(path) if path.is_file() else f'no file {path}'
+        if fault:
+            raise UserError(f'evaluator {part.get("type")}: {fault}')
+
+
+def _parts(config: Any) -> Iterator[Dict[str, Any]]:
+    """The configs of the data sets that read files, out of those that concatenate or repeat them."""
+    for inner in config.get('datasets') or ([config['dataset']] if 'dataset' in config else []):
+        yield from _parts(inner)
+    if 'dataset' not in config and 'datasets' not in config:
+        yield config
+
+
+def _path(part: Dict[str, Any], name: Any) -> Optional[Path]:
+    return Path(part.get('data_root') or '', name) if isinstance(name, str) and name else None
+
+
+def _fault(part: Dict[str, Any]) -> Optional[str]:
+    """What is wrong with the files of a data set, None where they look right."""
+    path = _path(part, part.get('ann_file'))
+    if path is not None and '://' not in str(path) and not path.is_file():
+        return f'no annotation file {path}'
+    if path is not None and path.suffix == '.json':
+        fault = _coco_fault(path, _COCO_KEYS if 'Coco' in str(part.get('type')) else ())
+        if fault:
+            return fault
+    prefix = part.get('data_prefix')
+    for key in ('img', 'img_path'):
+        folder = _path(part, prefix.get(key)) if isinstance(prefix, dict) else None
+        if folder is None:
+            continue
+        if not folder.is_dir():
+            return f'no images found: there is no folder {folder}'
+        suffix = part.get('img_suffix') or ''
+        if next((file for file in folder.rglob(f'*{suffix}') if file.is_file()), None) is None:
+            return f"no images found in the folder {folder}{f' (*{suffix})' if suffix else ''}"
+    return None
+
+
+def _coco_fault(path: Path, keys: Tuple[str, ...] = _COCO_KEYS) -> Optional[str]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        return f'{path} is damaged or no JSON file ({one_line(error)})'
+    if not keys:
+        return None
+    if not isinstance(content, dict):
+        return f'{path} is no COCO annotation file: it holds a {type(content).__name__}, not an object'
+    missing = [key for key in keys if not isinstance(content.get(key), list)]
+    if missing:
+        return f'{path} is no COCO annotation file: it has no list {missing[0]!r}'
+    return None if content.get('images', True) else f'{path} lists no images'
+
+
+class Steps(Compose):
+    """A data pipeline whose errors name the image, and that takes images with sides of one pixel.
+
+    Args:
+        transforms: the steps of another pipeline, built.
+    """
+
+    def __init__(self, transforms: List[Any]):
+        steps: List[Any] = []
+        for step in transforms:
+            kind = type(step).__name__
+            steps += [_positive_strides] if kind.startswith('Pack') else []
+            steps.append(step)
+            steps += [_restored_label_map] if kind == 'LoadAnnotations' else []
+        super().__init__(steps)
+
+    def __call__(self, data: Dict[str, Any]) -> Any:
+        file = data.get('img_path')
+        try:
+            return super().__call__(data)
+        except UserError:
+            raise
+        except Exception as error:                # a step of any library: its message says what, not which image
+            raise UserError(f'{file} cannot be prepared: {one_line(error)}') from error
+
+
+def _positive_strides(results: Dict[str, Any]) -> Dict[str, Any]:
+    """A flipped array of one pixel counts as contiguous, and torch refuses its negative strides."""
+    for key in ('img', 'gt_seg_map'):
+        array = results.get(key)
+        if isinstance(array, np.ndarray) and any(stride < 0 for stride in array.strides):
+            results[key] = array.copy()
+    return results
+
+
+def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
+    """mmseg squeezes label maps: sides of one pixel come back."""
+    labels, image = results.get('gt_seg_map'), results.get('img')
+    if isinstance(labels, np.ndarray) and labels.ndim < 2 and image is not None and labels.size == image[..., 0].size:
+        results['gt_seg_map'] = labels.reshape(image.shape[:2])
+    return results
+
+
+class DenseRunner(Runner):
+    """mmengine's Runner, with `Steps` as the pipelines of its data sets.
+
+    Raises:
+        UserError: from `train` and `test`, a batch of images that the segmenter cannot stack.
+    """
+
+    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        """`load_from` takes every file that `read_checkpoint` does; resuming is mmengine's."""
+        if self._resume:
+            return super().load_checkpoint(filename, *args, **kwargs)
+        checkpoint = dict(state_dict=read_checkpoint(expanded(filename))[0], meta={})
+        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        getattr(self.model, 'module', self.model).load_state_dict(checkpoint['state_dict'], strict=False)
+        self._has_loaded = True
+        return checkpoint
+
+    def train(self) -> nn.Module:
+        with _batches_explained('val_dataloader'):
+            return super().train()
+
+    def test(self) -> Dict[str, float]:
+        with _batches_explained('test_dataloader'):
+            return super().test()
+
+    @staticmethod
+    def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
+        loader = Runner.build_dataloader(*args, **kwargs)
+        for dataset in _leaves(loader.dataset):
+            if type(getattr(dataset, 'pipeline', None)) is Compose:
+                dataset.pipeline = Steps(dataset.pipeline.transforms)
+        return loader
+
+
+@contextmanager
+def _batches_explained(loader: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        if 'image size in a batch' not in str(error):
+            raise
+        raise UserError('a batch of images of several sizes, which MMSegmentation tests one at a time: --cfg-options '
+                        f'{loader}.batch_size=1') from error
+
+
+def _leaves(dataset: Any) -> Iterator[Any]:
+    inner = getattr(dataset, 'datasets', None) or ([dataset.dataset] if hasattr(dataset, 'dataset') else [])
+    for piece in inner:
+        yield from _leaves(piece)
+    yield dataset
+
+
+def accept_tiny_images(model: nn.Module) -> None:
+    """Pad batches whose deepest map would have a single cell: mmdet's RPN head with one anchor a cell fails on it."""
+    model = getattr(model, 'module', model)                  # of test-time augmentation
+    if getattr(model, 'rpn_head', None) is not None:
+        model.data_preprocessor.register_forward_pre_hook(_two_cells)
+
+
+def _two_cells(preprocessor: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
+    data, *rest = args
+    images = data.get('inputs') if isinstance(data, dict) else None
+    if not isinstance(images, (list, tuple)) or not images or not all(isinstance(image, Tensor) for image in images):
+        return None
+    if max(max(image.shape[-2:]) for image in images) > _ONE_CELL:
+        return None
+    wider = [F.pad(image, (0, _ONE_CELL + 1 - image.shape[-1])) for image in images]
+    return ({**data, 'inputs': wider}, *rest)

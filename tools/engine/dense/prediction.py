@@ -1,0 +1,186 @@
+"""Detect or segment in image files: pictures, and results as dicts."""
+import colorsys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Set
+
+import cv2
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
+from pycocotools import mask as rle
+from torch import nn
+
+from ....backbones.mm.checkpoints import load_checkpoint
+from ....backbones.weights import NonFiniteError, WeightsError
+from ...common.cli import UserError, quiet, shown
+from ...common.images import LeftOut, UnreadableImage, unreadable
+from ...common.output import add_row, print_table, progress
+from ..building import build
+from .inputs import accept_tiny_images
+from .photographs import pixels, with_photographs
+from .runner import classes_of, known_metainfo, network
+
+
+class Predictor:
+    """Apply a detector or segmenter to image files.
+
+    Args:
+        config: As `subquad.tools.engine.config.load` returns it.
+        checkpoint: File of weights.
+        device: torch device; by default a GPU if there is one, else the CPU.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
+
+    Raises:
+        UserError: The config cannot be built, or the checkpoint belongs to another model.
+    """
+
+    def __init__(self, config: Config, checkpoint: str, device: str = '', allow_nonfinite: bool = False):
+        init_default_scope(config.get('default_scope', 'mmengine'))
+        if config.get('test_dataloader') is None:
+            raise UserError('the config has no test_dataloader, which defines how images are prepared')
+        model: nn.Module = build(MODELS, config.model, 'model')
+        dataset = config.test_dataloader.dataset
+        self.classes = classes_of(dataset)
+        try:
+            load_checkpoint(model, checkpoint, self.classes, allow_nonfinite, network(config))
+        except NonFiniteError as error:
+            raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+        accept_tiny_images(model)
+        self.model = model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval()
+        # Image files of a user have no annotations.
+        self.pipeline = Compose(with_photographs([step for step in dataset.pipeline
+                                                  if 'Annotations' not in str(step['type'])], 'raise'))
+        self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
+                                              'name': f'predict_{time.time_ns()}'},
+                                'visualizer')
+        palette = known_metainfo(dataset).get('palette') or [
+            tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / len(self.classes), 0.8, 0.9))
+            for n in range(len(self.classes))]
+        self.visualizer.dataset_meta = dict(classes=self.classes, palette=palette)
+
+    def __call__(self, file: Path) -> Any:
+        """Return the data sample that the model predicts for an image file.
+
+        Raises:
+            UnreadableImage: The file is not an image, or the pipeline cannot prepare it.
+        """
+        try:
+            data = self.pipeline(dict(img_path=str(file), img_id=0, seg_fields=[]))
+        except UserError:
+            raise
+        except (OSError, ValueError, AttributeError, AssertionError, cv2.error) as error:     # errors of pipeline steps
+            raise unreadable(file, error) from error
+        with torch.inference_mode():
+            return self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))[0].cpu()
+
+    def draw(self, file: Path, sample: Any, path: Path, score: float) -> None:
+        """Write the image with its predictions as a picture; objects below `score` are left out."""
+        image = pixels(file, sample.ori_shape)
+        options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
+        self.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=False, show=False,
+                                       out_file=str(path), **options)
+
+    def describe(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
+        """Return the predictions for an image as a dict that JSON can hold.
+
+        Its keys are file, height, width, and objects or classes. Objects are sorted by score; each has class, score,
+        box [x1, y1, x2, y2] in pixels and, if the model predicts masks, mask. Each class of a segmentation has name,
+        share of the pixels, and mask. A mask is COCO's run-length encoding, dict(size=[height, width], counts).
+        """
+        height, width = sample.ori_shape
+        result: Dict[str, Any] = dict(file=str(file), height=height, width=width)
+        if 'pred_sem_seg' in sample:
+            labels = sample.pred_sem_seg.data[0].numpy()
+            result['classes'] = [dict(name=self.classes[n], share=round(float((labels == n).mean()), 6),
+                                      mask=_rle(labels == n)) for n in np.unique(labels)]
+            return result
+        found = sample.pred_instances
+        order = [n for n in found.scores.argsort(descending=True).tolist() if found.scores[n] >= score]
+        result['objects'] = [{'class': self.classes[found.labels[n]], 'score': round(float(found.scores[n]), 4),
+                              'box': [round(x, 2) for x in found.bboxes[n].tolist()],
+                              **({'mask': _rle(found.masks[n].numpy())} if 'masks' in found else {})} for n in order]
+        return result
+
+
+def drawable(sample: Any) -> Any:
+    """Convert a sample for mmseg's visualizer, which needs an array for a label map of one pixel."""
+    return sample.numpy() if 'pred_sem_seg' in sample else sample
+
+
+def _rle(mask: np.ndarray) -> Dict[str, Any]:
+    code = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
+    return dict(size=[int(n) for n in code['size']], counts=code['counts'].decode('ascii'))
+
+
+def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float,
+            left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
+    """Draw the predictions for every file, and return them.
+
+    Args:
+        config: As `subquad.tools.engine.config.load` returns it.
+        checkpoint: File of weights.
+        files: Image files.
+        out: Folder for the pictures.
+        score: Least score of an object.
+        left_out: Receives the errors of files that cannot be read; without it they are raised.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
+
+    Returns:
+        What `Predictor.describe` returns for each file, with the path of its picture.
+
+    Raises:
+        UserError: A picture would replace one of the images, or `Predictor` refuses the config or the checkpoint.
+    """
+    names, left_out = PictureNames(), left_out or LeftOut(len(files), strict=True)
+    pictures = [(file, out / names(file)) for file in files]
+    inputs = {file.resolve() for file in files}
+    for _, picture in pictures:
+        if picture.resolve() in inputs:
+            raise UserError(f'--out: {shown(picture)} is one of the images; choose another folder')
+    with quiet():                                   # the standard output may hold JSON
+        predictor = Predictor(config, checkpoint, allow_nonfinite=allow_nonfinite)
+    results = []
+    for file, picture in progress(pictures, 'images'):
+        try:
+            sample = predictor(file)
+        except UnreadableImage as error:
+            left_out(error)
+            continue
+        predictor.draw(file, sample, picture, score)
+        results.append(dict(predictor.describe(file, sample, score), picture=str(picture)))
+    return results
+
+
+def print_found(results: List[Dict[str, Any]]) -> None:
+    """Print the results of `predict` as a table."""
+    from rich.table import Table
+    table = Table('image', 'found', 'picture')
+    for row in results:
+        if 'classes' in row:
+            largest = sorted(row['classes'], key=lambda c: -c['share'])
+            found = ', '.join(f"{c['name']} {c['share']:.1%}" for c in largest)
+        else:
+            names = [item['class'] for item in row['objects']]
+            found = ', '.join(f'{names.count(name)} {name}' for name in dict.fromkeys(names)) or 'nothing'
+        add_row(table, row['file'], found, row['picture'])
+    print_table(table)
+
+
+class PictureNames:
+    """Names NAME.png for image files, with numbers where several folders hold the same name."""
+
+    def __init__(self) -> None:
+        self.used: Set[str] = set()
+
+    def __call__(self, file: Path) -> str:
+        number, name = 1, f'{file.stem}.png'
+        while name in self.used:
+            number += 1
+            name = f'{file.stem}-{number}.png'
+        self.used.add(name)
+        return name

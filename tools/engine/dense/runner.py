@@ -1,0 +1,280 @@
+"""From a detection or segmentation config to a Runner: data and model are built, and found to fit, before anything is
+written."""
+import json
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.model import revert_sync_batchnorm
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DATASETS, HOOKS, MODELS, init_default_scope
+from mmengine.runner import Runner, set_random_seed
+from torch import nn
+
+from ....backbones.mm.backbones import DenseBackbone
+from ....backbones.mm.checkpoints import NewHeadsHook, compare_weights, make_loading_strict, mismatch_message
+from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
+from ...common.cli import UserError
+from ...common.paths import expanded, writable_folder
+from ..building import build, check_batch_size, made, process_options
+from ..checkpoints import whole_checkpoints
+from ..finite import FiniteHook
+from ..hooks import SeedHook, WeightsHook
+from ..starting_weights import StartHook
+from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
+from .photographs import with_photographs
+
+_COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
+           'visualizer', 'default_scope', 'randomness', 'experiment_name')
+_TRAINING = ('train_dataloader', 'train_cfg', 'val_dataloader', 'val_cfg', 'val_evaluator', 'optim_wrapper',
+             'param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
+_TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
+# Heads whose `num_classes` is that of the data set.
+_HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
+# Bytes of an annotation file that is not read a second time (COCO's have 450 MB, and the classes that everybody knows).
+_LARGE = 100_000_000
+# Options of a backbone and of a data preprocessor that act in training alone, or on batches.
+_TRAINING_OPTIONS = ('init_cfg', 'frozen_stages', 'norm_eval', 'with_cp', 'drop_path_rate', 'drop_rate')
+_BATCHING = ('batch_augments', 'pad_mask', 'pad_seg', 'size', 'size_divisor', 'test_cfg', 'non_blocking')
+# Label maps that are looked at before training.
+_LOOKED_AT = 20
+
+
+def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
+                 log_level: str = 'ERROR') -> Runner:
+    """A Runner whose model and data sets exist already; arguments as for `classification.runner.build_runner`.
+
+    Raises:
+        UserError: a part that cannot be built, or classes that do not fit.
+    """
+    config = deepcopy(config)
+    init_default_scope(config.get('default_scope', 'mmengine'))
+    for part in ('train', 'val') if training else ('test',):
+        loader = config.get(f'{part}_dataloader')
+        if loader is None and part != 'val':
+            raise UserError(f'the config has no {part}_dataloader')
+        if loader is not None:
+            # Not kept: a data set that lives in the config would be copied and written with it.
+            dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
+            check_dataset(dataset, config, part)
+            check_batch_size(loader, dataset, part)
+            if config.get(f'{part}_evaluator') is not None:
+                check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
+    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    config.setdefault('randomness', dict(seed=0))
+    set_random_seed(config.randomness.get('seed') or 0)
+    model = build(MODELS, config.model, 'model')
+    accept_tiny_images(model)
+    if training:
+        _check_training(config, model)
+        _seed_workers(config.train_dataloader)
+        for hook in hooks:
+            if isinstance(hook, StartHook):
+                hook.prepare(model, classes_of(config.train_dataloader.dataset))
+    config.work_dir = str(writable_folder(work_dir))
+    config.log_level = log_level
+    # mmengine keeps loggers and visualisers by name: a second run in one process would write to the first's.
+    config.setdefault('experiment_name', f"{Path(config.filename or 'config').stem}_{time.time_ns()}")
+    if 'visualizer' in config:
+        config.visualizer.name = config.experiment_name
+    for key, value in process_options(config).items():
+        config[key] = value
+    if not torch.cuda.is_available():
+        model = revert_sync_batchnorm(model)             # there is none for CPUs
+    for hook in hooks:
+        if isinstance(hook, WeightsHook):
+            hook.metadata = metadata(config)
+    keys = (*_COMMON, *(_TRAINING if training else _TESTING))
+    arguments = {key: config[key] for key in keys if config.get(key) is not None}
+    if training:
+        hooks = [FiniteHook(), *hooks]
+        arguments['default_hooks'] = whole_checkpoints(config.get('default_hooks'))
+    # cfg is written to the work folder, whole, for other tools to use. (from_cfg would copy the model with it.)
+    arguments.update(_photographs(config, arguments))
+    runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')
+    for hook in (SeedHook(), LoadedHook(), *hooks):
+        runner.register_hook(hook)
+    return runner
+
+
+def _photographs(config: Config, arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """The data loaders, reading images as `open_image` does. Not in the config: other tools use what is written of it.
+    Images that cannot be read are reported, and replaced in training; `strict_images=True` makes them errors."""
+    default = {'train_dataloader': 'replace', 'val_dataloader': 'blank', 'test_dataloader': 'blank'}
+    strict = config.get('strict_images', False)
+    return {key: with_photographs(arguments[key], 'raise' if strict else unreadable)
+            for key, unreadable in default.items() if key in arguments}
+
+
+def _check_training(config: Config, model: nn.Module) -> None:
+    """Refuse an optimiser that cannot be made, and a file to start from that is not this model's.
+
+    Raises:
+        UserError: see above. stderr says which weights `load_from` loads.
+    """
+    if config.get('optim_wrapper') is None:
+        raise UserError('the config has no optim_wrapper')
+    made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
+    path = config.get('load_from')
+    if not path:
+        return
+    if not isinstance(path, (str, Path)) or '://' in str(path):
+        raise UserError(f'load_from must be the path of a file, got {path}; download it first')
+    try:
+        weights, _, _ = read_checkpoint(expanded(str(path)))
+        check_finite(weights, str(path))
+    except WeightsError as error:
+        raise UserError(f'load_from: {error}') from error
+    make_loading_strict(model)                                       # others' models load as strictly as ours
+    found = compare_weights(model, weights, None if config.get('resume') else _new_heads(config))
+    if found.problems:
+        raise UserError(mismatch_message(str(path), model, weights, found))
+    if is_main_process() and not config.get('resume'):
+        print(f'load_from: {type(model).__name__}: {found.summary(str(path))}', file=sys.stderr)
+
+
+def _new_heads(config: Config) -> Optional[Sequence[str]]:
+    """What the config's NewHeadsHook lets the file lack, None without that hook."""
+    given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
+                  and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
+    return None if given is None else build(HOOKS, given, 'custom_hooks').missing
+
+
+class LoadedHook(Hook):
+    """Says on stderr which weights the backbone's init_cfg has loaded, and from which file."""
+
+    def before_train(self, runner: Runner) -> None:
+        if runner._resume or not is_main_process():
+            return
+        for module in runner.model.modules():
+            if isinstance(module, DenseBackbone) and module.load_summary:
+                print(f'init_cfg: {module.load_summary}', file=sys.stderr)
+
+
+def _seed_workers(loader: Dict[str, Any]) -> None:
+    """Workers that are made anew at each epoch and seeded as torch says, which SeedHook has seeded: mmengine's own
+    function gives them the same numbers in every epoch, and workers that persist cannot be resumed."""
+    if loader.get('num_workers'):
+        loader.setdefault('worker_init_fn', dict(type='workers_as_torch_seeds_them'))
+        loader['persistent_workers'] = False
+
+
+def check_dataset(dataset: Any, config: Config, part: str) -> None:
+    """Refuse data whose classes are not the model's.
+
+    Raises:
+        UserError: no images; another number of classes than a head; a class that the annotation file does not have.
+    """
+    parts = getattr(dataset, 'datasets', [dataset])              # of a ConcatDataset
+    for piece in parts:
+        piece = getattr(piece, 'dataset', piece)                 # of a RepeatDataset and its like
+        classes = list(piece.metainfo.get('classes') or ())
+        if not len(piece):
+            raise UserError(f'{part}_dataloader.dataset: no images found; check data_root and data_prefix '
+                            f'({getattr(piece, "data_root", None)!r}, {dict(getattr(piece, "data_prefix", {}))})')
+        for path, count in heads(config.model):
+            if classes and count != len(classes):
+                raise UserError(f'{path}.num_classes is {count}, the data set has {len(classes)} classes '
+                                f'({some(classes, 6)})')
+        if hasattr(piece, 'cat_ids'):
+            _check_categories(piece, classes, config.get('allow_other_classes', False))
+        elif hasattr(piece, 'reduce_zero_label'):
+            _check_labels(piece, len(classes))
+
+
+def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) -> None:
+    """mmdet leaves out what it does not know, counts classes wrongly where one is not there, and gives labels in the
+    order of the file, whatever the order of the names."""
+    path = Path(dataset.ann_file)
+    if len(dataset.cat_ids) == len(classes) and path.stat().st_size > _LARGE:
+        return
+    known = [category['name'] for category in json.loads(path.read_bytes())['categories']]
+    missing = [name for name in classes if name not in known]
+    if missing:
+        raise UserError(f"{path} has no category {missing[0]!r}; it has {some(known, 8)}")
+    surplus = [name for name in known if name not in classes]
+    if surplus and not others_allowed:
+        raise UserError(f"{path} has a category {surplus[0]!r} that metainfo.classes ({some(classes, 8)}) do not name; "
+                        'allow_other_classes=True in the config leaves its objects out')
+    ordered = [name for name in known if name in classes]
+    if ordered != classes:
+        raise UserError(f'{path} lists {some(ordered, 8)}, metainfo.classes are {some(classes, 8)}: MMDetection labels '
+                        'objects in the order of the file, so give the classes in that order')
+
+
+def _check_labels(dataset: Any, classes: int) -> None:
+    """Look at a few label maps, from the first to the last: one class too many would end training in the middle."""
+    load = next((step for step in getattr(dataset.pipeline, 'transforms', ())
+                 if type(step).__name__ == 'LoadAnnotations'), None)
+    if load is None:
+        return
+    for n in sorted({round(k * (len(dataset) - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)}):
+        loaded = load({**dataset.get_data_info(n), 'seg_fields': []})        # labels as training sees them
+        labels = np.unique(loaded['gt_seg_map']).astype(int)
+        labels = labels[labels != dataset.ignore_index]
+        if labels.size and labels.max() >= classes:
+            raise UserError(f"{loaded['seg_map_path']} has label {labels.max()}, the data set has {classes} classes: "
+                            f'labels are 0 to {classes - 1}, and {dataset.ignore_index} for what is left out')
+
+
+def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
+    """(path in the config, num_classes) of every head that predicts the data set's classes."""
+    items = model.items() if isinstance(model, dict) else enumerate(model) if isinstance(model, (list, tuple)) else ()
+    for key, value in items:
+        if isinstance(value, dict) and key in _HEADS and isinstance(value.get('num_classes'), int):
+            yield f'{path}.{key}', value['num_classes']
+        elif key != 'auxiliary_head':                    # several of them may have tasks of their own
+            parts = value if key in _HEADS and isinstance(value, (list, tuple)) else ()      # a cascade's
+            yield from ((f'{path}.{key}.{n}', part['num_classes']) for n, part in enumerate(parts)
+                        if isinstance(part.get('num_classes'), int))
+            yield from heads(value, f'{path}.{key}')
+
+
+def metadata(config: Config) -> Dict[str, Any]:
+    """What is kept with the weights: the config's name, the classes, and options that no weight's shape shows."""
+    loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
+                  if (loader := config.get(key)) is not None)
+    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset), network=network(config))
+
+
+def network(config: Config) -> Dict[str, Any]:
+    """Options of backbone and data preprocessor that change what a detector computes: path in the model -> value."""
+    found = {}
+    model = config.model.get('module', config.model)             # of test-time augmentation
+    for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
+        for key, value in dict(model.get(part) or {}).items():
+            try:
+                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as a file holds it
+            except (TypeError, ValueError):                       # a class or function; its name is enough elsewhere
+                continue
+            if key in left_out:
+                del found[f'{part}.{key}']
+    return found
+
+
+def classes_of(dataset: Any) -> List[str]:
+    """The class names that a data set's config says or its type has."""
+    return list(known_metainfo(dataset)['classes'])
+
+
+def known_metainfo(dataset: Any) -> Dict[str, Any]:
+    """What a data set's config and type say of its classes, without building it."""
+    while 'metainfo' not in dataset and ('dataset' in dataset or 'datasets' in dataset):
+        dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
+    with DATASETS.switch_scope_and_registry(None) as registry:
+        kind = registry.get(dataset['type'])
+    if not hasattr(kind, '_load_metainfo'):
+        raise UserError(f"no data set of type {dataset['type']!r} that knows its classes")
+    own = dict(dataset.get('metainfo') or {})
+    metainfo = kind._load_metainfo(own)                  # mmengine's: classes may be a file of names
+    if not metainfo.get('classes'):
+        raise UserError(f"the data set {dataset['type']} has no classes: metainfo=dict(classes=(...))")
+    # The palette of other classes is not theirs.
+    return {**metainfo, 'palette': own.get('palette') if 'classes' in own else metainfo.get('palette')}

@@ -1,0 +1,83 @@
+"""Which maps of a model can be drawn, and the functions that draw them."""
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+from ...common.cli import UserError, nearest
+from ...common.paths import writable_folder
+from . import influences, pictures
+
+TITLES = {'influences': 'influence on the token under the cross, mean over heads',
+          'context_scores': 'context scores, mean over latent tokens',
+          'decay_factors': 'how attention paths fade with each step, mean over heads'}
+
+
+def drawable(model: Any) -> str:
+    """What is drawn of a model, a key of TITLES.
+
+    Raises:
+        UserError: it is of none of our families.
+    """
+    from ....backbones import PPMA
+    for what in ('influences', 'context_scores'):
+        if hasattr(model, what):
+            return what
+    if isinstance(model, PPMA):
+        return 'decay_factors'
+    raise UserError(f'{type(model).__name__} has nothing to draw here: MobileViTv2 has context scores, Myo influences, '
+                    'PPMA decay factors')
+
+
+def draw_maps(out: Path, what: str, model: Any, transform: Any, images: Sequence[Tuple[Path, Any]],
+              wanted: Optional[List[str]] = None, at: Tuple[float, ...] = (0.5, 0.5)) -> int:
+    """Draw a model's maps over images into one picture.
+
+    Args:
+        out: the picture's file.
+        what: as `drawable` returns it.
+        model: a classifier in eval mode.
+        transform: how the images were prepared.
+        images: (file, tensor) of each image.
+        wanted: names or parts of names of the layers to draw (None: all).
+        at: Myo's token, as shares of height and width.
+
+    Returns:
+        The number of layers that are drawn.
+
+    Raises:
+        UserError: the model refuses the images or the token, no layer has a wanted name, or the picture cannot be
+            written.
+    """
+    import torch
+    inputs = torch.stack([image for _, image in images])
+    try:
+        maps, draw = _maps(what, model, inputs, at)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    maps = {layer: maps[layer] for layer in _chosen(list(maps), wanted)}
+    writable_folder(str(out.parent))
+    name = getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
+    draw(out, [file.stem for file, _ in images], pictures.unnormalized(inputs, transform), maps,
+         pictures.layer_titles(list(maps)), f'{name}: {TITLES[what]}')
+    return len(maps)
+
+
+def _chosen(layers: Sequence[str], wanted: Optional[List[str]]) -> List[str]:
+    """The layers that are asked for, by whole names or parts of them.
+
+    Raises:
+        UserError: one that fits none.
+    """
+    for text in wanted or []:
+        if not any(text in layer for layer in layers):
+            raise UserError(f"--layers {text}: no such layer{nearest(text, list(layers)) or '; there are '}"
+                            f"{'' if nearest(text, list(layers)) else ', '.join(layers)}")
+    return [layer for layer in layers if not wanted or any(text in layer for text in wanted)]
+
+
+def _maps(what: str, model: Any, inputs: Any, at: Tuple[float, ...]) -> Tuple[Dict[str, Any], Callable[..., None]]:
+    """What is drawn, by layer, and the function that draws it."""
+    if what == 'influences':
+        return model.influences(inputs, at), influences.draw
+    if what == 'context_scores':
+        return model.context_scores(inputs), pictures.draw_scores
+    return pictures.decay_factors(model, inputs), pictures.draw_decays

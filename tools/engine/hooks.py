@@ -1,0 +1,185 @@
+"""Hooks: what is trained and how far it is, seeds, evaluation before training, and weights as safetensors."""
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Optional, Sequence
+
+import numpy as np
+import torch
+from mmengine.dist import get_rank, is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import FUNCTIONS, HOOKS
+from mmengine.runner import EpochBasedTrainLoop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict
+from .messages import Estimate, summary
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """Says what is trained and, after a few steps, how long it will take. Then it shows, on a terminal, a bar with
+    loss, learning rate and the time left; elsewhere a line for each tenth of the epochs, or of the iterations where the
+    loop does not count epochs.
+
+    Args:
+        start: what the weights are when training starts, for the first line.
+    """
+
+    priority = 'VERY_LOW'
+
+    def __init__(self, start: str = 'random weights'):
+        self.progress: Optional[Progress] = None
+        self.start, self.losses, self.started, self.estimate = start, [], False, Estimate()
+
+    def before_train(self, runner) -> None:
+        self._print(summary(runner, self.start))
+        if is_main_process() and sys.stderr.isatty():
+            self.progress = Progress(TextColumn('epoch {task.fields[epoch]}'), BarColumn(), TextColumn(
+                '{task.completed}/{task.total}  loss {task.fields[loss]:.3f}  lr {task.fields[lr]:.1e}'),
+                TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn(), console=Console(stderr=True))
+            self.task = self.progress.add_task('', total=runner.max_iters, completed=runner.iter, epoch='', loss=0.,
+                                               lr=0.)
+            self.progress.start()
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.started = True
+        self.losses.append(outputs['loss'].item())
+        left = self.estimate.after_step(time.perf_counter(), runner.max_iters - runner.iter - 1)
+        if left:
+            self._print(left)
+        if self.progress:
+            self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
+                                 loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
+        elif not isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._line(runner, 'iteration', runner.iter + 1, runner.max_iters)
+
+    def after_train_epoch(self, runner) -> None:
+        if isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._line(runner, 'epoch', runner.epoch + 1, runner.max_epochs)
+            self.losses.clear()
+
+    def _line(self, runner, unit: str, done: int, total: int) -> None:
+        if done % max(1, total // 10) and done != total:
+            return
+        if not self.progress:
+            self._print(f'{unit} {done}/{total}  loss {np.mean(self.losses):.3f}  lr {self._lr(runner):.1e}')
+        self.losses.clear()
+
+    def _print(self, text: str) -> None:
+        if self.progress:
+            self.progress.console.print(text, markup=False, highlight=False)
+        elif is_main_process():
+            print(text, file=sys.stderr, flush=True)
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        if metrics:
+            # COCO's -1: there are no such objects.
+            self._print('validation  ' + '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}'
+                                                   for name, value in metrics.items() if not value < 0))
+
+    def after_train(self, runner) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Also called when training ends by an exception: the terminal gets its cursor back."""
+        if self.progress:
+            self.progress.stop()
+            self.progress = None
+
+    @staticmethod
+    def _lr(runner) -> float:
+        return max(runner.optim_wrapper.get_lr()['lr'])
+
+
+@FUNCTIONS.register_module()
+def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
+    """Nothing: torch seeds its workers from the generator that SeedHook sets at each epoch. mmengine's own function
+    would give every epoch the same augmentations."""
+
+
+@HOOKS.register_module()
+class SeedHook(Hook):
+    """Seeds torch, numpy and random from (seed, epoch, rank) at each epoch's start: epochs do not depend on what ran
+    before them, so a resumed run repeats an unbroken one, with workers as `workers_as_torch_seeds_them` leaves them. A
+    loop that counts iterations is one epoch here: resumed, it draws other augmentations than an unbroken one."""
+
+    priority = 'VERY_HIGH'
+
+    def before_train_epoch(self, runner) -> None:
+        seed = np.random.SeedSequence([runner.seed, runner.epoch, get_rank()]).generate_state(1)[0].item()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+
+@HOOKS.register_module()
+class EvaluateAtStartHook(Hook):
+    """Validates before the first step, so that what training adds to the weights it starts from can be seen."""
+
+    priority = 'LOWEST'
+
+    def before_train(self, runner) -> None:
+        if runner.val_loop is not None and not runner.iter:
+            runner.val_loop.run()
+
+
+@HOOKS.register_module()
+class WeightsHook(Hook):
+    """Writes `last.safetensors` at the end of training, and `best.safetensors` whenever the metric improves in
+    validation, with the metadata that `subquad predict` needs: of the timm model in a classifier, of a whole detector
+    or segmenter.
+
+    Args:
+        metadata: Entries to keep in the file beside the weights.
+        metrics: names of metrics, the higher the better; the first that validation reports counts. NaN is never best.
+    """
+
+    priority = 'LOW'
+
+    def __init__(self, metadata: Optional[Dict[str, Any]] = None,
+                 metrics: Sequence[str] = ('accuracy/top1', 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')):
+        self.metadata, self.metrics, self.best = metadata or {}, tuple(metrics), -float('inf')
+        self.best_file: Optional[Path] = None
+        self.last_file: Optional[Path] = None
+
+    def before_train(self, runner) -> None:
+        """A resumed run does not replace a better file of its first part."""
+        path = Path(runner.work_dir) / 'best.safetensors'
+        if runner.iter and path.is_file():
+            try:
+                _, metadata, _ = read_checkpoint(path)
+            except WeightsError:
+                return                                       # damaged: the next validation replaces it
+            known = [metadata[name] for name in self.metrics if isinstance(metadata.get(name), (int, float))]
+            self.best = max(filter(math.isfinite, known), default=self.best)
+            self.best_file = path
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        name = next((name for name in self.metrics if name in (metrics or {})), None)
+        if name is not None and math.isfinite(metrics[name]) and metrics[name] > self.best:
+            self.best = float(metrics[name])
+            self.best_file = self._save(runner, 'best.safetensors', {name: self.best, **self._when(runner)})
+
+    def after_train(self, runner) -> None:
+        self.last_file = self._save(runner, 'last.safetensors', self._when(runner))
+
+    @staticmethod
+    def _when(runner) -> Dict[str, int]:
+        epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
+        return {'epoch': runner.epoch} if epochs else {'iteration': runner.iter}
+
+    def _save(self, runner, name: str, state: Dict[str, Any]) -> Path:
+        path = Path(runner.work_dir) / name
+        if is_main_process():
+            model = getattr(runner.model, 'module', runner.model)
+            # What the Runner's own checkpoints hold: EMAHook puts the average there, which is what validation saw.
+            checkpoint = {'state_dict': model.state_dict()}
+            runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
+            part = 'net.' if hasattr(model, 'net') else ''
+            save_state_dict({key.removeprefix(part): value for key, value in checkpoint['state_dict'].items()}, path,
+                            {**self.metadata, **state})
+        return path

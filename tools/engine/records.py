@@ -1,0 +1,93 @@
+"""Records of measurements and evaluations: one line of JSON each, with the machine, the versions and the commit."""
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import timm
+import torch
+
+from ... import __version__
+from ..common.cli import UserError
+from ..common.output import dumps
+
+
+def append(path: Path, record: Dict[str, Any]) -> None:
+    """Append a record to a file as one line of JSON.
+
+    The line is written at once, so that another process that appends or reads sees whole lines only.
+
+    Raises:
+        UserError: The line cannot be written, or the disk is full.
+    """
+    line = dumps(record).encode() + b'\n'
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        with os.fdopen(os.dup(descriptor), 'rb') as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
+                line = b'\n' + line                              # after a line that was cut short
+        if os.write(descriptor, line) != len(line):
+            raise UserError(f'{path}: the disk is full; the last line is incomplete')
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}') from error
+    finally:
+        os.close(descriptor)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
+    return (names or [platform.processor()])[0] or platform.machine()
+
+
+def _git(*arguments: str) -> Optional[subprocess.CompletedProcess]:
+    """Run git in the checkout; None where git does not run."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        # Without optional locks git never writes to the index, so it does not disturb another git that runs.
+        return subprocess.run(['git', '--no-optional-locks', '-C', str(root), *arguments], capture_output=True,
+                              text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit() -> Dict[str, Any]:
+    """Commit of the checkout, and whether its Python files differ from it.
+
+    Returns:
+        {'commit', 'modified'}; both are None outside of a checkout.
+    """
+    answer = _git('rev-parse', '--show-toplevel', 'HEAD')
+    lines = answer.stdout.split('\n') if answer and answer.returncode == 0 else []
+    # An installed package may lie inside another repository, whose commit says nothing about this package.
+    if not lines or Path(lines[0]).resolve() != Path(__file__).resolve().parents[2]:
+        return {'commit': None, 'modified': None}
+    changes = _git('diff', '--quiet', 'HEAD', '--', '*.py')
+    return {'commit': lines[1], 'modified': {0: False, 1: True}.get(changes.returncode if changes else -1)}
+
+
+def _gpu(device: str) -> Dict[str, Any]:
+    """Name of the GPU, its current clocks and the versions of its software; nothing for a CPU."""
+    if device != 'cuda':
+        return {}
+    query = ['nvidia-smi', '--query-gpu=clocks.sm,clocks.mem,driver_version', '--format=csv,noheader', '-i', '0']
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = ''
+    import triton
+    return {'gpu': torch.cuda.get_device_name(), 'clocks': found or None,
+            'cuda': torch.version.cuda or torch.version.hip, 'triton': triton.__version__}
+
+
+def environment(device: str = 'cpu') -> Dict[str, Any]:
+    """Metadata of a measurement: device, threads, versions, commit and date (UTC, ISO 8601)."""
+    return {'device': device, **_gpu(device), 'cpu': _cpu_model(), 'cpus': os.cpu_count(),
+            'threads': torch.get_num_threads(), 'torch': torch.__version__, 'timm': timm.__version__,
+            'subquad': __version__, 'python': platform.python_version(), **commit(),
+            'date': datetime.now(timezone.utc).isoformat(timespec='seconds')}

@@ -1,0 +1,43 @@
+"""Change how long and in which precision a config trains."""
+from ..common.cli import UserError, quiet
+
+
+def use_mixed_precision(config) -> None:
+    """bfloat16 on CPUs and on GPUs that have it, else float16 with a loss scale."""
+    import torch
+
+    with quiet():
+        import subquad.backbones.mm  # noqa: F401  (registers the wrapper for CPUs)
+    if not torch.cuda.is_available():
+        config.optim_wrapper.update(type='CPUAmpOptimWrapper')
+    elif torch.cuda.is_bf16_supported():
+        config.optim_wrapper.update(type='AmpOptimWrapper', dtype='bfloat16')
+    else:
+        config.optim_wrapper.update(type='AmpOptimWrapper', dtype='float16', loss_scale='dynamic')
+
+
+def scale_schedule(config, epochs: int) -> None:
+    """Train for `epochs` with a schedule of the same shape; phases that would be shorter than an epoch are left out.
+
+    Raises:
+        UserError: the config counts iterations, or its number of epochs is not one.
+    """
+    if 'max_epochs' not in config.train_cfg:
+        raise UserError('the config trains by iterations: --cfg-options train_cfg.max_iters=N in place of --epochs')
+    planned = config.train_cfg.max_epochs
+    if not isinstance(planned, int) or planned < 1:
+        raise UserError(f'train_cfg.max_epochs must be an integer of at least 1, got {planned!r}')
+    factor = epochs / planned
+    config.train_cfg.max_epochs = epochs
+    schedulers = config.get('param_scheduler') or []
+    schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
+    for scheduler in schedulers:
+        if not scheduler.get('by_epoch', True):              # a warm-up of so many iterations stays one
+            continue
+        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
+            if isinstance(scheduler.get(key), (list, tuple)):
+                scheduler[key] = [max(1, round(step * factor)) for step in scheduler[key]]
+            elif key in scheduler:
+                scheduler[key] = max(key in ('T_max', 'step_size'), round(scheduler[key] * factor))
+    config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)
+                              or not s.get('by_epoch', True)]

@@ -1,0 +1,230 @@
+"""Start training from the weights of a file: every weight of it, or a sentence that says which are not and why."""
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from torch import Tensor, nn
+
+from ...backbones.weights import (
+    WeightsError,
+    check_finite,
+    check_options,
+    checkpoint_filter_fn,
+    differences,
+    read_checkpoint,
+    some,
+)
+from ..common.cli import UserError
+
+# First parts of the names that classifiers have, in this package and in timm.
+_CLASSIFIERS = ('head.', 'fc.', 'classifier.', 'head_dist.')
+# Options of a network that act in training alone.
+_TRAINING_OPTIONS = ('num_classes', 'drop_rate', 'drop_path_rate')
+
+
+def say(text: str) -> None:
+    """One line on stderr, from one process."""
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
+
+
+def adopt_options(config: Any, path: str) -> None:
+    """Take the options of the network from a file of `subquad train`, where the config says nothing of them; options
+    that change no weight's shape would go unnoticed.
+
+    Raises:
+        UserError: the file cannot be read, or is of another model.
+    """
+    metadata = _read(path)[1]
+    if not isinstance(metadata.get('model'), str):
+        return
+    if metadata['model'] != config.model.name:
+        raise UserError(f"{path} was trained as {metadata['model']}, but the config builds {config.model.name} "
+                        '(--model NAME changes it)')
+    for key, value in network_options(metadata, path).items():
+        if key in _TRAINING_OPTIONS:
+            continue
+        given = config.model.setdefault(key, value)
+        if given != value and list(given if isinstance(given, (list, tuple)) else [given]) != value:
+            say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which stays')
+
+
+def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
+    """The options of the network in a file's metadata, with the types and within the bounds of its family.
+
+    Raises:
+        UserError: no model or metadata of another program, or an option that the network does not have or allow.
+    """
+    if not isinstance(metadata.get('model'), str):
+        raise UserError(f'{path} holds metadata without the name of a model')
+    try:
+        return check_options(metadata['model'], metadata.get('options') or {}, path)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+
+
+def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
+    """Load a file into a timm model, every weight of it. Only the classifier may stay random, which is said: where the
+    file has none, or one of other classes.
+
+    Args:
+        net: the timm model.
+        path: of `subquad train`, timm's or the authors'.
+        classes: names of the classes to train on.
+
+    Raises:
+        UserError: the file cannot be read, holds NaN, or is not this model's.
+    """
+    weights, metadata = _read(path)
+    weights, own = checkpoint_filter_fn(weights, net), net.state_dict()
+    head = _classifier_keys(net, own)
+    why = _other_classes(weights, own, head, metadata.get('classes'), classes)
+    if why:
+        weights = {**{key: value for key, value in weights.items() if key not in head},
+                   **{key: own[key] for key in head}}
+    problems = differences(own, weights)
+    if problems:
+        kind = getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__
+        raise UserError(f"{path} is not a checkpoint of this {kind}: {'; '.join(problems)}")
+    net.load_state_dict(weights)
+    if why:
+        say(f'{path} {why}: the classifier ({some(head)}) starts with random weights')
+
+
+def refuse_other_state(net: nn.Module, path: str) -> None:
+    """Refuse to resume from a checkpoint of another network; mmengine would load what fits.
+
+    Raises:
+        UserError: what does not fit.
+    """
+    weights, _, _ = _checkpoint(path)
+    weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
+    problems = differences(net.state_dict(), weights)
+    if problems:
+        raise UserError(f"{path} is not a checkpoint of this {type(net).__name__}: {'; '.join(problems)}")
+
+
+def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Any,
+                   ours: Sequence[str]) -> Optional[str]:
+    """Why the file's classifier cannot be used, or None."""
+    if not head:
+        return None
+    if not any(key in weights for key in head):
+        return 'has no classifier'
+    changed = [key for key in head if key in weights and weights[key].shape != own[key].shape]
+    if changed and all(weights[key].shape[1:] == own[key].shape[1:] for key in changed):
+        return f'has {len(weights[changed[0]])} classes, the data {len(ours)}'
+    if not changed and isinstance(theirs, list) and theirs != list(ours):
+        return f'knows the classes {some(theirs)}, the data has {some(list(ours))}'
+    return None
+
+
+def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
+    names = getattr(net, 'pretrained_cfg', {}).get('classifier') or ()
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names:
+        classifier = net.get_classifier()
+        names = tuple(name for name, module in net.named_modules() if module is classifier)
+    return [key for key in own if key.startswith(tuple(f'{name}.' for name in names))]
+
+
+def _checkpoint(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
+    try:
+        return read_checkpoint(Path(path).expanduser())
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+
+
+def _read(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
+    """Weights, all finite, and metadata."""
+    weights, metadata, _ = _checkpoint(path)
+    try:
+        check_finite(weights, path)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    return weights, metadata if isinstance(metadata, dict) else {}
+
+
+class StartHook(Hook):
+    """Starts a detector or segmenter from a file: a whole one, or a classifier's, which is for the backbone.
+
+    Args:
+        path: the file.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, path: str):
+        self.path, self.weights, self.what = path, {}, ''
+
+    def prepare(self, model: nn.Module, classes: Sequence[str]) -> None:
+        """Read the file and find out what of it fits.
+
+        Raises:
+            UserError: the file cannot be read, holds NaN, or fits neither the model nor its backbone.
+        """
+        from ...backbones.mm.checkpoints import translate_keys
+        weights, metadata = _read(self.path)
+        whole = translate_keys(weights, model)
+        if any(key.startswith('backbone.') for key in whole):
+            self._prepare_whole(model, whole, metadata.get('classes'), list(classes))
+        else:
+            self._prepare_backbone(model.backbone, weights)
+
+    def _prepare_whole(self, model: nn.Module, weights: Dict[str, Tensor], theirs: Any, ours: List[str]) -> None:
+        own = model.state_dict()
+        resized = [key for key in own if key in weights and not key.startswith(('backbone.', 'neck.'))
+                   and weights[key].shape != own[key].shape and weights[key].shape[1:] == own[key].shape[1:]]
+        absent = [key for key in own if key.startswith('auxiliary_head.')]
+        absent = absent if not any(key in weights for key in absent) else []
+        problems = differences(own, {**weights, **{key: own[key] for key in (*resized, *absent)}})
+        if problems:
+            raise UserError(f"{self.path} is not a checkpoint of this {type(model).__name__} on "
+                            f"{type(model.backbone).__name__}: {'; '.join(problems)}")
+        self.what, self.weights = 'the whole model', {k: v for k, v in weights.items() if k not in resized}
+        if resized:
+            say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
+                f'weights ({some(resized)})')
+        elif isinstance(theirs, list) and theirs != ours:
+            say(f'{self.path} knows the classes {some(theirs)}, the data has {some(ours)}: the heads start from '
+                'those of the file')
+        if absent:
+            say(f'{self.path} has no auxiliary head: it starts with random weights')
+
+    def _prepare_backbone(self, backbone: nn.Module, weights: Dict[str, Tensor]) -> None:
+        own, weights = backbone.state_dict(), checkpoint_filter_fn(weights, backbone)
+        spare = [key for key in weights if key not in own and key.startswith(_CLASSIFIERS)]
+        weights = {key: value for key, value in weights.items() if key not in spare}
+        norms = [key for key in own if key.startswith('output_norms.')]
+        norms = norms if not any(key in weights for key in norms) else []
+        problems = differences(own, {**weights, **{key: own[key] for key in norms}})
+        if problems:
+            raise UserError(f"{self.path} is not a checkpoint of this {type(backbone).__name__} backbone: "
+                            f"{'; '.join(problems)}")
+        self.what, self.weights = 'the backbone', {f'backbone.{key}': value for key, value in weights.items()}
+        text = f'{self.path} is a classifier: the backbone starts from it, neck and heads with random weights'
+        more = [f"its classifier ({some(spare)}) is not used"] if spare else []
+        more += ['the output norms start as identities'] if norms else []
+        say('; '.join([text, *more]))
+
+    def before_train(self, runner) -> None:
+        """After the Runner has drawn the weights."""
+        model = getattr(runner.model, 'module', runner.model)
+        weights = {**model.state_dict(), **self.weights}
+        runner.call_hook('after_load_checkpoint', checkpoint=dict(state_dict=weights))   # EMAHook's average, too
+        model.load_state_dict(weights)
+
+
+def without_pretrained(model: Any) -> None:
+    """Take the files that the config's backbone would start from out of it: --weights says another."""
+    backbone = model.get('backbone')
+    if isinstance(backbone, dict):
+        cfgs = backbone.get('init_cfg')
+        cfgs = [cfgs] if isinstance(cfgs, dict) else list(cfgs or ())
+        kept = [cfg for cfg in cfgs if cfg.get('type') != 'Pretrained']
+        if len(kept) < len(cfgs):
+            say('--weights: the backbone\'s init_cfg '
+                f"({', '.join(str(cfg.get('checkpoint')) for cfg in cfgs if cfg not in kept)}) is not used")
+            backbone.init_cfg = kept or None

@@ -1,0 +1,151 @@
+"""Run a training from a config, explain its errors, and leave nothing behind where it did not start."""
+import contextlib
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional
+
+from ..common import images
+from ..common.cli import UserError, one_line, quiet
+from .arguments import is_classifier
+from .lock import locked
+
+
+def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
+                 command: str = '') -> Path:
+    """Train, and return the path of the weights to use: the best in validation where there was one, else the last.
+
+    Args:
+        config: mmengine Config.
+        work_dir: where everything is written; no other training may be writing there.
+        log_level: of mmengine's logger.
+        weights: a file that a detector or segmenter starts from (a classifier: `load_from` of the config).
+        command: goes on with this training after it was stopped.
+
+    Raises:
+        UserError: the config, the data or the folder do not fit, and nothing has been written then; or training cannot
+            go on, because the loss is no longer finite or the disk is full.
+    """
+    from mmengine.dist import is_main_process
+
+    from .starting_weights import without_pretrained
+    folder = Path(work_dir).expanduser()
+    if weights and not is_classifier(config):
+        config.load_from = None
+        without_pretrained(config.model)
+    vet_pretrained(config)
+    first = int(os.environ.get('RANK', 0)) == 0
+    with locked(folder) if first else contextlib.nullcontext():
+        kept = _train(config, folder, log_level, weights, command)
+    if is_main_process():
+        print(f'weights: {kept}')
+    return kept
+
+
+def _train(config, folder: Path, log_level: str, weights: Optional[str], command: str) -> Path:
+    """`run_training` in a folder that is locked."""
+    from mmengine.dist import is_main_process
+
+    from .checkpoints import latest_checkpoint, stamp
+    from .hooks import ProgressHook, WeightsHook
+    from .messages import how_to_go_on, starting_point
+    from .starting_weights import StartHook
+    hooks = [ProgressHook(starting_point(config, weights)), WeightsHook()]
+    if is_classifier(config):
+        from .classification.runner import build_runner
+    else:
+        from .dense.runner import build_runner
+        if weights:
+            hooks.append(StartHook(weights))
+    progress, kept = hooks[:2]
+    before = _contents(folder) if folder.is_dir() else {}
+    earlier = None if config.get('resume') else stamp(latest_checkpoint(folder))
+    unreadable = images.reported()
+    try:
+        with quiet() if log_level == 'ERROR' else contextlib.nullcontext():
+            build_runner(config, str(folder), training=True, hooks=hooks, log_level=log_level).train()
+    except KeyboardInterrupt:
+        progress.stop()
+        if is_main_process():
+            print(how_to_go_on(folder, command, earlier), file=sys.stderr)
+            if not progress.started:
+                _undo(folder, before)
+        raise
+    except Exception as error:
+        progress.stop()
+        if is_main_process() and not progress.started:
+            # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
+            _undo(folder, before)
+        explained = _explained(error, folder, how_to_go_on(folder, command, earlier) if progress.started else '')
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        progress.stop()
+    images.say_count(unreadable)
+    return folder / (kept.best_file or kept.last_file).name
+
+
+def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
+    """The error of a training as a UserError; itself where nothing is known of it and training had begun, so that there
+    is a sentence on how to go on."""
+    from .messages import disk_full
+    outside = re.search(r'Target (\d+) is out of bounds', str(error))
+    if outside:
+        return UserError(f'a label map has label {outside[1]}, more than the classes of the data set')
+    full = disk_full(error)
+    if full:
+        return UserError(f"{full} while writing to {folder}; free some space{go_on and f'; {go_on}'}")
+    if go_on or isinstance(error, UserError):
+        return error
+    return UserError(f'training cannot start: {one_line(error)}')
+
+
+def vet_pretrained(config) -> None:
+    """Refuse files that run code when they are read: what the config starts from goes through mmengine, which reads a
+    pickle in the old way where the safe one fails.
+
+    Raises:
+        UserError: such a file, or one that is missing or damaged.
+    """
+    from ...backbones.weights import WeightsError, read_checkpoint
+    for path in _pretrained(config.to_dict()):
+        if '://' in path:                                    # a name or an address of mmengine's
+            continue
+        try:
+            read_checkpoint(Path(path).expanduser())
+        except WeightsError as error:
+            raise UserError(str(error)) from error
+
+
+def _pretrained(value: Any) -> Iterator[str]:
+    """The files that init_cfg and load_from name."""
+    if isinstance(value, dict):
+        for key in ('load_from', 'checkpoint'):
+            path = value.get(key)
+            if isinstance(path, str) and path and (key == 'load_from' or value.get('type') == 'Pretrained'):
+                yield path
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _pretrained(item)
+
+
+def _contents(folder: Path) -> Dict[Path, Optional[bytes]]:
+    """What is in the folder; of config files, which mmengine writes over, their bytes."""
+    return {path: path.read_bytes() if path.suffix == '.py' else None for path in folder.iterdir()}
+
+
+def _undo(folder: Path, before: Dict[Path, Optional[bytes]]) -> None:
+    """Remove what a Runner writes before it trains, its config and its folder of logs; bring back the config that was
+    there."""
+    for path in set(folder.iterdir()) - set(before):
+        if path.is_dir() and re.fullmatch(r'\d{8}_\d{6}', path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == '.py':
+            path.unlink()
+    for path, content in before.items():
+        if content is not None:
+            path.write_bytes(content)
