@@ -61,7 +61,7 @@ class LineWeights:
 
     def backward(self, dp: Tensor, dq: Tensor, dk: Tensor, dsums: Tensor) -> None:
         """Add to the gradients of q, k and sums (views of the full ones), given the gradient of the weights."""
-        dmask = self.p * dp                                  # multiplicative: d log mask; additive: a term of it
+        dmask = self.p * dp                                  # d log mask (multiplicative), or its first term
         shares = self.p if self.unmasked is None else self.unmasked
         dlogits = torch.addcmul(dmask, shares, dmask.sum(-1, keepdim=True), value=-1)
         if self.unmasked is None:

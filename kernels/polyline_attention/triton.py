@@ -236,9 +236,9 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
         sa_kj = _load_sums(sa, r * token_i + j * token_j, in_j, 0.0)
         sb_kj = _load_sums(sb, r * token_i + j * token_j, in_j, 0.0)
         along_key_row = -tl.abs(sa_kl[:, None] - sa_kj[None, :])
-        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # over query rows, of the gradient of log L~
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same times sign(r - row)
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # of the gradient of log L
+        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # gradient of log L~, summed over query rows
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same, times sign(r - row)
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # gradient of log L, times that sign
         query_row, grad_row = q, grad
         for row in range(0, height):
             row_tokens = row * token_i + j * token_j
