@@ -23,7 +23,7 @@ def test_why_not():
     else:
         assert 'arguments are on cpu' in kernels.why_not('polyline_attention', *inputs)
         assert 'no GPU' in kernels.why_not('polyline_attention')
-    with pytest.raises(ValueError, match=r"backend 'triton' can't run: the kernels take float32, float16 and bfloat16, "
+    with pytest.raises(ValueError, match=r"'triton' cannot run: the kernels take float32, float16 and bfloat16, "
                                          r'and the arguments are torch.float64'):
         kernels.polyline_attention(*(x.double() for x in inputs), backend='triton')
     with pytest.raises(ValueError, match='heads of at most 128 channels, and these have 130'):
