@@ -126,7 +126,7 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume'], '--weights starts a training and --resume goes on with one')
+    fails([*arguments, '--weights', path, '--resume'], '--weights and --resume exclude each other')
     assert not work.exists()
 
 

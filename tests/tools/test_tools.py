@@ -138,7 +138,7 @@ def test_wrong_names():
     _fails(stats.main, ['ppma_tiny', '--set', 'masks=logit'], 'masks')
     _fails(models.main, ['qqq'], 'no model matches')
     _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
-    _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'it takes no --data')
+    _fails(train.main, ['test-ppma_digits', '--data', 'x'], '--data is not supported')
     _fails(train.main, ['test-ppma_digits', '--epochs', '0'], 'at least 1')
 
 
@@ -254,7 +254,7 @@ def test_wrong_predictions(trained, tmp_path, images):
 
 
 def test_command_line(capsys):
-    for arguments, code, text in ((['--help'], 0, 'tools:'), ([], 0, 'tools:'), (['--version'], 0, '.'),
+    for arguments, code, text in ((['--help'], 0, 'commands:'), ([], 0, 'commands:'), (['--version'], 0, '.'),
                                   (['modles'], 2, 'did you mean models'), (['models', 'test_*'], 0, 'test_ppma'),
                                   (['stats', 'nothing'], 2, 'error: unknown model')):
         with pytest.raises(SystemExit) as caught:
