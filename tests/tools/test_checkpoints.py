@@ -86,7 +86,7 @@ def test_what_is_assumed_is_said(model, image, tmp_path, capsys):
     save_weights(model, tmp_path / 'w.safetensors', _metadata(model='ppma_tiny'))
     _, said = _predicted(capsys, str(tmp_path / 'w.safetensors'), image, '--model', 'test_ppma')
     assert 'assuming the settings of test_ppma' in said
-    assert 'does not say which model' in _error(capsys, tmp_path / 'w.pth', image)
+    assert 'does not name its model' in _error(capsys, tmp_path / 'w.pth', image)
 
 
 def test_a_config_is_read_and_not_run(tmp_path):

@@ -165,7 +165,7 @@ def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
     # Resumed, it has been evaluated already.
     train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=3), '--resume'])
     text = capsys.readouterr().err
-    assert text.count('validation  ') == 1 and 'going on after epoch 2' in text and 'epoch_2.pth' in text
+    assert text.count('validation  ') == 1 and 'resuming after epoch 2' in text and 'epoch_2.pth' in text
 
 
 def test_how_long_it_takes(images, tmp_path, capsys):
