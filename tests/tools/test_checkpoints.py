@@ -9,10 +9,10 @@ import timm
 import torch
 from mmengine.config import Config
 from PIL import Image
+from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
 
 OPTIONS = dict(num_classes=3, mask='product')
@@ -55,10 +55,7 @@ def _predicted(capsys, *args):
 
 
 def _error(capsys, *args):
-    with pytest.raises(UserError) as caught:
-        predict.main([*map(str, args)])
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
+    return command_error(predict.main, args)
 
 
 @pytest.mark.parametrize('where', ['inside', 'beside', 'safetensors'])
