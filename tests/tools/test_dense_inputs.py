@@ -52,7 +52,7 @@ def _dataset(config, data, part='val'):
     ('{"images": [], "annotations": 3, "categories": []}', "it has no list 'annotations'"),
     ('{"images": [{"id": 1}], "annotations": [], "categories": [{"id": 1, "name": "circle"}]}',
      "no '(file_name|height)'")])
-def test_annotation_files_are_named(content, message, data, tmp_path):
+def test_errors_name_the_annotation_file(content, message, data, tmp_path):
     """None: cut in the middle."""
     config = load(MASK_RCNN)
     for part in ('train', 'val'):
@@ -63,7 +63,7 @@ def test_annotation_files_are_named(content, message, data, tmp_path):
         assert str(path) in said and said.startswith(f'{name}: ')
 
 
-def test_inside_other_data_sets_and_in_evaluators(data):
+def test_errors_name_files_of_nested_data_sets_and_evaluators(data):
     config = load(MASK_RCNN)
     path = data / 'annotations' / 'instances_val.json'
     inner = _dataset(config, data)
@@ -91,7 +91,7 @@ def test_a_truncated_file_ends_training_and_testing_at_once(data, tmp_path):
     assert not (tmp_path / 'work').exists()
 
 
-def test_empty_folders_are_named(data, tmp_path):
+def test_errors_name_empty_folders(data, tmp_path):
     config = load(UPERNET)
     folder = data / 'images' / 'val'
     for file in folder.iterdir():
@@ -123,7 +123,7 @@ def test_classes_in_another_order_than_the_files(data, tmp_path):
                    match='lists circle, star, metainfo.classes are star, circle: .* in that order')
 
 
-def test_every_level_is_used():
+def test_configs_use_every_level_of_the_backbone():
     """An output norm without gradient stops distributed training."""
     for name in known_configs():
         if 'mobilevitv2' in name or find(name).parent.name not in ('detection', 'segmentation'):
@@ -207,7 +207,7 @@ def test_one_pixel_in_a_segmenter(size, data, tmp_path):
     assert len(list((tmp_path / 'out').glob('*.png'))) == len(list((tmp_path / 'shown').glob('*.png'))) == 2
 
 
-def test_tiny_images_change_no_others(data):
+def test_padding_tiny_images_changes_no_other_images(data):
     """Only a batch whose deepest map has one cell is padded further, and boxes stay within the image."""
     model = _model(MASK_RCNN).eval()
     plain = _model(MASK_RCNN).eval()
@@ -229,7 +229,7 @@ def test_tiny_images_change_no_others(data):
         assert (found.bboxes[:, 2] <= width).all() and (found.bboxes[:, 3] <= height).all()
 
 
-def test_the_image_that_cannot_be_prepared_is_named(data, tmp_path):
+def test_errors_name_the_image_of_a_failing_pipeline(data, tmp_path):
     broken = sorted((data / 'images' / 'train').iterdir())[1]
     broken.write_bytes(b'no image')
     for name, workers in ((MASK_RCNN, 0), (UPERNET, 1)):
@@ -245,7 +245,7 @@ def test_fewer_images_than_a_batch(data, tmp_path):
     assert not (tmp_path / 'work').exists()
 
 
-def test_steps_keep_what_a_pipeline_does():
+def test_wrapped_pipelines_return_the_same_data():
     seen = []
     steps = Steps([lambda results: seen.append(results) or results])
     assert steps(dict(img_path='x.png', img=np.zeros((2, 2, 3))))['img_path'] == 'x.png' and len(seen) == 1
@@ -287,7 +287,7 @@ def _fail(*_):
     raise AssertionError
 
 
-def test_sizes_that_clash_name_the_option():
+def test_batches_of_several_sizes_name_the_option():
     model = _with_neck()
     with pytest.raises(RuntimeError, match=r'size of tensor.*MobileViTv2 rounds .*model.backbone.exact_size=True'):
         _run(model)

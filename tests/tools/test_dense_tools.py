@@ -73,7 +73,7 @@ def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
     assert found == expected
 
 
-def test_resuming_is_as_training_without_a_break(data, trained, tmp_path):
+def test_resumed_training_equals_an_unbroken_one(data, trained, tmp_path):
     options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=3',
                'default_hooks.checkpoint.max_keep_ckpts=3']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -108,7 +108,7 @@ def test_predict(name, trained, data, tmp_path, capsys):
                 assert item['class'] in ('circle', 'ring', 'triangle', 'square', 'star')
 
 
-def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
+def test_weights_hold_the_ema_average(data, tmp_path, capsys):
     """With EMAHook our files hold what validation saw and what the Runner's own hold."""
     config = tmp_path / 'averaged.py'
     config.write_text(f"_base_ = [{str(find(UPERNET))!r}]\ncustom_hooks = [dict(type='EMAHook', momentum=0.5)]\n"
@@ -140,7 +140,7 @@ def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
     assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up
 
 
-def test_workers_draw_anew_in_each_epoch_and_resume(data, tmp_path):
+def test_workers_draw_new_augmentations_in_each_epoch(data, tmp_path):
     options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=2', 'train_dataloader.num_workers=1',
                'train_dataloader.persistent_workers=True', 'default_hooks.checkpoint.max_keep_ckpts=2']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -179,7 +179,7 @@ def test_mixed_precision_on_a_cpu(data, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['ssdlite_test-mobilevitv2_shapes', 'deeplabv3_test-mobilevitv2_shapes'])
-def test_the_other_networks_run(name, data, tmp_path, capsys):
+def test_other_networks_train(name, data, tmp_path, capsys):
     work = tmp_path / 'run'
     assert train.main([name, '--data', str(data), '--epochs', '1', '--work-dir', str(work), *SHORT]) == 0
     assert test.main([name, str(work / 'last.safetensors'), '--data', str(data), '--json']) == 0
@@ -193,7 +193,7 @@ def _run(command, **options):
 
 
 @pytest.mark.parametrize('library, name', [('mmdet', MASK_RCNN), ('mmseg', UPERNET)])
-def test_the_libraries_own_tools(library, name, data, tmp_path):
+def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path):
     """Their train.py and test.py, as installed, on our config unchanged, from another folder."""
     tools = Path(sys.modules[library].__path__[0]) / '.mim' / 'tools'
     (tmp_path / 'data').mkdir()
@@ -296,7 +296,7 @@ def test_wrong_inputs_write_nothing(data, trained, tmp_path):
                   match='is not an image')
 
 
-def test_what_lies_in_the_work_folder_stays(data, trained, tmp_path):
+def test_errors_keep_the_files_of_the_work_folder(data, trained, tmp_path):
     work = tmp_path / 'work'
     shutil.copytree(trained[UPERNET], work)
     (work / 'notes').mkdir()
@@ -319,7 +319,7 @@ def test_what_lies_in_the_work_folder_stays(data, trained, tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
-def test_pictures_replace_no_image(data, trained, tmp_path):
+def test_pictures_never_replace_images(data, trained, tmp_path):
     images = tmp_path / 'images'
     images.mkdir()
     for name in ('x.png', 'x-2.png'):

@@ -57,7 +57,7 @@ def test_options_are_checked_when_a_config_is_read():
         load(DIGITS, {'epochs': 1})
 
 
-def test_options_that_something_reads(capsys):
+def test_valid_options_print_nothing(capsys):
     options = {
         'load_from': 'x.pth', 'resume': True, 'randomness.seed': 4, 'randomness.deterministic': True,
         'optim_wrapper.clip_grad.norm_type': 1, 'optim_wrapper.accumulative_counts': 2, 'param_scheduler.0.begin': 1,
@@ -91,7 +91,7 @@ def test_options_of_dense_configs(capsys):
     assert 'model.test_cfg.crop_size: the key is not in the config and is added' in capsys.readouterr().err
 
 
-def test_names_of_ones_own_in_config_files(tmp_path, capsys):
+def test_config_files_may_have_own_variables(tmp_path, capsys):
     path = tmp_path / 'config.py'
     base = f'_base_ = {str(find(DIGITS))!r}\n'
     path.write_text(base + 'train_pipeline_stage2 = [1]\nmodels = dict(stages=train_pipeline_stage2)\n'

@@ -51,7 +51,7 @@ def test_listops_answers_and_lengths(bounds, count):
     assert max(operators) < 1.2 * min(operators) and names[listops.CLOSE] == sum(operators)
 
 
-def test_listops_has_the_law_of_the_recursive_grammar():
+def test_listops_has_the_distribution_of_the_recursive_grammar():
     rng = np.random.default_rng(0)
 
     def length(depth, room):

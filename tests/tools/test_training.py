@@ -160,7 +160,7 @@ def test_a_moved_folder_resumes_in_its_new_place(images, tmp_path, capsys, monke
     assert not (tmp_path / 'runs').exists() and not (tmp_path / 'old').exists()
 
 
-def test_the_last_checkpoint_is_found_without_its_note(tmp_path):
+def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
     from subquad.tools.engine.checkpoints import latest_checkpoint
     assert latest_checkpoint(tmp_path) is None
     for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
@@ -222,7 +222,7 @@ def test_folders_without_locks(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('where', ['checkpoint', 'note of the last checkpoint', 'weights'])
-def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path, monkeypatch):
+def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, monkeypatch):
     """The second epoch's files do not fit any more."""
     import builtins
 
@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path
     assert read_checkpoint(tmp_path / 'last.safetensors')[1]['epoch'] == 3
 
 
-def test_a_checkpoint_goes_only_when_the_next_is_there(tmp_path):
+def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
     from subquad.tools.engine.checkpoints import WholeFilesBackend
     backend = WholeFilesBackend(str(tmp_path))
     for name in ('a.pth', 'b.pth'):
@@ -314,7 +314,7 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
     assert 'resuming after epoch 1' in text
 
 
-def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_runs(images, tmp_path, capsys, monkeypatch):
+def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, monkeypatch):
     from subquad.tools.engine.hooks import ProgressHook
     train.main(folder_arguments(images, tmp_path))
     message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',

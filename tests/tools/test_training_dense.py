@@ -88,7 +88,7 @@ def test_a_detector_starts_from_a_classifier(data, tmp_path, monkeypatch, capsys
     assert not (tmp_path / 'new').exists()
 
 
-def test_a_segmenter_starts_from_a_whole_one(data, trained, tmp_path, monkeypatch, capsys):
+def test_a_segmenter_starts_from_weights_of_a_segmenter(data, trained, tmp_path, monkeypatch, capsys):
     path = trained / 'last.safetensors'
     weights = read_checkpoint(path)[0]
     arguments = [UPERNET, '--data', data, '--work-dir', tmp_path / 'work', '--weights']

@@ -195,7 +195,7 @@ def test_wrong_folders(tmp_path, images):
     assert not (tmp_path / 'w').exists()
 
 
-def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
+def test_evaluation_uses_the_options_of_the_checkpoint(tmp_path, monkeypatch):
     """Options that change no shape come from the file; another model or other classes are refused."""
     import timm
     metadata = dict(model='test_ppma', options=dict(num_classes=10, mask='product'),
@@ -218,7 +218,7 @@ def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     command_error(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
 
 
-def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):
+def test_best_file_of_an_earlier_run_is_not_reported(tmp_path, capsys):
     (tmp_path / 'best.safetensors').write_text('old')
     train.main(['test-ppma_digits', '--epochs', '1', '--work-dir', str(tmp_path)])
     assert 'last.safetensors' in capsys.readouterr().out
