@@ -9,11 +9,11 @@ import timm
 import torch
 from mmengine.config import Config
 from PIL import Image
+from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.weight_files import config_facts, load_classifier
+from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
 
 OPTIONS = dict(num_classes=3, mask='product')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
@@ -55,10 +55,7 @@ def _predicted(capsys, *args):
 
 
 def _error(capsys, *args):
-    with pytest.raises(UserError) as caught:
-        predict.main([*map(str, args)])
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
+    return command_error(predict.main, args)
 
 
 @pytest.mark.parametrize('where', ['inside', 'beside', 'safetensors'])
@@ -86,19 +83,19 @@ def test_what_is_assumed_is_said(model, image, tmp_path, capsys):
     save_weights(model, tmp_path / 'w.safetensors', _metadata(model='ppma_tiny'))
     _, said = _predicted(capsys, str(tmp_path / 'w.safetensors'), image, '--model', 'test_ppma')
     assert 'assuming the settings of test_ppma' in said
-    assert 'does not say which model' in _error(capsys, tmp_path / 'w.pth', image)
+    assert 'does not name its model' in _error(capsys, tmp_path / 'w.pth', image)
 
 
 def test_a_config_is_read_and_not_run(tmp_path):
     text = _config().pretty_text
-    assert config_facts(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
+    assert config_metadata(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
     marker = tmp_path / 'was_run'
     code = f'os.mkdir({str(marker)!r})'
-    assert config_facts(f'import os\n{code}\nx = {code}\n{text}') == config_facts(text)
+    assert config_metadata(f'import os\n{code}\nx = {code}\n{text}') == config_metadata(text)
     assert not marker.exists()
     for other in ('', 'model = dict(type="MaskRCNN")', 'model = dict(**x)', 'model = {[]: 1}', '(' * 10_000, 'a b',
                   '\0', 'model = 3', 'x = ' + '-' * 100_000 + '1'):
-        assert config_facts(other) == {}
+        assert config_metadata(other) == {}
 
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'resnet18'])

@@ -24,17 +24,17 @@ def digits():
     ('work_dir', 'give --work-dir'),
     ('custom_imports.imports', 'acts while the config file is read'),
     ('default_hooks.checkpoint.intervall', 'did you mean .*interval'), ('tta_model.foo', "has no 'tta_model'"),
-    ('param_scheduler.0.endd', 'takes no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
+    ('param_scheduler.0.endd', 'accepts no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
     ('nonsense.deep', "no 'nonsense' in test-ppma_digits.py; valid keys: entries of the config"),
-    ('default_hooks.chekpoint', "default_hooks takes no 'chekpoint'; did you mean checkpoint?"),
+    ('default_hooks.chekpoint', "default_hooks accepts no 'chekpoint'; did you mean checkpoint?"),
     ('default_hooks.chekpoint.interval', "did you mean checkpoint?"),
     ('train_cfg.max_epoch', 'did you mean max_epochs'),
-    ('train_cfg.max_iters', "train_cfg takes no 'max_iters'"),
+    ('train_cfg.max_iters', "train_cfg accepts no 'max_iters'"),
     ('train_cfg.by_epoch.x', 'train_cfg.by_epoch is True, which has no entries'),
     ('train_dataloader.batchsize', 'did you mean batch_size'),
     ('train_dataloader.dataset.splt', 'did you mean split'),
     ('train_dataloader.dataset.transform.vflp', 'did you mean vflip'),
-    ('val_cfg.intervall', "val_cfg takes no 'intervall'"),
+    ('val_cfg.intervall', "val_cfg accepts no 'intervall'"),
     ('optim_wrapper.clip_grad.max_nrm', 'did you mean max_norm'),
     ('param_scheduler.2.begin', 'param_scheduler is a list of 2 entries, from param_scheduler.0 on'),
     ('randomness.sed', 'did you mean seed'),
@@ -43,6 +43,13 @@ def digits():
 def test_an_option_without_effect_is_an_error(digits, key, message):
     with pytest.raises(UserError, match=message):
         check_options(digits, {key: 1}, 'test-ppma_digits.py')
+
+
+@pytest.mark.parametrize('key', ['resume', 'strict_images', 'train_dataloader.sampler.shuffle'])
+def test_text_for_a_boolean_entry_is_an_error(digits, key):
+    with pytest.raises(UserError, match=f"{key} must be True or False, got 'Tru'"):
+        check_options(digits, {key: 'Tru'}, 'test-ppma_digits.py')
+    check_options(digits, {key: False}, 'test-ppma_digits.py')
 
 
 def test_options_are_checked_when_a_config_is_read():
@@ -81,7 +88,7 @@ def test_options_of_dense_configs(capsys):
     capsys.readouterr()
     # A dict without a type: what reads it is not known, and that is said.
     assert load(UPERNET, {'model.test_cfg.crop_size': (64, 64)}).model.test_cfg.crop_size == (64, 64)
-    assert 'model.test_cfg.crop_size: it is not in the config and is added' in capsys.readouterr().err
+    assert 'model.test_cfg.crop_size: the key is not in the config and is added' in capsys.readouterr().err
 
 
 def test_names_of_ones_own_in_config_files(tmp_path, capsys):

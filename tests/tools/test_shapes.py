@@ -98,8 +98,8 @@ def test_the_parts_share_no_background(folder):
         index = list(shapes.PHOTOGRAPHS).index(name)
         widths = [shapes.backgrounds(part)[index].width for part in shapes.PARTS]
         assert sum(widths) == width and min(widths) > 100
-    facts = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
-    assert set(facts['photographs']) == set(shapes.PHOTOGRAPHS) and facts['labels']['star'] == 5
+    metadata = json.loads((folder / 'dataset.json').read_text(encoding='utf-8'))
+    assert set(metadata['photographs']) == set(shapes.PHOTOGRAPHS) and metadata['labels']['star'] == 5
 
 
 def test_the_same_seed_gives_the_same_bytes(folder, tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_an_interruption_leaves_what_was_there(small, monkeypatch, error, raised
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['shape'], 'shape.*did you mean shapes'), (['coco'], 'coco.*there are: shapes'),
+    (['shape'], 'shape.*did you mean shapes'), (['coco'], 'coco.*allowed: shapes'),
     (['shapes', '--train', '0'], '--train must be from 1'), (['shapes', '--val', '-3'], '--val must be from 1'),
     (['shapes', '--train', '100001'], '--train.*100000'), (['shapes', '--seed', '-1'], '--seed must be at least 0'),
     *((['shapes', '--size', size], '--size must be') for size in ('0', '47', '64x', '64x64x3', '2048', '64x20', 'no'))])

@@ -108,25 +108,25 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
     arguments = [*folder_arguments(images, work)]
     bad = tmp_path / 'bad.safetensors'
 
-    def write(changes, facts=None):
-        save_state_dict({**weights, **changes}, bad, facts)
+    def write(changes, metadata=None):
+        save_state_dict({**weights, **changes}, bad, metadata)
         return bad
     key = next(name for name in weights if name.startswith('stages.') and weights[name].ndim == 2)
-    for changes, facts, message in (
+    for changes, metadata, message in (
             ({'extra': torch.zeros(1)}, None, r'1 keys not in the model \(extra\)'),
             ({key: torch.zeros(3, 3)}, None, '1 shapes differ'),
             ({key: torch.full_like(weights[key], torch.nan)}, None, 'holds NaN or infinite values'),
-            ({}, dict(model='ppma_tiny', options={}), 'is of ppma_tiny, the config of test_ppma'),
+            ({}, dict(model='ppma_tiny', options={}), 'was trained as ppma_tiny, but the config builds test_ppma'),
             ({}, dict(model='test_ppma', options=dict(checkpoint_path='/x')),
              "unexpected keyword argument 'checkpoint_path'"),
             ({}, dict(model='test_ppma', options=3), 'options must be an object, got 3')):
-        fails([*arguments, '--weights', write(changes, facts)], message)
+        fails([*arguments, '--weights', write(changes, metadata)], message)
         assert not work.exists()
     fails([*arguments, '--weights', tmp_path / 'none.pth'], 'no weight file')
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume'], '--weights starts a training and --resume goes on with one')
+    fails([*arguments, '--weights', path, '--resume'], '--weights and --resume exclude each other')
     assert not work.exists()
 
 
@@ -165,7 +165,7 @@ def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
     # Resumed, it has been evaluated already.
     train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=3), '--resume'])
     text = capsys.readouterr().err
-    assert text.count('validation  ') == 1 and 'going on after epoch 2' in text and 'epoch_2.pth' in text
+    assert text.count('validation  ') == 1 and 'resuming after epoch 2' in text and 'epoch_2.pth' in text
 
 
 def test_how_long_it_takes(images, tmp_path, capsys):

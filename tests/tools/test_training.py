@@ -91,7 +91,7 @@ def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypat
 def test_a_metric_that_is_nan_is_never_best(tmp_path):
     from subquad.tools.engine.hooks import WeightsHook
     hook, saved = WeightsHook(), []
-    hook._save = lambda runner, name, facts: saved.append(facts['accuracy/top1'])
+    hook._save = lambda runner, name, metadata: saved.append(metadata['accuracy/top1'])
     hook._when = lambda runner: {}
     for value in (float('nan'), float('inf'), 3., float('nan'), 2., 4.):
         hook.after_val_epoch(None, {'accuracy/top1': value})
@@ -265,7 +265,7 @@ def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path
     assert not list(tmp_path.glob('*.part')) and not list(tmp_path.glob('last.safetensors'))
     kept = sorted(tmp_path.glob('*.pth'))
     if where != 'weights':                                       # which are written at the first validation
-        assert f'{kept[-1]} holds the state; go on with: subquad train ppma-tiny_folder --work-dir ' in message
+        assert f'{kept[-1]} holds the state; resume with: subquad train ppma-tiny_folder --work-dir ' in message
     assert kept
     for path in kept:
         read_checkpoint(path)
@@ -303,15 +303,15 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
     with pytest.raises(KeyboardInterrupt):
         train.main(arguments)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'{work}/epoch_1.pth holds the state; go on with: subquad train ppma-tiny_folder ')
+    assert line.startswith(f'{work}/epoch_1.pth holds the state; resume with: subquad train ppma-tiny_folder ')
     monkeypatch.undo()
     import shlex
-    command = shlex.split(line.split('go on with: ')[1])
+    command = shlex.split(line.split('resume with: ')[1])
     assert command[:2] == ['subquad', 'train'] and command[-1] == '--resume'
     assert train.main(command[2:]) == 0
     assert read_checkpoint(work / 'last.safetensors')[1]['epoch'] == 2
     text = capsys.readouterr().err
-    assert 'going on after epoch 1' in text
+    assert 'resuming after epoch 1' in text
 
 
 def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_runs(images, tmp_path, capsys, monkeypatch):
@@ -343,5 +343,5 @@ def test_ctrl_c_in_a_process(images, tmp_path):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and 'Traceback' not in error
-    assert 'holds the state; go on with: subquad train' in error
+    assert 'holds the state; resume with: subquad train' in error
     assert not (tmp_path / 'training.lock').exists() and not list(tmp_path.glob('*.part'))

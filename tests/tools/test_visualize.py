@@ -106,7 +106,7 @@ def test_scores_colour_their_place():
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['resnet18.safetensors', 'images'], 'ResNet has nothing to draw here'),
+    (['resnet18.safetensors', 'images'], 'ResNet has no maps to draw'),
     (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
     (['plain.safetensors', 'images'], "paths='none': its attention does not decay"),
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),

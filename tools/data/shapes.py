@@ -66,7 +66,7 @@ def photograph_files() -> Dict[str, Path]:
     return files
 
 
-def photograph_facts() -> Dict[str, Dict[str, str]]:
+def photograph_metadata() -> Dict[str, Dict[str, str]]:
     """Of each photograph: whose it is, where it comes from, sha256.
 
     Raises:

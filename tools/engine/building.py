@@ -1,4 +1,4 @@
-"""What every Runner here needs: parts built with errors that name them, and processes that find each other."""
+"""Build the parts of a Runner with errors that name the part, and connect its processes."""
 import os
 from copy import deepcopy
 from typing import Any, Callable, Dict, Optional
@@ -6,18 +6,23 @@ from typing import Any, Callable, Dict, Optional
 import torch
 from mmengine.config import Config
 from mmengine.registry import Registry
+from mmengine.runner import Runner
 
 from ..common.cli import UserError, one_line
 
 
 def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> Any:
-    """registry.build of a copy of the config, its errors as by `made`."""
-    # Of a copy: DINO, for one, writes into its config, which goes to the work folder and could not be built again.
+    """Return registry.build(config) for a copy of the config, with errors as from `made`."""
+    # Some constructors change their config (DINO's does), which is written to the work folder afterwards.
     return made(lambda: registry.build(deepcopy(config)), name)
 
 
 def made(make: Callable[[], Any], name: str) -> Any:
-    """make(), its errors as a UserError that names the part of the config."""
+    """Return make().
+
+    Raises:
+        UserError: make() raised; the error names this part of the config.
+    """
     try:
         return make()
     except UserError:
@@ -30,9 +35,30 @@ def made(make: Callable[[], Any], name: str) -> Any:
         raise UserError(f'{name}: {one_line(error)}') from error
 
 
+def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
+    """Refuse a batch size that leaves no batch.
+
+    Raises:
+        UserError: The loader drops incomplete batches, and the data set is smaller than one batch.
+    """
+    if loader.get('drop_last') and len(dataset) < loader.get('batch_size', 1):
+        raise UserError(f"{part}_dataloader: the data set has {len(dataset)} samples, fewer than "
+                        f"batch_size={loader['batch_size']}, and drop_last leaves none")
+
+
+def close_log(runner: Runner) -> None:
+    """Close the log files of a runner; mmengine would continue to write to them in later runs."""
+    for handler in list(runner.logger.handlers):
+        handler.close()
+        runner.logger.removeHandler(handler)
+
+
 def process_options(config: Config) -> Dict[str, Any]:
-    """What a Runner is told of its processes. Under torchrun, which sets RANK and WORLD_SIZE, they are joined here
-    where there is no GPU: mmengine chooses a GPU before it joins them."""
+    """Return the Runner's arguments about its processes.
+
+    torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because mmengine selects a GPU
+    before it connects them.
+    """
     launcher = config.get('launcher', 'none')
     if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
         launcher = 'pytorch'
@@ -42,7 +68,7 @@ def process_options(config: Config) -> Dict[str, Any]:
     if launcher == 'pytorch' and not gpu:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group('gloo')
-        config.sync_bn = None                     # there is none for CPUs
+        config.sync_bn = None                     # CPUs have no synchronized batch norm
         config.setdefault('model_wrapper_cfg', dict(
             type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False,
             find_unused_parameters=config.get('find_unused_parameters', False)))

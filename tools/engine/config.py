@@ -1,4 +1,4 @@
-"""Config files: found by path or name, checked for misspelt keys before anything is built or written."""
+"""Find config files by path or name, read them, and check their keys before anything is built or written."""
 import difflib
 import re
 import sys
@@ -9,71 +9,91 @@ from ..common.cli import UserError, nearest, one_line, quiet
 from ..common.paths import expanded
 from .options import check_options, read_entries
 
-# Entries that act while a config file is read, or only by what uses them in it.
+# Entries that act while a config file is read, or that only other entries of the file use.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',
                   *(f'{part}_pipeline' for part in ('train', 'val', 'test')))
+# Patterns of earlier names of segmentation configs, which lacked batch size and schedule, and their new names.
+_RENAMED = ((r'(upernet_\w+-\w)_160k_(ade20k-512x512)', r'\1_8xb2-160k_\2'),
+            (r'(upernet_\w+-\w)_160k_(cityscapes-1024x1024)', r'\1_8xb1-160k_\2'),
+            (r'(\w+_mobilevitv2-\d+)_(ade20k-512x512)', r'\1_4xb4-120e_\2'),
+            (r'(\w+_mobilevitv2-\d+)_(voc12-coco-512x512)', r'\1_4xb32-50e_\2'))
+# Modules of `custom_imports` that have moved.
+_MOVED = {'subquad.tools.classification': ('subquad.tools.data.registry', 'subquad.tools.engine.registry')}
 
 
 def configs_folder() -> Path:
-    """Where the package's own configs lie."""
+    """Return the folder of the package's own configs."""
     import subquad.configs
     return Path(subquad.configs.__path__[0])
 
 
 def known_configs() -> List[str]:
-    """Names of the package's configs, without folder and ending."""
+    """Return the names of the package's configs, without folder and suffix."""
     return sorted(path.stem for path in configs_folder().glob('*/*.py'))
 
 
 def find(name: str) -> Path:
-    """The config file at this path, or the package's config of this name.
+    """Return the config file at a path, or the package's config of that name.
 
     Raises:
-        UserError: neither; with the nearest names, or the new one of a config that was renamed.
+        UserError: There is no such config. The error gives the nearest names, or the new name of a renamed config.
     """
-    from .renamed import refuse_old_name
     path = expanded(name)
     try:
         if path.is_file():
             return path
-    except OSError as error:                       # a name that is too long, for one
+    except OSError as error:                       # the name can be too long
         raise UserError(f'{name}: {error.strerror or error}') from error
     for candidate in configs_folder().glob('*/*.py'):
         if path.parent == Path() and candidate.stem == path.name.removesuffix('.py'):
             return candidate
-    refuse_old_name(name)
     known = known_configs()
+    for pattern, replacement in _RENAMED:
+        old = path.name.removesuffix('.py')
+        new = re.sub(f'^{pattern}$', replacement, old)
+        if new != old and new in known:
+            raise UserError(f'no config file {name!r}: this config is now called {new}')
     raise UserError(f"no config file {name!r}{nearest(path.stem, known)} (subquad configs lists them)")
 
 
 def load(name: str, overrides: Optional[Dict[str, Any]] = None):
-    """The config as an mmengine Config, `overrides` (dotted keys) merged in.
+    """Read a config and merge `overrides` (values by dotted key) into it.
+
+    Args:
+        name: Path of a config file, or name of one of the package's configs.
+        overrides: New values, such as {'optim_wrapper.optimizer.lr': 1e-3}.
+
+    Returns:
+        An mmengine Config.
 
     Raises:
-        UserError: no such file, not a config, or a misspelt key.
+        UserError: The file does not exist or is not a config, or a key is misspelled.
     """
     from mmengine.config import Config
     path = find(name)
     try:
-        with quiet():                              # imports what the config names
+        with quiet():                              # for what imported modules print
             config = Config.fromfile(str(path))
         check_keys(config, path)
         if overrides:
-            with quiet():                          # it imports the classes whose arguments it compares
+            with quiet():                          # the check imports the classes whose arguments it compares
                 check_options(config, overrides, path.name)
             config.merge_from_dict(overrides)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:       # a config is a program: anything can come out of it
+    except (Exception, SystemExit) as error:       # a config is a program and can raise anything
+        for old, new in _MOVED.items():
+            if f"'{old}'" in str(error):
+                raise UserError(f'{path}: {old} has moved: custom_imports must name {" and ".join(new)}') from error
         raise UserError(f'{path}: {one_line(error)}') from error
     check_types(config, path)
     return config
 
 
 def check_keys(config, path: Path) -> None:
-    """Warn of variables that look like a misspelt entry: of a name like one, and used by nothing in the file.
+    """Warn of a variable whose name is close to a known entry and that nothing in the file uses.
 
-    A config's own variables may have any name. Keys inside a dict(type=...) are checked by the class.
+    A config's own variables may have any name. The class that a dict(type=...) names checks the keys of the dict.
     """
     known = [*read_entries(), *_READ_IN_FILES]
     for key in config:
@@ -83,7 +103,7 @@ def check_keys(config, path: Path) -> None:
 
 
 def check_types(config, path: Path) -> None:
-    """Refuse a config without a model, and entries that must be a dict and are none."""
+    """Refuse a config that has no model, or an entry of a wrong type where a dict is required."""
     if 'model' not in config:
         raise UserError(f"{path}: no 'model' in it; this is not a config to train or test with")
     for key in config:

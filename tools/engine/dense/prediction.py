@@ -1,4 +1,4 @@
-"""Detect or segment in image files: drawn pictures, and results as plain dicts."""
+"""Detect or segment in image files: pictures, and results as dicts."""
 import colorsys
 import time
 from pathlib import Path
@@ -25,21 +25,22 @@ from .runner import classes_of, known_metainfo, network
 
 
 class Predictor:
-    """A detector or segmenter with its weights, ready for image files.
+    """Apply a detector or segmenter to image files.
 
     Args:
-        config: as `subquad.tools.engine.config.load` returns it. checkpoint: file.
-        device: torch device; a GPU where there is one by default.
-        allow_nonfinite: take weights that hold NaN or infinities, too.
+        config: As `subquad.tools.engine.config.load` returns it.
+        checkpoint: File of weights.
+        device: torch device; by default a GPU if there is one, else the CPU.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
 
     Raises:
-        UserError: the config cannot be built, or the checkpoint is not its.
+        UserError: The config cannot be built, or the checkpoint belongs to another model.
     """
 
     def __init__(self, config: Config, checkpoint: str, device: str = '', allow_nonfinite: bool = False):
         init_default_scope(config.get('default_scope', 'mmengine'))
         if config.get('test_dataloader') is None:
-            raise UserError('the config has no test_dataloader, which says how images are prepared')
+            raise UserError('the config has no test_dataloader, which defines how images are prepared')
         model: nn.Module = build(MODELS, config.model, 'model')
         dataset = config.test_dataloader.dataset
         self.classes = classes_of(dataset)
@@ -51,7 +52,7 @@ class Predictor:
             raise UserError(str(error)) from error
         accept_tiny_images(model)
         self.model = model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval()
-        # Annotations are not there.
+        # Image files of a user have no annotations.
         self.pipeline = Compose(with_photographs([step for step in dataset.pipeline
                                                   if 'Annotations' not in str(step['type'])], 'raise'))
         self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
@@ -63,33 +64,33 @@ class Predictor:
         self.visualizer.dataset_meta = dict(classes=self.classes, palette=palette)
 
     def __call__(self, file: Path) -> Any:
-        """The data sample that the model makes of an image file.
+        """Return the data sample that the model predicts for an image file.
 
         Raises:
-            UnreadableImage: a file that is no image, or one that the pipeline cannot prepare.
+            UnreadableImage: The file is not an image, or the pipeline cannot prepare it.
         """
         try:
             data = self.pipeline(dict(img_path=str(file), img_id=0, seg_fields=[]))
         except UserError:
             raise
-        except (OSError, ValueError, AttributeError, AssertionError, cv2.error) as error:     # what steps find to say
+        except (OSError, ValueError, AttributeError, AssertionError, cv2.error) as error:     # errors of pipeline steps
             raise unreadable(file, error) from error
         with torch.inference_mode():
             return self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))[0].cpu()
 
     def draw(self, file: Path, sample: Any, path: Path, score: float) -> None:
-        """Write the image with what was found, objects of at least that score, as a picture."""
+        """Write the image with its predictions as a picture; objects below `score` are left out."""
         image = pixels(file, sample.ori_shape)
         options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
         self.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=False, show=False,
                                        out_file=str(path), **options)
 
-    def facts(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
-        """dict(file, height, width, and objects or classes), JSON-able.
+    def describe(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
+        """Return the predictions for an image as a dict that JSON can hold.
 
-        objects: for each, the likeliest first, class, score, box [x1, y1, x2, y2] in pixels and, from models that have
-        masks, mask. classes: for each that is there, its share of the pixels and mask. A mask is COCO's run-length
-        encoding, dict(size=[height, width], counts).
+        Its keys are file, height, width, and objects or classes. Objects are sorted by score; each has class, score,
+        box [x1, y1, x2, y2] in pixels and, if the model predicts masks, mask. Each class of a segmentation has name,
+        share of the pixels, and mask. A mask is COCO's run-length encoding, dict(size=[height, width], counts).
         """
         height, width = sample.ori_shape
         result: Dict[str, Any] = dict(file=str(file), height=height, width=width)
@@ -107,7 +108,7 @@ class Predictor:
 
 
 def drawable(sample: Any) -> Any:
-    """The sample as mmseg's visualizer takes it: a label map of one pixel must be an array."""
+    """Convert a sample for mmseg's visualizer, which needs an array for a label map of one pixel."""
     return sample.numpy() if 'pred_sem_seg' in sample else sample
 
 
@@ -118,11 +119,22 @@ def _rle(mask: np.ndarray) -> Dict[str, Any]:
 
 def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float,
             left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
-    """Draw every file into the folder `out`, and return their `Predictor.facts`. Files that cannot be read are left to
-    `left_out`; without it they are errors.
+    """Draw the predictions for every file, and return them.
+
+    Args:
+        config: As `subquad.tools.engine.config.load` returns it.
+        checkpoint: File of weights.
+        files: Image files.
+        out: Folder for the pictures.
+        score: Least score of an object.
+        left_out: Receives the errors of files that cannot be read; without it they are raised.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
+
+    Returns:
+        What `Predictor.describe` returns for each file, with the path of its picture.
 
     Raises:
-        UserError: a picture would replace one of the images; see `Predictor`.
+        UserError: A picture would replace one of the images, or `Predictor` refuses the config or the checkpoint.
     """
     names, left_out = PictureNames(), left_out or LeftOut(len(files), strict=True)
     pictures = [(file, out / names(file)) for file in files]
@@ -130,7 +142,7 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
     for _, picture in pictures:
         if picture.resolve() in inputs:
             raise UserError(f'--out: {shown(picture)} is one of the images; choose another folder')
-    with quiet():                                   # the standard output may be JSON
+    with quiet():                                   # the standard output may hold JSON
         predictor = Predictor(config, checkpoint, allow_nonfinite=allow_nonfinite)
     results = []
     for file, picture in progress(pictures, 'images'):
@@ -140,7 +152,7 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
             left_out(error)
             continue
         predictor.draw(file, sample, picture, score)
-        results.append(dict(predictor.facts(file, sample, score), picture=str(picture)))
+        results.append(dict(predictor.describe(file, sample, score), picture=str(picture)))
     return results
 
 
@@ -160,7 +172,7 @@ def print_found(results: List[Dict[str, Any]]) -> None:
 
 
 class PictureNames:
-    """NAME.png for each image file, numbered where images of several folders have one name."""
+    """Names NAME.png for image files, with numbers where several folders hold the same name."""
 
     def __init__(self) -> None:
         self.used: Set[str] = set()
