@@ -1,4 +1,4 @@
-"""Sub-quadratic vision backbones on one folder of kernels. Importing it registers the models with timm."""
+"""Sub-quadratic vision backbones with Triton kernels. Importing this package registers the models with timm."""
 from importlib.util import find_spec
 from pathlib import Path
 
