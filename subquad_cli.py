@@ -1,6 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `subquad`. It lies outside of the package, whose import takes seconds: `subquad --help`, the list of
-configs and shell completion do without."""
+"""The command `subquad`.
+
+The module lies outside of the package, whose import takes seconds: `subquad --help`, `subquad configs` and shell
+completion work without it.
+"""
 import ast
 import difflib
 import errno
@@ -15,18 +18,18 @@ from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 
 # In the order in which a newcomer meets them.
 TOOLS = {
-    'models': 'list the models: names, parameters, what they are',
-    'configs': 'list the configs that come with the package',
-    'stats': 'parameters and MACs of any model at any size, beside the authors\' figures',
-    'make-dataset': 'make a small data set for detection and segmentation, without network',
-    'train': 'train a classifier, detector or segmenter from a config file',
-    'test': 'evaluate a checkpoint on a config\'s test data',
-    'predict': 'classify, detect or segment in image files with a checkpoint',
-    'visualize': 'draw what a model looks at over images',
-    'demo': 'train a small PPMA on real images in minutes, and show what it sees',
-    'benchmark': 'time and memory of operators and models, beside the floor',
-    'kernels': 'which operators run on Triton kernels here, and what the kernels take',
-    'tables': 'write the tables of README and model cards (for developers)',
+    'models': 'list models with parameters and descriptions',
+    'configs': 'list the configs that the package contains',
+    'stats': 'count parameters and MACs of any timm model or config',
+    'make-dataset': 'generate a small data set for detection and segmentation',
+    'train': 'train a classifier, detector or segmenter from a config',
+    'test': 'evaluate a checkpoint on the test data of a config',
+    'predict': 'classify, detect or segment in image files',
+    'visualize': 'draw what a model attends to, over images',
+    'demo': 'train a small model on real images in minutes, without a GPU',
+    'benchmark': 'measure time and memory of operators and models',
+    'kernels': 'show which operators run on Triton kernels here',
+    'tables': 'write the tables of README, docs and model cards (for developers)',
 }
 
 # Where a command's module lies in subquad.tools, if not under the command's own name.
@@ -34,25 +37,29 @@ MODULES = {'make-dataset': 'make_dataset', 'tables': 'bench.tables'}
 
 
 def usage() -> str:
-    lines = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
-    return '\n'.join(['usage: subquad NAME [options]', '', 'Sub-quadratic vision backbones.', '', 'tools:', *lines, '',
-                      'subquad NAME --help   what a tool takes', 'subquad --version     the version', '',
-                      'Completion in bash and zsh: pip install "subquad[completion]", then',
+    commands = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
+    return '\n'.join(['usage: subquad NAME [options]', '',
+                      'Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation.', '',
+                      'commands:', *commands, '',
+                      'subquad NAME --help   show the options of a command',
+                      'subquad --version     show the version', '',
+                      'For completion in bash and zsh: pip install "subquad[completion]", then',
                       '  eval "$(register-python-argcomplete subquad)"'])
 
 
 def nearest(word: str, known: List[str], count: int = 3) -> str:
-    """'; did you mean a, b?' or nothing."""
+    """Return '; did you mean a, b?' for the nearest known words, or an empty text."""
     close = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
     return f"; did you mean {', '.join(close)}?" if close else ''
 
 
 def package_folder(name: str) -> Path:
-    """Where the files of `subquad.NAME` lie, without an import: beside subquad/__init__.py, or one folder above it in a
-    checkout.
+    """Return the folder of `subquad.NAME` without importing the package.
+
+    It lies beside subquad/__init__.py, or one folder above in a checkout.
 
     Raises:
-        FileNotFoundError: neither.
+        FileNotFoundError: The package or the folder is missing.
     """
     spec = importlib.util.find_spec('subquad')
     if spec is None or spec.origin is None:
@@ -65,19 +72,19 @@ def package_folder(name: str) -> Path:
 
 
 def config_names(pattern: str = '*') -> List[str]:
-    """Names of the package's configs, without folder and ending, that match a pattern or contain a text."""
+    """Return the names of the package's configs that match a pattern or contain a text, without folder and suffix."""
     pattern = pattern if any(letter in pattern for letter in '*?[') else f'*{pattern}*'
     names = sorted(path.stem for path in package_folder('configs').glob('*/*.py'))
     return fnmatch.filter(names, pattern)
 
 
 def configs(argv: Optional[List[str]] = None) -> int:
-    """The tool `configs`."""
+    """Run the command `configs`."""
     import argparse
     import json
-    parser = argparse.ArgumentParser('subquad configs', description='List the configs that come with the package; '
-                                     'train, test and predict take their names.')
-    parser.add_argument('pattern', nargs='?', default='*', help='pattern such as "mask-rcnn*" or a part of a name')
+    parser = argparse.ArgumentParser('subquad configs', description='List the configs that the package contains. '
+                                     'train, test and predict accept their names.')
+    parser.add_argument('pattern', nargs='?', default='*', help='a pattern such as "mask-rcnn*", or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     names = config_names(args.pattern)
@@ -90,7 +97,7 @@ def configs(argv: Optional[List[str]] = None) -> int:
 
 
 def options_of(tool: str) -> List[str]:
-    """The options of a tool, read from its source: completion cannot wait for its imports."""
+    """Return the options of a command, read from its source: completion cannot wait for imports."""
     if tool == 'configs':
         return ['--help', '--json']
     folder = package_folder('tools')
@@ -111,7 +118,7 @@ def options_of(tool: str) -> List[str]:
 
 
 def _options_in(tree: ast.AST) -> Iterator[str]:
-    """The options that calls of `add_argument` name, but for those that --help leaves out."""
+    """Yield the options that calls of `add_argument` name, except those that --help hides."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == 'add_argument':
             if any(word.arg == 'help' and getattr(word.value, 'attr', '') == 'SUPPRESS' for word in node.keywords):
@@ -121,7 +128,7 @@ def _options_in(tree: ast.AST) -> Iterator[str]:
 
 
 def complete() -> None:
-    """Answer a shell that asks for completions, and exit; return where none does, or argcomplete is not installed."""
+    """Answer a shell that asks for completions and exit; return if no shell asks or argcomplete is not installed."""
     if '_ARGCOMPLETE' not in os.environ:
         return
     try:
@@ -149,12 +156,12 @@ def _configs_or_files(prefix: str, **kwargs: Any) -> List[str]:
 
 
 def leave(code: Union[int, str, None]) -> NoReturn:
-    """Exit after what was printed has been written; quietly where the reader is gone (`subquad models | head`)."""
+    """Flush the output and exit, without an error if the reader has gone (`subquad models | head`)."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        # Python would try once more at its end, and complain.
+        # Otherwise Python would flush once more at exit and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             sys.exit(f'error: the output cannot be written ({error.strerror})')
@@ -165,7 +172,7 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
     complete()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-    except SystemExit as error:                   # argparse's, after --help for one
+    except SystemExit as error:                   # raised by argparse, for example after --help
         code = error.code
     except BrokenPipeError:
         code = 0
@@ -180,7 +187,7 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
 
 
 def _dispatch(argv: List[str]) -> int:
-    """Run what the arguments name; the exit code."""
+    """Run the command that the arguments name, and return the exit code."""
     if not argv or argv[0] in ('-h', '--help', 'help'):
         print(usage())
         return 0
@@ -189,7 +196,8 @@ def _dispatch(argv: List[str]) -> int:
         print(version())
         return 0
     if name not in TOOLS:
-        print(f'error: unknown tool {name!r}{nearest(name, list(TOOLS))} (subquad --help lists them)', file=sys.stderr)
+        near = nearest(name, list(TOOLS))
+        print(f'error: unknown command {name!r}{near} (subquad --help lists them)', file=sys.stderr)
         return 2
     if name == 'configs':
         return configs(rest)
@@ -200,7 +208,7 @@ def _dispatch(argv: List[str]) -> int:
 
 
 def version() -> str:
-    """subquad.__version__, without its import."""
+    """Return subquad.__version__ without importing the package."""
     spec = importlib.util.find_spec('subquad')
     tree = ast.parse(Path(spec.origin).read_text(encoding='utf-8'))
     return next(node.value.value for node in tree.body

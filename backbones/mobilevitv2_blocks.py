@@ -31,6 +31,7 @@ def _linformer(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[in
     return LinformerSelfAttention(dim, tokens, **dd)
 
 
+# Builders of the attention units, by the value of the option `attention`. All of them take the same arguments.
 ATTENTIONS: Dict[str, Callable[..., nn.Module]] = {
     'separable': _separable,
     'mha': _multi_head,

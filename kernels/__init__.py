@@ -1,7 +1,7 @@
-"""Operators: one folder each with a float64-able `reference`, a fast pure-PyTorch `portable` and an export form.
+"""Operators on grids and trees, each with a float64 reference, a PyTorch path for any device, and Triton kernels.
 
     decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
-    crisscross_attention       two of them chained, in both orders                              O(N^1.5)
+    crisscross_attention       two of them chained, on both paths                               O(N^1.5)
     polyline_attention         softmax attention over the whole grid under the polyline mask     O(N^2) time
     polyline_scan              the polyline mask times a tensor, in two or three dimensions      O(N)
     polyline_linear_attention  linear attention under the polyline mask, by scans                O(N)
@@ -9,13 +9,12 @@
     quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
 
-The polyline operators and the quad tree take heads first, `(B, heads, H, W, D)`, and step logs, where they have them,
-as *steps* `(B, heads, H, W)`, never cumulative
-sums; separable attention, which has no heads, takes `(B, H, W, D)`.
+Operators with heads take tensors of shape `(B, heads, H, W, D)`. Step logs have shape `(B, heads, H, W)` and hold one
+step each, never cumulative sums. `separable_attention` has no heads and takes `(B, H, W, D)`.
 """
 if __name__ != 'subquad.kernels':
-    raise ImportError(f'import subquad.kernels, not {__name__!r}: the folder of the checkout is not a package of its '
-                      'own')
+    raise ImportError(f'import subquad.kernels instead of {__name__!r}: the folder kernels/ is not a top-level '
+                      'package')
 
 from .crisscross_attention import crisscross_attention
 from .decay_attention import decay_attention

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: `auto`, or what a call, a context manager or SUBQUAD_BACKEND asks for."""
+"""Choose the implementation of an operator: by the call, a context manager, SUBQUAD_BACKEND, or the tensors."""
 import importlib.util
 import os
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from .common.launch import interpreted
 from .common.tracing import exporting
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
-# Objections to Triton, by operator: a function of the operator's tensors, or one sentence where there is no kernel.
+# Why Triton cannot run an operator: a function of its tensors, or a sentence if the operator has no kernel.
 Objection = Union[None, str, Callable[..., Optional[str]]]
 OPERATORS: Dict[str, Objection] = {}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Found, not imported: nothing here imports Triton before a kernel runs.
+# Look for Triton without importing it: no module imports it before a kernel runs.
 _TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
 
 
@@ -31,13 +31,13 @@ _active = _known(os.environ.get('SUBQUAD_BACKEND', 'auto'), 'SUBQUAD_BACKEND')
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block, calls that say `backend='auto'` (all of the models' calls) take this backend.
+    """Run calls with `backend='auto'`, which all models make, on this backend within the block.
 
     Args:
         backend: one of `auto`, `triton`, `portable`, `reference`, `export`.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     global _active
     previous, _active = _active, _known(backend, 'use_backend')
@@ -61,17 +61,17 @@ def register(op: str, implementations: Mapping[str, Callable], objection: Object
 
 
 def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
-    """The implementation of `op` that `backend` stands for.
+    """Return the implementation of `op` for `backend`.
 
     Args:
-        op: name of the operator, for messages.
+        op: the operator's name, for messages.
         implementations: backend name -> function.
-        backend: what the caller asked for; `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export`
-            while a graph is being exported, `triton` where `why_not` has no objection, and `portable` otherwise.
+        backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export` while a
+            graph is exported, `triton` if `why_not` returns None, and `portable` otherwise.
         tensors: the operator's arguments.
 
     Raises:
-        ValueError: unknown backend, or Triton asked for where it can't run.
+        ValueError: the backend is unknown, or it is Triton and Triton cannot run these tensors.
     """
     if _known(backend, op) == 'auto':
         backend = _active
@@ -81,19 +81,19 @@ def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tens
     elif backend == 'triton':
         objection = _objection(op, *tensors)
         if objection:
-            raise ValueError(f"{op}: backend 'triton' can't run: {objection}")
+            raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
     return implementations[backend]
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:
-    """Why `auto` does not run `op` on a Triton kernel, in a sentence; None where it does.
+    """Return in one sentence why `auto` does not run `op` on a Triton kernel; None if it does.
 
     Args:
-        op: name of the operator.
-        tensors: its arguments, in order; without any, only what holds for all arguments is considered.
+        op: the operator's name.
+        tensors: its arguments, in order. Without them, only reasons that hold for all arguments are considered.
 
     Raises:
-        ValueError: unknown operator.
+        ValueError: the operator is unknown.
     """
     if op not in OPERATORS:
         raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(sorted(OPERATORS))}")
@@ -108,7 +108,7 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
 
 
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:
-    """What makes a Triton kernel impossible, whoever asks for it, in a clause; None where it can run."""
+    """Return in one clause why no Triton kernel can run, even if the caller asks for it; None if one can."""
     own = OPERATORS[op]
     if isinstance(own, str):
         return own

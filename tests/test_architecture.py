@@ -132,15 +132,17 @@ def test_no_circular_import_between_operators():
     assert find_cycle(dict(graph)) is None
 
 
-def test_no_file_has_the_name_of_a_module_of_the_standard_library():
-    stems = {path.stem for path in MODULES.values() if path.is_relative_to(ROOT / 'kernels')}
+@pytest.mark.parametrize('package', ['kernels', 'backbones'])
+def test_no_file_has_the_name_of_a_module_of_the_standard_library(package):
+    stems = {path.stem for module, path in MODULES.items() if module.split('.')[0] == package}
     assert stems & set(sys.stdlib_module_names) == set()
 
 
-def test_no_file_name_means_two_things():
+@pytest.mark.parametrize('package', ['kernels', 'backbones'])
+def test_no_file_name_means_two_things(package):
     places = defaultdict(list)
     for module, path in MODULES.items():
-        if module.startswith('kernels') and path.stem not in SHARED_NAMES:
+        if module.split('.')[0] == package and path.stem not in SHARED_NAMES:
             places[path.stem].append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 

@@ -1,4 +1,4 @@
-"""Train a small PPMA on 1,437 real images of handwritten digits, test it on 360 others, and show what it sees."""
+"""Train a small PPMA on 1,437 images of handwritten digits, test it on 360 others, and draw its decay factors."""
 import argparse
 import os
 import shutil
@@ -17,12 +17,13 @@ SHOWN = 8
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad demo', description=__doc__)
-    parser.add_argument('--out', default='demo', metavar='FOLDER', help='where everything is written (default: demo)')
+    parser.add_argument('--out', default='demo', metavar='FOLDER',
+                        help='folder for weights, images and the picture (default: demo)')
     args = parser.parse_args(argv)
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise UserError('the digits come with scikit-learn, which is not installed: pip install "subquad[demo]"'
+        raise UserError('the digits are part of scikit-learn, which is not installed: pip install "subquad[demo]"'
                         ) from error
     from .data.digits import linear_accuracy
     from .engine.classification.evaluation import evaluate
@@ -35,10 +36,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     weights = run_training(config, str(out / 'train'))
     seconds = time.perf_counter() - start
     accuracy, linear = evaluate(config, str(weights))['accuracy/top1'], linear_accuracy()
-    print(f'\nOn 360 images it has never seen: {accuracy:.1f} % right (a linear classifier: {linear:.1f} %); '
+    print(f'\nAccuracy on 360 test images: {accuracy:.1f} % (linear classifier: {linear:.1f} %); '
           f'trained in {seconds:.0f} s.\n')
-    picture = _show(out, weights, f'{config.model.name} on digits: {accuracy:.1f} % right. '
-                    'Where attention paths fade, in the first block')
+    picture = _show(out, weights, f'{config.model.name} on digits, accuracy {accuracy:.1f} %: '
+                    'decay factors of the first block')
     print(f'\npicture   {picture}\nweights   {weights}\nimages    {out / "images"}\n\n'
           'Next:\n' + _activation() +
           f'  subquad predict {weights} {out / "images"} --topk 3\n'
@@ -69,7 +70,7 @@ def _show(out: Path, weights: Path, title: str) -> Path:
 
 
 def _activation() -> str:
-    """The line that puts `subquad` on the path, where this interpreter's environment is not active."""
+    """Return the line that activates this environment, if `subquad` is not on the path."""
     activate = Path(sys.prefix) / 'bin' / 'activate'
     return f'  source {os.path.relpath(activate)}\n' if not shutil.which('subquad') and activate.exists() else ''
 

@@ -1,4 +1,4 @@
-"""Generate a data set: coloured shapes on real photographs, to detect and to segment, without any download."""
+"""Generate a data set of colored shapes on real photographs for detection and segmentation; nothing is downloaded."""
 import argparse
 import re
 from typing import List, Optional, Tuple
@@ -11,18 +11,19 @@ DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad make-dataset', description=__doc__)
-    parser.add_argument('name', help=f"which: {', '.join(DATASETS)}")
-    parser.add_argument('folder', nargs='?', help='where it goes (default: data/shapes)')
-    parser.add_argument('--train', type=int, default=1000, metavar='N', help='images to train on (default: 1000)')
-    parser.add_argument('--val', type=int, default=200, metavar='N', help='images to test on (default: 200)')
-    parser.add_argument('--size', default='128', metavar='S|HxW', help='size of the images (default: 128)')
-    parser.add_argument('--seed', type=int, default=0, help='of everything random (default: 0)')
-    parser.add_argument('--force', action='store_true', help='replace a data set that this tool made')
+    parser.add_argument('name', help=f"name of the data set: {', '.join(DATASETS)}")
+    parser.add_argument('folder', nargs='?', help='folder to write (default: data/shapes)')
+    parser.add_argument('--train', type=int, default=1000, metavar='N',
+                        help='number of training images (default: 1000)')
+    parser.add_argument('--val', type=int, default=200, metavar='N', help='number of validation images (default: 200)')
+    parser.add_argument('--size', default='128', metavar='S|HxW', help='height and width of the images (default: 128)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
+    parser.add_argument('--force', action='store_true', help='replace a data set that this command wrote')
     args = parser.parse_args(argv)
     from .data.shapes_files import FORMAT, MOST_IMAGES, already_there, make_shapes
     if args.name not in DATASETS:
         raise UserError(f'unknown data set {args.name!r}{nearest(args.name, list(DATASETS))} '
-                        f"(there are: {', '.join(DATASETS)})")
+                        f"(allowed: {', '.join(DATASETS)})")
     for name in ('train', 'val'):
         if not 1 <= getattr(args, name) <= MOST_IMAGES:
             raise UserError(f'--{name} must be from 1 to {MOST_IMAGES}, got {getattr(args, name)}')
@@ -33,21 +34,21 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     try:
         folder = shown.resolve()        # a link to a folder stays one
         if already_there(folder, dict(format=FORMAT, **options), args.force):
-            print(f'{shown} is there already, with these options')
+            print(f'{shown} exists already with these options')
             return 0
     except (OSError, RuntimeError) as error:
         raise UserError(f'cannot read {shown} ({error})') from error
     counts = make_shapes(folder, options)
-    print(f'{shown}: {args.train} images with {counts["train"]} shapes to train on, {args.val} with {counts["val"]} to '
-          'test on')
+    print(f'{shown}: {args.train} training images with {counts["train"]} shapes, {args.val} validation images with '
+          f'{counts["val"]} shapes')
     return 0
 
 
 def parse_size(text: str) -> Tuple[int, int]:
-    """'128' or '96x128' (height x width) as (height, width).
+    """Convert '128' or '96x128' (height x width) to (height, width).
 
     Raises:
-        UserError: neither, or out of bounds.
+        UserError: The text has another form, or a side is out of range.
     """
     from .data.shapes import SIZES
     match = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', text)

@@ -1,5 +1,5 @@
-"""Classify image files, or all images of a folder, with a checkpoint: the likeliest classes as a table or JSON. With a
-detection or segmentation config before the checkpoint: drawn pictures, and boxes and masks as JSON."""
+"""Classify image files, or all images of a folder, with a checkpoint, and print the likeliest classes. With a detection
+or segmentation config before the checkpoint, draw the predictions and write boxes and masks as JSON."""
 import argparse
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -18,14 +18,15 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('checkpoint', metavar='[CONFIG] CHECKPOINT', help='weights of subquad train (.safetensors), or '
                         'other weights with --model; or a detection or segmentation config and its weights')
     parser.add_argument('images', nargs='+', help='image files or folders')
-    parser.add_argument('--model', metavar='NAME', help='timm name, for a checkpoint that does not know its model')
-    parser.add_argument('--topk', type=int, help='classes to show (default: 3)')
-    parser.add_argument('--out', metavar='FOLDER', help='for pictures and predictions.json of detectors and segmenters '
-                        '(default: predictions)')
-    parser.add_argument('--score', type=float, help='objects that score less are left out (default: 0.3)')
-    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: it is '
-                        'named on stderr and left out, and the exit code is 1)')
-    parser.add_argument('--allow-nonfinite', action='store_true', help='take weights that hold NaN or infinities')
+    parser.add_argument('--model', metavar='NAME',
+                        help='timm name of the model, for a checkpoint that does not contain it')
+    parser.add_argument('--topk', type=int, help='number of classes to print (default: 3)')
+    parser.add_argument('--out', metavar='FOLDER', help='folder for the pictures and predictions.json of a detector or '
+                        'segmenter (default: predictions)')
+    parser.add_argument('--score', type=float, help='least score of an object (default: 0.3)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
+                        'it on stderr and exit with code 1 after the others)')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     if args.topk is not None and args.topk < 1:
@@ -39,7 +40,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 def _names_config(name: str) -> bool:
-    """Whether the first argument is a config: weights have an ending; a misspelt name of a config has none."""
+    """Whether the first argument names a config: files of weights have a suffix, names of configs have none."""
     try:
         exists = Path(name).exists()
         return name.endswith('.py') or not Path(name).suffix and not exists
@@ -48,7 +49,7 @@ def _names_config(name: str) -> bool:
 
 
 def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
-    """(the likeliest classes of each image, which are printed without --json; the exit code)."""
+    """Classify the images, and print the classes unless --json is given: (results, exit code)."""
     from .engine.classification.prediction import classify, print_classes
     from .engine.classification.weight_files import load_classifier
     for name in ('out', 'score'):
@@ -66,20 +67,21 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
 
 
 def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
-    """(objects or classes of each image, which are written to predictions.json beside pictures, and printed without
-    --json; the exit code)."""
+    """Detect or segment, write pictures and predictions.json, and print a table unless --json is given:
+    (results, exit code)."""
     from .engine.arguments import is_classifier
     from .engine.config import load
     if args.model:
-        raise UserError('--model is for classifiers; a detection or segmentation config names its own')
+        raise UserError('--model is for classifiers; a detection or segmentation config defines its model')
     if args.topk is not None:
-        raise UserError('--topk is for classifiers; --score chooses which objects are shown')
+        raise UserError('--topk is for classifiers; use --score to select objects')
     config = load(args.checkpoint)
     if is_classifier(config):
-        raise UserError(f'{args.checkpoint} is a classification config: subquad predict CHECKPOINT IMAGES')
+        raise UserError(f'{args.checkpoint} is a classification config; give the checkpoint alone: '
+                        'subquad predict CHECKPOINT IMAGES')
     checkpoint, *images = args.images
     if not images:
-        raise UserError(f'subquad predict {args.checkpoint} CHECKPOINT IMAGES: no images given')
+        raise UserError(f'no images given: subquad predict {args.checkpoint} CHECKPOINT IMAGES')
     files = image_files(images)
     out = writable_folder(args.out or 'predictions')
     from .engine.dense.prediction import predict, print_found

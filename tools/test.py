@@ -16,13 +16,15 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
     add_config_arguments(parser)
-    parser.add_argument('checkpoint', help='weights: .safetensors of subquad train, or a .pth')
-    parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of what was found, beside the image and '
-                        'its annotations where the config loads them')
-    parser.add_argument('--tta', action='store_true', help='several scales and flips, as the config\'s tta_model says')
-    parser.add_argument('--allow-nonfinite', action='store_true', help='test weights that hold NaN or infinities, too')
-    parser.add_argument('--json', action='store_true', help='print JSON (null for a metric that is not finite)')
-    parser.add_argument('--record', metavar='FILE', help='add the result, a JSON line, to FILE')
+    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, or a .pth file')
+    parser.add_argument('--show-dir', metavar='FOLDER',
+                        help='write pictures of the predictions, beside the annotations '
+                        'if the config loads them (detectors and segmenters)')
+    parser.add_argument('--tta', action='store_true',
+                        help='test at several scales and flips, as the config\'s tta_model defines')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
+    parser.add_argument('--json', action='store_true', help='print JSON, with null for metrics that are not finite')
+    parser.add_argument('--record', metavar='FILE', help='append the result to FILE as a line of JSON')
     args = parser.parse_args(argv)
     config, unreadable = config_with_options(args), images.reported()
     metrics = _evaluate(config, args)
@@ -31,7 +33,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if not is_main_process():
         return 0
     if not metrics:
-        print('nothing was found in any image: no metrics', file=sys.stderr)
+        print('no metrics: the model found nothing in any image', file=sys.stderr)
     if args.record:
         _record(config, args, metrics)
     if args.json:
@@ -47,7 +49,7 @@ def _evaluate(config, args: argparse.Namespace) -> Dict[str, float]:
         from .engine.dense.evaluation import evaluate
         return evaluate(config, args.checkpoint, args.show_dir, args.tta, args.allow_nonfinite)
     if args.show_dir or args.tta:
-        raise UserError('--show-dir and --tta are for detectors and segmenters (subquad visualize draws for '
+        raise UserError('--show-dir and --tta are for detectors and segmenters (use subquad visualize for '
                         'classifiers)')
     from .engine.classification.evaluation import evaluate
     return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite)

@@ -11,18 +11,21 @@ from .engine.config import find
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad train', description=__doc__,
-                                     formatter_class=argparse.RawTextHelpFormatter,
-                                     epilog='subquad configs [PATTERN] lists the configs that come with the package')
+                                     epilog='subquad configs [PATTERN] lists the configs of the package')
     add_config_arguments(parser)
-    parser.add_argument('--work-dir', metavar='FOLDER', help='where everything is written (default: runs/CONFIG)')
-    parser.add_argument('--epochs', type=int, help='train for so many epochs instead of the config\'s')
-    parser.add_argument('--seed', type=int, help='seed of weights, order and augmentation (default: the config\'s)')
-    parser.add_argument('--amp', action='store_true', help='mixed precision: bfloat16 where the device has it')
-    parser.add_argument('--weights', metavar='FILE', help='start from the weights of FILE, a classifier for a '
-                        'detector\'s or segmenter\'s backbone; a classifier head of other classes starts at random')
+    parser.add_argument('--work-dir', metavar='FOLDER',
+                        help='folder for checkpoints, weights and logs (default: runs/CONFIG)')
+    parser.add_argument('--epochs', type=int,
+                        help='number of epochs (default: the config\'s); the schedule is scaled to it')
+    parser.add_argument('--seed', type=int,
+                        help='seed of weights, data order and augmentation (default: the config\'s)')
+    parser.add_argument('--amp', action='store_true',
+                        help='train in mixed precision: bfloat16, or float16 on GPUs without bfloat16')
+    parser.add_argument('--weights', metavar='FILE', help='start from the weights in FILE; a classifier\'s weights '
+                        'initialize the backbone of a detector or segmenter. A head for other classes starts at random')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
-                        help='go on from a .pth of an earlier run (default: the last one in the work folder)')
-    parser.add_argument('--verbose', action='store_true', help='mmengine\'s own log on the screen as well')
+                        help='continue from a .pth checkpoint (default: the last one in the work folder)')
+    parser.add_argument('--verbose', action='store_true', help='also print the log of mmengine')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
         raise UserError(f'--epochs must be at least 1, got {args.epochs}')
@@ -31,7 +34,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights == '':
         raise UserError('--weights: the name of the file is empty')
     if args.weights and args.resume is not None:
-        raise UserError('--weights starts a training and --resume goes on with one: give one of them')
+        raise UserError('--weights and --resume exclude each other: the first starts a training, the second '
+                        'continues one')
     from .engine.checkpoints import checkpoint_to_resume
     from .engine.messages import resume_command
     from .engine.schedule import scale_schedule, use_mixed_precision
@@ -55,7 +59,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 def _work_dir(args: argparse.Namespace) -> str:
-    """runs/CONFIG; to resume with the config that lies in the folder of a run, that folder."""
+    """Return runs/CONFIG, or the folder of the run if its own config is resumed."""
     from .engine.checkpoints import latest_checkpoint
     folder = find(args.config).parent
     if args.resume == '' and latest_checkpoint(folder):

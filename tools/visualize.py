@@ -1,6 +1,6 @@
-"""Draw what a model looks at over images: the context scores of MobileViTv2's layers (appendix D of its paper), the
-factors by which attention fades with each step in PPMA's blocks, or which tokens reach one of them in Myo's layers,
-over what height of the tree, and the edges on the way."""
+"""Draw what a model attends to, over images: the context scores of MobileViTv2 (appendix D of its paper), the decay
+factor of each step in PPMA's blocks, or the influence of every token on one token in Myo's layers, with the tree edges
+that carry it."""
 import argparse
 from typing import List, Optional
 
@@ -14,17 +14,20 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad visualize', description=__doc__)
     parser.add_argument('checkpoint', help='weights of subquad train (.safetensors), or other weights with --model')
     parser.add_argument('images', nargs='+', help='image files or folders')
-    parser.add_argument('--model', metavar='NAME', help='timm name, for a checkpoint that does not know its model')
-    parser.add_argument('--allow-nonfinite', action='store_true', help='take weights that hold NaN or infinities')
+    parser.add_argument('--model', metavar='NAME',
+                        help='timm name of the model, for a checkpoint that does not contain it')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
-                        help='only layers whose name holds one of these, such as stages.2 or transformer.0')
-    parser.add_argument('--most', type=int, default=8, metavar='N', help='draw N images at most (default: 8)')
+                        help='draw only layers whose names contain one of these texts, such as stages.2')
+    parser.add_argument('--most', type=int, default=8, metavar='N',
+                        help='largest number of images to draw (default: 8)')
     parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
-                        help='of Myo: the token that is looked at, as shares of height and width (default: 0.5 0.5)')
-    parser.add_argument('--out', metavar='FILE', help='the picture (default: context_scores.png, decay_factors.png or '
-                        'influences.png)')
-    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: it is '
-                        'named on stderr and left out, and the exit code is 1)')
+                        help='Myo\'s token whose influences are drawn, as fractions of height and width '
+                        '(default: 0.5 0.5)')
+    parser.add_argument('--out', metavar='FILE', help='file of the picture (default: context_scores.png, '
+                        'decay_factors.png or influences.png)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
+                        'it on stderr and exit with code 1 after the others)')
     args = parser.parse_args(argv)
     if args.most < 1:
         raise UserError(f'--most must be at least 1, got {args.most}')
@@ -39,7 +42,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     model, transform, _ = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
     what = drawable(model)
     if args.at and what != 'influences':
-        raise UserError(f'--at chooses a token of Myo; {type(model).__name__} is drawn for all tokens')
+        raise UserError(f'--at is for Myo: the maps of {type(model).__name__} show all tokens')
     out = expanded(args.out or f'{what}.png')
     if out.suffix.lower() not in ('.png', '.jpg', '.jpeg', '.pdf', '.svg'):
         raise UserError(f'--out must end in .png, .jpg, .pdf or .svg, got {args.out!r}')

@@ -145,6 +145,7 @@ def _sum_of_scans(
     return scan((q, k, v), log_alpha) + transpose_grid(by_columns, width, height)
 
 
+# The attentions by the value of the option `attention`.
 ATTENTIONS: Dict[str, Callable[..., Tensor]] = {
     'full': full_attention,
     'crisscross': criss_cross_attention,

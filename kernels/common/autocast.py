@@ -1,4 +1,4 @@
-"""What autocast does to a part of a layer: switch it off, or cast an argument as it would."""
+"""Autocast within a layer: disable it for some products, or cast an input as it would."""
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products on x's device keep the type of their arguments."""
+    """Return a context in which products on x's device keep the dtype of their arguments."""
     return nullcontext() if x.device.type == 'meta' else torch.autocast(x.device.type, enabled=False)
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """x in the type that autocast would give to a product, where it is on."""
+    """Cast x to the dtype that autocast would use for a product, if autocast is enabled."""
     kind = x.device.type
     if x.dtype == torch.float64 or kind == 'meta' or not torch.is_autocast_enabled(kind):
         return x

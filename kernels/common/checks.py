@@ -1,4 +1,4 @@
-"""Argument checks shared by the operators: each names the argument, what came and what is allowed."""
+"""Argument checks that operators share: each error names the argument, its value and what is allowed."""
 import os
 from functools import lru_cache, wraps
 from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
@@ -9,7 +9,7 @@ from torch import Tensor
 from .tracing import exporting, is_traced_or_wrapped
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# Elements up to which nobody asks for the size of the memory.
+# Tensors of at most this many elements are not compared with the size of the memory.
 _LARGE = 1 << 30
 # Values of arguments that had other names before version 0.1.
 _RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
@@ -35,6 +35,7 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
+    """Check that a value is one of those allowed; for a renamed value, the error names the new one."""
     if value not in allowed:
         new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
         hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
@@ -42,8 +43,7 @@ def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:
-    """Every tensor is dense, has its rank, a floating dtype the operators take and a size that fits into memory, and
-    lives on the first one's device."""
+    """Check that all tensors are dense, on one device, of the ranks given, of an allowed dtype, and fit into memory."""
     device = None
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
@@ -64,19 +64,21 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
 
 
 def _symbolic() -> bool:
-    """Whether sizes may be symbols, which a comparison would bind."""
+    """Whether sizes may be symbolic: a comparison would specialize the graph."""
     return torch.compiler.is_compiling() or exporting()
 
 
 def dense(op: str, name: str, tensor: Tensor) -> None:
+    """Check that a tensor is neither sparse nor nested."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = 'a nested tensor' if tensor.is_nested else f'a tensor of layout {tensor.layout}'
         raise TypeError(f'{op}: {name} must be a dense tensor, got {kind}')
 
 
 def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
-    """A tensor of that shape and like's dtype fits into the memory of like's device. An expanded tensor takes no memory
-    itself, but what is computed from it does."""
+    """Check that a result of this shape, of like's dtype, fits into the memory of like's device.
+
+    An expanded tensor takes little memory itself, but a result computed from it takes its full size."""
     if _symbolic():
         return
     elements = torch.Size(shape).numel()
@@ -90,7 +92,7 @@ def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
 
 @lru_cache(maxsize=64)
 def _memory(device: torch.device) -> Optional[int]:
-    """Bytes of a device's memory, None where it is not known."""
+    """Return the size of a device's memory in bytes, or None if it is unknown."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == 'cpu' and hasattr(os, 'sysconf'):
@@ -99,7 +101,7 @@ def _memory(device: torch.device) -> Optional[int]:
 
 
 def step_logs(op: str, **logs: Tensor) -> None:
-    """Step logs are not positive, where values may be looked at. Elsewhere the backends take positive ones for 0."""
+    """Check that step logs are not positive, if their values are `readable`; if not, backends clamp them to 0."""
     if not all(map(readable, logs.values())):
         return
     for name, log in logs.items():
@@ -109,19 +111,18 @@ def step_logs(op: str, **logs: Tensor) -> None:
 
 
 def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
-    """No number is below zero, where values may be looked at."""
+    """Check that no number is below zero, if the values are `readable`."""
     if readable(x) and (least := x.amin().item()) < 0:
         raise ValueError(f'{op}: {name} must not be negative ({what}), got {least:g}')
 
 
 def readable(x: Tensor) -> bool:
-    """Whether x has numbers that can be looked at without waiting: those of a GPU would be waited for, and a graph has
-    none."""
+    """Whether the values of x can be read at no cost: reading a GPU's would wait for it, and a graph has none."""
     return x.is_cpu and x.numel() > 0 and not is_traced_or_wrapped(x.data if isinstance(x, torch.nn.Parameter) else x)
 
 
 def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:
-    """mask is a dense tensor of booleans on like's device."""
+    """Check that mask is a dense tensor of booleans on like's device."""
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         came = f'dtype {mask.dtype}' if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f'{op}: {name} must be a tensor of dtype torch.bool, True where a token exists, got {came}')
@@ -131,18 +132,20 @@ def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:
 
 
 def same_dtype(op: str, **given: Tensor) -> None:
+    """Check that all tensors have one dtype."""
     kinds = [tensor.dtype for tensor in given.values()]
     if any(kind != kinds[0] for kind in kinds):
         raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {', '.join(map(str, kinds))}")
 
 
 def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
+    """Check a tensor's shape; `why` tells the reader where the expected shape comes from."""
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(f'{op}: {name} must have shape {tuple(expected)} ({why}), got {tuple(tensor.shape)}')
 
 
 def attention(op: str, q: Tensor, k: Tensor, v: Tensor, **logs: Tensor) -> None:
-    """q, k: (B, heads, H, W, D); v: (B, heads, H, W, Dv); each of logs: (B, heads, H, W)."""
+    """Check the tensors of an attention: q, k (B, heads, H, W, D), v (B, heads, H, W, Dv), logs (B, heads, H, W)."""
     tensors(op, {'q': 5, 'k': 5, 'v': 5, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
     same_dtype(op, q=q, k=k, v=v)
     if q.shape[-1] < 1:

@@ -1,53 +1,58 @@
-"""Decay along a grid axis: what the operators build from step logs."""
+"""Decay along a grid axis: log decays between positions, and cumulative sums, from step logs."""
 import torch
 from torch import Tensor
 
-# exp(-80) is 1.8e-35: still a float32, and a path through such a step is dead. Without the floor a step log of -inf
-# would give -inf - -inf = NaN in a difference of cumulative sums.
+# exp(-80) is 1.8e-35, which float32 still represents, and a path through such a step has no weight. Without the floor,
+# a step log of -inf would give -inf - -inf = NaN in a difference of cumulative sums.
 STEP_LOG_MIN = -80.0
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half types are computed in float32; float32 and float64 stay."""
+    """Return the dtype of the arithmetic: float32 for half types, otherwise the dtype itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# References compute in float64 whatever comes in: they are the oracle for every dtype.
+# References compute in float64 for any input dtype: tests compare every dtype with them.
 REFERENCE_DTYPE = torch.float64
 
 
 def bounded(steps: Tensor) -> Tensor:
-    """Step logs from -80 to 0, with no gradient beyond. Positive ones would make a scan grow without bound, and in a
-    difference of sums they would cancel others."""
+    """Clamp step logs to [-80, 0]; values outside have no gradient.
+
+    A positive step log would make a scan grow without bound, and would cancel others in a difference of sums."""
     return steps.clamp(STEP_LOG_MIN, 0.0)
 
 
 def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Inclusive cumulative sum of step logs along `dim`, in at least float32; same shape.
+    """Return the inclusive cumulative sum of step logs along `dim`, in at least float32.
 
-    In float32 a difference of two sums is as exact as their size allows: 1e-6 for decays as networks learn them, 1.5e-4
-    in the output where small steps follow two hundred of -80 on one line (measured; float64 input has no such limit).
+    The rounding error of a difference of two sums grows with the sums. In float32 the output's error is 1e-6 for decays
+    as networks learn them, and 1.5e-4 if small steps follow two hundred steps of -80 on one line (both measured).
     """
     return bounded(steps.to(compute_dtype(dtype))).cumsum(dim)
 
 
 def row_log_decay(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
-    """log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|. log_alpha: (..., H, W) -> (..., H, W, W), indexed [i, j, l]."""
+    """Return log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|.
+
+    log_alpha: (..., H, W); the result has shape (..., H, W, W) and is indexed [i, j, l]."""
     total = cumulative(log_alpha, -1, dtype)
     return -(total[..., :, None] - total[..., None, :]).abs()
 
 
 def column_log_decay(log_beta: Tensor, dtype: torch.dtype) -> Tensor:
-    """log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|. log_beta: (..., H, W) -> (..., H, H, W), indexed [i, k, l]."""
+    """Return log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|.
+
+    log_beta: (..., H, W); the result has shape (..., H, H, W) and is indexed [i, k, l]."""
     total = cumulative(log_beta, -2, dtype)
     return -(total[..., :, None, :] - total[..., None, :, :]).abs()
 
 
 def rounded_sums(steps: Tensor, dim: int) -> Tensor:
-    """`cumulative` for the fused kernels: added up in float64, then rounded once to dense float32."""
+    """Return the sums of `cumulative` for Triton kernels: added in float64, rounded once, dense float32."""
     return bounded(steps).cumsum(dim, dtype=torch.float64).float().contiguous()
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether a backward pass may follow."""
+    """Whether a backward pass may follow: gradients are enabled and a tensor requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,4 +1,4 @@
-"""Which tokens of a grid form a group: those at one place of their patch ('pixel'), or those of one patch ('patch')."""
+"""Groups of tokens of a grid: tokens at one place of their patches ('pixel'), or tokens of one patch ('patch')."""
 from typing import List, Sequence, Tuple, Union
 
 import torch
@@ -9,10 +9,10 @@ Patch = Tuple[int, int]
 
 
 def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
-    """A patch size as (height, width).
+    """Return a patch size as (height, width).
 
     Raises:
-        ValueError: not one or two integers of at least 1.
+        ValueError: the size is not one or two integers of at least 1.
     """
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
     if len(both) != 2 or not all(isinstance(n, int) and n >= 1 for n in both):
@@ -21,7 +21,7 @@ def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
 
 
 def group_slices(length: int, count: int, sampling: str) -> List[slice]:
-    """The tokens along an axis of `length` that belong to each of `count` places (or patches); without empty ones."""
+    """Return the tokens along an axis of each of `count` places (or patches), without places that have no token."""
     if sampling == 'pixel':
         return [slice(n, length, count) for n in range(min(count, length))]
     side = -(-length // count)
@@ -29,18 +29,22 @@ def group_slices(length: int, count: int, sampling: str) -> List[slice]:
 
 
 def group_count(length: int, places: int, sampling: str) -> int:
-    """How many parts of an axis have tokens."""
+    """Return how many places (or patches) along an axis have tokens."""
     return min(places, length) if sampling == 'pixel' else -(-length // -(-length // places))
 
 
 def group_index(length: int, count: int, sampling: str, device) -> Tensor:
-    """(length,) integers: the part that each token along an axis belongs to."""
+    """Return (length,) integers: the place (or patch) of each token along an axis."""
     index = torch.arange(length, device=device)
     return index % count if sampling == 'pixel' else index // -(-length // count)
 
 
 def check_groups(op: str, keys: Sequence[int], values: Sequence[int], patch: Patch, sampling: str) -> None:
-    """Raises ValueError where values have a group without keys (their grids differ, and that of keys is small)."""
+    """Check that every group of values has keys, which a smaller grid of keys may lack.
+
+    Raises:
+        ValueError: a group of values has no key.
+    """
     for axis in (0, 1):
         if group_count(keys[axis], patch[axis], sampling) < group_count(values[axis], patch[axis], sampling):
             raise ValueError(f"{op}: keys on a grid of {tuple(keys)} leave a group of values without keys: the values' "
@@ -48,8 +52,9 @@ def check_groups(op: str, keys: Sequence[int], values: Sequence[int], patch: Pat
 
 
 def fold_patches(x: Tensor, patch: Patch, sampling: str) -> Tensor:
-    """(B, C, H, W) -> (B, C, P, N), a row for each of the P groups, by reshapes and permutes of rank 4 at most. H and W
-    are multiples of the patch."""
+    """Fold (B, C, H, W) to (B, C, P, N), one row per group, with reshapes and permutes of rank 4 at most.
+
+    H and W must be multiples of the patch."""
     batch, channels, height, width = x.shape
     images, rows, columns = batch * channels, height // patch[0], width // patch[1]
     if sampling == 'pixel':
@@ -61,7 +66,7 @@ def fold_patches(x: Tensor, patch: Patch, sampling: str) -> Tensor:
 
 
 def unfold_patches(x: Tensor, patch: Patch, sampling: str, height: int, width: int) -> Tensor:
-    """The inverse of `fold`: (B, C, P, N) -> (B, C, H, W)."""
+    """Invert `fold_patches`: (B, C, P, N) -> (B, C, H, W)."""
     batch, channels = x.shape[:2]
     images, rows, columns = batch * channels, height // patch[0], width // patch[1]
     if sampling == 'pixel':

@@ -1,6 +1,6 @@
-"""What the Triton kernels share: loading tiles of tokens, products, running softmaxes. Imports Triton: import it late.
+"""Triton functions that kernels share: loads of tiles, products, running softmaxes. Import late: this imports Triton.
 
-Logits and log masks are in units of log2 inside the kernels, because the hardware's exponential is 2^x.
+Inside kernels, logits and log masks are multiples of log 2, because the hardware computes 2^x.
 """
 import torch
 import triton
@@ -14,9 +14,9 @@ INF = tl.constexpr(float('inf'))
 
 @triton.jit
 def load_tokens(pointer, index, stride, limit, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
-    """Tokens `index` (those < limit; zeros elsewhere) from a line that starts at `pointer`: (len(index), BLOCK_D).
+    """Load tokens `index` < limit, and zeros for the others, of the line at `pointer`: (len(index), BLOCK_D).
 
-    UPCAST to float32 is for the interpreter, whose products of bfloat16 are wrong."""
+    UPCAST to float32 is for Triton's interpreter, whose products of bfloat16 are wrong."""
     d = tl.arange(0, BLOCK_D)
     x = tl.load(pointer + index[:, None] * stride + d[None, :], mask=(index < limit)[:, None] & (d < DIM)[None, :],
                 other=0.0)
@@ -25,7 +25,7 @@ def load_tokens(pointer, index, stride, limit, DIM: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def store_tokens(pointer, index, stride, limit, x, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The inverse of `load_tokens`, in the dtype of the pointer."""
+    """Store what `load_tokens` would load, in the dtype of the pointer."""
     d = tl.arange(0, BLOCK_D)
     tl.store(pointer + index[:, None] * stride + d[None, :], x.to(pointer.dtype.element_ty),
              mask=(index < limit)[:, None] & (d < DIM)[None, :])
@@ -33,20 +33,22 @@ def store_tokens(pointer, index, stride, limit, x, DIM: tl.constexpr, BLOCK_D: t
 
 @triton.jit
 def product(x, y, PRECISION: tl.constexpr):
-    """x y, accumulated in float32; x takes the dtype of y."""
+    """Multiply x, cast to the dtype of y, and y; accumulate in float32."""
     return tl.dot(x.to(y.dtype), y, input_precision=PRECISION)
 
 
 @triton.jit
 def index_sign(x, y):
-    """sign(x - y) of indices, float32."""
+    """Return sign(x - y) of indices in float32."""
     return (x > y).to(tl.float32) - (x < y).to(tl.float32)
 
 
 @triton.jit
 def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
-    """Take a tile of logits (M, N), in log2, and its values (N, D) into a softmax whose maximum, sum of exponentials
-    and weighted sum of values so far are `top` (M,), `total` (M,) and `y` (M, D). Returns the three anew."""
+    """Add a tile of logits (M, N), multiples of log 2, and values (N, D) to a running softmax.
+
+    `top` (M,) is the maximum, `total` (M,) the sum of exponentials and `y` (M, D) the weighted sum of values so far.
+    Returns the three after the tile."""
     new_top = tl.maximum(top, tl.max(logits, 1))
     scale = tl.exp2(top - new_top)
     p = tl.exp2(logits - new_top[:, None])
@@ -56,7 +58,7 @@ def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
 @triton.jit
 def _row_products_kernel(x, y, z, out, tokens, heads, factor, SECOND: tl.constexpr, DIM: tl.constexpr,
                          BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
-    """out[0] = factor * sum_d x y and, if SECOND, out[1] = sum_d x z - out[0], for each token.
+    """Compute out[0] = factor * sum_d x y and, if SECOND, out[1] = sum_d x z - out[0], for each token.
 
     x, y, z: (B, N, heads, DIM) in memory; out: (1 or 2, B, heads, N)."""
     blocks = tl.cdiv(tokens, BLOCK)
@@ -75,9 +77,9 @@ def _row_products_kernel(x, y, z, out, tokens, heads, factor, SECOND: tl.constex
 
 
 def row_products(grad, first, out=None, factor: float = 1.0):
-    """sum_d grad * first * factor and, with `out`, sum_d grad * out less that: (1 or 2, B, heads, N), float32.
+    """Return sum_d grad * first * factor and, with `out`, sum_d grad * out minus it: (1 or 2, B, heads, N), float32.
 
-    All (B, heads, H, W, D), in the memory order of `launch.token_major`."""
+    All tensors are (B, heads, H, W, D) in the memory order of `launch.token_major`."""
     batch, heads, height, width, dim = grad.shape
     tokens, side = height * width, 32
     result = torch.empty(2 - (out is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)

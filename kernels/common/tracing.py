@@ -1,10 +1,10 @@
-"""Whether a graph is being exported or traced."""
+"""Whether a graph is exported or traced, and whether a tensor belongs to a trace or a transform."""
 import torch
 from torch import Tensor
 
 
 def exporting() -> bool:
-    """True while torch.export or torch.jit.trace records the graph; the ONNX exporter does it by one of the two."""
+    """True while torch.export or torch.jit.trace records a graph; the ONNX exporter uses one of the two."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 

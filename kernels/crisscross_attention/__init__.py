@@ -1,4 +1,4 @@
-"""Criss-cross attention: decayed softmax attention within rows and within columns, chained (PPMA, section 3.4)."""
+"""Criss-cross attention: decay attention within rows and within columns, chained (PPMA, section 3.4)."""
 from torch import Tensor
 
 from ..common import checks, launch
@@ -27,26 +27,27 @@ def crisscross_attention(
         paths: str = 'both',
         backend: str = 'auto',
 ) -> Tensor:
-    """Criss-cross attention: rows and columns in turn. With P_w the weights of `decay_attention` within rows (step
-    logs log_alpha) and P_h those within columns (log_beta):
+    """Compute decayed softmax attention within rows and columns in turn.
+
+    P_w are the weights of `decay_attention` within rows (step logs log_alpha), P_h those within columns (log_beta):
 
         paths='v2h':   P_w (P_h v)            (the V2H polyline: down the column, then along the row)
         paths='h2v':   P_h (P_w v)
         paths='both':  1/2 P_w (P_h v) + 1/2 P_h (P_w v)
 
     Args:
-        q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        log_alpha, log_beta: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `decay_attention`.
+        q, k: shape (B, heads, H, W, D); float32, float64, float16 or bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), dtype of q.
+        log_alpha, log_beta: horizontal and vertical step logs, <= 0, shape (B, heads, H, W), as for `decay_attention`.
         mask_mode: 'additive' (published weights) or 'multiplicative' (paper).
         paths: 'both', 'v2h' or 'h2v'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
+        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
 
     Raises:
-        ValueError, TypeError: as `decay_attention`.
+        ValueError, TypeError: as for `decay_attention`.
     """
     checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('crisscross_attention', 'mask_mode', mask_mode, MASK_MODES)

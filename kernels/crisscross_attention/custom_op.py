@@ -1,5 +1,5 @@
-"""The portable form of criss-cross attention as an operator of PyTorch: schema, shapes, gradient, operation count. (On
-Triton it is a chain of decay attention's operators.)"""
+"""Registration of portable criss-cross attention with PyTorch: schema, shapes, gradient and operation count. On Triton
+it is a chain of the operators of `decay_attention`, which are registered there."""
 from typing import Sequence, Tuple
 
 import torch
@@ -12,7 +12,6 @@ from . import portable
 
 @torch.library.custom_op('subquad::crisscross_attention_portable_fwd', mutates_args=())
 def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
-    """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
     return portable.forward(q, k, v, sa, sb, mask_mode, paths)
 
 

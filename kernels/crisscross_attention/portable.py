@@ -1,4 +1,4 @@
-"""Criss-cross attention in plain PyTorch: the weights of rows and of columns, made once, serve both orders."""
+"""Criss-cross attention in plain PyTorch: the weights of rows and of columns are computed once for both paths."""
 from typing import List, Optional, Sequence, Tuple
 
 import torch
@@ -10,13 +10,13 @@ from ..decay_attention.portable import LineWeights, decay_attention_export
 
 
 def _plan(q: Tensor) -> List[slice]:
-    """Blocks of (batch, head) groups. q: (G, H, W, D)."""
+    """Return blocks of (batch, head) groups. q: (G, H, W, D)."""
     groups, height, width, _ = q.shape
     return ranges(groups, decay_portable.BLOCK_ELEMENTS // (height * width * max(height, width)))
 
 
 def _swap(x: Tensor) -> Tensor:
-    """(G, H, W, ...) -> (G, W, H, ...), contiguous."""
+    """Transpose (G, H, W, ...) to a contiguous (G, W, H, ...)."""
     return x.transpose(1, 2).contiguous()
 
 
@@ -31,7 +31,7 @@ class _Axes:
                                    skip_maximum=skip_maximum)
 
     def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        """The output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D); the last two where the path has them."""
+        """Return the output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D), or None if no path needs them."""
         along = along_then_down = down = down_then_along = None
         if paths != 'v2h':
             along = _on_lines(self.rows.apply, v)
@@ -45,12 +45,12 @@ class _Axes:
 
 
 def _on_lines(f, x: Tensor) -> Tensor:
-    """f on lines (G*n, L, D) applied to x (G, n, L, D)."""
+    """Apply f, which takes lines (G*n, L, D), to x (G, n, L, D)."""
     return f(x.flatten(0, 1)).view(x.shape)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
-    """q, k: (G, H, W, D); v: (G, H, W, Dv); sa, sb: (G, H, W); G = B * heads."""
+    """Compute the output for q, k (G, H, W, D), v (G, H, W, Dv) and sums sa, sb (G, H, W), with G = B * heads."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g in _plan(q):
         output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask_mode, space, all(safe[g])).chain(v[g], paths)[0]
@@ -59,6 +59,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, sa and sb."""
     inputs = (q, k, v, sa, sb)
     dq, dk, dv, dsa, dsb = (torch.zeros_like(x) for x in inputs)
     space = Workspace(q)
@@ -69,14 +70,14 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
 
 
 def _backward_block(inputs, grad: Tensor, mask_mode: str, paths: str, grads, space: Workspace) -> None:
-    """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
+    """Recompute the weights of a block and add its share to the gradients, which are views of the full ones."""
     q, k, v, sa, sb = inputs
     dq, dk, dv, dsa, dsb = grads
     axes = _Axes(q, k, sa, sb, mask_mode, space)
     rows, columns = axes.rows, axes.columns
     _, along, down = axes.chain(v, paths)
     grad = grad * 0.5 if paths == 'both' else grad
-    row_pairs, column_pairs = [], []                  # (gradient, input) of each product with the weights of an axis
+    row_pairs, column_pairs = [], []                  # (gradient, input) of each product with an axis' weights
     if along is not None:                             # P_h (P_w v)
         dalong = _swap(_on_lines(columns.apply_transposed, _swap(grad)))
         column_pairs.append((_swap(grad), _swap(along)))
@@ -95,14 +96,14 @@ def _backward_block(inputs, grad: Tensor, mask_mode: str, paths: str, grads, spa
 
 
 def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of left right' over pairs of (G, n, L, D): (G*n, L, L), as one product."""
+    """Return the sum of left right' over pairs of (G, n, L, D) as one product: (G*n, L, L)."""
     left, right = (torch.cat(x, -1).flatten(0, 1) for x in zip(*pairs))
     return torch.bmm(left, right.transpose(1, 2))
 
 
 def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                                 paths: str) -> Tensor:
-    """Chained dense formulas, every tensor but the arguments of rank 4 at most."""
+    """Chain the dense formulas; every tensor but the arguments has rank 4 at most."""
     def rows(x):
         return decay_attention_export(q, k, x, log_alpha, 'row', mask_mode)
 

@@ -1,4 +1,4 @@
-"""The definition: two chained applications of `decay_attention`'s reference."""
+"""Criss-cross attention by its definition: the reference of `decay_attention`, chained; tests compare with it."""
 from torch import Tensor
 
 from ..common.decay import REFERENCE_DTYPE

@@ -1,4 +1,6 @@
-"""Criss-cross attention on Triton: a chain of decay attention's kernels, one for each axis of each order."""
+"""Criss-cross attention on Triton: the kernels of decay attention, once for each axis of each path.
+
+This module imports no Triton: the operators of `decay_attention` do, at their first call."""
 from torch import Tensor
 
 from ..decay_attention.custom_op import decay_attention_triton

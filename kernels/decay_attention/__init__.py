@@ -1,4 +1,4 @@
-"""Softmax attention along one grid axis under a distance decay (PPMA, section 3.4)."""
+"""Softmax attention along one grid axis, decayed with distance (PPMA, section 3.4)."""
 from torch import Tensor
 
 from ..common import checks, launch
@@ -26,7 +26,7 @@ def decay_attention(
         mask_mode: str = 'additive',
         backend: str = 'auto',
 ) -> Tensor:
-    """Attention within each row (or column) of a grid, all of them at once.
+    """Compute softmax attention within each row or column of a grid, decayed with distance.
 
     With S the inclusive cumulative sum of log_decay along the axis and D[j, l] = -|S[j] - S[l]|:
 
@@ -34,21 +34,21 @@ def decay_attention(
         mask_mode='multiplicative':  (softmax(q k') * exp(D)) v
 
     Args:
-        q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        log_decay: (B, heads, H, W) step logs along the axis, <= 0; values below -80 count as -80, and positive ones,
-            where they are not refused, as 0; neither has a gradient.
-        axis: 'row' (tokens of one grid row attend to each other) or 'column'.
+        q, k: shape (B, heads, H, W, D); float32, float64, float16 or bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), dtype of q.
+        log_decay: step logs along the axis, <= 0, shape (B, heads, H, W). They are clamped to [-80, 0] (positive ones
+            raise an error where they can be read), and clamped values have no gradient.
+        axis: 'row' (the tokens of a grid row attend to each other) or 'column'.
         mask_mode: 'additive' or 'multiplicative'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
+        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
 
     Raises:
-        ValueError: a shape, device, axis, mask mode or backend that does not fit, a size beyond the memory; on a CPU
-            outside of graphs also a positive step log.
-        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+        ValueError: a shape, device, axis, mask mode or backend is not allowed, or the tensors exceed the memory. On a
+            CPU, outside of graphs, also a positive step log.
+        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
     checks.attention('decay_attention', q, k, v, log_decay=log_decay)
     checks.one_of('decay_attention', 'axis', axis, AXES)

@@ -1,5 +1,5 @@
-"""Decay attention as operators of PyTorch, one of plain PyTorch and one of Triton kernels: schema, shapes, gradient,
-operation count. A compiler takes each as one node. Triton is imported at the first call, not before."""
+"""Registration of decay attention with PyTorch: schema, shapes, gradient and operation count of the portable path
+and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
 from typing import Sequence, Tuple
 
 import torch
@@ -65,7 +65,7 @@ def decay_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor,
 @torch.library.custom_op('subquad::decay_attention_fwd', mutates_args=())
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str,
                     save: bool) -> Tuple[Tensor, Tensor]:
-    """Output, and with `save` what `_triton_backward` needs: see `triton.forward`."""
+    """Return the output and, with `save`, the tensors that the backward pass needs (see `triton.forward`)."""
     from . import triton
     with torch.cuda.device_of(q):
         return triton.forward(q, k, v, sums, axis, mask_mode, save)
@@ -112,7 +112,7 @@ _triton_forward.register_autograd(_triton_differentiate, setup_context=_triton_s
 
 
 def _pairs(q: Sequence[int], axis: str) -> int:
-    """Query-key pairs of all lines."""
+    """Return the number of query-key pairs of all lines."""
     batch, heads, height, width, _ = q
     return batch * heads * height * width * _length(q, axis)
 

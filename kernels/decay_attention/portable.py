@@ -1,8 +1,8 @@
-"""Attention along grid lines in plain PyTorch: many lines at a time, weights recomputed in the backward pass.
+"""Decay attention in plain PyTorch: many lines at a time; the backward pass recomputes the weights.
 
-A *line* is a row or a column. Lines come as (n, L, D), and with the cumulative sums S of their step logs as (n, L); the
-log mask -|S[j] - S[l]| is made where it is needed. As in kernels/polyline_attention/portable.py the blocked loops are
-custom operators with the operation counts of the definition.
+A line is a row or a column. Lines have shape (n, L, D), and the cumulative sums S of their step logs (n, L). The log
+mask -|S[j] - S[l]| is computed block by block. `custom_op.py` wraps the blocked loops as operators, whose operation
+counts are those of the definition.
 """
 from typing import List, Tuple
 
@@ -12,17 +12,22 @@ from torch import Tensor
 from ..common.decay import compute_dtype, cumulative
 from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
-# Elements of the logits of a block, 4 MB in float32: fewer and the calls cost more than the work, more and a block and
-# its copies leave the caches of a CPU.
+# Elements of the logits of a block, 4 MB in float32. With smaller blocks, calls cost more than arithmetic; larger
+# blocks and their copies do not fit into the caches of a CPU.
 BLOCK_ELEMENTS = 1_000_000
 
 
 class LineWeights:
-    """Attention weights of the queries `queries` of some lines: their products now, their gradients later.
+    """Attention weights (n, Lq, L) of some queries of some lines, their products and their gradients.
 
-    q: (n, Lq, D), k: (n, L, D), sums: (n, L); the weights are (n, Lq, L). `name` keeps the memory of two of them
-    apart in one workspace. With `skip_maximum` the weights stay p / scale, which saves passes over p; only
-    `apply` works then, and q, k must be safe (`exponentials_are_safe`)."""
+    Args:
+        q: (n, Lq, D), k: (n, L, D), sums: (n, L).
+        mask_mode: 'additive' or 'multiplicative'.
+        space: memory for the weights. `name` separates the memory of two instances in one workspace.
+        queries: positions of the queries on their lines.
+        skip_maximum: leave the weights as p / scale, which saves passes over p. Only `apply` works then, and q and k
+            must be safe (`exponentials_are_safe`).
+    """
 
     def __init__(self, q: Tensor, k: Tensor, sums: Tensor, mask_mode: str, space: Workspace, name: str = '',
                  queries: slice = slice(None), skip_maximum: bool = False):
@@ -46,17 +51,17 @@ class LineWeights:
         return self.sums[:, self.queries, None], self.sums[:, None, :]
 
     def apply(self, v: Tensor) -> Tensor:
-        """weights @ v. v: (n, L, Dv) -> (n, Lq, Dv)."""
+        """Return weights @ v: (n, L, Dv) -> (n, Lq, Dv)."""
         y = torch.bmm(self.p, v)
         return y if self.scale is None else y.div_(self.scale)
 
     def apply_transposed(self, v: Tensor) -> Tensor:
-        """weights' @ v, of normalised weights. v: (n, Lq, Dv) -> (n, L, Dv)."""
+        """Return weights' @ v for normalized weights: (n, Lq, Dv) -> (n, L, Dv)."""
         return torch.bmm(self.p.transpose(1, 2), v)
 
     def backward(self, dp: Tensor, dq: Tensor, dk: Tensor, dsums: Tensor) -> None:
-        """Add to the gradients of q (n, Lq, D), k and sums (views into the full ones), given that of the weights."""
-        dmask = self.p * dp                                  # product: d log decay; logit: softmax's first term
+        """Add to the gradients of q, k and sums (views of the full ones), given the gradient of the weights."""
+        dmask = self.p * dp                                  # d log mask (multiplicative), or its first term
         shares = self.p if self.unmasked is None else self.unmasked
         dlogits = torch.addcmul(dmask, shares, dmask.sum(-1, keepdim=True), value=-1)
         if self.unmasked is None:
@@ -69,14 +74,14 @@ class LineWeights:
 
 
 def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
-    """For each block of lines, its blocks of queries (more than one only where a single line is too long)."""
+    """Return each block of lines with its blocks of queries (several only if one line is too long)."""
     count, length, _ = q.shape
     queries = ranges(length, BLOCK_ELEMENTS // length)
     return [(lines, queries) for lines in ranges(count, BLOCK_ELEMENTS // (length * length))]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
-    """q, k: (n, L, D); v: (n, L, Dv); sums: (n, L)."""
+    """Compute the output (n, L, Dv) for q, k (n, L, D), v (n, L, Dv) and sums (n, L)."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for lines, blocks in _plan(q):
         for rows in blocks:
@@ -88,6 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Te
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
              mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and sums."""
     dq, dk, dv, dsums = (torch.zeros_like(x) for x in (q, k, v, sums))
     space = Workspace(q)
     for lines, blocks in _plan(q):
@@ -100,7 +106,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor,
 
 
 def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
-    """The dense formula without loops, every tensor but the arguments of rank 4 at most."""
+    """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
     batch, heads, height, width, dim = v.shape
     dtype = compute_dtype(q.dtype)
     q, k, values, steps = (_export_lines(x.to(dtype), axis) for x in (q, k, v, log_decay.unsqueeze(-1)))
@@ -115,7 +121,7 @@ def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a
 
 
 def _export_lines(x: Tensor, axis: str) -> Tensor:
-    """(B, heads, H, W, D) -> (lines, L, D) through ranks 4 and 3 only."""
+    """Reshape (B, heads, H, W, D) to (lines, L, D) through ranks 4 and 3 only."""
     batch, heads, height, width, dim = x.shape
     if axis == 'column':
         x = x.reshape(batch * heads, height, width, dim).transpose(1, 2)

@@ -1,11 +1,11 @@
-"""The definition, every matrix written out: the oracle of the tests."""
+"""Decay attention by its definition in float64, with every matrix written out; tests compare all backends with it."""
 from torch import Tensor
 
 from ..common.decay import REFERENCE_DTYPE, row_log_decay
 
 
 def decay_weights(q: Tensor, k: Tensor, log_decay: Tensor, mask_mode: str) -> Tensor:
-    """Attention weights within rows: q, k (B, heads, H, W, D), log_decay (B, heads, H, W) -> (B, heads, H, W, W)."""
+    """Return weights (B, heads, H, W, W) within rows from q, k (B, heads, H, W, D), log_decay (B, heads, H, W)."""
     logits = q @ k.transpose(-1, -2)
     log_mask = row_log_decay(log_decay, log_decay.dtype)
     return logits.softmax(-1) * log_mask.exp() if mask_mode == 'multiplicative' else (logits + log_mask).softmax(-1)

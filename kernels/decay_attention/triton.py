@@ -1,10 +1,12 @@
-"""Attention along one grid axis under a distance decay, fused: softmax(q k' + D) v or (softmax(q k') * exp(D)) v with
-D[j, l] = -|S[j] - S[l]|, for all lines at once.
+"""Triton kernels of decay attention (PPMA, section 3.4), on all lines of a grid at once:
 
-A line (a row or a column of the grid) is found by its strides, so columns are read where they stand. Lines of at most a
-tile (64 tokens; fewer for wide heads) are worked on whole: their backward pass computes the weights once and needs
-nothing saved by the forward pass. Longer lines run tile by tile with a running softmax, and their backward pass takes
-each tile as queries and as keys.
+    additive:        y[j] = sum_l softmax_l(q[j] k[l]' + D[j, l]) v[l]
+    multiplicative:  y[j] = sum_l softmax_l(q[j] k[l]') exp(D[j, l]) v[l],       D[j, l] = -|S[j] - S[l]|
+
+A line is a row or a column of the grid. Kernels find its tokens by strides, so they read columns without a copy. A line
+of at most one tile (64 tokens; fewer for wide heads) is computed whole: the backward pass computes its weights once and
+needs no tensor saved by the forward pass. Longer lines run tile by tile with a running softmax, and their backward pass
+takes each tile first as queries, then as keys.
 """
 from typing import Tuple
 
@@ -28,7 +30,7 @@ def _decay_attention_fwd_kernel(
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: the queries of one tile of one line, against all keys of the line."""
+    """Compute y for one tile of queries of one line per program, over all keys of the line."""
     blocks = tl.cdiv(length, BLOCK)
     line = (tl.program_id(0) // blocks % lines).to(tl.int64)
     group = (tl.program_id(0) // blocks // lines).to(tl.int64)
@@ -46,7 +48,7 @@ def _decay_attention_fwd_kernel(
         l = start + tl.arange(0, BLOCK)
         key = load_tokens(k, l, k_j, length, DIM, BLOCK_D, UPCAST)
         value = load_tokens(v, l, v_j, length, DIM_V, BLOCK_V, UPCAST)
-        # An infinite sum gives keys beyond the line a log decay of -inf.
+        # An infinite sum gives keys beyond the line a log mask of -inf.
         decay = -tl.abs(s_j[:, None] - (_load_line(sums, l, token_j, length, INF) * LOG2E)[None, :])
         logits = product(query, tl.trans(key), PRECISION) * LOG2E
         if PRODUCT:
@@ -72,7 +74,7 @@ def _decay_attention_bwd_line_kernel(
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: one whole line, all gradients from weights that are computed once."""
+    """Compute all gradients of one whole line per program, from weights that are computed once."""
     line = (tl.program_id(0) % lines).to(tl.int64)
     group = (tl.program_id(0) // lines).to(tl.int64)
     batch, head, tokens = group // heads, group % heads, lines * length
@@ -94,7 +96,7 @@ def _decay_attention_bwd_line_kernel(
     p = tl.where((j < length)[:, None], p / tl.sum(p, 1)[:, None], 0.0)
     weights = p * tl.exp2(decay) if PRODUCT else p
     dv_tile = product(tl.trans(weights.to(gradient.dtype)), gradient, PRECISION)
-    dweights = weights * product(gradient, tl.trans(value), PRECISION)          # product mask: d log decay
+    dweights = weights * product(gradient, tl.trans(value), PRECISION)          # multiplicative: d log mask
     dlogits = dweights - p * tl.sum(dweights, 1)[:, None]
     ddecay = (dweights if PRODUCT else dlogits) * index_sign(j[None, :], j[:, None])
     dsum = tl.sum(ddecay, 0) - tl.sum(tl.trans(ddecay), 0)
@@ -108,7 +110,7 @@ def _decay_attention_bwd_line_kernel(
 
 @triton.jit
 def _tile_gradients(logits, dweights, decay, lse, delta, valid, PRODUCT: tl.constexpr):
-    """Weights of a tile again, gradients of its logits and of its log decay. `valid`: keys inside the line."""
+    """Recompute a tile's weights; return them and the gradients of its logits and log mask. valid: keys in the line."""
     if PRODUCT:
         p = tl.where(valid, tl.exp2(logits - lse), 0.0)
         weights = p * tl.exp2(decay)
@@ -126,7 +128,7 @@ def _decay_attention_bwd_kernel(
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: one tile of a long line, first as queries against all keys, then as keys against all queries."""
+    """Compute the gradients of one tile of a long line per program, first as queries, then as keys."""
     blocks = tl.cdiv(length, BLOCK)
     line = (tl.program_id(0) // blocks % lines).to(tl.int64)
     group = (tl.program_id(0) // blocks // lines).to(tl.int64)
@@ -145,7 +147,7 @@ def _decay_attention_bwd_kernel(
     query = load_tokens(q, own, q_j, length, DIM, BLOCK_D, UPCAST)
     gradient = load_tokens(grad, own, grad_j, length, DIM_V, BLOCK_V, UPCAST)
     s_own = _load_line(sums, own, token_j, length, 0.0) * LOG2E
-    # Queries beyond the line have an infinite normaliser: their weights are zero.
+    # Queries beyond the line have an infinite log-sum-exp, so their weights are zero.
     own_lse = _load_line(lse, own, token_j, length, INF)[:, None]
     own_delta = _load_line(delta, own, token_j, length, 0.0)[:, None]
     dquery = tl.zeros((BLOCK, BLOCK_D), tl.float32)
@@ -185,7 +187,7 @@ def _decay_attention_bwd_kernel(
 
 
 class _Lines:
-    """How a problem is laid over programs: lines, tile, strides and constants."""
+    """Launch of a problem: its lines, tile, strides and constants."""
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, axis: str, mask_mode: str):
         batch, heads, height, width, dim = q.shape
@@ -208,8 +210,9 @@ class _Lines:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str,
             save: bool) -> Tuple[Tensor, Tensor]:
-    """The output and, for lines of more than a tile if `save`, the log2 of the normalisers (1, B, heads, N) (else
-    empty). sums: (B, heads, H, W), float32, dense."""
+    """Return the output and the log2-sum-exps (1, B, heads, N), which are empty unless `save` and lines exceed a tile.
+
+    sums: (B, heads, H, W), float32, dense."""
     lines, sums = _Lines('decay_attention_fwd', q, k, v, axis, mask_mode), sums.contiguous()
     save = save and not lines.whole
     out = launch.token_major(v.shape, v)
@@ -221,7 +224,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode:
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
              mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sums."""
+    """Return the gradients of q, k, v and sums."""
     lines, sums = _Lines('decay_attention_bwd', q, k, v, axis, mask_mode), sums.contiguous()
     grad = launch.as_token_major(grad)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))

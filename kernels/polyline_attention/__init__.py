@@ -1,4 +1,4 @@
-"""Full attention over a grid under the polyline path mask (PPMA, section 3 and the published code)."""
+"""Softmax attention over a whole grid under the polyline path mask (PPMA, section 3, and the published code)."""
 from torch import Tensor
 
 from ..common import checks, launch
@@ -27,7 +27,7 @@ def polyline_attention(
         paths: str = 'both',
         backend: str = 'auto',
 ) -> Tensor:
-    """Softmax attention of every token to every token of an H x W grid, decayed along polyline paths.
+    """Compute softmax attention between all tokens of an H x W grid, decayed along polyline paths.
 
     With L the V2H mask, `log L[(i,j),(k,l)] = -|Sa[i,j] - Sa[i,l]| - |Sb[i,l] - Sb[k,l]|` (Sa, Sb: inclusive
     cumulative sums of log_alpha along rows and of log_beta along columns) and L~ its transpose (H2V):
@@ -35,25 +35,25 @@ def polyline_attention(
         'additive', paths='both':        1/2 softmax(q k' + log L) v + 1/2 softmax(q k' + log L~) v  (published code)
         'multiplicative', paths='both':  (softmax(q k') * (L + L~)) v                                (paper, eq. 10)
 
-    With paths='v2h' or 'h2v' only that mask remains (and no 1/2). q is used as it comes: scale it or k beforehand.
+    With paths='v2h' or 'h2v' only that mask remains, without the factor 1/2. The operator does not scale q k'.
 
     Args:
-        q, k: (B, heads, H, W, D), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        log_alpha: (B, heads, H, W) horizontal step logs, <= 0; log_alpha[..., 0] is never used. Values below -80 count
-            as -80, and positive ones, where they are not refused, as 0; neither has a gradient.
-        log_beta: (B, heads, H, W) vertical step logs, <= 0; log_beta[..., 0, :] is never used.
+        q, k: shape (B, heads, H, W, D); float32, float64, float16 or bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), dtype of q.
+        log_alpha: horizontal step logs, <= 0, shape (B, heads, H, W); log_alpha[..., 0] is not used. They are clamped
+            to [-80, 0] (positive ones raise an error where they can be read), and clamped values have no gradient.
+        log_beta: vertical step logs, <= 0, shape (B, heads, H, W); log_beta[..., 0, :] is not used.
         mask_mode: 'additive' or 'multiplicative'.
         paths: 'both', 'v2h' or 'h2v'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
+        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
 
     Raises:
-        ValueError: a shape, device, mask mode, path or backend that does not fit, a size beyond the memory; on a CPU
-            outside of graphs also a positive step log.
-        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+        ValueError: a shape, device, mask mode, path or backend is not allowed, or the tensors exceed the memory. On a
+            CPU, outside of graphs, also a positive step log.
+        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
     checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('polyline_attention', 'mask_mode', mask_mode, MASK_MODES)

@@ -1,5 +1,5 @@
-"""Polyline attention as operators of PyTorch, one of plain PyTorch and one of Triton kernels: schema, shapes, gradient,
-operation count. A compiler takes each as one node. Triton is imported at the first call, not before."""
+"""Registration of polyline attention with PyTorch: schema, shapes, gradient and operation count of the portable path
+and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
 from typing import Sequence, Tuple
 
 import torch
@@ -12,7 +12,7 @@ from . import portable
 
 
 def _products(q: Sequence[int], v: Sequence[int]) -> int:
-    """Floating-point operations of one product with K and one with V. q: (..., H, W, D)."""
+    """Return the floating-point operations of one product with K and one with V. q: (..., H, W, D)."""
     *groups, height, width, dim = q
     return 2 * torch.Size(groups).numel() * (height * width) ** 2 * (dim + v[-1])
 
@@ -74,7 +74,7 @@ def polyline_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tens
 @torch.library.custom_op('subquad::polyline_attention_fwd', mutates_args=())
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
                     save: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    """Output, and with `save` what `_triton_backward` needs: see `triton.forward`."""
+    """Return the output and, with `save`, the tensors that the backward pass needs (see `triton.forward`)."""
     from . import triton
     with torch.cuda.device_of(q):
         return triton.forward(q, k, v, sa, sb, mask_mode, paths, save)

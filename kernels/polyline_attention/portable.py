@@ -1,13 +1,13 @@
-"""Polyline attention in plain PyTorch: by blocks of query rows, so that no N x N matrix is ever held.
+"""Polyline attention in plain PyTorch, by blocks of query rows, so that memory never holds an N x N matrix.
 
-For the queries of grid row i the two masks are sums of small tables, with row[i, j, l] and column[i, k, l] from
-kernels/decay.py (O(N^1.5) numbers in all):
+For the queries of grid row i, the two log masks are sums of two small tables, row[i, j, l] and column[i, k, l] of
+`common/decay.py`, with O(N^1.5) numbers in all:
 
     log L  [(i, j), (k, l)] = row[i, j, l] + column[i, k, l]
     log L~ [(i, j), (k, l)] = row[k, j, l] + column[i, k, j]
 
-The blocked loops are custom operators: a compiler takes each as one node, and a flop counter sees the operations of the
-definition, not those that this implementation repeats to save passes over memory.
+`custom_op.py` wraps the blocked loops as operators. A flop counter sees the operations of the definition, without those
+that this implementation repeats to save passes over memory.
 """
 from typing import List, Tuple
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from ..common.decay import compute_dtype, cumulative
 from ..common.workspace import Workspace, exponentials_are_safe, ranges
 
-# Elements of a block's logits, 10 MB in float32. Measured best at 50 x 80; no worse at 14 x 14 than smaller blocks.
+# Elements of a block's logits, 10 MB in float32: the fastest at 50 x 80, and as fast as smaller blocks at 14 x 14.
 BLOCK_ELEMENTS = 2_500_000
 
 
 def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
-    """For each block of (batch, head) groups, its blocks of grid rows of queries."""
+    """Return each block of (batch, head) groups with its blocks of grid rows of queries."""
     groups, height, width, _ = q.shape
     per_row = width * height * width
     group_step = max(1, min(groups, BLOCK_ELEMENTS // (per_row * height)))
@@ -31,7 +31,7 @@ def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
 
 
 def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[Tuple[Tensor, Tensor]]:
-    """For each path the two tables whose broadcast sum (G, i, j, k, l) is its log mask."""
+    """Return for each path the two tables whose broadcast sum (G, i, j, k, l) is its log mask."""
     masks = []
     if paths in ('both', 'v2h'):
         masks.append((row[:, rows, :, None, :], column[:, rows, None, :, :]))
@@ -41,8 +41,10 @@ def _block_masks(row: Tensor, column: Tensor, rows: slice, paths: str) -> List[T
 
 
 def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) -> List[Tensor]:
-    """What the weights of a block are made of, (G, i, j, k, l) each: the softmax under each mask, whose mean they are,
-    or for the multiplicative mode the unmasked softmax and the masks, whose product they are."""
+    """Return the tensors (G, i, j, k, l) that the weights of a block are computed from.
+
+    Additive mode: the softmax under each mask; the weights are their mean. Multiplicative mode: the unmasked softmax
+    and each mask; the weights are the softmax times the sum of the masks."""
     groups, rows, width, _ = q.shape
     flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
     logits = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat))
@@ -58,10 +60,10 @@ def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) 
 
 
 def _combined(parts: List[Tensor], mask_mode: str, space: Workspace) -> Tuple[Tensor, float]:
-    """The weights of a block, (G, i*j, k*l), and a factor that their products still need."""
+    """Return the weights of a block, (G, i*j, k*l), and the factor by which their products must be multiplied."""
     first, *others = parts
     groups, rows, width, height, _ = first.shape
-    out = space.get('logits', first.shape)                                        # no longer needed
+    out = space.get('logits', first.shape)                                        # the logits are no longer needed
     if mask_mode == 'multiplicative':
         total = others[0] if len(others) == 1 else torch.add(*others, out=out)
         weights = torch.mul(first, total, out=out)
@@ -71,11 +73,11 @@ def _combined(parts: List[Tensor], mask_mode: str, space: Workspace) -> Tuple[Te
 
 
 def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask_mode: str, safe: bool, space: Workspace) -> Tensor:
-    """Output of the queries of a block, (G, i*j, Dv). v: (G, N, Dv)."""
+    """Return the output of the queries of a block, (G, i*j, Dv). v: (G, N, Dv)."""
     if mask_mode == 'multiplicative' or not safe:
         weights, factor = _combined(_block_parts(q, k, masks, mask_mode, space), mask_mode, space)
         return torch.bmm(weights, v).mul_(factor)
-    # One more product with K and V for each mask costs less than the passes over memory that sharing them takes.
+    # Products with K and V for each mask cost less than the passes over memory that sharing them would take.
     groups, rows, width, _ = q.shape
     flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
     q, k = q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2)
@@ -88,7 +90,7 @@ def _block_output(q: Tensor, k: Tensor, v: Tensor, masks, mask_mode: str, safe: 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str, paths: str) -> Tensor:
-    """q, k: (G, H, W, D); v: (G, H, W, Dv); row: (G, H, W, W); column: (G, H, H, W); G = B * heads."""
+    """Compute the output for q, k (G, H, W, D), v (G, H, W, Dv), row (G, H, W, W), column (G, H, H, W)."""
     output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
     for g, row_blocks in _plan(q):
         value = v[g].flatten(1, 2)
@@ -101,6 +103,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_m
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
              paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, row and column."""
     inputs = (q, k, v, row, column)
     dq, dk, dv, drow, dcolumn = (torch.zeros_like(x) for x in inputs)
     space = Workspace(q)
@@ -112,7 +115,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column:
 
 
 def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: str, grads, space: Workspace) -> None:
-    """Recompute the weights of a block and add its share to the gradients (views into the full ones)."""
+    """Recompute the weights of a block and add its share to the gradients, which are views of the full ones."""
     q, k, v, row, column = inputs
     dq, dk, dv, drow, dcolumn = grads
     masks = _block_masks(row, column, rows, paths)
@@ -148,7 +151,7 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
 
 def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                               paths: str) -> Tensor:
-    """The dense formula without loops, every tensor but the arguments of rank 4 at most."""
+    """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
     batch, heads, height, width, _ = q.shape
     tokens, dtype = height * width, compute_dtype(q.dtype)
     q, k, values = (x.to(dtype).reshape(batch * heads, tokens, x.shape[-1]) for x in (q, k, v))

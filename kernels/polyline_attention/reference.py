@@ -1,4 +1,4 @@
-"""The definition, with every N x N matrix written out: the oracle of the tests."""
+"""Polyline attention by its definition in float64, with every N x N matrix; tests compare all backends with it."""
 from typing import Tuple
 
 from torch import Tensor
@@ -7,9 +7,9 @@ from ..common.decay import REFERENCE_DTYPE, column_log_decay, row_log_decay
 
 
 def polyline_log_masks(log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:
-    """log L (V2H) and log L~ (H2V), each (B, heads, N, N), from step logs (B, heads, H, W)."""
+    """Return log L (V2H) and log L~ (H2V), (B, heads, N, N) each, from step logs (B, heads, H, W)."""
     row = row_log_decay(log_alpha, log_alpha.dtype)                    # (B, heads, i, j, l)
-    column = column_log_decay(log_beta, log_beta.dtype)                   # (B, heads, i, k, l)
+    column = column_log_decay(log_beta, log_beta.dtype)                # (B, heads, i, k, l)
     v2h = row[..., :, :, None, :] + column[..., :, None, :, :]         # (B, heads, i, j, k, l)
     tokens = log_alpha.shape[-2] * log_alpha.shape[-1]
     v2h = v2h.reshape(*log_alpha.shape[:2], tokens, tokens)

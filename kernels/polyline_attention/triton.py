@@ -1,4 +1,4 @@
-"""Polyline attention, fused: both masks from one pass over q k', no N x N matrix in memory, forward or backward.
+"""Triton kernels of polyline attention (PPMA, section 3): both masks from one pass over q k', without N x N matrices.
 
 A tile stays inside one grid row of queries and one of keys. For query row i and key row k, with Sa and Sb the sums of
 step logs along rows and columns, the two log masks of the tile of queries j and keys l are
@@ -6,8 +6,8 @@ step logs along rows and columns, the two log masks of the tile of queries j and
     log L  = -|Sa[i,j] - Sa[i,l]| - |Sb[i,l] - Sb[k,l]|      the first term does not depend on k, the second not on j
     log L~ = -|Sa[k,j] - Sa[k,l]| - |Sb[i,j] - Sb[k,j]|      the first term does not depend on i, the second not on l
 
-so that each is made from four vectors. Tensors are read through their strides: a grid is read by its columns, where
-those fill the tiles better, by exchanging the strides, Sa with Sb and L with L~.
+so four vectors determine each. Kernels read tensors through their strides. If columns fill the tiles better than rows,
+the grid is read by columns, by exchanging the strides, Sa with Sb, and L with L~.
 """
 from typing import Tuple
 
@@ -20,7 +20,7 @@ from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_pro
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
-# Tiles of a row that one launch of the backward kernel takes: each needs its own slice of partial sums.
+# Tiles of a row per launch of the backward kernel. Each tile needs its own slice of partial sums.
 SLICES = 8
 
 
@@ -35,7 +35,7 @@ def _polyline_attention_fwd_kernel(
         q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: the queries (i, j) of one tile of one grid row, against all keys."""
+    """Compute y for the queries (i, j) of one tile of one grid row per program, over all keys."""
     blocks = tl.cdiv(width, BLOCK)
     i = tl.program_id(0) // blocks % height
     group = (tl.program_id(0) // blocks // height).to(tl.int64)
@@ -116,9 +116,9 @@ def _polyline_attention_fwd_kernel(
 @triton.jit
 def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, valid, PRODUCT: tl.constexpr,
                     PATHS: tl.constexpr):
-    """Weights of a tile again, and the gradients of its logits and of both log masks.
+    """Recompute a tile's weights; return them and the gradients of its logits and of both log masks.
 
-    Of any orientation: lse and delta come broadcast along the keys, `valid` (keys inside the row) along the queries."""
+    Tiles have either orientation: lse and delta broadcast along keys, `valid` (keys inside the row) along queries."""
     if PRODUCT:
         unmasked = tl.where(valid, tl.exp2(logits - lse1), 0.0)
         weights = tl.zeros_like(logits)
@@ -154,15 +154,15 @@ def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cros
                 DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
                 BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
                 UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """The tile as queries (r, j), j = own, against keys (row, l): dq, and what it adds to the gradients of its own sums
-    (returned) and of those of its row's other columns (to cross_a, cross_b). Pointers are those of the group."""
+    """Take the tile as queries (r, j), j = own, over keys (row, l). Return dq and the gradients of the tile's own sums;
+    add the gradients of the sums at other columns of its row to cross_a and cross_b. Pointers are the group's."""
     in_own = own < width
     own_tokens = r * token_i + own * token_j
     query = load_tokens(q + r.to(tl.int64) * q_i, own, q_j, width, DIM, BLOCK_D, UPCAST)
     gradient = load_tokens(grad + r.to(tl.int64) * grad_i, own, grad_j, width, DIM_V, BLOCK_V, UPCAST)
     sa_ij = _load_sums(sa, own_tokens, in_own, 0.0)
     sb_ij = _load_sums(sb, own_tokens, in_own, 0.0)
-    # Queries beyond the row have an infinite normaliser: their weights are zero.
+    # Queries beyond the row have an infinite log-sum-exp, so their weights are zero.
     lse1 = tl.load(lse1 + own_tokens, mask=in_own, other=INF)[:, None]
     lse2 = tl.load(lse2 + own_tokens, mask=in_own, other=INF)[:, None]
     delta1 = tl.load(delta1 + own_tokens, mask=in_own, other=0.0)[:, None]
@@ -176,9 +176,9 @@ def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cros
         sa_il = _load_sums(sa, r * token_i + l * token_j, in_l, INF)
         sb_il = _load_sums(sb, r * token_i + l * token_j, in_l, 0.0)
         along_query_row = -tl.abs(sa_ij[:, None] - sa_il[None, :])
-        sum1 = tl.zeros((BLOCK, BLOCK), tl.float32)         # over key rows, of the gradient of log L
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same times sign(row - r)
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # of the gradient of log L~
+        sum1 = tl.zeros((BLOCK, BLOCK), tl.float32)         # gradient of log L, summed over key rows
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same, times sign(row - r)
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # gradient of log L~, times that sign
         key_row, value_row = k, v
         for row in range(0, height):
             key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
@@ -218,8 +218,8 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
              DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
              BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """The tile as keys (r, l), l = own, against queries (row, j): dk, dv and the same of the sums as `_as_queries`.
-    Tiles are (keys, queries)."""
+    """Take the tile as keys (r, l), l = own, over queries (row, j). Return dk, dv and the gradients of sums as
+    `_as_queries` does. Tiles are (keys, queries)."""
     in_own = own < width
     own_tokens = r * token_i + own * token_j
     key = load_tokens(k + r.to(tl.int64) * k_i, own, k_j, width, DIM, BLOCK_D, UPCAST)
@@ -236,9 +236,9 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
         sa_kj = _load_sums(sa, r * token_i + j * token_j, in_j, 0.0)
         sb_kj = _load_sums(sb, r * token_i + j * token_j, in_j, 0.0)
         along_key_row = -tl.abs(sa_kl[:, None] - sa_kj[None, :])
-        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # over query rows, of the gradient of log L~
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same times sign(r - row)
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # of the gradient of log L
+        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # gradient of log L~, summed over query rows
+        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same, times sign(r - row)
+        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # gradient of log L, times that sign
         query_row, grad_row = q, grad
         for row in range(0, height):
             row_tokens = row * token_i + j * token_j
@@ -284,9 +284,11 @@ def _polyline_attention_bwd_kernel(
         token_i, token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """One program: one of `blocks` tiles, from `first_block` on, of one grid row r, first as queries against all keys
-    (dq), then as keys against all queries (dk, dv). No atomics: what a program adds to sums of other tiles (Sa and Sb
-    at its row, but other columns) goes to its own slice of `cross` (2 sums, 2 roles, blocks, groups, tokens)."""
+    """Compute the gradients of one tile of one grid row r per program, first as queries (dq), then as keys (dk, dv).
+
+    A launch takes `blocks` tiles of each row, from `first_block` on. There are no atomics: gradients of the sums of
+    other tiles (Sa and Sb at row r, other columns) go to the program's own slice of `cross`, which has shape
+    (2 sums, 2 roles, blocks, groups, tokens)."""
     r = tl.program_id(0) // blocks % height
     group = (tl.program_id(0) // blocks // height).to(tl.int64)
     groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
@@ -325,12 +327,12 @@ def _polyline_attention_bwd_kernel(
 
 
 class _Grid:
-    """How a problem is laid over programs: which way the grid is read, tile, strides and constants."""
+    """Launch of a problem: whether the grid is read by rows or columns, its tile, strides and constants."""
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
                  paths: str):
         batch, heads, height, width, dim = q.shape
-        # Forward and backward pass must agree on this: what is saved has L first, L~ second, as the grid is read.
+        # Forward and backward pass must agree on this: saved tensors have L first and L~ second, as the grid is read.
         swapped = launch.padding(height) < launch.padding(width)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
@@ -355,8 +357,8 @@ class _Grid:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
             save: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    """The output and, if `save`, what the backward pass needs: the output under L alone (where it is a mean over both
-    masks; else empty) and the log2 of the softmaxes' normalisers (1 or 2, B, heads, N). sa, sb: float32, dense."""
+    """Return the output and, if `save`, tensors for the backward pass (else empty): the output under L alone, if the
+    output is a mean over both masks, and the log2-sum-exps (1 or 2, B, heads, N). sa, sb: float32, dense."""
     grid = _Grid('polyline_attention_fwd', q, k, v, sa, sb, mask_mode, paths)
     two = mask_mode == 'additive' and paths == 'both'
     out = launch.token_major(v.shape, v)
@@ -370,7 +372,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
              lse: Tensor, mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, sa and sb."""
+    """Return the gradients of q, k, v, sa and sb."""
     grid = _Grid('polyline_attention_bwd', q, k, v, sa, sb, mask_mode, paths)
     two = mask_mode == 'additive' and paths == 'both'
     grad = launch.as_token_major(grad)
@@ -379,7 +381,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
     groups, tokens = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
     dsums = sa.new_empty(2, groups, tokens)
     others = sa.new_zeros(2, groups, tokens)
-    for first_block in range(0, grid.blocks, SLICES):               # a few blocks of a row at a time: O(N) memory
+    for first_block in range(0, grid.blocks, SLICES):               # a few blocks of a row at a time take O(N) memory
         blocks = min(SLICES, grid.blocks - first_block)
         cross = sa.new_zeros(2, 2 * blocks, groups, tokens)
         _polyline_attention_bwd_kernel[launch.programs(grid.rows * blocks)](

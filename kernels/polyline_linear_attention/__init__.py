@@ -25,23 +25,23 @@ def polyline_linear_attention(
         paths: str = 'both',
         backend: str = 'auto',
 ) -> Tensor:
-    """(q k' * M) v for the polyline mask M = L, L~ or L + L~, in O(N R Dv): sum_r q_r * scan(k_r * v).
+    """Compute (q k' * M) v for the polyline mask M = L, L~ or L + L~ in O(N R Dv), as sum_r q_r * scan(k_r * v).
 
-    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. No
-    normalisation: append a column of ones to v and divide by its result for one.
+    With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. The result
+    is not normalized: to normalize it, append a column of ones to v and divide by that column of the result.
 
     Args:
-        q, k: (B, heads, H, W, R), float32, float64, float16 or bfloat16, any strides.
-        v: (B, heads, H, W, Dv), the dtype of q.
-        log_alpha, log_beta: (B, heads, H, W) horizontal and vertical step logs, <= 0, as for `polyline_scan`.
+        q, k: shape (B, heads, H, W, R); float32, float64, float16 or bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), dtype of q.
+        log_alpha, log_beta: horizontal and vertical step logs, <= 0, shape (B, heads, H, W), as for `polyline_scan`.
         paths: 'v2h' (M = L), 'h2v' (L~) or 'both' (L + L~).
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        (B, heads, H, W, Dv) in the dtype of v.
+        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
 
     Raises:
-        ValueError, TypeError: as `polyline_scan`.
+        ValueError, TypeError: as for `polyline_scan`.
     """
     checks.attention('polyline_linear_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('polyline_linear_attention', 'paths', paths, PATHS)

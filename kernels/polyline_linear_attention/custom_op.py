@@ -1,1 +1,1 @@
-"""Nothing is registered here: shapes, gradient and operation count are those of the operators of `polyline_scan`."""
+"""This operator registers nothing: the operators of `polyline_scan` have its shapes, gradient and operation count."""

@@ -12,7 +12,7 @@ STATE_ELEMENTS = 4_000_000
 
 
 def _linear_attention(q: Tensor, k: Tensor, v: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
-    """sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
+    """Compute sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
     groups, height, width, dim = v.shape
     query, key, value = (x.reshape(groups, height * width, -1) for x in (q, k, v))
     state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, -1)      # (G, H, W, R*Dv)
@@ -35,7 +35,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
 
 def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
                                      paths: str) -> Tensor:
-    """As `polyline_scan_export`: no loop over the data, every tensor but the arguments of rank 4 at most."""
+    """Scan without loops, as `polyline_scan_export`; every tensor but the arguments has rank 4 at most."""
     dtype = compute_dtype(q.dtype)
     q, k, values = (by_group(x.to(dtype)) for x in (q, k, v))
     logs = [bounded(by_group(steps.to(dtype))) for steps in (log_alpha, log_beta)]

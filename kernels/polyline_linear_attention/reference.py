@@ -1,4 +1,4 @@
-"""The definition, with the N x N mask written out: the oracle of the tests."""
+"""Linear attention under the polyline mask by its definition in float64, with N x N matrices, for tests."""
 from torch import Tensor
 
 from ..common.decay import REFERENCE_DTYPE

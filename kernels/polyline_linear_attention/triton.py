@@ -1,4 +1,6 @@
-"""Linear attention under the polyline mask on Triton: the scan kernels over k_r * v for every r."""
+"""Linear attention under the polyline mask on Triton: the kernels of `polyline_scan`, over k_r * v for every r.
+
+This module imports no Triton: the operators of `polyline_scan` do, at their first call."""
 from torch import Tensor
 
 from ..polyline_scan.custom_op import polyline_scan_triton
@@ -14,7 +16,7 @@ def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
     step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
     parts = []
     for query, key in zip(q.split(step, -1), k.split(step, -1)):
-        # In float32: sums over a whole grid of products leave float16's range.
+        # Sums of products over a whole grid exceed the range of float16.
         state = (key.float().unsqueeze(-1) * v.float().unsqueeze(-2)).flatten(-2)     # (B, heads, H, W, R * Dv)
         state = polyline_scan_triton(state, [log_alpha, log_beta], paths).unflatten(-1, (key.shape[-1], v.shape[-1]))
         parts.append((query.float().unsqueeze(-2) @ state).squeeze(-2))

@@ -1,4 +1,4 @@
-"""The polyline mask times a tensor without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2), in O(N)."""
+"""Product of the polyline mask and a tensor in O(N), without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2)."""
 from typing import Optional
 
 from torch import Tensor
@@ -26,28 +26,29 @@ def polyline_scan(
         paths: str = 'v2h',
         backend: str = 'auto',
 ) -> Tensor:
-    """L x, L~ x or their sum, L being the V2H polyline mask of the grid and L~ its transpose.
+    """Multiply x by the V2H polyline mask L of the grid, by its transpose L~ (H2V), or by their sum.
 
     One axis is a symmetric scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l] with S the cumulative sum of the axis' step
-    logs. L x is the vertical scan followed by the horizontal one; L~ x the other way round. With log_gamma a third,
-    outermost axis is scanned: L3D x = horizontal(vertical(depth(x))), and the transpose in the opposite order.
+    logs. L x is the vertical scan followed by the horizontal one, and L~ x the horizontal followed by the vertical
+    one. With log_gamma a third, outermost axis is scanned: L3D x = horizontal(vertical(depth(x))), and its transpose
+    scans in the opposite order.
 
     Args:
-        x: (B, heads, H, W, D), or (B, heads, Z, H, W, D) with log_gamma; float32, float64, float16 or bfloat16, any
-            strides.
-        log_alpha, log_beta: step logs along W and along H, <= 0, of the shape of x without D; values below -80 count
-            as -80, and positive ones, where they are not refused, as 0; neither has a gradient.
+        x: shape (B, heads, H, W, D), or (B, heads, Z, H, W, D) with log_gamma; float32, float64, float16 or bfloat16;
+            any strides.
+        log_alpha, log_beta: step logs along W and along H, <= 0, of the shape of x without D. They are clamped to
+            [-80, 0] (positive ones raise an error where they can be read), and clamped values have no gradient.
         log_gamma: step logs along Z, of the same shape, or None in two dimensions.
         paths: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        A tensor like x.
+        A tensor of the shape and dtype of x.
 
     Raises:
-        ValueError: a shape, device, path or backend that does not fit, a size beyond the memory; on a CPU outside of
-            graphs also a positive step log.
-        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+        ValueError: a shape, device, path or backend is not allowed, or the tensors exceed the memory. On a CPU,
+            outside of graphs, also a positive step log.
+        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
     logs = dict(log_alpha=log_alpha, log_beta=log_beta)
     if log_gamma is not None:

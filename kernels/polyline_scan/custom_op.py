@@ -1,5 +1,5 @@
-"""The fused scan of one axis as an operator of PyTorch: schema, shapes, gradient, operation count; and the polyline
-scans as chains of it. Triton is imported at the first call, not before."""
+"""Registration of the Triton scan of one axis with PyTorch: schema, shapes, gradient and operation count. The polyline
+scan is a chain of it. Triton is imported at the first call."""
 from typing import List, Tuple
 
 import torch
@@ -11,8 +11,9 @@ from ..common.decay import bounded
 
 @torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
 def _triton_forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Scan of x (..., D) along its dimension `dim` >= 0, with step logs in float32, dense, of its shape without D; the
-    output in `dtype`."""
+    """Scan x (..., D) along its dimension `dim` >= 0 and return the result in `dtype`.
+
+    steps: step logs of the shape of x without D, float32, dense."""
     from . import triton
     with torch.cuda.device_of(x):
         return triton.forward(x, steps, dim, dtype)
@@ -67,10 +68,10 @@ def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
         if paths in (name, 'both'):
             y = x
-            # One token: the scan of its line is itself (but its step log must not fall out of the graph).
+            # A line of one token is its own scan. A step log that requires a gradient must stay in the graph.
             sequence = [(s, dim) for s, dim in sequence if x.shape[dim] > 1 or s.requires_grad] or sequence[:1]
             for n, (s, dim) in enumerate(sequence):
-                # Between passes in float32: half types are rounded once, at the end.
+                # Data between passes is float32, so half types are rounded only once.
                 y = _triton_forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
             results.append(y)
     return results[0] + results[1] if len(results) == 2 else results[0]

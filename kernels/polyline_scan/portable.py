@@ -1,6 +1,6 @@
-"""The polyline mask times a tensor, one axis after the other, each by chunks.
+"""Polyline scan in plain PyTorch: one axis after the other, each by chunks (PPMA, Algorithm 1).
 
-Within a chunk of an axis the symmetric scan is a small matrix product; from chunk to chunk two states are carried, one
+Within a chunk of an axis, the symmetric scan is a small matrix product. From chunk to chunk two states are carried, one
 in each direction, as in a chunked linear recurrence. Time and memory are O(N) for a fixed chunk.
 """
 from typing import List
@@ -13,21 +13,21 @@ from ..common.decay import bounded, compute_dtype
 from ..common.workspace import keep_freed_memory, ranges
 
 CHUNK = 32
-# Up to this length an axis is one chunk: the carries would cost more than the larger matrix.
+# An axis of up to this length is one chunk, because carries would cost more than the larger matrix.
 SINGLE_CHUNK = 64
-# Elements scanned at a time, where more than one group is there: temporaries stay in memory that is used again.
+# Elements scanned at a time if there are several groups, so that temporaries reuse memory.
 GROUP_ELEMENTS = 1_000_000
 LINE_ELEMENTS = 1_000_000
 
 
 def dense_axis_scan(x: Tensor, steps: Tensor) -> Tensor:
-    """The same by one L x L matrix a line, without loops: short axes and the export form."""
+    """Compute `axis_scan` with one L x L matrix per line, without loops, for short axes and for export."""
     sums = steps.cumsum(-1)
     return torch.bmm((sums.unsqueeze(2) - sums.unsqueeze(1)).abs().neg_().exp_(), x)
 
 
 def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
-    """y[j] = sum_l exp(-|S[j] - S[l]|) x[l] for each line. x: (n, L, D), steps: (n, L) -> (n, L, D)."""
+    """Compute y[j] = sum_l exp(-|S[j] - S[l]|) x[l] for each line. x: (n, L, D), steps: (n, L)."""
     lines, length, dim = x.shape
     if length <= SINGLE_CHUNK:
         return dense_axis_scan(x, steps)
@@ -36,11 +36,11 @@ def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
         x, steps = F.pad(x, (0, 0, 0, padding)), F.pad(steps, (0, padding))
     chunks = x.shape[1] // CHUNK
     x, steps = x.view(lines, chunks, CHUNK, dim), steps.view(lines, chunks, CHUNK)
-    sums = steps.cumsum(-1)                                                  # local: from the chunk's start
+    sums = steps.cumsum(-1)                                                  # counted from the chunk's start
     inside = (sums[..., :, None] - sums[..., None, :]).abs().neg_().exp_()
     y = torch.matmul(inside, x)
     total, first = sums[..., -1:], sums[..., :1]
-    before = _carry(y[:, :, -1].clone(), total[..., 0])                              # seen by chunk n from the left
+    before = _carry(y[:, :, -1].clone(), total[..., 0])                              # enters chunk n from the left
     # A state enters a chunk from the right through the step that leads to the next chunk's first token.
     after = _carry(y[:, :, 0].flip(1), _into_next(total - first, steps).flip(1)).flip(1)
     entering = F.pad(steps[:, 1:, :1], (0, 0, 0, 1))                         # (n, chunks, 1): next chunk's first step
@@ -51,15 +51,15 @@ def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
 
 
 def _into_next(span: Tensor, steps: Tensor) -> Tensor:
-    """Log decay from the first token of a chunk to that of the next. span: (n, chunks, 1) -> (n, chunks)."""
+    """Return the log decay from a chunk's first token to the next chunk's: (n, chunks, 1) -> (n, chunks)."""
     return span[..., 0] + F.pad(steps[:, 1:, 0], (0, 1))
 
 
 def _carry(last: Tensor, decay: Tensor) -> Tensor:
-    """States before each chunk: s[0] = 0, s[n+1] = exp(decay[n]) s[n] + last[n]. last: (n, chunks, D) like s."""
+    """Return the state before each chunk: s[0] = 0, s[n+1] = exp(decay[n]) s[n] + last[n]. last, s: (n, chunks, D)."""
     chunks = last.shape[1]
     if chunks <= SINGLE_CHUNK:
-        # s[n] = sum over m < n of exp(decay[m+1] + ... + decay[n-1]) last[m], as one small matrix a line.
+        # s[n] = sum over m < n of exp(decay[m+1] + ... + decay[n-1]) last[m], as one small matrix per line.
         sums = decay.cumsum(1)
         logs = (sums - decay)[:, :, None] - sums[:, None, :]
         later = torch.ones(chunks, chunks, dtype=torch.bool, device=last.device).triu()
@@ -87,7 +87,7 @@ def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
 
 
 def _scan_groups(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
-    """`scan_grid` a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
+    """Apply `scan_grid` to a few groups at a time. x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
     step = max(1, GROUP_ELEMENTS * len(x) // x.numel())
     if step >= len(x) or torch.compiler.is_compiling():
         return scan_grid(x, logs, paths, axis_scan)
@@ -102,7 +102,7 @@ def _scan_groups(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
 
 
 def scan_grid(x: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
-    """x: (G, [Z,] H, W, D); logs along W, H [, Z]: (G, [Z,] H, W)."""
+    """Scan x (G, [Z,] H, W, D) on the given paths, each axis with `scan`; logs along W, H [, Z]: (G, [Z,] H, W)."""
     dims = [x.ndim - 2 - n for n in range(len(logs))]
     passes = list(zip(logs, dims))
     results = []
@@ -124,12 +124,12 @@ def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
 
 
 def polyline_scan_export(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
-    """One dense matrix an axis, no loop over the data; in two dimensions every tensor but x of rank 4 at most."""
+    """Scan with one dense matrix per axis, without loops; in two dimensions tensors but x have rank 4 at most."""
     dtype = compute_dtype(x.dtype)
     logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
     return scan_grid(by_group(x.to(dtype)), logs, paths, dense_axis_scan).reshape(x.shape).to(x.dtype)
 
 
 def by_group(x: Tensor) -> Tensor:
-    """(B, heads, ...) -> (B * heads, ...)."""
+    """Reshape (B, heads, ...) to (B * heads, ...)."""
     return x.reshape(-1, *x.shape[2:])

@@ -1,4 +1,4 @@
-"""The definition, with the N x N mask written out: the oracle of the tests."""
+"""Polyline scan by its definition in float64, with the N x N mask; tests compare all backends with it."""
 from typing import List
 
 from torch import Tensor
@@ -8,7 +8,7 @@ from ..polyline_attention.reference import polyline_log_masks
 
 
 def polyline_log_mask_3d(log_alpha: Tensor, log_beta: Tensor, log_gamma: Tensor) -> Tensor:
-    """log L3D, (B, heads, N, N), from step logs (B, heads, Z, H, W) along W, H and Z (appendix C.2).
+    """Return log L3D, (B, heads, N, N), from step logs (B, heads, Z, H, W) along W, H and Z (appendix C.2).
 
     Between (i, j, k) and (l, m, n): alpha along row (i, j) from k to n, beta from j to m at (i, ., n), gamma from i to
     l at (., m, n)."""

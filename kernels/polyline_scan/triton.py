@@ -1,13 +1,16 @@
-"""One axis of the polyline scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l], as two first-order recurrences.
+"""Triton kernels of one axis of the polyline scan (PPMA, Algorithm 1), y[j] = sum_l exp(-|S[j] - S[l]|) x[l].
 
-With alpha[t] = exp(step[t]), f[t] = x[t] + alpha[t] f[t-1] runs along the axis, g[t] = x[t] + alpha[t+1] g[t+1]
-against it, and y = f + g - x. The decays are multiplied, never summed up: steps of any size are exact. The mask is
-symmetric, so the gradient of x is the same scan of the gradient of y; with f', g' that gradient's recurrences,
+With alpha[t] = exp(step[t]) the scan is two first-order recurrences, one in each direction:
+
+    f[t] = x[t] + alpha[t] f[t-1],    g[t] = x[t] + alpha[t+1] g[t+1],    y = f + g - x.
+
+Kernels multiply decays and never sum their logs, so steps of any size are exact. The mask is symmetric, so the gradient
+of x is the same scan of dy. With f', g' the recurrences of dy,
 
     d step[t] = sum_d (f[t] - x[t]) g'[t] + (f'[t] - dy[t]) g[t].
 
-Lines of up to LONGEST tokens are one tile: one read, one write. Longer ones go by tiles and are read once more: a sweep
-against the axis leaves the states g at the tiles' ends, a sweep along it does the rest.
+A line of up to LONGEST tokens is one tile, which is read and written once. Longer lines are read twice: a sweep against
+the axis stores the states g at the ends of tiles, and a sweep along the axis computes the rest.
 """
 from typing import Tuple
 
@@ -24,41 +27,41 @@ TILE_ELEMENTS = 2048
 
 @triton.jit
 def _compose(decay1, x1, decay2, x2):
-    """Two stretches of s -> decay * s + x, one after the other."""
+    """Compose two maps s -> decay * s + x."""
     return decay1 * decay2, x1 * decay2 + x2
 
 
 @triton.jit
 def _recurrence(x, decay, state, REVERSE: tl.constexpr):
-    """s[t] = x[t] + decay[t] s[t-1] (or s[t+1]) through a tile (BLOCK, BLOCK_D) that `state` (BLOCK_D,) enters."""
+    """Compute s[t] = x[t] + decay[t] s[t-1] (or s[t+1]) in a tile (BLOCK, BLOCK_D); `state` (BLOCK_D,) precedes it."""
     decays, states = tl.associative_scan((decay, x), 0, _compose, reverse=REVERSE)
     return states + decays * state[None, :]
 
 
 @triton.jit
 def _load(pointer, t, stride, length, d, DIM: tl.constexpr):
-    """Tokens t of a line, (len(t), len(d)) in float32; zeros behind its end."""
+    """Load tokens t of a line, (len(t), len(d)) in float32, and zeros beyond its end."""
     x = tl.load(pointer + t[:, None] * stride + d[None, :], mask=(t < length)[:, None] & (d < DIM)[None, :], other=0.0)
     return x.to(tl.float32)
 
 
 @triton.jit
 def _load_decay(steps, t, stride, length, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """alpha[t] for 0 < t < length, 0 elsewhere (nothing leads into a line), for every channel: (BLOCK, BLOCK_D)."""
+    """Load alpha[t] for 0 < t < length and 0 elsewhere, broadcast to all channels: (BLOCK, BLOCK_D)."""
     alpha = tl.exp(tl.load(steps + t * stride, mask=(t > 0) & (t < length), other=-float('inf')))
     return tl.broadcast_to(alpha[:, None], (BLOCK, BLOCK_D))
 
 
 @triton.jit
 def _row(x, index, BLOCK: tl.constexpr):
-    """Row `index` of a tile: (BLOCK_D,)."""
+    """Return row `index` of a tile: (BLOCK_D,)."""
     return tl.sum(tl.where((tl.arange(0, BLOCK) == index)[:, None], x, 0.0), 0)
 
 
 @triton.jit
 def _sweep_against(x, steps, states, x_t, step_t, length, tiles, d, DIM: tl.constexpr, BLOCK: tl.constexpr,
                    BLOCK_D: tl.constexpr):
-    """g of the first token of tile n to states[n] (BLOCK_D,), for n = tiles - 1 down to 1."""
+    """Store g of the first token of tile n in states[n] (BLOCK_D,), for n = tiles - 1 down to 1."""
     state = tl.zeros((BLOCK_D,), tl.float32)
     for step in range(1, tiles):
         n = tiles - step
@@ -71,7 +74,7 @@ def _sweep_against(x, steps, states, x_t, step_t, length, tiles, d, DIM: tl.cons
 
 @triton.jit
 def _behind(states, n, tiles, BLOCK_D: tl.constexpr):
-    """What enters tile n from behind: g of the first token of tile n + 1; zero for the last."""
+    """Load the state that enters tile n from its end: g of the first token of tile n + 1, or zero for the last."""
     d = tl.arange(0, BLOCK_D)
     return tl.load(states + (n + 1) * BLOCK_D + d, mask=(d >= 0) & (n + 1 < tiles), other=0.0)
 
@@ -79,7 +82,7 @@ def _behind(states, n, tiles, BLOCK_D: tl.constexpr):
 @triton.jit
 def _polyline_scan_fwd_kernel(x, steps, y, states, length, inner, DIM: tl.constexpr, BLOCK: tl.constexpr,
                               BLOCK_D: tl.constexpr):
-    """One program: BLOCK_D channels of one line. x, y: (outer, L, inner, DIM); steps: (outer, L, inner)."""
+    """Scan BLOCK_D channels of one line per program. x, y: (outer, L, inner, DIM); steps: (outer, L, inner)."""
     parts: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     line = (tl.program_id(0) // parts).to(tl.int64)
     d = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -91,7 +94,7 @@ def _polyline_scan_fwd_kernel(x, steps, y, states, length, inner, DIM: tl.conste
     states += tl.program_id(0).to(tl.int64) * tiles * BLOCK_D
     if tiles > 1:
         _sweep_against(x, steps, states, inner * DIM, inner, length, tiles, d, DIM, BLOCK, BLOCK_D)
-        tl.debug_barrier()                       # the states are read by other threads than wrote them
+        tl.debug_barrier()                       # other threads read the states than wrote them
     before = tl.zeros((BLOCK_D,), tl.float32)
     for n in range(0, tiles):
         t = n * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +110,7 @@ def _polyline_scan_fwd_kernel(x, steps, y, states, length, inner, DIM: tl.conste
 @triton.jit
 def _polyline_scan_bwd_kernel(x, steps, dy, dx, dsteps, states, states_dy, lines, length, inner, DIM: tl.constexpr,
                               BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As the forward kernel, for x and dy together. dsteps: (channel parts, outer, L, inner), each part its own."""
+    """Compute dx and dsteps as the forward kernel does y, from x and dy. dsteps: (channel parts, outer, L, inner)."""
     parts: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     line = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -147,7 +150,7 @@ def _polyline_scan_bwd_kernel(x, steps, dy, dx, dsteps, states, states_dy, lines
 
 
 class _Lines:
-    """How a pass along dimension `dim` of x (..., D) is laid over programs. x and steps are dense."""
+    """Launch of a pass along dimension `dim` of a dense x (..., D)."""
 
     def __init__(self, x: Tensor, dim: int, elements: int):
         self.length, channels = x.shape[dim], x.shape[-1]
@@ -162,13 +165,13 @@ class _Lines:
         self.constants = {'DIM': channels, 'BLOCK': self.block, 'BLOCK_D': block_d}
 
     def states(self, x: Tensor) -> Tensor:
-        """Room for the states between tiles, where there are several."""
+        """Return memory for the states between tiles, empty for one tile."""
         count = self.programs[0] * self.tiles * self.constants['BLOCK_D'] if self.tiles > 1 else 0
         return x.new_empty(count, dtype=torch.float32)
 
 
 def forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The scan of x (..., D) along its dimension `dim`, in `dtype`; steps: float32, the shape of x without D."""
+    """Return the scan of x (..., D) along `dim` in `dtype`; steps: float32, the shape of x without D."""
     x, steps = x.contiguous(), steps.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     axis = _Lines(x, dim, TILE_ELEMENTS)
@@ -178,7 +181,7 @@ def forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
-    """Gradients of x and steps."""
+    """Return the gradients of x and steps."""
     x, grad, steps = x.contiguous(), grad.contiguous(), steps.contiguous()
     axis, dx = _Lines(x, dim, TILE_ELEMENTS // 2), torch.empty_like(x)
     dsteps = steps.new_empty(axis.parts, *steps.shape)

@@ -1,4 +1,4 @@
-"""The solve with the matrix of a quad tree over a grid in linear time (Myosotis, arXiv 2509.20503)."""
+"""Solves with the matrix of a quad tree over a grid in linear time (Myosotis, arXiv 2509.20503, section 3)."""
 from typing import List, Optional, Sequence
 
 from torch import Tensor
@@ -22,36 +22,37 @@ _IMPLEMENTATIONS = register('quadtree_solve', {
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
                    rho: float = RHO, mask: Optional[Tensor] = None, shift: Sequence[int] = (0, 0),
                    backend: str = 'auto') -> List[Tensor]:
-    """x of T x = u on a quad tree over a grid of any height and width, or a forest of such trees.
+    """Solve T x = u on a quad tree over a grid of any height and width, or on a forest of such trees.
 
-    'laplacian': T = I + the graph Laplacian of the edges' weights w >= 0. T^-1 has no negative entry and rows that sum
-        to 1: x is a weighted mean of u, as in attention.
+    'laplacian': T = I + the graph Laplacian of the edges' weights w >= 0. T^-1 has no negative entry and its
+        rows sum to 1, so x is a weighted mean of u, as in attention.
     'symmetric': T = I + M with M symmetric, b = rho / 2 * z / sqrt(1 + sum of z^2 over the siblings) for any edges z;
         its eigenvalues are in [1 - rho, 1 + rho].
     'skew': T = I + M with M = -M', for any edges b; the norm of T^-1 is at most 1.
 
     Level l of the tree has ceil(H / 2^l) x ceil(W / 2^l) nodes (`quadtree_levels`, which also knows shifted trees), the
-    parent of (i, j) is (i // 2, j // 2). `level_means` gives the usual values of inner nodes.
+    parent of (i, j) is (i // 2, j // 2). `level_means` computes the usual values of inner nodes.
 
     Args:
-        values: u of each level, finest first: (B, heads, H_l, W_l, D); float32, float64, float16 or bfloat16, any
-            strides. As many levels as there are up to a single node, or fewer for a forest.
-        edges: of each level but the last, between a node and its parent, (B, heads, H_l, W_l), of any of these dtypes.
+        values: u of each level, finest first, of shape (B, heads, H_l, W_l, D); float32, float64, float16 or bfloat16;
+            any strides. Give all levels up to a single node, or fewer for a forest.
+        edges: edges between the nodes of a level and their parents, for each level but the last, of shape
+            (B, heads, H_l, W_l) and any of these dtypes.
         parametrization: 'laplacian', 'symmetric' or 'skew'.
-        rho: of 'symmetric', in (0, 1).
-        mask: (B, H, W), booleans, true for leaves that are there (the padding of a batch is not); no edge leads to what
-            is not there, so that x within the mask does not depend on u without.
-        shift: rows and columns that the grid is moved against the tree.
+        rho: the bound of 'symmetric', in (0, 1).
+        mask: padding mask, booleans of shape (B, H, W), true for leaves that exist. Edges to other leaves are 0, so x
+            inside of the mask does not depend on u outside.
+        shift: rows and columns by which the grid is shifted against the tree.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        x of each level, like values.
+        x of each level, with the shapes and the dtype of values.
 
     Raises:
-        ValueError: a shape, device, number of levels, shift, name or rho that does not fit, a size beyond the memory;
-            on a CPU outside of graphs also, with the level, a negative edge of 'laplacian', an edge that is not finite
-            and a pivot of zero.
-        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+        ValueError: a shape, device, number of levels, shift, name or rho is not allowed, or the tensors exceed the
+            memory. On a CPU, outside of graphs, also: an edge of 'laplacian' is negative, an edge is not finite, or a
+            pivot is zero; the error names the level.
+        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
     op = 'quadtree_solve'
     values, edges = list(values), list(edges)

@@ -1,5 +1,5 @@
-"""The quad-tree solve as operators of PyTorch, one of plain PyTorch and one of Triton kernels: schema, shapes,
-gradient, operation count. A compiler takes each as one node. Triton is imported at the first call, not before."""
+"""Registration of the quad-tree solve with PyTorch: schema, shapes, gradient and operation count of the portable path
+and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
 from typing import Any, List, Tuple
 
 import torch
@@ -44,7 +44,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _complete(forward: Any, backward: Any) -> None:
-    """Shapes, gradient and operation counts of a pair of operators."""
+    """Register shapes, gradient and operation counts of a forward and a backward operator."""
     def gradient(ctx, grads):
         saved = ctx.saved_tensors
         solution, edges = list(saved[:ctx.levels]), list(saved[ctx.levels:])
@@ -57,10 +57,10 @@ def _complete(forward: Any, backward: Any) -> None:
     backward.register_fake(lambda grads, solution, edges, parametrization, shift: (
         [torch.empty_like(g, dtype=x.dtype) for g, x in zip(grads, solution)], [torch.empty_like(e) for e in edges]))
     forward.register_autograd(gradient, setup_context=_save)
-    # A number of a node and channel: a multiplication and an addition up, one multiplication, the same two down.
+    # For each node and channel: multiply and add up, multiply by 1 / S, multiply and add down.
     register_flop_formula(forward._opoverload.overloadpacket)(
         lambda values, *args, out_shape=None, **kwargs: 5 * _count(values))
-    # The adjoint solve, and two differences, a product and a sum for the edges.
+    # The adjoint solve, and two differences, a product and a sum for each edge and channel.
     register_flop_formula(backward._opoverload.overloadpacket)(
         lambda grads, *args, out_shape=None, **kwargs: 9 * _count(grads))
 

@@ -1,8 +1,7 @@
-"""Quad-tree solves on grids in plain PyTorch, level by level, and their hand-written gradient; and a form for
-exporters.
+"""Quad-tree solve in plain PyTorch, level by level, with a hand-written gradient, and a form for exporters.
 
-With blocks of size 1 and A = 1 (or, for the Laplacian, A_v = 1 + the weights of v's edges) the sweeps need three
-numbers a node: 1 / S, what of r_v its parent receives, -C / S, and what of x_p it receives, -B / S.
+Blocks have size 1, and A = 1 (for the Laplacian, A_v = 1 + the weights of v's edges). Then the sweeps need three
+numbers per node: 1 / S, the factor -C / S of r_v in its parent's r, and the factor -B / S of x_p in x_v.
 """
 from typing import List, Sequence, Tuple
 
@@ -21,12 +20,13 @@ def _levels(values: Sequence[Tensor], shift: Sequence[int]) -> List[Level]:
 
 
 def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> Coefficients:
-    """1 / S, -C / S and -B / S of every node, lists of (B, heads, H_l, W_l); the last level has 1 / S alone.
+    """Return 1 / S, -C / S and -B / S of every node, lists of (B, heads, H_l, W_l); the last level has only 1 / S.
 
-    Rows of the Laplacian's inverse sum to 1 to the last digit because not S but its excess over the edge to the parent,
-    e = S - w, is carried up: e_p = 1 + sum w e / S (a difference of nearly equal numbers is never taken)."""
+    For the Laplacian, the sweep carries not S but its excess over the edge to the parent, e = S - w, with
+    e_p = 1 + sum w e / S. It never subtracts nearly equal numbers, so rows of the inverse sum to 1 to the last
+    digit."""
     scale, up, down = [], [], []
-    carried = None                       # e of the Laplacian, S of the others, without what the children add: 1
+    carried = None                       # e of the Laplacian, S of the others; 1 without children
     for edge, level, above in zip(edges, levels, levels[1:]):
         carried = torch.ones_like(edge) if carried is None else carried
         if parametrization == 'laplacian':
@@ -49,7 +49,7 @@ def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrizati
 
 def sweep(values: Sequence[Tensor], levels: Sequence[Level], scale: Sequence[Tensor], up: Sequence[Tensor],
           down: Sequence[Tensor]) -> List[Tensor]:
-    """x of every level, lists of (B, heads, H_l, W_l, D). values are read, not written."""
+    """Return x of every level, a list of (B, heads, H_l, W_l, D); values are not modified."""
     right = [values[0], *(x.clone() for x in values[1:])]
     for level, x, above, push in zip(levels, right, right[1:], up):
         for child, parent in quarters(level):
@@ -64,7 +64,7 @@ def sweep(values: Sequence[Tensor], levels: Sequence[Level], scale: Sequence[Ten
 
 def edge_gradients(adjoint: Sequence[Tensor], solution: Sequence[Tensor], edges: Sequence[Tensor],
                    levels: Sequence[Level], parametrization: str) -> List[Tensor]:
-    """Gradients of the edges from the adjoint's and the solve's x: like the edges."""
+    """Return the gradients of the edges from the adjoint's and the solve's x."""
     result = []
     for n, (edge, level) in enumerate(zip(edges, levels)):
         grad = torch.empty_like(edge)
@@ -85,7 +85,7 @@ def _computed(tensors: Sequence[Tensor], dtype: torch.dtype) -> List[Tensor]:
 
 
 def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
-    """x of every level in the dtype of values."""
+    """Return x of every level in the dtype of values."""
     if not edges:
         return [x.clone() for x in values]
     if values[0].device.type == 'cpu':
@@ -97,21 +97,22 @@ def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shi
 
 def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
              shift: Sequence[int]) -> Tuple[List[Tensor], List[Tensor]]:
-    """Gradients of values and of edges: one solve with the transpose, and products."""
+    """Return the gradients of values and of edges, by one solve with the transpose and products."""
     if not edges:
         return [x.clone() for x in grads], []
     dtype, levels = compute_dtype(solution[0].dtype), _levels(solution, shift)
     exact = _computed(edges, dtype)
     scale, up, down = coefficients(exact, levels, parametrization)
-    adjoint = sweep(_computed(grads, dtype), levels, scale, down, up)      # transposed: up and down exchanged
+    adjoint = sweep(_computed(grads, dtype), levels, scale, down, up)      # the transpose exchanges up and down
     products = edge_gradients(adjoint, _computed(solution, dtype), exact, levels, parametrization)
     return [x.to(y.dtype) for x, y in zip(adjoint, solution)], [x.to(e.dtype) for x, e in zip(products, edges)]
 
 
 def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]
                           ) -> List[Tensor]:
-    """Channels first, sums over children by pooling and values at children by interpolation: no custom operator,
-    nothing written in place, arithmetic on tensors of rank 4 at most."""
+    """Solve with channels first, sums over children by pooling, and values at children by interpolation.
+
+    It uses no custom operator and no in-place operation, and computes with tensors of rank 4 at most."""
     batch, heads, height, width, dim = values[0].shape
     levels, dtype = _levels(values, shift), compute_dtype(values[0].dtype)
 
@@ -120,12 +121,12 @@ def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametriza
         return x.reshape(batch, heads * dim, level.height, level.width)
 
     def spread(x: Tensor, level: Level) -> Tensor:
-        """A head's number at each of its channels."""
+        """Repeat a head's number for each of its channels."""
         x = x[:, :, None].expand(-1, -1, dim, -1, -1)
         return x.reshape(batch, heads * dim, level.height, level.width)
 
     right, pull, scales, carried = [], [], [], None
-    below = None                                        # what the level before hands up
+    below = None                                        # what the finer level adds
     for n, level in enumerate(levels):
         one = torch.ones_like(edges[n] if n < len(edges) else values[n][..., 0]).to(dtype)
         carried = one if carried is None else one + carried
@@ -150,7 +151,7 @@ def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametriza
 
 
 def explain_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> None:
-    """Raise ValueError for the first level with an edge that is not finite, or whose pivots vanish; else nothing."""
+    """Raise a ValueError for the first level with an edge that is not finite or with a pivot of zero, if any."""
     exact: List[Tensor] = [edge.detach().double() for edge in edges]
     for n, edge in enumerate(exact):
         if not edge.isfinite().all():

@@ -1,4 +1,4 @@
-"""The dense matrix of a quad tree and its solve: the definition, for any dtype in double precision."""
+"""Quad-tree solve by its definition in float64, with the dense matrix; tests compare all backends with it."""
 from typing import List, Sequence
 
 import torch
@@ -10,8 +10,9 @@ from ..trees.tree import Tree
 
 def quadtree_matrix(edges: Sequence[Tensor], height: int, width: int, parametrization: str, shift: Sequence[int]
                     ) -> Tensor:
-    """The dense matrix (B, heads, V, V) of a quad tree, nodes numbered as by `Tree.quad`. edges: per level but the
-    last, as the solve takes them (weights of the Laplacian; b of the others)."""
+    """Return the dense matrix (B, heads, V, V) of a quad tree, whose nodes are numbered as in `Tree.quad`.
+
+    edges: for each level but the last, weights of the Laplacian or b of the other parametrizations."""
     tree = Tree.quad(height, width, len(edges) + 1, shift)
     edge = torch.cat([x.flatten(2) for x in edges], -1) if edges else None
     batch = edge.shape[:2] if edges else (1, 1)

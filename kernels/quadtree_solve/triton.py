@@ -1,4 +1,4 @@
-"""Quad-tree solves by tiles of the tree: a program goes up and down its part of the tree in registers.
+"""Triton kernels of the quad-tree solve (Myosotis, section 3): a program sweeps its part of the tree in registers.
 
 With u the values, w or b a node's edge to its parent p, sums over children c, and e = S - w for the Laplacian,
 
@@ -7,15 +7,16 @@ With u the values, w or b a node's edge to its parent p, sums over children c, a
 
     r = u + sum up_c r_c,    x = r / S + down x_p
 
-(specification of Myo, A1, A3, A10). The gradient's solve exchanges up and down; from its solution l and from x
+These are the sweeps of `trees/sweeps.py` for blocks of size 1. The gradient's solve exchanges up and down; from its
+solution l and from x follow
 
     laplacian: dw = sum_d (l_p - l) (x - x_p),    symmetric: db = -sum_d (l x_p + l_p x),    skew: + l_p x.
 
-A tile is a square of cells of the tree (so that odd sizes and shifts are masks) with all that is above them up to the
-tile's last level, for one head and at most BLOCK_D channels. Within a tile the nodes of a level are numbered along a
-Morton curve: the children of node n are 4 n to 4 n + 3, so that sums over children are sums over a dimension. Where one
-tile does not hold the tree, up kernels leave r and e (or S) at the tiles' roots for the same problem on a coarser grid,
-and down kernels read their tiles once more when the roots' x is known. All arithmetic is float32.
+A tile is a square of cells of the tree with all nodes above them up to the tile's last level, for one head and at most
+BLOCK_D channels. Odd sizes and shifts become masks. Within a tile, the nodes of a level are numbered along a Morton
+curve: the children of node n are 4 n to 4 n + 3, so sums over children are sums over a dimension. If one tile does not
+hold the tree, up kernels store r and e (or S) at the roots of tiles, which pose the same problem on a coarser grid.
+Down kernels read their tiles again when x at the roots is known. All arithmetic is float32.
 """
 from typing import List, Optional, Sequence, Tuple
 
@@ -27,12 +28,12 @@ from torch import Tensor
 from ..common import launch
 from ..trees.grid import Level, quadtree_levels
 
-# Sides of tiles: the smaller where a larger one would not save a launch.
+# Sides of tiles. The smaller one is used if the larger one would not save a launch.
 SIDES = (8, 16)
-# Channels of a tile, forward and backward: heads of more are taken by blocks. The gradient of an edge is a sum over
-# channels, so that blocks leave parts of it, to be summed in more launches.
+# Channels of a tile, forward and backward. Wider heads take several blocks. The gradient of an edge is a sum over
+# channels, so blocks store partial sums, which further launches add.
 LARGEST_BLOCK = (32, 64)
-# Numbers at a tile's first level, of all channels: of more, registers spill.
+# Numbers at a tile's first level, all channels together. With more, registers spill.
 LARGEST_TILE = 8192
 
 
@@ -43,8 +44,9 @@ def _every_other_bit(n):
 
 @triton.jit
 def _program(grid, heads, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Batch, head, row and column of the tile (counted from the tree's origin), block of channels. Heads come first:
-    those of one image share the lines of memory of channels-last tensors."""
+    """Return batch, head, row and column of the tile (counted from the tree's origin), and block of channels.
+
+    Heads vary fastest, because those of one image share cache lines of channels-last tensors."""
     height, width, top, left = grid
     blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     rows = (top + height - 1) // SIDE - top // SIDE + 1
@@ -58,8 +60,7 @@ def _program(grid, heads, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def _level_nodes(program, grid, LEVEL: tl.constexpr, SIDE: tl.constexpr):
-    """Row and column, on the level's grid, of the (SIDE / 2^LEVEL)^2 nodes that a tile has at LEVEL, and which of them
-    are there at all."""
+    """Return row and column, on the level's grid, of a tile's (SIDE / 2^LEVEL)^2 nodes at LEVEL, and which exist."""
     side: tl.constexpr = SIDE >> LEVEL
     height, width, top, left = grid
     n = tl.arange(0, side * side)
@@ -80,7 +81,7 @@ def _tile_nodes(program, grid, LEVELS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _number_places(pointer, strides, program, nodes):
-    """Where (B, heads, H, W) has the numbers of a level's nodes, and which of them are there. (nodes,)."""
+    """Return pointers into (B, heads, H, W) to a level's nodes, and which nodes exist: (nodes,) each."""
     row, column, there = nodes
     first = pointer + (program[0] * strides[0] + program[1] * strides[1])
     return first + (row * strides[2] + column * strides[3]), there
@@ -88,8 +89,8 @@ def _number_places(pointer, strides, program, nodes):
 
 @triton.jit
 def _vector_places(pointer, strides, program, nodes, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where (B, heads, H, W, DIM) has a program's channels of a level's nodes, and which of them are there.
-    (nodes, BLOCK_D)."""
+    """Return pointers into (B, heads, H, W, DIM) to a program's channels of a level's nodes, and which exist:
+    (nodes, BLOCK_D) each."""
     places, there = _number_places(pointer, strides, program, nodes)
     d = program[4] * BLOCK_D + tl.arange(0, BLOCK_D)
     return places[:, None] + (d * strides[4])[None, :], there[:, None] & (d < DIM)[None, :]
@@ -97,7 +98,7 @@ def _vector_places(pointer, strides, program, nodes, DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def _load(places, other):
-    """In float32; `other` where there is nothing."""
+    """Load in float32, and `other` for nodes that do not exist."""
     return tl.load(places[0], mask=places[1], other=other).to(tl.float32)
 
 
@@ -108,7 +109,7 @@ def _store(places, x):
 
 @triton.jit
 def _sum_children(x):
-    """Sums over the children of each node: (4 n,) -> (n,) or (4 n, BLOCK_D) -> (n, BLOCK_D)."""
+    """Sum over the children of each node: (4 n,) -> (n,) or (4 n, BLOCK_D) -> (n, BLOCK_D)."""
     if len(x.shape) == 1:
         return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4)), 1)
     else:
@@ -117,7 +118,7 @@ def _sum_children(x):
 
 @triton.jit
 def _repeat_to_children(x):
-    """Each node's numbers at its children: (n, BLOCK_D) -> (4 n, BLOCK_D)."""
+    """Repeat each node's numbers for its children: (n, BLOCK_D) -> (4 n, BLOCK_D)."""
     nodes: tl.constexpr = x.shape[0]
     channels: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[:, None, :], (nodes, 4, channels)), (4 * nodes, channels))
@@ -125,8 +126,9 @@ def _repeat_to_children(x):
 
 @triton.jit
 def _coefficients(carried, edge, KIND: tl.constexpr):
-    """1 / S, up and down of each node, and what its parent's carried number (e of the Laplacian, S of the others)
-    gains. Divided exactly: rows of the Laplacian's inverse sum to 1 if e / S + w / S does."""
+    """Return 1 / S, up and down of each node, and its summand of the parent's e (or S without Laplacian).
+
+    Divisions are exact: rows of the Laplacian's inverse sum to 1 if e / S + w / S does."""
     if KIND == 'laplacian':
         scale = tl.div_rn(1.0, carried + edge)
         up = edge * scale
@@ -143,8 +145,8 @@ def _coefficients(carried, edge, KIND: tl.constexpr):
 @triton.jit
 def _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program, nodes, LEVELS: tl.constexpr,
                DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """u of all levels of a tile, the edges of all but its last (0 where there is no node), and the number that was
-    carried up to its first (1 at leaves and where there is no node). All are asked for before any is needed."""
+    """Load u of all levels of a tile, the edges of all but its last (0 for nodes that do not exist), and the number
+    carried up to its first level (1 at leaves). All loads start before any value is needed."""
     u, edge = (), ()
     for level in tl.static_range(LEVELS):
         u += (_load(_vector_places(values[level], v_strides[level], program, nodes[level], DIM, BLOCK_D), 0.0),)
@@ -159,7 +161,7 @@ def _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program,
 
 @triton.jit
 def _eliminate(u, edge, carried, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr):
-    """The way up. r, 1 / S and down of all levels of a tile but the last, and r and the carried number of the last."""
+    """Sweep up. Return r, 1 / S and down of all levels of a tile but the last, and the last's r and carried number."""
     rights, scales, downs = (), (), ()
     r = u[0]
     for level in tl.static_range(LEVELS - 1):
@@ -174,7 +176,7 @@ def _eliminate(u, edge, carried, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, L
 
 @triton.jit
 def _edge_gradient(l, x, l_parent, x_parent, KIND: tl.constexpr):
-    """Over a program's channels: (nodes,)."""
+    """Sum the gradient of each edge over a program's channels: (nodes,)."""
     if KIND == 'laplacian':
         return tl.sum((l_parent - l) * (x - x_parent), 1)
     elif KIND == 'skew':
@@ -188,7 +190,9 @@ def _quadtree_solve_up_kernel(
         values, edges, carried, right_out, carried_out, v_strides, e_strides, c_strides, r_strides, o_strides, grid,
         heads, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr,
         DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: r and the carried number at a tile's last level, float32. values, edges, strides: of its levels."""
+    """Compute r and the carried number at the last level of one tile per program, in float32.
+
+    values, edges, strides: of the tile's levels."""
     program = _program(grid, heads, SIDE, DIM, BLOCK_D)
     nodes = _tile_nodes(program, grid, LEVELS, SIDE)
     u, edge, start = _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program, nodes, LEVELS, DIM,
@@ -203,10 +207,10 @@ def _quadtree_solve_down_kernel(
         values, edges, carried, above, solution, out, edge_grads, v_strides, e_strides, c_strides, a_strides, s_strides,
         o_strides, g_strides, grid, heads, KIND: tl.constexpr, BACKWARD: tl.constexpr, LEVELS: tl.constexpr,
         SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: x at all levels of a tile. above: x at its last level, float32; None where nothing is above it.
+    """Compute x at all levels of one tile per program. above: x at its last level in float32, or None for a whole tree.
 
-    BACKWARD: values are gradients of the solution, x is the adjoint, and edge_grads are the edges' gradients, (blocks
-    of channels, B, heads, H, W) for each level but the last."""
+    BACKWARD: values are gradients of the solution, x is the adjoint, and edge_grads are the gradients of edges, of
+    shape (blocks of channels, B, heads, H, W) for each level but the last."""
     last: tl.constexpr = LEVELS - 1
     program = _program(grid, heads, SIDE, DIM, BLOCK_D)
     nodes = _tile_nodes(program, grid, LEVELS, SIDE)
@@ -233,7 +237,7 @@ def _quadtree_solve_down_kernel(
 
 
 def _tile(levels: int, block: int) -> Tuple[int, int]:
-    """Side of the first tiles for a tree (or forest) of so many levels, and levels in a tile of `block` channels."""
+    """Return the side of the first tiles for a tree of so many levels, and the levels of a tile of `block` channels."""
     heights = {side: side.bit_length() - 1 for side in SIDES if side ** 2 * block <= LARGEST_TILE}
     most = max(heights.values())
     side = next(side for side, height in heights.items()
@@ -248,14 +252,14 @@ def _tiles(level: Level, side: int) -> int:
 
 
 def _strides(x):
-    """Of a tensor, of each of several, of None."""
+    """Return the strides of a tensor, of each of several, or None for None."""
     return x if x is None else x.stride() if isinstance(x, Tensor) else tuple(y.stride() for y in x)
 
 
 def _solve(levels: Sequence[Level], values: Sequence[Tensor], edges: Sequence[Tensor], carried: Optional[Tensor],
            out: Sequence[Tensor], solution: Sequence[Tensor], edge_grads: Sequence[Tensor], kind: str, block: int
            ) -> None:
-    """x of every level into `out`; with a solution as BACKWARD in the down kernel. carried: up to the first level."""
+    """Write x of every level to `out`; with a solution, as BACKWARD. carried: the number at the first level."""
     batch, heads, _, _, dim = values[0].shape
     side, count = _tile(len(levels), block)
     programs = launch.programs(batch * heads * _tiles(levels[0], side) * triton.cdiv(dim, block))
@@ -285,7 +289,7 @@ def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tens
 
 
 def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
-    """x of every level, (B, heads, H_l, W_l, D) in the dtype of values; edges (B, heads, H_l, W_l)."""
+    """Return x of every level, (B, heads, H_l, W_l, D), in the dtype of values; edges (B, heads, H_l, W_l)."""
     if not edges:
         return [x.clone() for x in values]
     out = [torch.empty_like(x) for x in values]
@@ -297,7 +301,7 @@ def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shi
 
 def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str,
              shift: Sequence[int]) -> Tuple[List[Tensor], List[Tensor]]:
-    """Gradients of values and of edges."""
+    """Return the gradients of values and of edges."""
     if not edges:
         return [x.clone() for x in grads], []
     out = [torch.empty_like(g, dtype=x.dtype) for g, x in zip(grads, solution)]

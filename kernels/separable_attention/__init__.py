@@ -1,4 +1,4 @@
-"""Separable self-attention (MobileViTv2, section 3.2): one context vector for many tokens, in O(N)."""
+"""Separable self-attention: one context vector for all tokens of a group, in O(N) (MobileViTv2, section 3.2)."""
 from typing import Optional, Tuple, Union
 
 import torch
@@ -21,38 +21,38 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
                         sampling: str = 'pixel', key_weight: Optional[Tensor] = None,
                         key_bias: Optional[Tensor] = None, return_scores: bool = False, backend: str = 'auto'
                         ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """relu(value) * context, with context = mean over latent tokens of sum_n softmax_n(query) key[n].
+    """Compute relu(value) * context, with context = mean over latent tokens of sum_n softmax_n(query) key[n].
 
-    Tokens see each other within groups: with `patch_size` (2, 2) and 'pixel' sampling, all tokens at one place of their
-    2 x 2 patch are a group, so there are four; with 'patch' sampling the grid is cut into 2 x 2 patches, each a group.
-    A sequence is a grid of one row. No dimension of the grid has to be a multiple of the patch.
+    Tokens attend within groups. With `patch_size` (2, 2) and 'pixel' sampling, all tokens at one place of their
+    2 x 2 patch form a group, so there are four groups. With 'patch' sampling each of 2 x 2 patches of the grid is a
+    group. A sequence is a grid of one row. The grid need not be a multiple of the patch.
 
-    Queries and keys may come from another grid than values (cross-attention). With `key_weight`, the keys are the
-    linear map of `key` by it; it is applied to the context, since scores sum to one: once a group, not once a token.
+    Queries and keys may come from another grid than values (cross-attention). With `key_weight`, keys are
+    `key @ key_weight' + key_bias`. Scores sum to 1, so the map is applied to the context, once per group.
 
     Args:
-        query: (B, H, W, L), a logit for each token and latent token; float32, float64, float16 or bfloat16, any
-            strides, L >= 1 (the published networks have one).
-        key: (B, H, W, D), or (B, H, W, C) with key_weight; the dtype of query.
-        value: (B, Hv, Wv, D), the dtype of query.
+        query: logits of each token and latent token, shape (B, H, W, L) with L >= 1 (published networks have L = 1);
+            float32, float64, float16 or bfloat16; any strides.
+        key: shape (B, H, W, D), or (B, H, W, C) with key_weight; dtype of query.
+        value: shape (B, Hv, Wv, D), dtype of query.
         patch_size: height and width of a patch, or one number for both.
         sampling: 'pixel' or 'patch'.
-        key_weight: (D, C) or None.
-        key_bias: (D,) or None; only with key_weight.
+        key_weight: shape (D, C), or None.
+        key_bias: shape (D,), or None; only with key_weight.
         return_scores: also return the context scores.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        (B, Hv, Wv, D) in the dtype of value; with return_scores also the scores (B, H, W, L) in float32 (float64 for
-        float64), which sum to 1 within each group.
+        A tensor of shape (B, Hv, Wv, D) and the dtype of value. With return_scores also the scores (B, H, W, L), which
+        sum to 1 within each group, in float32 (float64 for float64 input).
 
     Raises:
-        ValueError: a shape, device, patch size, sampling or backend that does not fit, a size beyond the memory, or no
-            tokens.
-        TypeError: a dtype that is not allowed, or a tensor that is not dense.
+        ValueError: a shape, device, patch size, sampling or backend is not allowed, the tensors exceed the memory, or
+            there are no tokens.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
     """
     patch = patches.patch('separable_attention', patch_size)
-    # Tracing would record the checks, or warn of each.
+    # A tracer would record the checks or warn about each.
     if not torch.jit.is_tracing() and not _is_self_attention(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
     checks.fits('separable_attention', 'value', value, value.shape)
@@ -63,8 +63,8 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
 
 def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
            key_bias: Optional[Tensor]) -> bool:
-    """Whether these are the arguments of MobileViTv2's self-attention, in which `_check` finds nothing: it would take
-    as long as the arithmetic on a small map."""
+    """Whether these are valid arguments of MobileViTv2's self-attention, so that `_check`, which would take as long as
+    the arithmetic on a small map, can be skipped."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or value.ndim != 4:
         return False
     if query.is_nested or key.is_nested or value.is_nested:
@@ -82,6 +82,7 @@ def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str,
 
 def _check(query: Tensor, key: Tensor, value: Tensor, patch: patches.Patch, sampling: str, key_weight: Optional[Tensor],
            key_bias: Optional[Tensor]) -> None:
+    """Check all arguments; errors name the argument, its value and what is allowed."""
     op = 'separable_attention'
     weights = {name: x for name, x in (('key_weight', key_weight), ('key_bias', key_bias)) if x is not None}
     checks.tensors(op, dict(query=4, key=4, value=4, key_weight=2, key_bias=1), query=query, key=key, value=value,
@@ -98,7 +99,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch: patches.Patch, samp
         if 0 in x.shape[1:3]:
             raise ValueError(f'{op}: {name} must have at least one token, got shape {tuple(x.shape)}')
     if key_bias is not None and key_weight is None:
-        raise ValueError(f'{op}: key_bias goes with key_weight')
+        raise ValueError(f'{op}: key_bias needs key_weight')
     if key_weight is None:
         checks.shape(op, 'value', value, (*value.shape[:3], key.shape[-1]), 'with the channels of key')
     else:

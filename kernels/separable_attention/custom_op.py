@@ -1,5 +1,5 @@
-"""The fused kernels of separable attention as an operator of PyTorch: schema, shapes, gradient, operation count. Triton
-is imported at the first call, not before."""
+"""Registration of separable attention on Triton with PyTorch: schema, shapes, gradient and operation count. Triton is
+imported at the first call."""
 from typing import Optional, Tuple
 
 import torch
@@ -12,7 +12,7 @@ from ..common.patches import Patch
 @torch.library.custom_op('subquad::separable_attention_fwd', mutates_args=())
 def _triton_forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
                     patch_height: int, patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """Output; for all P places the statistics of the softmax (B, P, 2, L) and summed keys (B, P, C), both float32."""
+    """Return the output and, for P groups, softmax statistics (B, P, 2, L) and summed keys (B, P, C) in float32."""
     from . import triton
     with torch.cuda.device_of(query):
         return triton.forward(query, key, value, key_weight, key_bias, (patch_height, patch_width), sampling)
@@ -22,7 +22,7 @@ def _triton_forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optio
 def _triton_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
               key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int, patch_width: int,
                      sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, and of the context (B, P, D) in float32."""
+    """Return the gradients of query, key and value, and of the context (B, P, D) in float32."""
     from . import triton
     with torch.cuda.device_of(query):
         return triton.backward(grad, query, key, value, key_weight, key_bias, statistics, summed,
@@ -69,7 +69,7 @@ _triton_forward.register_autograd(_triton_differentiate, setup_context=_triton_s
 
 
 def _map_count(key, key_weight) -> int:
-    """Multiply-adds of the keys' linear map by its definition: for every token."""
+    """Return the multiply-adds of the keys' linear map by its definition, which maps every token."""
     return torch.Size(key).numel() * key_weight[0] if key_weight is not None else 0
 
 

@@ -1,5 +1,6 @@
-"""Separable attention in plain PyTorch, no tensor above rank 4: contexts are a product with a matrix of scores that
-is zero outside of a token's group, and the values are gone through once. And a form for exporters."""
+"""Separable attention in plain PyTorch with tensors of rank 4 at most, and a form for exporters.
+
+The contexts are a product with a matrix of scores that is zero outside of a token's group. Values are read once."""
 from functools import lru_cache
 from typing import Optional, Tuple
 
@@ -14,7 +15,7 @@ from ..common.workspace import keep_freed_memory
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
-    """(groups, 1, H * W): 0 for the tokens of a group, -inf for all others."""
+    """Return (groups, 1, H * W): 0 for the tokens of a group, -inf for all others."""
     rows, columns = (group_index(n, p, sampling, device) for n, p in zip((height, width), patch))
     per_row = group_count(width, patch[1], sampling)
     group = (rows[:, None] * per_row + columns).flatten()
@@ -24,12 +25,12 @@ def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.
 
 @lru_cache(maxsize=64)
 def _kept_outside(*key) -> Tensor:
-    with torch.inference_mode(False):            # a tensor made in inference mode could not be used in training
+    with torch.inference_mode(False):            # training could not use a tensor made in inference mode
         return _outside(*key)
 
 
 def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
-    """(B, groups, L, H * W), zero outside of a group, summing to 1 within it; in at least float32."""
+    """Return scores (B, groups, L, H * W), which sum to 1 in a group and are 0 outside, in at least float32."""
     dtype = compute_dtype(query.dtype)
     logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
     if patch == (1, 1):
@@ -40,13 +41,14 @@ def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
 
 
 def context_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
-    """(B, H, W, L): the weight of each token in its group's context. query: as for the public function."""
+    """Return the weight (B, H, W, L) of each token in its group's context. query: as for the public function."""
     return _group_scores(query, patch, sampling).sum(1).transpose(1, 2).reshape(query.shape)
 
 
 def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, columns: int) -> Tuple[Tensor, Tensor]:
-    """context (B, groups, D), with `columns` groups in a row of them, and value (B, H, W, D), in shapes of rank 4 that
-    broadcast against each other. Views, but for what has the size of a grid row or two."""
+    """Reshape context (B, groups, D) and value (B, H, W, D) to rank 4 so that they broadcast against each other.
+
+    `columns` is the number of groups in a row. Only copies of the size of a grid row or two are made."""
     batch, height, width, dim = value.shape
     if context.shape[1] == 1:
         return context.reshape(batch, 1, 1, dim), value
@@ -71,7 +73,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
     if value.device.type == 'cpu' and not torch.is_grad_enabled() and not is_traced_or_wrapped(value):
         keep_freed_memory()
     if key_weight is not None and key.is_meta:
-        # There nothing is computed and all that is wanted are counts: those of the definition.
+        # On the meta device only operation counts matter, and these are those of the definition.
         key, key_weight = F.linear(key, key_weight, key_bias), None
     if patch[1] == 1 and (patch[0] == 1 or patch[0] >= max(query.shape[1], value.shape[1])):
         return _by_rows(query, key, value, key_weight, key_bias, whole=patch[0] == 1)
@@ -86,18 +88,18 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: O
 
 
 def _product(active: Tensor, context: Tensor) -> Tensor:
-    """active * context, in place where nothing else will ask for `active`."""
+    """Return active * context, computed in place if nothing else needs `active`."""
     return active * context if torch.is_grad_enabled() or is_traced_or_wrapped(active) else active.mul_(context)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
              whole: bool) -> Tensor:
-    """The same where each row of the grid is a group, or the whole grid is one."""
-    # On a small map every call counts: none is made that would only hand its argument back.
+    """Compute the same if each row of the grid is a group, or the whole grid is one."""
+    # Every call costs time on a small map, so calls that would return their argument are skipped.
     batch, rows, columns, latent = query.shape
     axis = 1 if whole else 0
     key = key.flatten(axis, axis + 1)
-    # One latent token's logits lie in a row already: a softmax along the last, dense dimension takes half the time.
+    # Logits of one latent token are contiguous: a softmax along the last, dense dimension takes half the time.
     query = query.reshape(len(key), 1, key.shape[1]) if latent == 1 else query.flatten(axis, axis + 1).mT
     scores = query.softmax(2, compute_dtype(query.dtype))                      # (B rows, L, N)
     if latent > 1:
@@ -113,9 +115,9 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Ten
 
 def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                                key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
-    """Channels first, products elementwise. Grids that are no multiple of the patch take the portable form."""
+    """Compute with channels first and elementwise products; grids that are no multiple of the patch run portably."""
     height, width = value.shape[1:3]
-    rows = patch == (query.shape[1], 1) == (height, 1)         # nothing to fold: every row is a group
+    rows = patch == (query.shape[1], 1) == (height, 1)         # every row is a group, so nothing is folded
     if not rows and any(size % patch[n % 2] for n, size in enumerate((*query.shape[1:3], height, width))):
         return separable_attention(query, key, value, key_weight, key_bias, patch, sampling)
     if key_weight is not None:

@@ -1,4 +1,4 @@
-"""The definition, group by group: the oracle of the tests."""
+"""Separable attention by its definition in float64, group by group; tests compare all backends with it."""
 from itertools import product
 from typing import Optional
 

@@ -1,5 +1,5 @@
-"""The solve with the sparse matrix of a tree in linear time: attention-like layers without a softmax (Myosotis, arXiv
-2509.20503). `trees/sweeps.py` has the recursion."""
+"""Solves with the sparse matrix of a tree in linear time, for attention-like layers without a softmax (Myosotis, arXiv
+2509.20503, section 3). `trees/sweeps.py` has the recursion."""
 from typing import Optional
 
 import torch
@@ -21,29 +21,28 @@ _IMPLEMENTATIONS = register('tree_solve', {
 
 
 def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *, backend: str = 'auto') -> Tensor:
-    """x of T x = u, where row v of T is A_v x_v + B_v x_p(v) + sum over children c of C_c x_c = u_v (equation 1).
+    """Solve T x = u, where row v of T is A_v x_v + B_v x_p(v) + sum over children c of C_c x_c = u_v (equation 1).
 
-    Linear in the number of nodes, and as many steps as the tree is high; a tree without branches (a tridiagonal matrix,
-    or with b = 0 a recurrence) takes log2 of its length steps. The gradient is one more solve; only a, b, c and x are
-    kept for it. `tree_blocks` makes a, b and c for which no pivot can vanish.
+    Time is linear in the number of nodes, in as many steps as the tree has generations. A tree without branches (a
+    tridiagonal matrix, or with b = 0 a recurrence) takes log2 of its length steps. The gradient is one more solve and
+    saves only a, b, c and x. `tree_blocks` computes a, b and c for which no pivot can vanish.
 
     Args:
-        tree: with V nodes and a largest block size m. Of a node with a smaller block the first rows and columns count;
-            what a, b, c and u hold outside of them is ignored, and x is zero there.
-        a: (..., V, m, m), or None for identities.
-        b: (..., V, m, m), at row v and column p(v); what it holds for roots is ignored.
-        c: (..., V, m, m), at row p(v) and column v; for roots ignored.
-        u: (..., V, m, r), r right-hand sides. Leading dimensions (batch, heads) broadcast.
-        backend: 'auto', 'portable' or 'reference'; there is no Triton kernel for general trees.
+        tree: a tree with V nodes and a largest block size m. A node with a smaller block uses the first rows and
+            columns; other entries of a, b, c and u are ignored, and x is zero there.
+        a: diagonal blocks, shape (..., V, m, m), or None for identities.
+        b: blocks at row v and column p(v), shape (..., V, m, m); those of roots are ignored.
+        c: blocks at row p(v) and column v, shape (..., V, m, m); those of roots are ignored.
+        u: right-hand sides, shape (..., V, m, r). Leading dimensions (batch, heads) broadcast.
+        backend: 'auto', 'portable' or 'reference'; general trees have no Triton kernel.
 
     Returns:
-        (..., V, m, r).
+        x, shape (..., V, m, r).
 
     Raises:
-        ValueError: a shape, device or backend that does not fit, a size beyond the memory; on a CPU also, with the
-            node, a coefficient that is not finite and a singular pivot.
-        TypeError: a dtype other than float32, float64, complex64 and complex128, or several, or a tensor that is not
-            dense.
+        ValueError: a shape, device or backend is not allowed, or the tensors exceed the memory. On a CPU also: a
+            coefficient is not finite or a pivot is singular; the error names the node.
+        TypeError: a dtype is not float32, float64, complex64 or complex128, dtypes differ, or a tensor is not dense.
     """
     given = {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None}
     check_blocks('tree_solve', tree, given)
@@ -54,7 +53,7 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
     try:
         with without_autocast(u):
             x = solve(tree, a, b, c, u)
-    except torch.linalg.LinAlgError:                    # it knows places in a batch, not nodes
+    except torch.linalg.LinAlgError:                    # it names places in a batch, not nodes
         explain_tree('tree_solve', tree, a, b, c)
         raise
     if is_lost(x.index_select(-3, tree.roots.to(x.device))):

@@ -1,5 +1,4 @@
-"""The solve with its gradient. An autograd Function in place of a registered operator, whose arguments cannot hold a
-`Tree`."""
+"""Tree solve with a hand-written gradient: an autograd Function, because no registered operator can take a `Tree`."""
 from typing import Optional, Tuple
 
 import torch
@@ -11,9 +10,10 @@ from .portable import tree_solve
 
 
 class TreeSolve(torch.autograd.Function):
-    """The solve, keeping its coefficients and its result alone. The gradient is one solve on the same tree with
-    A^H in the place of A, and B and C exchanged and transposed: T^H l = g; then du = l, dA_v = -l_v x_v^H,
-    dB_v = -l_v x_p^H, dC_v = -l_p x_v^H."""
+    """Solve with a gradient that saves only the coefficients and the result.
+
+    The gradient is one solve on the same tree, T^H l = g, with A^H instead of A, C^H instead of B and B^H instead of C.
+    Then du = l, dA_v = -l_v x_v^H, dB_v = -l_v x_p^H, dC_v = -l_p x_v^H."""
 
     @staticmethod
     def forward(ctx, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) -> Tensor:

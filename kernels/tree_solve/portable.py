@@ -1,5 +1,5 @@
-"""The solve in plain PyTorch: one generation of nodes after the other, or by cyclic reduction where no node has two
-children. Also the form for exporters."""
+"""Tree solve in plain PyTorch: one generation of nodes after the other, or cyclic reduction if no node has two
+children. Exporters take this form, too."""
 from typing import Optional
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from ..trees.tree import Tree
 
 
 def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) -> Tensor:
-    """x (..., V, m, r), without a gradient of its own."""
+    """Solve for x (..., V, m, r) with operations that autograd differentiates."""
     if tree.chain is None:
         _, down, local = eliminate(tree, a, b, c, u)
         return substitute(tree, down, local)

@@ -1,4 +1,4 @@
-"""The dense matrix of a tree and its solve: the definition, for any dtype in double precision."""
+"""Tree solve by its definition in double precision, with the dense matrix; tests compare all backends with it."""
 from typing import Optional, Tuple
 
 import torch
@@ -12,8 +12,9 @@ def double(x: Tensor) -> Tensor:
 
 
 def assemble(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tuple[Tensor, Tensor]:
-    """The matrix T, (..., M, M) with M the sum of the block sizes, and which of the V * m padded rows its rows are.
-    A[v] stands at (v, v), B[v] at (v, p(v)), C[v] at (p(v), v). a, b, c: (..., V, m, m); None for identities."""
+    """Return the matrix T, (..., M, M) with M the sum of the block sizes, and the indices of its rows among V * m.
+
+    T has A[v] at (v, v), B[v] at (v, p(v)) and C[v] at (p(v), v). a (or None for identities), b, c: (..., V, m, m)."""
     nodes, m = b.shape[-3:-1]
     dense = b.new_zeros(*b.shape[:-3], nodes, m, nodes, m)
     for v, parent in enumerate(tree.parents.tolist()):

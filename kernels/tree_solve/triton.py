@@ -1,2 +1,2 @@
-"""There is no Triton kernel for general trees; `WHY_NOT` is what `kernels.why_not` says of it."""
+"""General trees have no Triton kernel. `kernels.why_not` gives `WHY_NOT` as the reason."""
 WHY_NOT = 'it has no Triton kernel.'

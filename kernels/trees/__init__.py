@@ -1,4 +1,4 @@
-"""Trees and their matrices: what `tree_solve` and `quadtree_solve` share (Myosotis, arXiv 2509.20503)."""
+"""Trees and their matrices, which `tree_solve` and `quadtree_solve` share (Myosotis, arXiv 2509.20503)."""
 from .gaussian import tree_log_determinant, tree_marginal_variances, tree_sample
 from .grid import (
            Level,

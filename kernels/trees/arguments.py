@@ -1,4 +1,4 @@
-"""Arguments of the solves: checked, and cut to each node's block."""
+"""Argument checks of the tree solves, and masks of each node's block."""
 from typing import List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -12,6 +12,7 @@ _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
+    """Check a tree and its blocks a, b, c and right-hand sides u: types, dtypes, devices and shapes."""
     if not isinstance(tree, Tree):
         raise TypeError(f'{op}: tree must be a Tree, got {type(tree).__name__}')
     for name, x in given.items():
@@ -41,7 +42,7 @@ def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
 
 def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
               ) -> Tuple[Optional[Tensor], Tensor, Tensor, Tensor]:
-    """The arguments with zeros outside of each node's block (ones on the diagonal of a), in shapes that fit."""
+    """Return the arguments in broadcast shapes, with zeros outside of each node's block (ones on a's diagonal)."""
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (a, b, c, u) if x is not None))
     if tree.sizes is not None:
         own = tree.parts(u.device)
@@ -53,7 +54,7 @@ def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
             rest = torch.diag_embed((~own).to(a.dtype))
             a = a.masked_fill(~(own[:, :, None] & own[:, None]), 0) + rest
     u = u.expand(*batch, *u.shape[-3:])
-    if tree.block > 1:        # blocks of size 1 are divided by, and may be shared by a batch
+    if tree.block > 1:        # division by blocks of size 1 broadcasts over a batch
         a, b, c = (None if x is None else x.expand(*batch, *x.shape[-3:]) for x in (a, b, c))
     else:
         shared = torch.broadcast_shapes(*(x.shape[:-3] for x in (a, b, c) if x is not None))
@@ -62,6 +63,7 @@ def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
 
 
 def check_levels(op: str, values: List[Tensor], edges: List[Tensor], shift: Sequence[int]) -> List[Level]:
+    """Check values and edges of a quad tree, and return its levels."""
     if not values:
         raise ValueError(f'{op}: values must have at least one level, got none')
     named = {**{f'values[{n}]': x for n, x in enumerate(values)}, **{f'edges[{n}]': x for n, x in enumerate(edges)}}

@@ -1,7 +1,7 @@
-"""Why a solve has no finite result: the node or the level whose coefficients are at fault, as an error.
+"""Errors for solves without a finite result: they name the node whose coefficient or pivot is at fault.
 
-Looked for after the fact: a coefficient that is not finite, or a pivot of zero, makes the roots' result not finite, and
-that is cheap to see. Results of a GPU are not waited for.
+The check follows the solve: a coefficient that is not finite, or a pivot of zero, makes the result at the roots not
+finite, which costs little to see. Results on a GPU are not checked, because that would wait for them.
 """
 from typing import Optional
 
@@ -14,12 +14,12 @@ from .tree import Generation, Tree
 
 
 def is_lost(top: Tensor) -> bool:
-    """Whether a result at the roots is not finite, as far as one may look."""
+    """Whether a result at the roots is not finite; False if its values cannot be read."""
     return not is_traced_or_wrapped(top) and top.device.type == 'cpu' and not bool(top.detach().isfinite().all())
 
 
 def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> None:
-    """Raise ValueError for the first node with a coefficient that is not finite, or a singular pivot; else nothing."""
+    """Raise a ValueError for the first node with a coefficient that is not finite or a singular pivot, if any."""
     a, b, c = (None if x is None else x.detach() for x in (a, b, c))
     for name, x in (('a', a), ('b', b), ('c', c)):
         if x is not None:
@@ -33,6 +33,6 @@ def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor)
         singular = torch.linalg.lu_factor_ex(pivot)[2] != 0
         if singular.any():
             node = int(generation.nodes[int(singular.nonzero()[0, -1])])
-            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node}, its a less what its '
-                             'children take, is singular')
+            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node}, its a minus the terms '
+                             'of its children, is singular')
     eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]), check)

@@ -1,6 +1,6 @@
-"""What a tree's matrix gives as the precision of a Gaussian: determinant, marginal variances, exact samples, in O(V).
+"""Gaussians whose precision is a tree's matrix: log-determinant, marginal variances and exact samples in O(V).
 
-Given its parent, node c is Gaussian with precision S_c and mean y_c - W_c x_p (specification of Myo, A8).
+Given its parent, node c is Gaussian with precision S_c and mean y_c - W_c x_p (`sweeps.py` defines S, y and W).
 """
 from typing import List, Optional
 
@@ -13,7 +13,7 @@ from .tree import Tree
 
 
 def _pivots(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> List[Tensor]:
-    """Blocks whose determinants multiply to that of T."""
+    """Return blocks whose determinants have the determinant of T as their product."""
     u = torch.zeros_like(b[..., :1])
     if tree.chain is None:
         return eliminate(tree, a, b, c, u).pivots
@@ -24,24 +24,23 @@ def _pivots(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> List[Tenso
 
 
 def tree_log_determinant(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tensor:
-    """log |det T|, (...). Arguments as for `tree_solve`; differentiable.
+    """Return log |det T|, of shape (...), which is differentiable. Arguments are those of `tree_solve`.
 
     Raises:
-        ValueError, TypeError: as `tree_solve`.
+        ValueError, TypeError: as for `tree_solve`.
     """
     a, b, c = _own(tree, a, b, c)
     return sum(torch.linalg.slogdet(pivot)[1].sum(-1) for pivot in _pivots(tree, a, b, c))
 
 
 def tree_marginal_variances(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tensor:
-    """The diagonal blocks of T^-1, (..., V, m, m), for a Hermitian positive definite T (zero outside of a node's
-    block).
+    """Return the diagonal blocks of T^-1, (..., V, m, m), for a Hermitian positive definite T.
 
-    V_root = S^-1, V_c = S_c^-1 + W_c V_p W_c^H in one more downward sweep. Where no node has two children they are the
-    gradient of log det T, so that nothing runs from node to node.
+    One more downward sweep computes V_root = S^-1 and V_c = S_c^-1 + W_c V_p W_c^H. If no node has two children, the
+    blocks are the gradient of log det T, which needs no loop over nodes. Entries outside of a node's block are zero.
 
     Raises:
-        ValueError, TypeError: as `tree_solve`.
+        ValueError, TypeError: as for `tree_solve`.
     """
     a, b, c = _own(tree, a, b, c)
     m = b.shape[-1]
@@ -63,20 +62,20 @@ def tree_marginal_variances(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tenso
 
 
 def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Tensor) -> Tensor:
-    """Samples of the Gaussian with precision T (Hermitian positive definite) and mean zero, from white noise.
+    """Draw samples of the Gaussian with precision T (Hermitian positive definite) and mean zero, from white noise.
 
-    The down sweep with S_c^-1/2 noise_c in the place of y_c (by Cholesky, S = L L^H and L^-H noise).
+    They are the result of the downward sweep with L^-H noise_c instead of y_c, where S_c = L L^H (Cholesky).
 
     Args:
         tree, a, b, c: as for `tree_solve`.
-        noise: (..., V, m, r), independent of variance 1; r samples.
+        noise: independent numbers of variance 1 for r samples, shape (..., V, m, r).
 
     Returns:
-        (..., V, m, r), of covariance T^-1.
+        Samples with covariance T^-1, shape (..., V, m, r).
 
     Raises:
-        ValueError, TypeError: as `tree_solve`.
-        torch.linalg.LinAlgError: a T that is not positive definite.
+        ValueError, TypeError: as for `tree_solve`.
+        torch.linalg.LinAlgError: T is not positive definite.
     """
     a, b, c, noise = _own(tree, a, b, c, noise)
     noise = noise * tree.parts(noise.device)[..., None]
@@ -90,7 +89,7 @@ def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Te
 
 
 def _own(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Optional[Tensor] = None):
-    """Checked arguments of one batch, zero outside of each node's block."""
+    """Return checked arguments in one batch shape, zero outside of each node's block."""
     check_blocks('tree_solve', tree, {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None})
     a, b, c, whole = own_parts(tree, a, b, c, b if u is None else u)
     a, b, c = (None if x is None else x.expand(*whole.shape[:-3], *x.shape[-3:]) for x in (a, b, c))

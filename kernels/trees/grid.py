@@ -1,7 +1,7 @@
 """Quad trees as a pyramid of 2D grids, finest first: the parent of cell (i, j) is (i // 2, j // 2) of the next grid.
 
-Any height and width: a parent at the border has fewer children. With a shift the grid is set that many cells down and
-to the right of the tree's origin, so that other cells share a parent; nothing is padded.
+Height and width are arbitrary: a parent at the border has fewer children. A shift moves the grid down and to the right
+of the tree's origin, so that other cells share a parent. Nothing is padded.
 """
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,32 +13,32 @@ from ..common import checks
 
 
 class Level(NamedTuple):
-    """One grid: its size, and the row and column of the tree's coordinates that its first cell has."""
+    """One grid: its size, and the position of its first cell in the tree's coordinates."""
     height: int
     width: int
     top: int = 0
     left: int = 0
 
     def parent(self) -> 'Level':
-        """The next coarser grid."""
+        """Return the next coarser grid."""
         return Level(((self.top + self.height - 1) >> 1) - (self.top >> 1) + 1,
                      ((self.left + self.width - 1) >> 1) - (self.left >> 1) + 1, self.top >> 1, self.left >> 1)
 
 
 def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, shift: Sequence[int] = (0, 0)
                     ) -> List[Level]:
-    """The grids of a quad tree over height x width leaves, finest first, up to a single cell or `max_levels` grids.
+    """Return the grids of a quad tree over height x width leaves, finest first, up to one cell or `max_levels` grids.
 
     Args:
-        height, width: of the leaves' grid, at least 1.
-        max_levels: None for one tree; a number for a forest of trees that high (1: leaves alone).
-        shift: rows and columns that the grid is moved against the tree, each at least 0.
+        height, width: size of the grid of leaves, at least 1.
+        max_levels: None for one tree; the number of levels for a forest (1 has leaves only).
+        shift: rows and columns by which the grid is shifted against the tree, at least 0.
 
     Raises:
-        ValueError: a size, number or shift out of range.
+        ValueError: a size, number or shift is out of range.
     """
     if torch.jit.is_tracing():
-        height, width = int(height), int(width)          # the trace holds for these levels: other sizes must fail
+        height, width = int(height), int(width)          # the trace is valid for these levels only
     if not all(isinstance(n, (int, torch.SymInt)) and n >= 1 for n in (height, width)):
         raise ValueError(f'quadtree_levels: height and width must be integers of at least 1, got {height!r}, {width!r}')
     if max_levels is not None and not (isinstance(max_levels, int) and max_levels >= 1):
@@ -52,15 +52,18 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
 
 
 def third_of_coarsest_cell(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[int, int]:
-    """The shift of every other layer: a third of the coarsest cell's side, so that its boundaries move at every level
-    (half of it would move the coarsest alone: its other binary digits are zero)."""
+    """Return the shift of every second layer, a third of the coarsest cell's side.
+
+    It moves the boundaries of cells at every level. Half of the side would move those of the coarsest level only,
+    because its other binary digits are zero."""
     side = 1 << (len(quadtree_levels(height, width, max_levels)) - 1)
     return (side // 3, side // 3)
 
 
 def common_ancestor_levels(levels: Sequence[Level], row: int, column: int) -> Tensor:
-    """(H, W) int64: the level of the lowest node that is above each leaf and above the one at (row, column); the number
-    of levels where none is."""
+    """Return the level of the lowest common ancestor of each leaf and the leaf at (row, column): (H, W), int64.
+
+    It is the number of levels for leaves that have no common ancestor."""
     first = levels[0]
     rows, columns = (torch.arange(n) + start for n, start in zip(first[:2], first[2:]))
     result = torch.full(first[:2], len(levels))
@@ -71,7 +74,7 @@ def common_ancestor_levels(levels: Sequence[Level], row: int, column: int) -> Te
 
 
 def _slots(length: int, origin: int) -> Iterator[Tuple[slice, slice]]:
-    """For first and second children along an axis: which they are, and which their parents are."""
+    """Yield slices of the first (second) children along an axis and of their parents."""
     for slot in (0, 1):
         first = (slot - origin) % 2
         count = (length - first + 1) // 2
@@ -81,32 +84,32 @@ def _slots(length: int, origin: int) -> Iterator[Tuple[slice, slice]]:
 
 
 def quarters(level: Level) -> List[Tuple[Tuple, Tuple]]:
-    """Indices of the four kinds of children in a tensor (B, heads, H, W, ...), and of their parents in theirs."""
+    """Return indices of the four kinds of children in (B, heads, H, W, ...), and of their parents in the next level."""
     return [((slice(None), slice(None), rows, columns), (slice(None), slice(None), above, left))
             for rows, above in _slots(level.height, level.top) for columns, left in _slots(level.width, level.left)]
 
 
 def sum_children(x: Tensor, level: Level) -> Tensor:
-    """Sums over the children of each parent: (B, C, H, W) on `level` -> (B, C, H', W') on the next."""
+    """Sum over the children of each parent: (B, C, H, W) on `level` -> (B, C, H', W') on the next level."""
     padding = (level.top % 2, level.left % 2)
-    # One more row or column before the first where it is a second child. The pooling pads both sides, and drops a last
-    # window that holds padding alone.
+    # A row or column is added before the first if that is a second child. The pooling pads both sides, and drops a last
+    # window that holds only padding.
     return F.avg_pool2d(x, 2, padding=padding, ceil_mode=True, divisor_override=1)
 
 
 def repeat_to_children(x: Tensor, level: Level) -> Tensor:
-    """Each parent's value at its children: (B, C, H', W') -> (B, C, H, W) on `level`."""
+    """Repeat each parent's value for its children: (B, C, H', W') -> (B, C, H, W) on `level`."""
     x = F.interpolate(x, scale_factor=2.0, mode='nearest')
     top, left = level.top % 2, level.left % 2
     return x[:, :, top:top + level.height, left:left + level.width]
 
 
 def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = None) -> List[Tensor]:
-    """How many leaves (with a mask (B, H, W): valid ones) each cell covers, (1 or B, 1, H_l, W_l), in like's dtype.
+    """Return how many leaves (valid ones with a mask (B, H, W)) each cell covers: (1 or B, 1, H_l, W_l), like's dtype.
 
     Raises:
-        TypeError: a mask that is not of booleans.
-        ValueError: a mask of another shape.
+        TypeError: the mask has another dtype than bool.
+        ValueError: the mask has another shape or device.
     """
     first = levels[0]
     if mask is not None:
@@ -119,12 +122,13 @@ def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = 
 
 
 def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
-    """x (B, C, H, W) and its means over the (valid) leaves of each cell of the coarser grids, zero where there is none:
-    a list of (B, C, H_l, W_l). Summed in float32 at least."""
+    """Return x (B, C, H, W) and its means over the (valid) leaves of each cell of coarser grids: (B, C, H_l, W_l) each.
+
+    Cells without a valid leaf have mean 0. Sums have at least float32."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     counts = leaf_counts(levels, total, mask)
     if mask is not None:
-        total = total.masked_fill(counts[0] == 0, 0)     # whatever is there, NaN too
+        total = total.masked_fill(counts[0] == 0, 0)     # whatever their values are, NaN too
         x = total.to(x.dtype)
     result = [x]
     for level, count in zip(levels, counts[1:]):

@@ -1,5 +1,4 @@
-"""Blocks of a tree's matrix from free parameters, so that it can always be solved (bounds: specification of Myo,
-A3)."""
+"""Blocks of a tree's matrix from free parameters, such that no pivot of its solve can vanish."""
 from typing import Optional, Tuple, Union
 
 import torch
@@ -12,14 +11,14 @@ from .sweeps import dagger
 from .tree import Tree
 
 PARAMETRIZATIONS = ('laplacian', 'symmetric', 'skew')
-# Of 'symmetric'. Smaller ones are short-sighted: at 0.5 a leaf takes 95 % of its mass from its siblings.
+# Default bound of 'symmetric'. Smaller values have short range: at 0.5 a leaf gets 95 % of its mass from its siblings.
 RHO = 0.98
 
 
 def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
-    """rho / 2 * z / sqrt(1 + sum of z^2 over the siblings), for any z (B, heads, H, W) on a grid.
+    """Return b = rho / 2 * z / sqrt(1 + sum of z^2 over the siblings), for any z (B, heads, H, W) on a grid.
 
-    With sum b^2 <= rho^2 / 4 over the children of every node all pivots are at least (1 + sqrt(1 - rho^2)) / 2."""
+    Then sum b^2 <= rho^2 / 4 over the children of every node, and all pivots are at least (1 + sqrt(1 - rho^2)) / 2."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
     # sqrt(1 + sum z^2) = m sqrt(1 / m^2 + sum (z / m)^2): z may be as large as its dtype allows.
     largest = exact.detach().abs().clamp(min=1)
@@ -30,6 +29,7 @@ def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
 
 
 def _max_children(x: Tensor, level: Level) -> Tensor:
+    """Maximum over the children of each parent, as `sum_children`."""
     padding = (level.top % 2, level.left % 2)
     return torch.nn.functional.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 
@@ -37,29 +37,31 @@ def _max_children(x: Tensor, level: Level) -> Tensor:
 @checks.renamed(parametrisation='parametrization')
 def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
                 hermitian: bool = False) -> Tuple[Optional[Tensor], Tensor, Tensor]:
-    """A, B and C for `tree_solve` from any z, such that no pivot can vanish.
+    """Compute A, B and C of `tree_solve` from any z, such that no pivot can vanish.
 
     'laplacian': the weight of the edge above v is z_v for blocks of size 1 (z >= 0: softplus of a logit, say) and
-        Z_v Z_v^H for larger ones, restricted to what both ends have. A_v = I + weights of v's edges, B = C = -weight.
+        Z_v Z_v^H for larger ones, restricted to the entries that both ends have. A_v = I + weights of v's edges,
+        B = C = -weight.
         Rows of the inverse sum to 1 (blocks of size 1; in float32 as far as A is exact: 5e-6 for weights of 100, where
         `quadtree_solve` keeps 1e-6).
     'symmetric': B_v = rho / 2 * Z_v / sqrt(1 + sum of |Z|_F^2 over the siblings), C = B^T (with `hermitian` B^H), A =
     I. 'skew': B = Z, C = -B^H, A = I.
 
     Args:
-        tree: with V nodes and a largest block size m.
-        z: (..., V, m, m), real or complex, not negative for 'laplacian' with blocks of size 1; what it holds for roots
-            is ignored.
-        rho: of 'symmetric', in (0, 1); a tensor for one each of the leading dimensions, (..., 1, 1, 1).
-        hermitian: of 'symmetric'. The phases of a Hermitian matrix are a change of basis on a tree; those of a complex
-            symmetric one are not.
+        tree: a tree with V nodes and a largest block size m.
+        z: real or complex numbers of shape (..., V, m, m), not negative for 'laplacian' with blocks of size 1; those of
+            roots are ignored.
+        rho: the bound of 'symmetric', in (0, 1); a tensor (..., 1, 1, 1) sets one for each leading index.
+        hermitian: whether 'symmetric' is Hermitian. On a tree, the phases of a Hermitian matrix are a change of basis,
+            and those of a complex symmetric matrix are not.
 
     Returns:
         a (None for identities), b, c.
 
     Raises:
-        ValueError: an unknown name, a shape or a rho that does not fit; on a CPU outside of graphs also a negative
+        ValueError: the name is unknown, or a shape or rho is not allowed. On a CPU, outside of graphs, also a negative
             weight.
+        TypeError: an argument has an old name.
     """
     checks.one_of('tree_blocks', 'parametrization', parametrization, PARAMETRIZATIONS)
     if tuple(z.shape[-3:]) != (len(tree), tree.block, tree.block):

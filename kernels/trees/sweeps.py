@@ -1,11 +1,11 @@
-"""Solves with the matrix of a tree, level by level (general trees) or by cyclic reduction (paths), and their gradient.
+"""Sweeps of the tree solve: by generations for general trees, and cyclic reduction for paths.
 
 Row of node v, with parent p and children ch(v):  A_v x_v + B_v x_p + sum over ch(v) of C_c x_c = u_v.
 
     up    S_v = A_v - sum C_c W_c,   r_v = u_v - sum C_c y_c,   W_v = S_v^-1 B_v,   y_v = S_v^-1 r_v
     down  x_root = y_root,           x_v = y_v - W_v x_p
 
-Myosotis (arXiv 2509.20503), section 3, with the signs of its equations 9 and 10 throughout (its algorithm 1 loses one).
+This is section 3 of Myosotis (arXiv 2509.20503) with the signs of its equations 9 and 10. Its algorithm 1 drops a sign.
 """
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
@@ -16,12 +16,12 @@ from .tree import Generation, Tree
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x y for blocks (..., m, m) and (..., m, r)."""
+    """Multiply blocks (..., m, m) and (..., m, r)."""
     return x * y if x.shape[-1] == 1 else x @ y
 
 
 def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
-    """blocks^-1 y for each y of `right`."""
+    """Return blocks^-1 y for each y of `right`."""
     if blocks.shape[-1] == 1:
         inverse = blocks.reciprocal()
         return [inverse * y for y in right]
@@ -29,16 +29,17 @@ def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
 
 
 def whitened(blocks: Tensor, noise: Tensor) -> Tensor:
-    """Samples of precision `blocks` from white noise: L^-H noise, L L^H = blocks."""
+    """Return samples with precision `blocks` = L L^H from white noise: L^-H noise."""
     return torch.linalg.solve_triangular(dagger(torch.linalg.cholesky(blocks)), noise, upper=True)
 
 
 def dagger(x: Tensor) -> Tensor:
+    """Return the conjugate transpose of blocks."""
     return x.mT.conj()
 
 
 class Eliminated(NamedTuple):
-    """Of each generation, roots first: pivots S, and W and y (None for the roots' W)."""
+    """Pivots S, W (`down`; None for roots) and y (`local`) of each generation, roots first."""
     pivots: List[Tensor]
     down: List[Optional[Tensor]]
     local: List[Tensor]
@@ -46,7 +47,7 @@ class Eliminated(NamedTuple):
 
 def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
               check: Optional[Callable[[Generation, Tensor], None]] = None) -> Eliminated:
-    """The upward sweep; `check` sees each generation's pivots before they are divided by."""
+    """Sweep up; `check` is called with each generation's pivots before the division by them."""
     pivots, down, local = [], [], []
     m = b.shape[-1]
     below = None
@@ -74,7 +75,7 @@ def eliminate(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
 
 
 def substitute(tree: Tree, down: List[Optional[Tensor]], local: List[Tensor]) -> Tensor:
-    """The downward sweep: x (..., V, m, r)."""
+    """Sweep down, and return x (..., V, m, r)."""
     x = [local[0]]
     for generation, w, y in zip(tree.generations[1:], down[1:], local[1:]):
         x.append(y - product(w, generation.of_parents(x[-1])))
@@ -83,22 +84,23 @@ def substitute(tree: Tree, down: List[Optional[Tensor]], local: List[Tensor]) ->
 
 def reduce_path(a: Tensor, lower: Tensor, upper: Tensor, u: Tensor, pivots: Optional[List[Tensor]] = None,
                 sample: bool = False) -> Tensor:
-    """x of  lower[k] x[k-1] + a[k] x[k] + upper[k] x[k+1] = u[k]  by cyclic reduction: every other unknown is
-    eliminated at once, so there are log2 L steps and O(L) work. (..., L, m, m) and (..., L, m, r); lower[0] and
-    upper[L-1] are zero. The blocks that were inverted are added to `pivots`. With `sample`, u is white noise and x has
-    precision T: given its neighbours an unknown has the inverted block for precision."""
+    """Solve lower[k] x[k-1] + a[k] x[k] + upper[k] x[k+1] = u[k] by cyclic reduction.
+
+    Each step eliminates every second unknown, so there are log2 L steps and O(L) operations. Blocks are (..., L, m, m),
+    u is (..., L, m, r), and lower[0] and upper[L-1] are zero. The inverted blocks are added to `pivots`. With `sample`,
+    u is white noise and x has precision T: given its neighbors, an unknown has the inverted block as precision."""
     if pivots is not None:
         pivots.append(a[..., ::2, :, :])
     if u.shape[-3] == 1:
         return whitened(a, u) if sample else divide(a, u)[0]
-    low, up, local = divide(*(x[..., ::2, :, :] for x in (a, lower, upper, u)))        # of the unknowns 0, 2, 4, ...
+    low, up, local = divide(*(x[..., ::2, :, :] for x in (a, lower, upper, u)))        # unknowns 0, 2, 4, ...
     if sample:
         local = whitened(a[..., ::2, :, :], u[..., ::2, :, :])
     count = u.shape[-3] // 2
     before, after = slice(0, count), slice(1, count + 1)
 
     def around(x: Tensor) -> Tuple[Tensor, Tensor]:
-        """x of the even neighbours of each odd unknown; zero where the last has none after it."""
+        """Return x of the even neighbors of each odd unknown; zero if the last has none after it."""
         if x.shape[-3] == count:
             x = torch.cat([x, torch.zeros_like(x[..., :1, :, :])], -3)
         return x[..., before, :, :], x[..., after, :, :]
@@ -117,7 +119,7 @@ def reduce_path(a: Tensor, lower: Tensor, upper: Tensor, u: Tensor, pivots: Opti
 
 
 def as_path(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Diagonal, lower and upper blocks of a tree without branches in the order of its paths, and that order."""
+    """Return diagonal, lower and upper blocks of a tree without branches in path order, and that order."""
     order = tree.chain.to(b.device)
     root = (tree.parents[tree.chain] < 0).to(b.device)[:, None, None]
     m = b.shape[-1]
@@ -126,6 +128,6 @@ def as_path(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tuple[Tens
     else:
         a = a.index_select(-3, order)
     upper, to_parent = (x.index_select(-3, order).masked_fill(root, 0) for x in (b, c))
-    # C belongs to the child: what node k+1 takes from k.
+    # C belongs to the child: it multiplies x of node k in the row of node k+1.
     lower = torch.cat([torch.zeros_like(to_parent[..., :1, :, :]), to_parent[..., :-1, :, :]], -3)
     return a, lower, upper, order

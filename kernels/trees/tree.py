@@ -1,4 +1,4 @@
-"""Rooted trees (and forests) by their parents, with what a solve by levels needs of them."""
+"""Rooted trees and forests, given by the parents of their nodes, and their generations."""
 from functools import cached_property, lru_cache
 from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -9,28 +9,33 @@ from .grid import quadtree_levels
 
 
 class Generation(NamedTuple):
-    """The nodes at one distance from the root: their numbers, the place of each one's parent in the generation before
-    (sorted), how many children every node of that one has (None if not all the same), and the first number where the
-    numbers are consecutive (None where not)."""
+    """The nodes at one distance from the root.
+
+    Attributes:
+        nodes: their numbers.
+        parents: the position of each node's parent in the generation before, sorted.
+        arity: how many children each node of the generation before has; None if the numbers differ.
+        first: the first number if the numbers are consecutive, else None.
+    """
     nodes: Tensor
     parents: Tensor
     arity: Optional[int]
     first: Optional[int]
 
     def of(self, x: Tensor) -> Tensor:
-        """x (..., V, m, r) of these nodes; a view where their numbers are consecutive."""
+        """Return x (..., V, m, r) of these nodes; a view if their numbers are consecutive."""
         if self.first is not None:
             return x.narrow(-3, self.first, len(self.nodes))
         return x.index_select(-3, self.nodes.to(x.device))
 
     def of_parents(self, above: Tensor) -> Tensor:
-        """What the parents have, for each node: above (..., n, m, r) of the generation before."""
+        """Return each node's parent's value from `above` (..., n, m, r) of the generation before."""
         if self.arity is not None:
             return above.unsqueeze(-3).expand(*above.shape[:-2], self.arity, *above.shape[-2:]).flatten(-4, -3)
         return above.index_select(-3, self.parents.to(above.device))
 
     def add_to_parents(self, total: Tensor, parts: Tensor) -> Tensor:
-        """total (..., n, m, r) plus the sum of the parts (..., children, m, r) of each parent's children."""
+        """Add to total (..., n, m, r) the sum of the parts (..., children, m, r) of each parent's children."""
         if self.arity is not None:
             return total + parts.unflatten(-3, (-1, self.arity)).sum(-3)
         return total.index_add(-3, self.parents.to(parts.device), parts)
@@ -45,18 +50,21 @@ class Tree:
     """A rooted tree, or a forest.
 
     Args:
-        parents: the parent of each node, -1 for a root; any numbering.
+        parents: the parent of each node, -1 for a root, in any numbering.
         sizes: the block size of each node, or one for all.
-        forest: whether several roots are meant.
+        forest: whether several roots are allowed.
 
     Attributes:
-        parents: (V,) int64 on the CPU. roots: their numbers. depths: (V,) edges to the root.
-        sizes: (V,) int64 or None (all `block`). block: the largest block size.
-        chain: (V,) nodes from leaf to root, path after path, where no node has two children; None otherwise.
+        parents: parents, (V,), int64, on the CPU.
+        roots: numbers of the roots.
+        depths: numbers of edges to the root, (V,).
+        sizes: block sizes, (V,), int64; None if all are `block`.
+        block: the largest block size.
+        chain: nodes from leaf to root, path after path, (V,), if no node has two children; else None.
 
     Raises:
-        ValueError: a parent out of range, a cycle, two roots where no forest is meant, no node, or sizes that do not
-            fit; with the node.
+        ValueError: a parent is out of range, there is a cycle, there are two roots without `forest`, there is no node,
+            or sizes do not fit. The error names the node.
     """
 
     def __init__(self, parents: Union[Sequence[int], Tensor], sizes: Union[int, Sequence[int], Tensor] = 1,
@@ -84,7 +92,7 @@ class Tree:
         return len(self.parents)
 
     def _to_the_root(self) -> Tuple[Tensor, Tensor]:
-        """Each node's depth and root, by doubling the stride of a walk upwards."""
+        """Return each node's depth and root, by a walk upwards whose stride doubles."""
         above = self.parents.clone()
         depths = (above >= 0).to(torch.int64)
         roots = torch.where(above < 0, torch.arange(len(self), device='cpu'), above)
@@ -99,7 +107,7 @@ class Tree:
 
     @cached_property
     def generations(self) -> List[Generation]:
-        """The nodes by distance from the root, roots first."""
+        """Nodes by distance from the root, roots first."""
         children, order = self.parents.sort(stable=True)                 # numbers of nodes, grouped by parent
         first = torch.searchsorted(children, torch.arange(len(self) + 1, device='cpu'))
         nodes = order[:first[0]]
@@ -129,11 +137,11 @@ class Tree:
         return block, None if (sizes == block).all() else sizes
 
     def _chain(self) -> Tensor:
-        """Path after path, the deepest node first: sorted by root, then by depth downwards."""
+        """Return nodes path after path, the deepest node of each first."""
         return (self._root_of * len(self) + (len(self) - 1 - self.depths)).argsort()
 
     def in_order(self, generations: Sequence[Tensor]) -> Tensor:
-        """(..., V, m, r) by number of node, from the parts of the generations."""
+        """Return (..., V, m, r) in the order of node numbers from the parts of the generations."""
         starts = [generation.first for generation in self.generations]
         if None not in starts:
             return torch.cat([x for _, x in sorted(zip(starts, generations), key=lambda pair: pair[0])], -3)
@@ -141,16 +149,16 @@ class Tree:
         return torch.cat(list(generations), -3).index_select(-3, order.to(generations[0].device))
 
     def parts(self, device) -> Tensor:
-        """(V, block), true for the entries of each node's block."""
+        """Return (V, block), true for the entries of each node's block."""
         sizes = self.sizes if self.sizes is not None else torch.full((len(self),), self.block, device='cpu')
         return (torch.arange(self.block, device='cpu') < sizes[:, None]).to(device)
 
     @classmethod
     def path(cls, length: int, **kwargs) -> 'Tree':
-        """A chain: the parent of node n is n + 1, the root is the last.
+        """Return a chain: the parent of node n is n + 1, and the last node is the root.
 
         Raises:
-            ValueError: a length below 1.
+            ValueError: the length is below 1.
         """
         if length < 1:
             raise ValueError(f'Tree.path: length must be at least 1, got {length}')
@@ -160,11 +168,12 @@ class Tree:
 
     @classmethod
     def over_sequence(cls, length: int, arity: int, max_levels: Optional[int] = None, **kwargs) -> 'Tree':
-        """A tree over a sequence, its elements the leaves: nodes are numbered by level, leaves first, the root last;
-        `arity` neighbours share a parent. With max_levels the trees of a forest end there.
+        """Return a tree whose leaves are the elements of a sequence; `arity` neighbors share a parent.
+
+        Nodes are numbered by level, leaves first, root last. With max_levels it is a forest with so many levels.
 
         Raises:
-            ValueError: an arity below 2, or a length or number of levels below 1.
+            ValueError: the arity is below 2, or the length or the number of levels is below 1.
         """
         if arity < 2 or length < 1 or (max_levels is not None and max_levels < 1):
             raise ValueError('Tree.over_sequence: length and max_levels must be at least 1 and arity at least 2, got '
@@ -175,7 +184,7 @@ class Tree:
     @classmethod
     def quad(cls, height: int, width: int, max_levels: Optional[int] = None, shift: Sequence[int] = (0, 0), **kwargs
              ) -> 'Tree':
-        """A quad tree over a grid: nodes are numbered by level, finest first, row by row within a level."""
+        """Return a quad tree over a grid, with nodes numbered by level, finest first, row by row within a level."""
         levels, parents, start = quadtree_levels(height, width, max_levels, shift), [], 0
         for level, above in zip(levels, levels[1:]):
             start += level.height * level.width
@@ -187,7 +196,7 @@ class Tree:
 
 
 def level_lengths(length: int, arity: int, max_levels: Optional[int] = None) -> List[int]:
-    """How many nodes each level of `Tree.over_sequence` has, leaves first."""
+    """Return how many nodes each level of `Tree.over_sequence` has, leaves first."""
     lengths = [length]
     while lengths[-1] > 1 and len(lengths) != max_levels:
         lengths.append(-(-lengths[-1] // arity))
@@ -204,11 +213,11 @@ def _levels_of_parents(length: int, arity: int, max_levels: Optional[int]) -> Li
 
 @lru_cache(maxsize=16)
 def cached_path(length: int) -> Tree:
-    """`Tree.path`, kept: layers ask for the same one at every call."""
+    """Return a cached `Tree.path`: layers need the same one at every call."""
     return Tree.path(length)
 
 
 @lru_cache(maxsize=16)
 def cached_sequence(length: int, arity: int, max_levels: Optional[int] = None, block: int = 1) -> Tree:
-    """`Tree.over_sequence`, kept."""
+    """Return a cached `Tree.over_sequence`."""
     return Tree.over_sequence(length, arity, max_levels, sizes=block)

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled ahead of time, for GPUs that are not there: they compile, and no register spills."""
+"""Triton kernels compile ahead of time for GPUs that this machine need not have, and no register spills."""
 import json
 
 import pytest
@@ -51,7 +51,7 @@ def test_no_shipped_configuration_spills(target, python):
     _assert_compiled(_compiled(python, target, ''), ALL_KERNELS)
 
 
-def test_wrong_targets(python):
+def test_wrong_targets_are_refused(python):
     script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
     for target, only, message in (('sm90', 'additive', 'target must be like cuda:90'),
                                   ('cuda:999', 'additive', 'target must be like cuda:90'),

@@ -1,4 +1,4 @@
-"""Which backend runs: predicates, context manager, environment variable, Triton missing, PyTorch's switches."""
+"""The choice of the backend: why_not, context manager, environment variable, missing Triton, PyTorch's switches."""
 import pytest
 import torch
 
@@ -23,7 +23,7 @@ def test_why_not():
     else:
         assert 'arguments are on cpu' in kernels.why_not('polyline_attention', *inputs)
         assert 'no GPU' in kernels.why_not('polyline_attention')
-    with pytest.raises(ValueError, match=r"backend 'triton' can't run: the kernels take float32, float16 and bfloat16, "
+    with pytest.raises(ValueError, match=r"'triton' cannot run: the kernels take float32, float16 and bfloat16, "
                                          r'and the arguments are torch.float64'):
         kernels.polyline_attention(*(x.double() for x in inputs), backend='triton')
     with pytest.raises(ValueError, match='heads of at most 128 channels, and these have 130'):
@@ -32,7 +32,7 @@ def test_why_not():
         kernels.why_not('attention')
 
 
-def test_the_context_manager_takes_triton(monkeypatch):
+def test_use_backend_selects_triton(monkeypatch):
     from subquad.kernels.polyline_scan import _IMPLEMENTATIONS
     calls = []
     monkeypatch.setitem(_IMPLEMENTATIONS, 'triton', lambda *args: calls.append(args))
@@ -43,7 +43,7 @@ def test_the_context_manager_takes_triton(monkeypatch):
 
 
 @pytest.mark.parametrize('backend', ['triton', 'reference', 'portable'])
-def test_environment_variable(backend, python):
+def test_environment_variable_selects_the_backend(backend, python):
     done = python('import torch\nfrom subquad.kernels import polyline_scan as op\n'
                   'from subquad.kernels.polyline_scan import _IMPLEMENTATIONS\n'
                   'for name in list(_IMPLEMENTATIONS): _IMPLEMENTATIONS[name] = lambda *args, name=name: name\n'
@@ -53,7 +53,7 @@ def test_environment_variable(backend, python):
 
 
 def test_without_triton(python):
-    """Everything else works, and says what is missing."""
+    """Without Triton the operators run portably, and errors say that Triton is missing."""
     done = python('import sys; sys.modules["triton"] = None\n'
                   'import torch; from subquad import kernels\n'
                   'print(kernels.why_not("polyline_scan"))\n'
@@ -66,19 +66,19 @@ def test_without_triton(python):
 
 
 def test_importing_the_package_does_not_import_the_kernels(python):
-    """(PyTorch itself may import Triton.)"""
+    """No module of the package may import `triton.language`; PyTorch itself may import Triton."""
     done = python('import sys; from subquad import kernels\n'
                   'ours = [name for name in sys.modules if name.startswith("subquad")]\n'
                   'assert ours and not [name for name in ours if hasattr(sys.modules[name], "tl")]')
     assert done.returncode == 0, done.stderr
 
 
-def test_operators_are_listed_once():
+def test_every_public_operator_is_registered():
     assert set(dispatch.OPERATORS) == set(kernels.__all__) - {'use_backend', 'why_not'}
 
 
-def test_tf32_by_either_switch(python):
-    """PyTorch refuses to answer the old question once the new switch is set."""
+def test_either_tf32_switch_of_pytorch_is_read(python):
+    """PyTorch raises an error for the older switch once the newer one is set."""
     done = python('import torch\nfrom subquad.kernels.common import launch\n'
                   'precision = lambda: launch.numerics(torch.float32)["PRECISION"]\n'
                   'assert precision() == "ieee"\n'

@@ -1,4 +1,4 @@
-"""The identities of the specification, in float64 (paper: theorems 1 and 2, section 3, appendix C)."""
+"""Identities of the PPMA paper (theorems 1 and 2, section 3, appendix C), in float64."""
 import pytest
 import torch
 
@@ -21,13 +21,13 @@ def _qkv(seed=0, dim=6):
 
 
 def _along(steps, start, end):
-    """Product of the factors between two positions of a line: every step after the first up to the last."""
+    """Multiply the decay factors between two positions of a line: every step after the first up to the last."""
     first, last = sorted((start, end))
     return steps[first + 1:last + 1].sum().exp()
 
 
 def _mask_by_walking(a, b):
-    """L[(i,j),(k,l)]: along row i from j to l, then down column l from i to k; one head."""
+    """Compute L[(i,j),(k,l)] of one head: along row i from j to l, then along column l from i to k."""
     mask = torch.empty(N, N, dtype=torch.float64)
     for i in range(H):
         for j in range(W):
@@ -107,7 +107,7 @@ def test_linear_attention_against_its_matrix(backend):
 
 
 @pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
-def test_without_decay_it_is_plain_attention(backend):
+def test_without_decay_it_is_softmax_attention(backend):
     q, k, v = _qkv(6)
     zero = torch.zeros(1, 2, H, W, dtype=torch.float64)
     plain = ((q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2)).softmax(-1) @ v.flatten(2, 3)).view_as(v)
@@ -120,7 +120,7 @@ def test_without_decay_it_is_plain_attention(backend):
 
 @pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
 @pytest.mark.parametrize('mask_mode', ['additive', 'multiplicative'])
-def test_crisscross_has_both_orders(mask_mode, backend):
+def test_crisscross_chains_decay_attention_on_both_paths(mask_mode, backend):
     q, k, v = _qkv(7)
     a, b, _ = _logs(7)
 
@@ -132,7 +132,7 @@ def test_crisscross_has_both_orders(mask_mode, backend):
         torch.testing.assert_close(y, expected)
 
 
-def test_the_one_line_formula_is_not_the_sum_of_both_orders():
+def test_the_one_line_formula_of_the_paper_is_not_the_sum_of_both_paths():
     """((S^H x S^V) * L2D) v, as printed once, needs S^V x S^H with the transposed mask."""
     q, k, v = _qkv(8)
     a, b, _ = _logs(8)

@@ -1,5 +1,4 @@
-"""What the operators do with values, layouts and sizes that they are not made for: refused by name, or alike in every
-backend."""
+"""Values, layouts and sizes that operators do not support: errors name the argument, or all backends agree."""
 from functools import partial
 
 import pytest
@@ -64,8 +63,8 @@ def test_positive_step_logs_along_depth():
 
 @pytest.mark.parametrize('backend', BACKENDS)
 @pytest.mark.parametrize('name', OPERATORS)
-def test_positive_step_logs_count_as_zero_where_nobody_looks(name, backend, monkeypatch):
-    """On a GPU and in graphs values are not looked at: every backend gives the same there, gradients too."""
+def test_positive_step_logs_count_as_zero_where_they_cannot_be_read(name, backend, monkeypatch):
+    """On a GPU and in graphs values are not checked: all backends give the same results and gradients."""
     if backend == 'triton' and not launch.interpreted():
         pytest.skip('no GPU is used here, and Triton was imported without TRITON_INTERPRET=1')
     monkeypatch.setattr(checks, 'step_logs', lambda op, **logs: None)
@@ -89,7 +88,7 @@ def test_positive_step_logs_count_as_zero_where_nobody_looks(name, backend, monk
 
 
 def test_a_large_map_of_positive_step_logs(monkeypatch):
-    """50 x 80 steps of both signs: the chunked scan gave 4e16."""
+    """With 50 x 80 steps of both signs, the chunked scan once returned 4e16."""
     monkeypatch.setattr(checks, 'step_logs', lambda op, **logs: None)
     _, _, v, a, b = _inputs(50, 80)
     expected = kernels.polyline_scan(v, a.clamp(max=0), b.clamp(max=0), paths='both', backend='reference')
@@ -98,8 +97,8 @@ def test_a_large_map_of_positive_step_logs(monkeypatch):
 
 
 @pytest.mark.parametrize('name', OPERATORS)
-def test_graphs_have_no_values(name):
-    """Compiled in one graph, exported and under vmap positive steps are no error and count as 0."""
+def test_graphs_accept_positive_step_logs(name):
+    """Compiled, exported and under vmap, positive step logs raise no error and count as 0."""
     q, k, v, a, b = _inputs(4, 6)
     expected = OPERATORS[name](q, k, v, a.clamp(max=0), b.clamp(max=0))
     call = OPERATORS[name]
@@ -156,7 +155,7 @@ def test_negative_weights_of_tree_blocks():
     ([[True]], TypeError, 'mask must be .* got list'),
     (torch.ones(2, 6, 5, dtype=torch.bool), ValueError, r'mask must have shape .*, got \(2, 6, 5\)'),
     (torch.ones(2, 5, 6, dtype=torch.bool, device='meta'), ValueError, 'mask is on meta')], ids=str)
-def test_masks(mask, error, message):
+def test_wrong_padding_masks_are_refused(mask, error, message):
     levels, values, edges = _tree_problem()
     with pytest.raises(error, match=message):
         kernels.quadtree_solve(values, edges, mask=mask)
@@ -168,7 +167,7 @@ def test_masks(mask, error, message):
 # --- layouts and sizes
 
 def _all_calls():
-    """Every public operator, by the name of the argument that `change` is applied to."""
+    """Yield the name of an argument and a call that applies `change` to it, for every public operator."""
     q, k, v, a, b = _inputs(5, 6)
     a, b = -a.abs(), -b.abs()
     _, values, edges = _tree_problem()
@@ -197,7 +196,7 @@ CALLS = list(_all_calls())
 
 
 @pytest.mark.parametrize('n', range(len(CALLS)))
-def test_sparse_and_nested_tensors(n):
+def test_sparse_and_nested_tensors_are_refused(n):
     name, call = CALLS[n]
     call(lambda x: x)
     with pytest.raises(TypeError, match=f': {name} must be a dense tensor, got a tensor of layout torch.sparse_coo'):
@@ -206,8 +205,8 @@ def test_sparse_and_nested_tensors(n):
         call(lambda x: torch.nested.nested_tensor(list(x)))
 
 
-def test_expanded_tensors_whose_result_has_no_room():
-    """Stride-0 views of one number: 4 TB of results from a few bytes."""
+def test_expanded_tensors_whose_result_exceeds_the_memory_are_refused():
+    """Views of one number with strides of 0 have results of 4 TB."""
     side = 1 << 20
     one = torch.zeros(1, 1, 1, 1, 1)
     x, log = one.expand(1, 1, side, side, 1), one[..., 0].expand(1, 1, side, side)

@@ -1,59 +1,29 @@
-"""Every operator against its reference: values and every gradient, odd shapes, dtypes, backends, strides, extremes."""
+"""Every operator with step logs against its reference: values, gradients, odd shapes, dtypes, strides, extremes."""
 import importlib
 from functools import partial
 
 import pytest
 import torch
 from helpers import assert_close
+from operator_cases import CALLS, TOLERANCE, attention_inputs, run
 
 from subquad import kernels
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 GRIDS = [(4, 6), (7, 3), (1, 9), (5, 1), (1, 1)]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def _attention_inputs(height, width, dtype=torch.float64, batch=2, heads=3, dim=8, dim_v=5):
-    g = torch.Generator().manual_seed(height * 100 + width)
-    q, k = (torch.randn(batch, heads, height, width, dim, generator=g, dtype=torch.float64) for _ in range(2))
-    v = torch.randn(batch, heads, height, width, dim_v, generator=g, dtype=torch.float64)
-    a, b = (-torch.rand(batch, heads, height, width, generator=g, dtype=torch.float64) for _ in range(2))
-    return [x.to(dtype) for x in (q, k, v, a, b)]
-
-
-def _calls():
-    yield from ((f'polyline-{mask_mode}-{paths}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, paths=paths:
-                 kernels.polyline_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend))
-                for mask_mode in ('additive', 'multiplicative') for paths in ('both', 'v2h', 'h2v'))
-    yield from ((f'crisscross-{mask_mode}-{paths}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, paths=paths:
-                 kernels.crisscross_attention(q, k, v, a, b, mask_mode=mask_mode, paths=paths, backend=backend))
-                for mask_mode in ('additive', 'multiplicative') for paths in ('both', 'h2v', 'v2h'))
-    yield from ((f'decay-{mask_mode}-{axis}', lambda q, k, v, a, b, backend, mask_mode=mask_mode, axis=axis:
-                 kernels.decay_attention(q, k, v, a, axis=axis, mask_mode=mask_mode, backend=backend))
-                for mask_mode in ('additive', 'multiplicative') for axis in ('row', 'column'))
-    yield from ((f'scan-{paths}', lambda q, k, v, a, b, backend, paths=paths:
-                 kernels.polyline_scan(v, a, b, paths=paths, backend=backend)) for paths in ('v2h', 'h2v', 'both'))
-    yield from ((f'linear-{paths}', lambda q, k, v, a, b, backend, paths=paths:
-                 kernels.polyline_linear_attention(q, k, v, a, b, paths=paths, backend=backend))
-                for paths in ('v2h', 'h2v', 'both'))
-
-
-CALLS = dict(_calls())
 
 
 def _run(call, inputs, backend):
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    y = call(*inputs, backend)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-    (y.double() * weights).sum().backward()
-    return y, [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs]
+    """Output and gradients; zeros for an input that has no gradient."""
+    y, grads = run(call, inputs, backend)
+    return y, [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads)]
 
 
 @pytest.mark.parametrize('grid', GRIDS)
 @pytest.mark.parametrize('name', CALLS)
 @pytest.mark.parametrize('backend', ['portable', 'export'])
 def test_values_and_gradients(name, grid, backend):
-    inputs = _attention_inputs(*grid)
+    inputs = attention_inputs(*grid)
     y, grads = _run(CALLS[name], inputs, 'reference')
     y2, grads2 = _run(CALLS[name], inputs, backend)
     assert_close(y2, y, 1e-12)
@@ -65,7 +35,7 @@ def test_values_and_gradients(name, grid, backend):
 @pytest.mark.parametrize('name', CALLS)
 @pytest.mark.parametrize('backend', ['portable', 'export', 'reference'])
 def test_dtypes(name, dtype, backend):
-    inputs = _attention_inputs(5, 6, dtype)
+    inputs = attention_inputs(5, 6, dtype)
     expected, grads = _run(CALLS[name], [x.double() for x in inputs], 'reference')
     y, grads2 = _run(CALLS[name], inputs, backend)
     assert y.dtype == dtype
@@ -77,8 +47,8 @@ def test_dtypes(name, dtype, backend):
 @pytest.mark.parametrize('name', ['polyline-additive-both', 'polyline-multiplicative-both', 'decay-additive-column',
                                   'decay-multiplicative-row', 'crisscross-additive-both'])
 def test_many_blocks_equal_one(name, monkeypatch):
-    """The blocked loops over groups, lines and queries, forced to their smallest steps."""
-    inputs = _attention_inputs(5, 7)
+    """Blocked loops over groups, lines and queries give the same result with the smallest blocks."""
+    inputs = attention_inputs(5, 7)
     y, grads = _run(CALLS[name], inputs, 'reference')
     for elements in (1, 20, 100, 600):
         for module in ('polyline_attention', 'decay_attention'):
@@ -108,7 +78,7 @@ def test_scan_over_several_chunks(length, paths):
 
 def test_linear_attention_in_slices_of_the_state(monkeypatch):
     from subquad.kernels.polyline_linear_attention import portable
-    inputs = _attention_inputs(4, 5)
+    inputs = attention_inputs(4, 5)
     whole = kernels.polyline_linear_attention(*inputs)
     monkeypatch.setattr(portable, 'STATE_ELEMENTS', 3 * inputs[2].numel())
     torch.testing.assert_close(kernels.polyline_linear_attention(*inputs), whole)
@@ -118,8 +88,8 @@ def test_linear_attention_in_slices_of_the_state(monkeypatch):
 @pytest.mark.parametrize('name', ['polyline-additive-both', 'polyline-multiplicative-both', 'crisscross-additive-both',
                                   'decay-additive-row', 'scan-both', 'linear-both'])
 def test_extreme_steps(name, backend):
-    """Step logs 0, tiny, large and -inf together: finite, and equal to the reference."""
-    inputs = _attention_inputs(4, 7, torch.float32)
+    """Step logs of 0, tiny, large and -inf together give finite results equal to the reference."""
+    inputs = attention_inputs(4, 7, torch.float32)
     values = torch.tensor([0.0, -1e-6, -80.0, -float('inf'), -0.5])
     g = torch.Generator().manual_seed(0)
     for n in (3, 4):
@@ -131,8 +101,8 @@ def test_extreme_steps(name, backend):
 
 
 def test_peaked_logits_far_from_a_decayed_maximum():
-    """The largest logit sits on a key that the mask kills: the softmax must not underflow to 0 / 0."""
-    q, k, v, a, b = _attention_inputs(3, 4, torch.float32)
+    """The largest logit belongs to a key that the mask removes: the softmax must not underflow to 0 / 0."""
+    q, k, v, a, b = attention_inputs(3, 4, torch.float32)
     k[..., -1, -1, :] = 300 * q[..., 0, 0, :]
     a, b = torch.full_like(a, -60.0), torch.full_like(b, -60.0)
     y = kernels.polyline_attention(q, k, v, a, b)
@@ -142,7 +112,7 @@ def test_peaked_logits_far_from_a_decayed_maximum():
 
 @pytest.mark.parametrize('name', CALLS)
 def test_strided_views_and_empty_batches(name):
-    dense = _attention_inputs(4, 5)
+    dense = attention_inputs(4, 5)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense[:3]]
     views += [x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for x in dense[3:]]
     torch.testing.assert_close(CALLS[name](*views, 'portable'), CALLS[name](*dense, 'portable'))
@@ -151,13 +121,13 @@ def test_strided_views_and_empty_batches(name):
 
 
 def test_gradcheck():
-    q, k, v, a, b = (x[:1, :2, :3, :3].clone().requires_grad_() for x in _attention_inputs(3, 3))
+    q, k, v, a, b = (x[:1, :2, :3, :3].clone().requires_grad_() for x in attention_inputs(3, 3))
     for call in CALLS.values():
         assert torch.autograd.gradcheck(partial(call, backend='portable'), (q, k, v, a, b), atol=1e-6, fast_mode=True)
 
 
-def test_wrong_arguments():
-    q, k, v, a, b = _attention_inputs(4, 5, torch.float32)
+def test_wrong_arguments_are_refused():
+    q, k, v, a, b = attention_inputs(4, 5, torch.float32)
     cases = [
         (ValueError, "mask_mode must be one of 'additive', 'multiplicative', got 'logits'",
          lambda: kernels.polyline_attention(q, k, v, a, b, mask_mode='logits')),
@@ -201,16 +171,16 @@ def test_old_argument_names_raise_an_error_with_the_new_name(op, old, new):
     ('crisscross_attention', 'paths', 'column_first', 'v2h'), ('crisscross_attention', 'paths', 'row_first', 'h2v'),
     ('polyline_attention', 'paths', '2d', 'both')])
 def test_old_values_raise_an_error_with_the_new_value(op, name, old, new):
-    q, k, v, *logs = _attention_inputs(2, 3)
+    q, k, v, *logs = attention_inputs(2, 3)
     with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{old}' \\('{old}' was renamed to '{new}'\\)"):
         getattr(kernels, op)(q, k, v, *logs[:1 if op == 'decay_attention' else 2], **{name: old})
 
 
-def test_backend_override(monkeypatch):
+def test_use_backend_overrides_auto_only(monkeypatch):
     calls = []
     module = importlib.import_module('subquad.kernels.polyline_scan')
     monkeypatch.setitem(module._IMPLEMENTATIONS, 'reference', lambda *args: calls.append(args))
-    v, a, b = _attention_inputs(2, 2)[2:]
+    v, a, b = attention_inputs(2, 2)[2:]
     with kernels.use_backend('reference'):
         kernels.polyline_scan(v, a, b)
         assert len(calls) == 1

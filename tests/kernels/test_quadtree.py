@@ -1,4 +1,4 @@
-"""The quad-tree solve on grids: against the dense matrix, its guarantees, its memory, and what records it."""
+"""The quad-tree solve: against the dense matrix, its guarantees, its memory, compilers and flop counters."""
 import itertools
 from functools import partial
 
@@ -121,7 +121,7 @@ def test_huge_edges_stay_finite():
 
 
 @pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-def test_padding_reaches_nothing(parametrization):
+def test_padding_does_not_change_valid_leaves(parametrization):
     g = torch.Generator().manual_seed(0)
     mask = torch.zeros(2, 14, 10, dtype=torch.bool)
     mask[0, :9, :10] = mask[1, :14, :3] = True
@@ -138,7 +138,7 @@ def test_padding_reaches_nothing(parametrization):
         assert all((outputs[0] - y)[:, 0][mask].abs().max() < 1e-6 for y in outputs[1:])
 
 
-def test_a_padded_image_is_solved_as_if_alone():
+def test_a_padded_image_has_the_result_of_the_image_alone():
     g = torch.Generator().manual_seed(0)
     x, mask = torch.randn(1, 4, 16, 16, generator=g), torch.zeros(1, 16, 16, dtype=torch.bool)
     mask[:, :11, :13] = True
@@ -154,7 +154,7 @@ def test_a_padded_image_is_solved_as_if_alone():
     torch.testing.assert_close(inside, solved(x[..., :11, :13], edge[..., :11, :13], None), rtol=1e-5, atol=1e-6)
 
 
-def test_means():
+def test_level_means():
     levels = quadtree_levels(5, 7, None, (1, 2))
     x = torch.arange(35.0).view(1, 1, 5, 7)
     pyramid = level_means(x, levels)
@@ -166,8 +166,8 @@ def test_means():
     assert level_means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
 
 
-def test_third_moves_boundaries_of_all_levels():
-    """Neighbours that only the root joins are joined lower in the shifted tree."""
+def test_shift_by_a_third_moves_boundaries_of_all_levels():
+    """Neighbors whose common ancestor is the root have a lower one in the shifted tree."""
     def height_of_meeting(shift):
         level, cells = quadtree_levels(64, 64, None, shift), [31, 32]
         cells = [cell + level[0].top for cell in cells]
@@ -187,7 +187,7 @@ def test_third_moves_boundaries_of_all_levels():
     ('laplacian', lambda n: 4 * 4 ** n, 0.5, [31, 15, 10, 7, 6, 9, 22]),
     ('skew', lambda n: 2, 0.5, [33, 27, 12, 11, 7, 6, 5])])
 def test_range(parametrization, edge, rho, expected):
-    """The model card's table: percent of a leaf's weight by the height at which it meets others, 64 x 64 leaves."""
+    """Table of the model card: percent of a leaf's weight by level of the common ancestor, 64 x 64 leaves."""
     levels = quadtree_levels(64, 64)
     values = [torch.zeros(1, 1, x.height, x.width, 1, dtype=torch.float64) for x in levels]
     values[0][0, 0, 27, 36] = 1
@@ -199,7 +199,7 @@ def test_range(parametrization, edge, rho, expected):
 
 
 def saved_bytes(call) -> int:
-    """Of distinct memory that autograd keeps until the backward pass."""
+    """Return the bytes of distinct memory that autograd keeps until the backward pass."""
     kept = {}
 
     def keep(tensor):
@@ -211,7 +211,7 @@ def saved_bytes(call) -> int:
     return sum(kept.values())
 
 
-def test_adjoint_keeps_half_of_what_autograd_would():
+def test_adjoint_saves_half_of_the_memory_of_autograd():
     values, edges = problem(56, 56, dtype=torch.float32, heads=2, dim=32)
     expected = loop_quadtree_solve(*values, *edges)
     torch.testing.assert_close(quadtree_solve(values, edges)[0], expected, rtol=1e-4, atol=1e-5)
@@ -221,7 +221,7 @@ def test_adjoint_keeps_half_of_what_autograd_would():
     assert ours < 1.1 * sum(x.numel() * 4 for x in values)                # x, and a number an edge
 
 
-def test_recorded_by_compilers_and_counters():
+def test_compilers_and_flop_counters_see_the_operator():
     values, edges = problem(6, 5, dtype=torch.float32)
     torch.library.opcheck(torch.ops.subquad.quadtree_solve_portable_fwd, (values, edges, 'laplacian', [0, 0]))
     torch.library.opcheck(torch.ops.subquad.quadtree_solve_portable_fwd, (values[:1], [], 'skew', [3, 1]))
@@ -247,7 +247,7 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(solve, (*values, *edges))
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_are_refused():
     values, edges = problem(6, 5)
     with pytest.raises(ValueError, match='at least one level'):
         quadtree_solve([], [])

@@ -1,7 +1,8 @@
-"""The Triton kernels of the quad-tree solve: on a GPU where there is one, in Triton's interpreter elsewhere. Values and
-every gradient against the float64 reference, whatever the grid, the tiles and the memory; what PyTorch sees of them."""
+"""Triton kernels of the quad-tree solve against the float64 reference: values, gradients, grids, tiles and strides; and
+their registration with PyTorch. They run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
+from operator_cases import DEVICE, TOLERANCE, weighted_sum
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve
@@ -9,16 +10,14 @@ from subquad.kernels.common import launch
 from subquad.kernels.trees import PARAMETRIZATIONS, quadtree_levels
 
 pytest.importorskip('triton')
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 if DEVICE == 'cpu' and not launch.interpreted():
     pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the kernels do not write is not a number."""
+    """Fill new tensors with NaN, so that elements which no kernel writes are found."""
     empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
 
     def fill(x):
@@ -29,7 +28,7 @@ def poisoned(monkeypatch):
 
 def _inputs(height, width, parametrization='laplacian', shift=(0, 0), max_levels=None, dtype=torch.float32,
             edge_dtype=None, batch=1, heads=1, dim=8):
-    """values and edges of every level; bounded where the solve needs it (quadtree_solve itself bounds 'symmetric')."""
+    """Return values and edges of every level; edges of the Laplacian are positive."""
     g = torch.Generator().manual_seed(height * 100 + width)
     levels = quadtree_levels(height, width, max_levels, shift)
     values = [torch.randn(batch, heads, x.height, x.width, dim, generator=g) for x in levels]
@@ -40,13 +39,11 @@ def _inputs(height, width, parametrization='laplacian', shift=(0, 0), max_levels
 
 
 def _run(values, edges, backend, layout=lambda x: x, **options):
-    """x of every level, gradients of values, gradients of edges."""
+    """Return x of every level, gradients of values, gradients of edges."""
     leaves = [x.detach().clone().requires_grad_() for x in (*values, *edges)]
     arguments = [layout(x) for x in leaves]
     solution = quadtree_solve(arguments[:len(values)], arguments[len(values):], backend=backend, **options)
-    loss = sum((y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=DEVICE).view(y.shape)).sum()
-               for y in solution)
-    loss.backward()
+    sum(weighted_sum(y) for y in solution).backward()
     grads = [x.grad for x in leaves]
     return [y.detach() for y in solution], grads[:len(values)], grads[len(values):]
 
@@ -84,7 +81,7 @@ def test_trees_of_several_tiles(parametrization, grid, shift):
                          ids=str)
 @pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 def test_tiles_of_tiles(parametrization, sides, dtype, monkeypatch):
-    """Several times up and down, with float32 between the launches."""
+    """The kernels sweep up and down several times, with float32 between the launches."""
     from subquad.kernels.quadtree_solve import triton
     monkeypatch.setattr(triton, 'SIDES', sides)
     _check(*_inputs(3, 6, parametrization, (1, 3), dtype=dtype, dim=16), parametrization=parametrization, shift=(1, 3))
@@ -108,12 +105,12 @@ def test_dtypes(parametrization, dtype, edge_dtype):
 @pytest.mark.parametrize('dim', [1, 16, 20, 32, 70])
 @pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 def test_head_dimensions(parametrization, dim):
-    """One channel, a power of two or not, more than a tile takes."""
+    """Heads of one channel, of a power of two or not, and of more channels than a tile takes."""
     _check(*_inputs(5, 3, parametrization, dim=dim, batch=2, heads=3), parametrization=parametrization)
 
 
 def test_heads_that_need_smaller_tiles():
-    """Of 64 channels: a tile of 16 x 16 with all of them, which the gradient wants, would not stay in registers."""
+    """With 64 channels, a backward tile of 16 x 16 would not stay in registers."""
     from subquad.kernels.quadtree_solve import triton
     assert [triton._tile(levels, 32) for levels in range(2, 11)] == [
         (8, 2), (8, 3), (8, 4), (16, 5), (8, 4), (8, 4), (8, 4), (16, 5), (8, 4)]
@@ -124,7 +121,7 @@ def test_heads_that_need_smaller_tiles():
 @pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 @pytest.mark.parametrize('order', [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], ids=str)
 def test_strides(order, parametrization):
-    """Channels last in memory, channels first, everything backwards: read and written where it lies."""
+    """Tensors with channels last, channels first or all dimensions reversed in memory need no copy."""
     def layout(x):
         places = order if x.ndim == 5 else [n for n in order if n < 4]
         back = [places.index(n) for n in range(x.ndim)]
@@ -138,7 +135,7 @@ def test_strides(order, parametrization):
 
 
 def test_gradients_and_values_that_share_memory():
-    """Broadcast values, and the gradient of a sum: strides of 0."""
+    """Broadcast values and the gradient of a sum have strides of 0."""
     values, edges = _inputs(5, 6, batch=2, heads=3)
     values = [x[:, :, :1, :1].expand_as(x) for x in values]
     edges = [x[:1].expand_as(x).requires_grad_() for x in edges]
@@ -153,7 +150,7 @@ def test_gradients_and_values_that_share_memory():
 
 @pytest.mark.parametrize('grid, shift', [((14, 14), (0, 0)), ((1, 60), (5, 3)), ((13, 18), (5, 3))], ids=str)
 def test_rows_sum_to_one(grid, shift):
-    """The Laplacian's, with edges up to 100 and edges of 4 * 4^level: what each node gets of all values is 1."""
+    """Rows of the Laplacian's inverse sum to 1, with edges up to 100 and with edges of 4 * 4^level."""
     levels = quadtree_levels(*grid, None, shift)
     g = torch.Generator().manual_seed(0)
     ones = [torch.ones(1, 1, x.height, x.width, 1, device=DEVICE) for x in levels]
@@ -182,7 +179,7 @@ def test_results_are_the_same_every_time():
 
 
 @pytest.mark.parametrize('cut', [lambda x: x[:0], lambda x: x[:, :0]])
-def test_nothing_to_do(cut):
+def test_empty_tensors(cut):
     values, edges = ([cut(x) for x in tensors] for tensors in _inputs(3, 4))
     solution, *gradients = _run(values, edges, 'triton')
     assert [x.shape for x in solution] == [x.shape for x in values] == [x.shape for x in gradients[0]]
@@ -194,7 +191,7 @@ def test_nothing_to_do(cut):
 # --- launches
 
 def test_launches(monkeypatch):
-    """A grid of up to 16 x 16 is one launch, one of up to 256 x 256 three; twice as many with the gradient."""
+    """Grids of up to 16 x 16 take one launch, grids of up to 256 x 256 three, and twice as many with gradients."""
     from subquad.kernels.quadtree_solve import triton
     launched = []
 
@@ -223,7 +220,7 @@ def test_launches(monkeypatch):
     assert launches(100, 33, (0, 0), 3) == [('down', 6 * 13 * 5, 8)]
 
 
-def test_spans_of_an_image():
+def test_images_beyond_32_bit_offsets_are_refused():
     from subquad.kernels.quadtree_solve import triton
     values = [torch.empty(1, 64, 8192 >> n, 8192 >> n, 1, device='meta') for n in range(2)]
     with pytest.raises(ValueError, match='spans 2.31 elements'):

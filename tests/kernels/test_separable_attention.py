@@ -1,15 +1,14 @@
-"""Separable attention: every backend against the definition in float64, with gradients; groups, latents, extremes; what
-PyTorch sees of the operator. The kernels run on a GPU, or in Triton's interpreter where there is none."""
+"""Separable attention: every backend against the float64 reference, with gradients; groups, latent tokens, extremes;
+registration with PyTorch. Kernels run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
+from operator_cases import DEVICE, TOLERANCE, weighted_sum
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
 from subquad.kernels.common import launch, patches
 
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BACKENDS = ['portable', 'export', 'triton']
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def _needs_triton(backend):
@@ -20,7 +19,7 @@ def _needs_triton(backend):
 
 
 def _inputs(height, width, latents=1, dim=8, mapped=None, values=None, batch=2, dtype=torch.float32):
-    """query, key, value, key_weight, key_bias; `mapped`: channels of keys that a weight maps to dim."""
+    """Return query, key, value, key_weight, key_bias; `mapped`: channels of keys that a weight maps to dim."""
     g = torch.Generator().manual_seed(height * 100 + width + latents)
 
     def randn(*shape):
@@ -31,13 +30,12 @@ def _inputs(height, width, latents=1, dim=8, mapped=None, values=None, batch=2, 
 
 
 def _run(inputs, backend, layout=lambda x: x, **options):
-    """Output and gradients."""
+    """Return the output and all gradients."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
     query, key, value = (layout(x) for x in leaves[:3])
     y = kernels.separable_attention(query, key, value, key_weight=leaves[3], key_bias=leaves[4], backend=backend,
                                     **options)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
-    (y.double() * weights).sum().backward()
+    weighted_sum(y).backward()
     return [y.detach()] + [x.grad for x in leaves if x is not None]
 
 
@@ -69,7 +67,7 @@ def test_values_and_gradients(backend, sampling, latents):
 @pytest.mark.parametrize('sampling', ['pixel', 'patch'])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_grids(backend, sampling, patch, size):
-    """Odd, one row, one column, one token, a sequence, rows as groups, patches larger than the grid."""
+    """Grids of odd size, one row, one column, one token; rows as groups; patches larger than the grid."""
     _check(_inputs(*size, mapped=5 if size[0] == 5 else None), backend, patch_size=patch, sampling=sampling)
 
 
@@ -102,7 +100,7 @@ def test_strides(backend, layout):
 @pytest.mark.parametrize('mapped', [None, 6])
 @pytest.mark.parametrize('size', [(9, 20), (1, 150)])
 def test_several_chunks(size, mapped, monkeypatch):
-    """Contexts summed by chunks, values in several, logits in several blocks; more keys than values and the reverse."""
+    """Keys, values and logits take several chunks or blocks, with more keys than values and the reverse."""
     _needs_triton('triton')
     from subquad.kernels.separable_attention import triton
     monkeypatch.setattr(triton, 'CHUNK', 16)
@@ -113,7 +111,7 @@ def test_several_chunks(size, mapped, monkeypatch):
 
 
 def test_one_kernel_for_long_groups(monkeypatch):
-    """A group that the fused kernel goes through in several blocks."""
+    """The one-launch kernel takes a long group in several blocks."""
     _needs_triton('triton')
     from subquad.kernels.separable_attention import triton
     monkeypatch.setattr(triton, 'CHUNK', 16)
@@ -148,7 +146,7 @@ def test_scores_sum_to_one_in_each_group(size, sampling):
 
 @pytest.mark.parametrize('backend', [*BACKENDS, 'reference'])
 def test_permutation_equivariance(backend):
-    """Tokens of a sequence in another order give outputs in that order."""
+    """Permuted tokens of a sequence give permuted outputs."""
     _needs_triton(backend)
     query, key, value, *_ = _inputs(1, 17, 3)
     order = torch.randperm(17, generator=torch.Generator().manual_seed(0))
@@ -170,7 +168,7 @@ def test_extreme_scores_stay_finite(backend, dtype):
 
 @pytest.mark.parametrize('backend', ['portable', 'export', 'triton'])
 def test_logits_that_exclude_tokens(backend):
-    """Of -inf, first for a whole block of tokens."""
+    """Logits of -inf exclude tokens, also a whole first block of them."""
     inputs = _inputs(1, 1200, dim=4, batch=1)
     inputs[0][:, :, :600] = -float('inf')
     _needs_triton(backend)
@@ -180,8 +178,8 @@ def test_logits_that_exclude_tokens(backend):
     torch.testing.assert_close(y[:, :, 600:], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_spans_of_an_image():
-    """A long line is fine, as far as it really reaches; what 32-bit offsets cannot reach is refused."""
+def test_images_beyond_32_bit_offsets_are_refused():
+    """Long lines within 32-bit offsets are accepted, and images beyond them are refused."""
     x = torch.empty(1, 1, 1, 1).expand(1, 1, 65536, 1)
     launch.check_grid(torch.empty(1, 1, 65536, 1025, device='meta')[..., :512], x)
     for shape in ((1, 8192, 8192, 64), (1, 1, 2 ** 26, 64)):
@@ -274,13 +272,13 @@ def test_no_tensor_above_rank_4_and_no_im2col():
     (dict(patch_size=0), ValueError, 'patch_size must be an integer of at least 1, or two, got 0'),
     (dict(patch_size=(2, 2, 2)), ValueError, 'patch_size must be'),
     (dict(sampling='token'), ValueError, "sampling must be one of 'pixel', 'patch', got 'token'"),
-    (dict(key_bias=torch.zeros(8)), ValueError, 'key_bias goes with key_weight'),
+    (dict(key_bias=torch.zeros(8)), ValueError, 'key_bias needs key_weight'),
     (dict(key_weight=torch.zeros(8, 7)), ValueError, r'key_weight must have shape \(8, 8\)'),
     (dict(key_weight=torch.zeros(8, 8), key_bias=torch.zeros(7)), ValueError, 'key_bias must have shape'),
     (dict(backend='cuda'), ValueError, "unknown backend 'cuda'"),
     (dict(query=torch.zeros(2, 1, 6, 1), key=torch.zeros(2, 1, 6, 8)), ValueError,
      r"keys on a grid of \(1, 6\) leave a group of values without keys")])
-def test_wrong_arguments(change, error, message):
+def test_wrong_arguments_are_refused(change, error, message):
     arguments = dict(query=torch.zeros(2, 4, 6, 1), key=torch.zeros(2, 4, 6, 8), value=torch.zeros(2, 4, 6, 8),
                      patch_size=2) | change
     with pytest.raises(error, match=message):

@@ -1,5 +1,5 @@
-"""Solves on general trees: against the dense matrix, their gradient, their guarantees, and what they are special cases
-of. Numbers of sections are those of the specification of Myo."""
+"""Solves on general trees: against the dense matrix, their gradient, their guarantees, and their special cases (scans
+and Gaussians)."""
 import math
 import random
 
@@ -24,7 +24,7 @@ from subquad.kernels.trees import (
 
 
 def random_tree(seed: int) -> Tree:
-    """1 to 60 nodes with at most 1 to 5 children, numbered at random; blocks of 1, 2, 4 or mixed."""
+    """Return a tree of 1 to 60 nodes with at most 1 to 5 children, numbered at random; blocks of 1, 2, 4 or mixed."""
     choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
     nodes, arity, block = choose.randint(1, 60), choose.randint(1, 5), choose.choice((1, 2, 4))
     parents, children = [-1], [0]
@@ -64,7 +64,7 @@ def test_ragged_trees_against_the_dense_matrix(seed, parametrization):
     assert relative_error(tree_solve(tree, *low), tree_solve(tree, *low, backend='reference')) < 1e-12
 
 
-def test_the_set_of_trees_is_worth_its_name():
+def test_random_trees_cover_paths_mixed_blocks_and_deep_trees():
     trees = [random_tree(seed) for seed in range(60)]
     assert {1, 2, 4} <= {tree.block for tree in trees} and sum(tree.sizes is not None for tree in trees) > 5
     assert any(tree.chain is not None and len(tree) > 20 for tree in trees)
@@ -73,7 +73,7 @@ def test_the_set_of_trees_is_worth_its_name():
 
 
 def printed(tree: Tree, b, c, u):
-    """The paper's algorithm 1 as printed for its scan 000, blocks of size 1, A = 1: the minus of B is lost."""
+    """Run the paper's algorithm 1 as printed for its scan 000 (blocks of size 1, A = 1), which drops the minus of B."""
     pivot, right = torch.ones_like(b), u.clone()
     order = torch.cat([generation.nodes for generation in tree.generations]).tolist()
     hat = {}
@@ -160,7 +160,7 @@ def test_gaussian(tree):
 
 
 def test_gauge():
-    """T -> D^-1 T with a block diagonal D leaves x alone if u goes along: A_v, B_v by D_v^-1, C_v by D_p(v)^-1."""
+    """Multiplying T and u by D^-1 with a block diagonal D does not change x."""
     tree, a, b, c, u = problem(6, 'symmetric')
     g = torch.Generator().manual_seed(0)
     d = torch.eye(tree.block, dtype=torch.float64) + 0.3 * torch.randn(*b.shape, dtype=torch.float64, generator=g)
@@ -239,7 +239,7 @@ def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrization):
 
 
 def test_guarantees():
-    """A3: spectrum, pivots and norms whatever the edges."""
+    """Bounds on spectrum, pivots and norms hold for all edges."""
     for seed in range(20):
         tree, rho = random_tree(seed), 0.99
         z = 100 * torch.randn(len(tree), tree.block, tree.block, dtype=torch.complex128)
@@ -256,7 +256,7 @@ def test_guarantees():
 
 @pytest.mark.parametrize('tree, block', [(Tree([2, 2, -1]), 1), (Tree([2, 2, -1], 2), 2), (Tree.path(6), 1),
                                          (Tree.path(6, sizes=2), 2)])
-def test_what_cannot_be_solved_is_named(tree, block):
+def test_errors_name_the_node_that_cannot_be_solved(tree, block):
     z = torch.rand(len(tree), block, block)
     a, b, c = tree_blocks(tree, z)
     u = torch.rand(2, len(tree), block, 3)
@@ -282,7 +282,7 @@ def test_forest_of_paths():
     assert relative_error(tree_solve(tree, None, b, c, u), tree_solve(tree, None, b, c, u, backend='reference')) < 1e-12
 
 
-def test_what_stands_outside_of_blocks_is_ignored():
+def test_entries_outside_of_blocks_are_ignored():
     tree = Tree([2, 2, -1], [1, 2, 2])
     a, b, c = tree_blocks(tree, torch.randn(3, 2, 2), 'laplacian')
     u = torch.randn(3, 2, 1)
@@ -293,7 +293,7 @@ def test_what_stands_outside_of_blocks_is_ignored():
     assert expected[0, 1] == 0
 
 
-def test_precision_is_the_arguments():
+def test_results_have_the_dtype_of_the_arguments():
     tree, z = Tree([2, 2, -1], 2), torch.randn(3, 2, 2)
     u = torch.randn(3, 2, 5)
     expected = tree_solve(tree, *tree_blocks(tree, z), u)
@@ -303,8 +303,8 @@ def test_precision_is_the_arguments():
     assert (huge[:2].abs() > 0.1).all()
 
 
-def test_paths_take_no_step_a_node():
-    """16,384 nodes one after the other would be 16,384 steps; cyclic reduction takes 15."""
+def test_paths_take_a_logarithmic_number_of_steps():
+    """Cyclic reduction solves a path of 16,384 nodes in 15 steps."""
     calls = 0
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -327,12 +327,12 @@ def test_paths_take_no_step_a_node():
     ([-1, 0], [1, 0], 'got 0 for node 1'), ([-1, 0], [1, 1, 1], 'for each of 2 nodes'),
     ([-1, 0], [1.5, 2.0], 'integer block size'), ([-1, 0, -1], 1, 'nodes 0 and 2 are both roots'),
     ([-1, 0.5], 1, 'integer'), ([2, -1, 0, 1, 0], 1, 'no root is above node 0')])
-def test_wrong_trees(parents, sizes, message):
+def test_wrong_trees_are_refused(parents, sizes, message):
     with pytest.raises(ValueError, match=message):
         Tree(parents, sizes)
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_are_refused():
     tree = Tree([2, 2, -1])
     b, u = torch.rand(3, 1, 1), torch.rand(3, 1, 4)
     with pytest.raises(ValueError, match=r'b must be \(\.\.\., 3, 1, 1\).*got \(4, 1, 1\)'):

@@ -22,11 +22,11 @@ from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import load_checkpoint as lax_load
+from training_cases import fails
 
 from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load_checkpoint
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import predict, test, train
-from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, load
 from subquad.tools.engine.dense.runner import metadata, network
 
@@ -112,10 +112,8 @@ def test_missing_checkpoint_ends_training_with_one_sentence(data, tmp_path):
             (['init_cfg.type=Pretrained', f'init_cfg.checkpoint={tmp_path}/none.pth'], 'no weight file at .*none.pth'),
             (['init_cfg=none.pth'], 'model: .*init_cfg must be None, a dict'),
             (['init_cfg.type=Pretrained', 'init_cfg.checkpoint=None'], 'checkpoint must be the path of a file')):
-        with pytest.raises(UserError, match=message) as error:
-            train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
-                        *(f'model.backbone.{change}' for change in changes)])
-        assert '\n' not in str(error.value)
+        fails([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work', '--cfg-options',
+               *(f'model.backbone.{change}' for change in changes)], message)
     assert not (tmp_path / 'work').exists()
 
 
@@ -206,8 +204,7 @@ def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, caps
     given = read_checkpoint(files / 'detector.safetensors')[0]
     work = tmp_path / 'work'
     without_hook = _config(tmp_path, data, files, [])
-    with pytest.raises(UserError, match='6 shapes differ.*NewHeadsHook'):
-        train.main([str(without_hook), '--work-dir', str(work)])
+    fails([without_hook, '--work-dir', work], '6 shapes differ.*NewHeadsHook')
     assert not work.exists()
     averaged = dict(type='EMAHook', momentum=0.5)
     torch.save(dict(model=given, epoch=3), tmp_path / 'wrapped.pth')           # as in the authors' files
@@ -226,10 +223,8 @@ def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, caps
         same = value.shape == given[key].shape and torch.equal(value, given[key])
         assert same != any(name in key for name in ('fc_cls', 'fc_reg', 'conv_logits')), key
     # Testing and resuming need every weight, also with NewHeadsHook.
-    with pytest.raises(UserError, match='knows the classes|shapes differ'):
-        test.main([str(with_hook), str(files / 'detector.pth')])
-    with pytest.raises(UserError, match='shapes differ'):
-        train.main([str(with_hook), '--work-dir', str(tmp_path / 'other'), '--resume', str(files / 'detector.pth')])
+    fails([with_hook, files / 'detector.pth'], 'knows the classes|shapes differ', test.main)
+    fails([with_hook, '--work-dir', tmp_path / 'other', '--resume', files / 'detector.pth'], 'shapes differ')
 
 
 def test_mmengine_runner_loads_strictly(files, data, tmp_path, log):
@@ -313,12 +308,10 @@ def test_invalid_files_raise_one_line_errors(files, data, tmp_path):
     # The commands print the same sentence.
     image = str(next((data / 'images' / 'val').iterdir()))
     for name, message in (('nan.pth', 'NaN or infinite'), ('metadata-0.safetensors', 'metadata')):
-        with pytest.raises(UserError, match=message):
-            test.main([MASK_RCNN, str(tmp_path / name), '--data', str(data)])
-        with pytest.raises(UserError, match=message):
-            predict.main([MASK_RCNN, str(tmp_path / name), image, '--out', str(tmp_path / 'out')])
-    with pytest.raises(UserError, match='knows the classes circle, .* the data has background, circle'):
-        predict.main([UPERNET, str(files / 'detector.safetensors'), image, '--out', str(tmp_path / 'out')])
+        fails([MASK_RCNN, tmp_path / name, '--data', data], message, test.main)
+        fails([MASK_RCNN, tmp_path / name, image, '--out', tmp_path / 'out'], message, predict.main)
+    fails([UPERNET, files / 'detector.safetensors', image, '--out', tmp_path / 'out'],
+          'knows the classes circle, .* the data has background, circle', predict.main)
 
 
 def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):
@@ -331,9 +324,8 @@ def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):
     with pytest.raises(WeightsError, match='holds NaN or infinite values'):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=dict(
             type='Pretrained', checkpoint=str(tmp_path / 'nan.pth')))).init_weights()
-    with pytest.raises(UserError, match='load_from: .*holds NaN or infinite values'):
-        train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
-                    f'load_from={tmp_path / "nan.pth"}'])
+    fails([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work', '--cfg-options',
+           f'load_from={tmp_path / "nan.pth"}'], 'load_from: .*holds NaN or infinite values')
 
 
 def test_other_network_options_in_the_file_warn(files, tmp_path):

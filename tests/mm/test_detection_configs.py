@@ -260,7 +260,7 @@ def test_user_config_with_a_published_name_has_no_reported_values(tmp_path):
     (['test-ppma_digits'], ['trains a classifier', 'subquad stats test_ppma']),
     (['dino-4scale_ppma-t_8xb2-12e_coco'], ['with queries', 'DINO', 'not counted']),
     (['mask2former_ppma-t_8xb2-lsj-50e_coco'], ['with queries', 'Mask2Former', 'not counted']),
-    (['mask-rcnn_test-ppma_shapes'], ['cannot tell the image size', '--size']),
+    (['mask-rcnn_test-ppma_shapes'], ['neither a crop size nor a Resize', '--size']),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.backbone.arch=huge'], ["'tiny', 'small', 'base'", "'huge'"]),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'modle.backbone.arch=tiny'], ["no 'modle'", 'model']),
     (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.roi_head.type=DoubleHeadRoIHead',

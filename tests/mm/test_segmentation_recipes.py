@@ -19,8 +19,7 @@ from dense_cases import build_on_meta, load_segmentation
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
-
-from subquad.tools.common.cli import UserError
+from training_cases import fails
 
 FOLDER = FOLDERS / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
@@ -46,10 +45,8 @@ def mmseg_scope():
 def test_old_config_names_raise_errors_with_the_new_name(old, new):
     from subquad.tools import stats, test, train
     for command in (train.main, stats.main, lambda arguments: test.main([*arguments, 'weights.pth'])):
-        with pytest.raises(UserError, match=f'now called {new}$'):
-            command([old])
-    with pytest.raises(UserError, match='did you mean'):
-        train.main(['upernet_ppma-x_160k_ade20k-512x512'])
+        fails([old], f'now called {new}$', command)
+    fails(['upernet_ppma-x_160k_ade20k-512x512'], 'did you mean')
 
 
 def test_troubleshooting_base_config_loads(tmp_path):

@@ -1,10 +1,9 @@
 """What the tests of `subquad train` share: a few images in folders, and how a small network is trained on them."""
 import numpy as np
-import pytest
 from PIL import Image
+from user_errors import command_error
 
 from subquad.tools import train
-from subquad.tools.common.cli import UserError
 
 
 def make_images(folder):
@@ -28,8 +27,5 @@ def folder_arguments(images, work, *options, config='ppma-tiny_folder', epochs=1
 
 
 def fails(arguments, message, main=train.main):
-    """The message of the error, in one line, that these arguments end in."""
-    with pytest.raises(UserError, match=message) as caught:
-        main([str(argument) for argument in arguments])
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
+    """Return the message of the UserError, which matches a regular expression, for these arguments."""
+    return command_error(main, arguments, match=message)

@@ -44,7 +44,7 @@ def test_version():
     assert _subquad('--version').stdout.strip() == subquad.__version__ == subquad_cli.version()
 
 
-def test_a_reader_that_is_gone_and_a_full_disk():
+def test_closed_pipe_and_full_disk():
     for arguments in ('--help', 'configs mask', 'configs --help'):
         command = ' '.join(f"'{word}'" for word in COMMAND) + f' {arguments} '
         done = subprocess.run(['bash', '-c', f'set -o pipefail; {command} | true'], capture_output=True, text=True,
@@ -140,7 +140,7 @@ def test_tables_fit_a_terminal(monkeypatch):
     assert '…' not in text and text.count('x') >= 150 * len(NAMES)
 
 
-def test_tables_of_the_tools(capsys, monkeypatch):
+def test_tables_of_the_commands(capsys, monkeypatch):
     monkeypatch.setenv('COLUMNS', '30')
     models.main(['test_ppma'])
     stats.main(['test_ppma'])
@@ -165,7 +165,7 @@ def test_json_has_no_nan(tmp_path, monkeypatch, capsys):
     assert _strict(capsys.readouterr().out) == {'accuracy/top1': None}
 
 
-def test_records_of_what_was_not_measured():
+def test_records_without_a_measured_value():
     """What NaN became in JSON is shown as not measured, and has no median."""
     one = dict(preset='p', times_ms={'a': dict(p20=1., p50=2., p80=3.)}, metrics=[metrics.metric('f', 1., 'x')],
                floor=None, other_cpus=0, threads=1, cpus=2, cpu='c', torch='t')
@@ -190,7 +190,7 @@ def test_kernels_json(capsys):
 
 # ---- progress
 
-def test_progress_elsewhere_than_on_a_terminal(capsys, monkeypatch):
+def test_progress_without_a_terminal(capsys, monkeypatch):
     now = [0.]
     monkeypatch.setattr(output.time, 'monotonic', lambda: now[0])
 

@@ -10,18 +10,9 @@ import pytest
 import torch
 from mmengine.registry import DATASETS
 from PIL import Image
+from user_errors import user_error
 
-from subquad.tools.common.cli import UserError
 from subquad.tools.data import files, listops, lra, pathfinder, sequences
-
-
-def _fails(make, *words):
-    with pytest.raises(UserError) as caught:
-        make()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert '\n' not in message
-
 
 # ---- MNIST
 
@@ -54,8 +45,8 @@ def test_mnist(mnist):
     small = dict(input_size=(1, 16, 16), mean=(0.13,), std=(0.31,), crop_pct=1.)
     assert sequences.MNIST(folder, 'test', small)[0]['inputs'].shape == (1, 16, 16)
     assert sequences.MNIST(folder, 'test', dict(input_size=(3, 32, 32)))[0]['inputs'].shape == (3, 32, 32)
-    _fails(lambda: sequences.MNIST(folder, 'test', dict(input_size=(1, 16, 16))), 'a mean and a std of one value')
-    _fails(lambda: sequences.MNIST(folder, 'test', dict(input_sise=3)), 'input_sise')
+    user_error(lambda: sequences.MNIST(folder, 'test', dict(input_size=(1, 16, 16))), 'a mean and a std of one value')
+    user_error(lambda: sequences.MNIST(folder, 'test', dict(input_sise=3)), 'input_sise')
     raw = folder / 'torchvision' / 'MNIST' / 'raw'
     raw.mkdir(parents=True)
     for file in folder.glob('*ubyte*'):
@@ -75,18 +66,18 @@ def test_damaged_mnist(mnist):
             (_idx(pixels[40:]) + b'\0', ('more values than it announces',)), (_idx(labels), ('00000801', '00000803')),
             (_idx(pixels[:3]), ('3 images', '10 labels')), (_idx(pixels[:0]), ('0 images',))):
         images.write_bytes(content)
-        _fails(read, str(images), *words)
+        user_error(read, str(images), *words)
     images.write_bytes(_idx(pixels[40:]))
     answers.write_bytes(_idx(labels[40:] + 10))
-    _fails(read, str(answers), 'digits are 0 to 9')
+    user_error(read, str(answers), 'digits are 0 to 9')
     answers.unlink()
-    _fails(read, 'no t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz')
+    user_error(read, 'no t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz')
     packed = folder / 'train-images-idx3-ubyte.gz'
     for content in (packed.read_bytes()[:-20], b'no gzip', packed.read_bytes()[:200] + b'\xff' * 300):
         packed.write_bytes(content)
-        _fails(lambda: read('train'), str(packed), 'fetch it again')
-    _fails(lambda: read('training'), "'train', 'val', 'all', 'test', got 'training'")
-    _fails(lambda: files.mnist_arrays(str(folder / 'none'), 'test'), 'no folder', 'train-images-idx3-ubyte')
+        user_error(lambda: read('train'), str(packed), 'fetch it again')
+    user_error(lambda: read('training'), "'train', 'val', 'all', 'test', got 'training'")
+    user_error(lambda: files.mnist_arrays(str(folder / 'none'), 'test'), 'no folder', 'train-images-idx3-ubyte')
 
 
 # ---- CIFAR-10
@@ -152,26 +143,26 @@ def test_damaged_cifar(cifar):
         return files.cifar10_arrays(str(folder), 'test')
     for content in (whole[:-1], whole[:1000], b'', b'no pickle', whole[:300] + whole[301:], b'\x80\x04K'):
         file.write_bytes(content)
-        _fails(read, str(file), 'fetch it again')
+        user_error(read, str(file), 'fetch it again')
     for change in (dict(labels=[1, 10]), dict(labels=np.array([1, 2])), dict(labels=[True, 2]), dict(data=[1, 2]),
                    dict(data=good['data'].astype(np.float32)), dict(data=good['data'][:, :-1]),
                    dict(data=np.asfortranarray(good['data'])), dict(data=np.array([None, None]))):
         file.write_bytes(pickle.dumps({**good, **change}, 2))
-        _fails(read, str(file), 'is no CIFAR-10 batch')
+        user_error(read, str(file), 'is no CIFAR-10 batch')
     file.write_bytes(pickle.dumps([1, 2]))
-    _fails(read, str(file), 'is no CIFAR-10 batch')
+    user_error(read, str(file), 'is no CIFAR-10 batch')
     file.write_bytes(pickle.dumps({**good, 'labels': [1]}))
-    _fails(read, '2 images, but 1 labels')
+    user_error(read, '2 images, but 1 labels')
     for protocol in range(2, 6):
         file.write_bytes(pickle.dumps({**good, 'filenames': _Malicious(folder / 'made')}, protocol))
-        _fails(read, str(file), 'could run code', 'mkdir')
+        user_error(read, str(file), 'could run code', 'mkdir')
     for name in (b'builtins\neval', b'numpy\nload', b'numpy\nfromfile', b'_codecs\ndecode', b'copyreg\n_reconstructor'):
         file.write_bytes(b'\x80\x02c' + name + b'\n(tR.')
-        _fails(read, 'could run code', name.split(b'\n')[1].decode())
+        user_error(read, 'could run code', name.split(b'\n')[1].decode())
     assert not (folder / 'made').exists()
     file.unlink()
-    _fails(read, 'no test_batch', 'cifar-10-python.tar.gz')
-    _fails(lambda: files.cifar10_arrays(str(folder), 'dev'), "got 'dev'")
+    user_error(read, 'no test_batch', 'cifar-10-python.tar.gz')
+    user_error(lambda: files.cifar10_arrays(str(folder), 'dev'), "got 'dev'")
 
 
 # ---- Long Range Arena
@@ -227,15 +218,15 @@ def test_damaged_lra_listops(tables):
             ('[MAX 2 13 ]\t2', 'without a space'), ('2 3\t2', 'brackets'), ('[MAX 2 ] ]\t2', 'brackets'),
             ('\1 2 ]\t2', 'control'), ('[MAX 2 3 ]\t3\t3', '3 columns')):
         file.write_text(head + good + line + '\n')
-        _fails(read, str(file), 'line 3', words)
+        user_error(read, str(file), 'line 3', words)
     file.write_text(good)
-    _fails(read, str(file), 'Source and Target')
+    user_error(read, str(file), 'Source and Target')
     file.write_text(head)
-    _fails(read, 'no expressions')
+    user_error(read, 'no expressions')
     file.unlink()
-    _fails(read, 'no basic_test.tsv')
-    _fails(lambda: lra.lra_listops(str(folder), 'dev'), "got 'dev'")
-    _fails(lambda: sequences.LRAListOps(folder, 'train', length=5), 'length must be at least')
+    user_error(read, 'no basic_test.tsv')
+    user_error(lambda: lra.lra_listops(str(folder), 'dev'), "got 'dev'")
+    user_error(lambda: sequences.LRAListOps(folder, 'train', length=5), 'length must be at least')
 
 
 @pytest.fixture
@@ -276,24 +267,24 @@ def test_damaged_lra_pathfinder(tree):
     def read(split='train', **options):
         return sequences.LRAPathfinder(root, split, **options)
     (folder / 'imgs' / '2' / 'sample_3.png').write_bytes(b'no image')
-    _fails(read, 'sample_3.png is not an image')
+    user_error(read, 'sample_3.png is not an image')
     Image.new('L', (16, 16)).save(folder / 'imgs' / '2' / 'sample_3.png')
-    _fails(read, 'sample_3.png has 16 x 16 pixels, not 32 x 32')
+    user_error(read, 'sample_3.png has 16 x 16 pixels, not 32 x 32')
     (folder / 'imgs' / '2' / 'sample_3.png').unlink()
-    _fails(read, 'no image', 'sample_3.png')
+    user_error(read, 'no image', 'sample_3.png')
     metadata = folder / 'metadata' / '10.npy'
     whole = metadata.read_text()
     for text, line in ((whole[:-30], 10), (whole[:-3], 10), (whole.replace('imgs/10 sample_2', '../../x sample_2'), 3),
                        (whole.replace('_2.png', '_2/../../x.png'), 3), (whole.replace('png 5 ', 'png 5 7 '), 6)):
         metadata.write_text(text)
-        _fails(read, str(metadata), f'line {line}')
+        user_error(read, str(metadata), f'line {line}')
     np.save(metadata, np.arange(3))
-    _fails(read, "array of numpy's")
+    user_error(read, "array of numpy's")
     for file in (folder / 'metadata').glob('*'):
         file.unlink()
-    _fails(read, 'no metadata/0.npy')
-    _fails(lambda: read(size=128), 'pathfinder128')
-    _fails(lambda: read(size=33), 'size must be one of 32, 64, 128, 256, got 33')
-    _fails(lambda: read(difficulty='hard'), "got 'hard'")
-    _fails(lambda: read('all'), "'train', 'val', 'test', got 'all'")
-    _fails(lambda: lra.lra_pathfinder(str(Path(root) / 'none'), 'train'), 'no folder')
+    user_error(read, 'no metadata/0.npy')
+    user_error(lambda: read(size=128), 'pathfinder128')
+    user_error(lambda: read(size=33), 'size must be one of 32, 64, 128, 256, got 33')
+    user_error(lambda: read(difficulty='hard'), "got 'hard'")
+    user_error(lambda: read('all'), "'train', 'val', 'test', got 'all'")
+    user_error(lambda: lra.lra_pathfinder(str(Path(root) / 'none'), 'train'), 'no folder')

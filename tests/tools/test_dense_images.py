@@ -54,7 +54,7 @@ def _damage(file):
     file.write_bytes(whole[:len(whole) // 2])
 
 
-def test_ordinary_images_are_as_mmcv_loads_them(data, tmp_path):
+def test_ordinary_images_load_as_in_mmcv(data, tmp_path):
     """Bit for bit: published checkpoints see the pixels that they were trained on."""
     from mmcv.transforms import LoadImageFromFile
     image = Image.open(next((data / 'images' / 'val').iterdir())).convert('RGB')
@@ -112,7 +112,7 @@ def _steps(value):
 
 @pytest.mark.parametrize('name', [*DENSE[::6], *(pytest.param(name, marks=pytest.mark.slow)
                                                  for n, name in enumerate(DENSE) if n % 6)])
-def test_every_config_gets_the_loader(name):
+def test_every_config_reads_images_with_the_loader(name):
     config = load(name).to_dict()
     for part in ('train_dataloader', 'val_dataloader', 'test_dataloader', 'tta_pipeline'):
         if part in config:
@@ -123,7 +123,7 @@ def test_every_config_gets_the_loader(name):
             assert before == [step['type'] for step in _steps(config[part])]             # a copy
 
 
-def test_other_loaders_stay():
+def test_other_loaders_are_not_replaced():
     for step in (dict(type='LoadImageFromFile', backend_args=dict(backend='petrel')),
                  dict(type='LoadImageFromFile', backend_args=dict(backend='local', path_mapping={'a': 's3://b'})),
                  dict(type='LoadImageFromFile', color_type='grayscale'),
@@ -159,7 +159,7 @@ def test_strict_training(data, tmp_path):
                     '--cfg-options', 'train_dataloader.num_workers=0', 'train_dataloader.batch_size=3'])
 
 
-def test_what_takes_the_place_is_drawn_from_the_seed(data):
+def test_replacement_images_depend_on_the_seed(data):
     """The same seed gives the same batch."""
     _damage(sorted((data / 'images' / 'train').iterdir())[2])
     from mmengine.registry import DATASETS
@@ -227,7 +227,7 @@ def test_predict(name, checkpoints, data, tmp_path, capsys):
         predict.main([name, checkpoints[name], str(folder), '--out', str(out), '--strict'])
 
 
-def test_pictures_of_a_test_are_upright(checkpoints, data, tmp_path):
+def test_pictures_of_show_dir_are_upright(checkpoints, data, tmp_path):
     from subquad.tools.engine.dense.evaluation import evaluate
     config = load(UPERNET, {'test_dataloader.num_workers': 0})
     config.merge_from_dict({f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val', 'test')})

@@ -12,6 +12,7 @@ pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 from mmengine.config import ConfigDict
 from mmengine.registry import MODELS, init_default_scope
+from user_errors import user_error
 
 import subquad.backbones.mm  # noqa: F401  (registers)
 from subquad.backbones.weights import save_weights
@@ -44,13 +45,6 @@ def _dataset(config, data, part='val'):
     return {**dataset, 'data_root': str(data)}
 
 
-def _error(call, message):
-    with pytest.raises(UserError, match=message) as error:
-        call()
-    assert len(str(error.value).splitlines()) == 1
-    return str(error.value)
-
-
 @pytest.mark.parametrize('content, message', [
     (None, 'is damaged or no JSON file'), ('', 'is damaged or no JSON file'), ('\0\1\2', 'is damaged or no JSON file'),
     ('[' * 100_000, 'is damaged or no JSON file'),
@@ -58,18 +52,18 @@ def _error(call, message):
     ('{"images": [], "annotations": 3, "categories": []}', "it has no list 'annotations'"),
     ('{"images": [{"id": 1}], "annotations": [], "categories": [{"id": 1, "name": "circle"}]}',
      "no '(file_name|height)'")])
-def test_annotation_files_are_named(content, message, data, tmp_path):
+def test_errors_name_the_annotation_file(content, message, data, tmp_path):
     """None: cut in the middle."""
     config = load(MASK_RCNN)
     for part in ('train', 'val'):
         path = data / 'annotations' / f'instances_{part}.json'
         path.write_text(path.read_text()[:700] if content is None else content)
         name = f'{part}_dataloader.dataset'
-        said = _error(lambda part=part, name=name: build_dataset(_dataset(config, data, part), name), message)
+        said = user_error(lambda part=part, name=name: build_dataset(_dataset(config, data, part), name), match=message)
         assert str(path) in said and said.startswith(f'{name}: ')
 
 
-def test_inside_other_data_sets_and_in_evaluators(data):
+def test_errors_name_files_of_nested_data_sets_and_evaluators(data):
     config = load(MASK_RCNN)
     path = data / 'annotations' / 'instances_val.json'
     inner = _dataset(config, data)
@@ -78,10 +72,12 @@ def test_inside_other_data_sets_and_in_evaluators(data):
     path.write_text(path.read_text()[:500])
     for dataset in (dict(type='RepeatDataset', times=2, dataset=inner),
                     dict(type='ConcatDataset', datasets=[fine, inner])):
-        assert str(path) in _error(lambda dataset=dataset: build_dataset(dataset, 'x'), 'damaged or no JSON file')
+        assert str(path) in user_error(lambda dataset=dataset: build_dataset(dataset, 'x'),
+                                       match='damaged or no JSON file')
     for evaluator in (dict(type='CocoMetric', ann_file=str(path)), [dict(type='CocoMetric', ann_file=str(path))]):
-        assert str(path) in _error(lambda evaluator=evaluator: check_evaluator(evaluator, []), 'evaluator CocoMetric')
-    _error(lambda: check_evaluator(dict(type='CocoMetric', ann_file='none.json'), []), 'no file none.json')
+        assert str(path) in user_error(lambda evaluator=evaluator: check_evaluator(evaluator, []),
+                                       match='evaluator CocoMetric')
+    user_error(lambda: check_evaluator(dict(type='CocoMetric', ann_file='none.json'), []), match='no file none.json')
     check_evaluator(dict(type='IoUMetric', iou_metrics=['mIoU']), [])
 
 
@@ -91,22 +87,23 @@ def test_a_truncated_file_ends_training_and_testing_at_once(data, tmp_path):
     path.write_text(path.read_text()[:500])
     for call in (lambda: train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
                  lambda: test.main([MASK_RCNN, str(tmp_path / 'w.safetensors'), '--data', str(data)])):
-        assert str(path) in _error(call, 'damaged or no JSON file')
+        assert str(path) in user_error(call, match='damaged or no JSON file')
     assert not (tmp_path / 'work').exists()
 
 
-def test_empty_folders_are_named(data, tmp_path):
+def test_errors_name_empty_folders(data, tmp_path):
     config = load(UPERNET)
     folder = data / 'images' / 'val'
     for file in folder.iterdir():
         file.unlink()
-    _error(lambda: build_dataset(_dataset(config, data), 'x'), f'x: no images found in the folder {folder}')
+    user_error(lambda: build_dataset(_dataset(config, data), 'x'), match=f'x: no images found in the folder {folder}')
     named = {**_dataset(config, data, 'train'), 'img_suffix': '.webp'}
-    _error(lambda: build_dataset(named, 'x'), r'no images found in the folder .*/train \(\*.webp\)')
+    user_error(lambda: build_dataset(named, 'x'), match=r'no images found in the folder .*/train \(\*.webp\)')
     folder.rmdir()
-    _error(lambda: build_dataset(_dataset(config, data), 'x'), f'there is no folder {folder}')
-    _error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
-                               'train_dataloader.batch_size=2']), f'val_dataloader.dataset: .* no folder {folder}')
+    user_error(lambda: build_dataset(_dataset(config, data), 'x'), match=f'there is no folder {folder}')
+    user_error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
+                               'train_dataloader.batch_size=2']),
+               match=f'val_dataloader.dataset: .* no folder {folder}')
     assert not (tmp_path / 'work').exists()
 
 
@@ -122,11 +119,11 @@ def test_classes_in_another_order_than_the_files(data, tmp_path):
         if fits:
             check_dataset(dataset, config, 'val')
             continue
-        _error(lambda dataset=dataset: check_dataset(dataset, config, 'val'),
-               'lists circle, star, metainfo.classes are star, circle: .* in that order')
+        user_error(lambda dataset=dataset: check_dataset(dataset, config, 'val'),
+                   match='lists circle, star, metainfo.classes are star, circle: .* in that order')
 
 
-def test_every_level_is_used():
+def test_configs_use_every_level_of_the_backbone():
     """An output norm without gradient stops distributed training."""
     for name in known_configs():
         if 'mobilevitv2' in name or find(name).parent.name not in ('detection', 'segmentation'):
@@ -210,7 +207,7 @@ def test_one_pixel_in_a_segmenter(size, data, tmp_path):
     assert len(list((tmp_path / 'out').glob('*.png'))) == len(list((tmp_path / 'shown').glob('*.png'))) == 2
 
 
-def test_tiny_images_change_no_others(data):
+def test_padding_tiny_images_changes_no_other_images(data):
     """Only a batch whose deepest map has one cell is padded further, and boxes stay within the image."""
     model = _model(MASK_RCNN).eval()
     plain = _model(MASK_RCNN).eval()
@@ -232,7 +229,7 @@ def test_tiny_images_change_no_others(data):
         assert (found.bboxes[:, 2] <= width).all() and (found.bboxes[:, 3] <= height).all()
 
 
-def test_the_image_that_cannot_be_prepared_is_named(data, tmp_path):
+def test_errors_name_the_image_of_a_failing_pipeline(data, tmp_path):
     broken = sorted((data / 'images' / 'train').iterdir())[1]
     broken.write_bytes(b'no image')
     for name, workers in ((MASK_RCNN, 0), (UPERNET, 1)):
@@ -243,12 +240,12 @@ def test_the_image_that_cannot_be_prepared_is_named(data, tmp_path):
 
 def test_fewer_images_than_a_batch(data, tmp_path):
     """The shapes segmenter drops batches that are not full."""
-    _error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
-           'train_dataloader: the data set has 4 samples, fewer than batch_size=8, and drop_last leaves none')
+    user_error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
+               match='train_dataloader: the data set has 4 samples, fewer than batch_size=8, and drop_last leaves none')
     assert not (tmp_path / 'work').exists()
 
 
-def test_steps_keep_what_a_pipeline_does():
+def test_wrapped_pipelines_return_the_same_data():
     seen = []
     steps = Steps([lambda results: seen.append(results) or results])
     assert steps(dict(img_path='x.png', img=np.zeros((2, 2, 3))))['img_path'] == 'x.png' and len(seen) == 1
@@ -258,10 +255,10 @@ def test_steps_keep_what_a_pipeline_does():
 def test_images_of_several_sizes_in_a_segmenters_batch(data, tmp_path):
     save_weights(_model(UPERNET), tmp_path / 'w.safetensors')
     _shrink(data, (40, 40))
-    _error(lambda: test.main([UPERNET, str(tmp_path / 'w.safetensors'), '--data', str(data)]),
-           'images of several sizes.*--cfg-options test_dataloader.batch_size=1')
-    _error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work'), *SHORT,
-                               'train_dataloader.batch_size=2']), 'val_dataloader.batch_size=1')
+    user_error(lambda: test.main([UPERNET, str(tmp_path / 'w.safetensors'), '--data', str(data)]),
+               match='images of several sizes.*--cfg-options test_dataloader.batch_size=1')
+    user_error(lambda: train.main([UPERNET, '--data', str(data), '--work-dir', str(tmp_path / 'work'), *SHORT,
+                               'train_dataloader.batch_size=2']), match='val_dataloader.batch_size=1')
     assert test.main([UPERNET, str(tmp_path / 'w.safetensors'), '--data', str(data), '--cfg-options',
                       'test_dataloader.batch_size=1']) == 0
 
@@ -290,7 +287,7 @@ def _fail(*_):
     raise AssertionError
 
 
-def test_sizes_that_clash_name_the_option():
+def test_batches_of_several_sizes_name_the_option():
     model = _with_neck()
     with pytest.raises(RuntimeError, match=r'size of tensor.*MobileViTv2 rounds .*model.backbone.exact_size=True'):
         _run(model)

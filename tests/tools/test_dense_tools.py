@@ -17,6 +17,7 @@ pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 from pycocotools import mask as rle
+from user_errors import command_error
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import make_dataset, predict, test, train
@@ -72,7 +73,7 @@ def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
     assert found == expected
 
 
-def test_resuming_is_as_training_without_a_break(data, trained, tmp_path):
+def test_resumed_training_equals_an_unbroken_one(data, trained, tmp_path):
     options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=3',
                'default_hooks.checkpoint.max_keep_ckpts=3']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -107,7 +108,7 @@ def test_predict(name, trained, data, tmp_path, capsys):
                 assert item['class'] in ('circle', 'ring', 'triangle', 'square', 'star')
 
 
-def test_the_average_is_kept_where_there_is_one(data, tmp_path, capsys):
+def test_weights_hold_the_ema_average(data, tmp_path, capsys):
     """With EMAHook our files hold what validation saw and what the Runner's own hold."""
     config = tmp_path / 'averaged.py'
     config.write_text(f"_base_ = [{str(find(UPERNET))!r}]\ncustom_hooks = [dict(type='EMAHook', momentum=0.5)]\n"
@@ -139,7 +140,7 @@ def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
     assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up
 
 
-def test_workers_draw_anew_in_each_epoch_and_resume(data, tmp_path):
+def test_workers_draw_new_augmentations_in_each_epoch(data, tmp_path):
     options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=2', 'train_dataloader.num_workers=1',
                'train_dataloader.persistent_workers=True', 'default_hooks.checkpoint.max_keep_ckpts=2']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -178,7 +179,7 @@ def test_mixed_precision_on_a_cpu(data, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['ssdlite_test-mobilevitv2_shapes', 'deeplabv3_test-mobilevitv2_shapes'])
-def test_the_other_networks_run(name, data, tmp_path, capsys):
+def test_other_networks_train(name, data, tmp_path, capsys):
     work = tmp_path / 'run'
     assert train.main([name, '--data', str(data), '--epochs', '1', '--work-dir', str(work), *SHORT]) == 0
     assert test.main([name, str(work / 'last.safetensors'), '--data', str(data), '--json']) == 0
@@ -192,7 +193,7 @@ def _run(command, **options):
 
 
 @pytest.mark.parametrize('library, name', [('mmdet', MASK_RCNN), ('mmseg', UPERNET)])
-def test_the_libraries_own_tools(library, name, data, tmp_path):
+def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path):
     """Their train.py and test.py, as installed, on our config unchanged, from another folder."""
     tools = Path(sys.modules[library].__path__[0]) / '.mim' / 'tools'
     (tmp_path / 'data').mkdir()
@@ -261,11 +262,6 @@ def test_every_configs_pipeline(name, data):
 
 # ---- what a user can get wrong
 
-def _error(main, arguments, message):
-    with pytest.raises(UserError, match=message):
-        main([str(argument) for argument in arguments])
-
-
 def test_wrong_inputs_write_nothing(data, trained, tmp_path):
     folder = tmp_path / 'kept'
     folder.mkdir()
@@ -282,21 +278,25 @@ def test_wrong_inputs_write_nothing(data, trained, tmp_path):
             (MASK_RCNN, ['--resume'], 'no checkpoint in'),
             (MASK_RCNN, ['--resume', trained[MASK_RCNN] / 'last.safetensors'], 'hold the state of training'),
             ('mask-rcnn_test-pmpa_shapes', [], "no config file 'mask-rcnn_test-pmpa_shapes'; did you mean")):
-        _error(train.main, [name, *options, *changes], message)
-    _error(train.main, [MASK_RCNN, '--data', tmp_path / 'nothing', '--work-dir', folder], 'instances_train.json')
-    _error(train.main, [UPERNET, '--data', tmp_path / 'nothing', '--work-dir', folder], 'No such file|no images found')
+        command_error(train.main, [name, *options, *changes], match=message)
+    command_error(train.main, [MASK_RCNN, '--data', tmp_path / 'nothing', '--work-dir', folder],
+                  match='instances_train.json')
+    command_error(train.main, [UPERNET, '--data', tmp_path / 'nothing', '--work-dir', folder],
+                  match='No such file|no images found')
     assert os.listdir(folder) == ['mine.txt']
     last = trained[MASK_RCNN] / 'last.safetensors'
-    _error(test.main, ['mask-rcnn_test-myo_shapes', last, '--data', data],
-           'is not a checkpoint of this MaskRCNN on Myo: .* keys missing')
-    _error(test.main, [UPERNET, last, '--data', data], 'knows the classes circle, .* the data has background, circle')
-    _error(test.main, [MASK_RCNN, tmp_path / 'none.pth', '--data', data], 'no weight file')
-    _error(test.main, [MASK_RCNN, last, '--data', data, '--tta'], 'no tta_model')
-    _error(predict.main, [MASK_RCNN, last], 'the following arguments|no images given')
-    _error(predict.main, [MASK_RCNN, last, data / 'dataset.json', '--out', tmp_path / 'out'], 'is not an image')
+    command_error(test.main, ['mask-rcnn_test-myo_shapes', last, '--data', data],
+                  match='is not a checkpoint of this MaskRCNN on Myo: .* keys missing')
+    command_error(test.main, [UPERNET, last, '--data', data],
+                  match='knows the classes circle, .* the data has background, circle')
+    command_error(test.main, [MASK_RCNN, tmp_path / 'none.pth', '--data', data], match='no weight file')
+    command_error(test.main, [MASK_RCNN, last, '--data', data, '--tta'], match='no tta_model')
+    command_error(predict.main, [MASK_RCNN, last], match='the following arguments|no images given')
+    command_error(predict.main, [MASK_RCNN, last, data / 'dataset.json', '--out', tmp_path / 'out'],
+                  match='is not an image')
 
 
-def test_what_lies_in_the_work_folder_stays(data, trained, tmp_path):
+def test_errors_keep_the_files_of_the_work_folder(data, trained, tmp_path):
     work = tmp_path / 'work'
     shutil.copytree(trained[UPERNET], work)
     (work / 'notes').mkdir()
@@ -304,28 +304,29 @@ def test_what_lies_in_the_work_folder_stays(data, trained, tmp_path):
     for changes, message in ((['optim_wrapper.optimizer.type=Nonsense'], 'optim_wrapper: '),
                              (['val_evaluator.type=Nonsense'], 'Nonsense'),
                              ([f'load_from={tmp_path / "none.pth"}'], 'no weight file')):
-        _error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--cfg-options', *changes], message)
+        command_error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--cfg-options', *changes],
+                      match=message)
         assert {path: path.read_bytes() if path.is_file() else None for path in work.rglob('*')} == before
     torch.save({'state_dict': {}, 'x': print}, tmp_path / 'code.pth')
     for key in ('load_from', 'model.backbone.init_cfg.checkpoint'):
         changes = [f'{key}={tmp_path / "code.pth"}', 'model.backbone.init_cfg.type=Pretrained']
         if key == 'load_from':
             changes.pop()
-        _error(train.main, [UPERNET, '--data', data, '--work-dir', tmp_path / 'new', '--cfg-options', *changes],
-               'could run code')
-    _error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--resume', '--cfg-options',
-                        'model.decode_head.channels=32'], 'is not a checkpoint of this EncoderDecoder: .*differ')
+        command_error(train.main, [UPERNET, '--data', data, '--work-dir', tmp_path / 'new', '--cfg-options', *changes],
+                      match='could run code')
+    command_error(train.main, [UPERNET, '--data', data, '--work-dir', work, '--resume', '--cfg-options',
+                        'model.decode_head.channels=32'], match='is not a checkpoint of this EncoderDecoder: .*differ')
     assert not (tmp_path / 'new').exists()
 
 
-def test_pictures_replace_no_image(data, trained, tmp_path):
+def test_pictures_never_replace_images(data, trained, tmp_path):
     images = tmp_path / 'images'
     images.mkdir()
     for name in ('x.png', 'x-2.png'):
         Image.open(next((data / 'images' / 'val').iterdir())).save(images / name)
     last = trained[MASK_RCNN] / 'last.safetensors'
-    _error(predict.main, [MASK_RCNN, last, images, '--out', images], 'x-2.png is one of the images')
-    _error(test.main, [MASK_RCNN, last, '--data', data, '--show-dir', images], 'is not empty')
+    command_error(predict.main, [MASK_RCNN, last, images, '--out', images], match='x-2.png is one of the images')
+    command_error(test.main, [MASK_RCNN, last, '--data', data, '--show-dir', images], match='is not empty')
     from subquad.tools.engine.dense.prediction import PictureNames
     names = PictureNames()
     assert [names(Path(file)) for file in ('a/x.png', 'b/x.png', 'c/x-2.png')] == ['x.png', 'x-2.png', 'x-2-2.png']
@@ -361,12 +362,15 @@ def test_a_class_too_many(data, tmp_path):
     label_map = sorted((other / 'annotations_seg' / 'train').iterdir())[0]
     Image.fromarray(np.full((96, 96), 6, np.uint8)).save(label_map)
     work = tmp_path / 'work'
-    _error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work], "has a category 'hexagon' that metainfo")
-    _error(train.main, [UPERNET, '--data', other, '--work-dir', work], 'has label 6, the data set has 6 classes')
+    command_error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work],
+                  match="has a category 'hexagon' that metainfo")
+    command_error(train.main, [UPERNET, '--data', other, '--work-dir', work],
+                  match='has label 6, the data set has 6 classes')
     assert not work.exists()
     annotations['categories'] = annotations['categories'][1:5]
     path.write_text(json.dumps(annotations))
-    _error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work], "has no category 'circle'; it has ring")
+    command_error(train.main, [MASK_RCNN, '--data', other, '--work-dir', work],
+                  match="has no category 'circle'; it has ring")
 
 
 def test_images_without_objects_and_single_images(data):

@@ -55,7 +55,7 @@ def test_exif_orientation(orientation, ending, photograph, tmp_path):
         assert (np.asarray(open_image(path, upright=False)) == stored).all()
 
 
-def test_damaged_exif_is_no_damage(photograph, tmp_path):
+def test_images_with_damaged_exif_are_read(photograph, tmp_path):
     Image.fromarray(photograph).save(tmp_path / 'a.jpg', exif=b'Exif\x00\x00II*\x00\xff\xff\xff\xff garbage')
     assert open_image(tmp_path / 'a.jpg').size == (40, 24)
 
@@ -82,7 +82,7 @@ def test_dark_deep_images_stay_dark(tmp_path):
     assert (np.asarray(open_image(tmp_path / 'a.png')) == 5).all()
 
 
-def test_numbers_that_are_none(tmp_path):
+def test_pixels_that_are_nan_or_infinite(tmp_path):
     values = np.full((4, 4), 0.5, np.float32)
     values[0] = np.nan, np.inf, -np.inf, 1
     Image.fromarray(values).save(tmp_path / 'a.tif')
@@ -162,7 +162,7 @@ def test_predict_leaves_out_what_cannot_be_read(checkpoint, mixed, capsys):
     assert not output.out.count('{') and 'no image could be read (2 tried' in output.err
 
 
-def test_leaving_out_changes_no_other_result(checkpoint, mixed, capsys):
+def test_unreadable_images_change_no_other_result(checkpoint, mixed, capsys):
     predict.main([checkpoint, str(mixed), '--json'])
     together = json.loads(capsys.readouterr().out)
     alone = []
@@ -177,10 +177,10 @@ def test_leaving_out_changes_no_other_result(checkpoint, mixed, capsys):
 
 @pytest.mark.parametrize('arguments, message', [
     (['--score', '0.5'], '--score is for detectors and segmenters'), (['--out', 'x'], '--out is for detectors')])
-def test_options_without_a_meaning(arguments, message, checkpoint, mixed):
+def test_options_of_other_tasks_are_errors(arguments, message, checkpoint, mixed):
     with pytest.raises(UserError, match=message):
         predict.main([checkpoint, str(mixed), *arguments])
-    with pytest.raises(UserError, match='--at chooses a token of Myo; PPMA'):
+    with pytest.raises(UserError, match='--at is for Myo: the maps of PPMA'):
         visualize.main([checkpoint, str(mixed), '--at', '0', '0'])
 
 
@@ -216,7 +216,7 @@ def test_training_goes_on(workers, photograph, tmp_path, capfd):
     assert '2 images could not be read' in errors
 
 
-def test_the_next_of_the_class_takes_the_place(photograph, tmp_path):
+def test_damaged_image_is_replaced_by_the_next_of_its_class(photograph, tmp_path):
     from subquad.tools.data.image_sets import ImageFolder
     for label, name in enumerate('ab'):
         (tmp_path / name).mkdir()
@@ -275,7 +275,7 @@ def test_odd_names(checkpoint, photograph, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('path', ['x' * 5000, 'a/' * 2500 + 'b.png', 'nul\0.png', '', 'x' * 300 + '.png'])
-def test_paths_that_cannot_be(path, checkpoint, capsys):
+def test_impossible_paths(path, checkpoint, capsys):
     for arguments in ([checkpoint, path], [path, checkpoint] if path else [checkpoint, './nothing']):
         assert _run(predict.main, arguments) == 2
         error = capsys.readouterr().err

@@ -24,17 +24,17 @@ def digits():
     ('work_dir', 'give --work-dir'),
     ('custom_imports.imports', 'acts while the config file is read'),
     ('default_hooks.checkpoint.intervall', 'did you mean .*interval'), ('tta_model.foo', "has no 'tta_model'"),
-    ('param_scheduler.0.endd', 'takes no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
+    ('param_scheduler.0.endd', 'accepts no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
     ('nonsense.deep', "no 'nonsense' in test-ppma_digits.py; valid keys: entries of the config"),
-    ('default_hooks.chekpoint', "default_hooks takes no 'chekpoint'; did you mean checkpoint?"),
+    ('default_hooks.chekpoint', "default_hooks accepts no 'chekpoint'; did you mean checkpoint?"),
     ('default_hooks.chekpoint.interval', "did you mean checkpoint?"),
     ('train_cfg.max_epoch', 'did you mean max_epochs'),
-    ('train_cfg.max_iters', "train_cfg takes no 'max_iters'"),
+    ('train_cfg.max_iters', "train_cfg accepts no 'max_iters'"),
     ('train_cfg.by_epoch.x', 'train_cfg.by_epoch is True, which has no entries'),
     ('train_dataloader.batchsize', 'did you mean batch_size'),
     ('train_dataloader.dataset.splt', 'did you mean split'),
     ('train_dataloader.dataset.transform.vflp', 'did you mean vflip'),
-    ('val_cfg.intervall', "val_cfg takes no 'intervall'"),
+    ('val_cfg.intervall', "val_cfg accepts no 'intervall'"),
     ('optim_wrapper.clip_grad.max_nrm', 'did you mean max_norm'),
     ('param_scheduler.2.begin', 'param_scheduler is a list of 2 entries, from param_scheduler.0 on'),
     ('randomness.sed', 'did you mean seed'),
@@ -57,7 +57,7 @@ def test_options_are_checked_when_a_config_is_read():
         load(DIGITS, {'epochs': 1})
 
 
-def test_options_that_something_reads(capsys):
+def test_valid_options_print_nothing(capsys):
     options = {
         'load_from': 'x.pth', 'resume': True, 'randomness.seed': 4, 'randomness.deterministic': True,
         'optim_wrapper.clip_grad.norm_type': 1, 'optim_wrapper.accumulative_counts': 2, 'param_scheduler.0.begin': 1,
@@ -88,10 +88,10 @@ def test_options_of_dense_configs(capsys):
     capsys.readouterr()
     # A dict without a type: what reads it is not known, and that is said.
     assert load(UPERNET, {'model.test_cfg.crop_size': (64, 64)}).model.test_cfg.crop_size == (64, 64)
-    assert 'model.test_cfg.crop_size: it is not in the config and is added' in capsys.readouterr().err
+    assert 'model.test_cfg.crop_size: the key is not in the config and is added' in capsys.readouterr().err
 
 
-def test_names_of_ones_own_in_config_files(tmp_path, capsys):
+def test_config_files_may_have_own_variables(tmp_path, capsys):
     path = tmp_path / 'config.py'
     base = f'_base_ = {str(find(DIGITS))!r}\n'
     path.write_text(base + 'train_pipeline_stage2 = [1]\nmodels = dict(stages=train_pipeline_stage2)\n'

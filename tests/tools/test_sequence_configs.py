@@ -23,7 +23,7 @@ def network(config, **changes):
     return create(config.model.name, **{**options, 'dim': 16, 'depth': 1, 'num_heads': 2, **changes})
 
 
-def test_the_papers_tables_are_there():
+def test_configs_of_the_papers_tables_exist():
     tasks = ['smnist', 'scifar', 'zmnist', 'zcifar', 'listops', 'pathfinder', 'pathx', 'smnist5k', 'zmnist5k',
              'sdigits', 'zdigits', 'listops-generated', 'listops-short', 'pathfinder-like', 'pathx-like']
     assert sorted(NAMES) == sorted(f'myo_{task}' for task in tasks)

@@ -61,7 +61,7 @@ def test_masks_boxes_areas_and_label_maps_agree(folder, part, count):
     assert seen == {1, 2, 3, 4, 5}
 
 
-def test_a_shape_stands_where_its_mask_is():
+def test_masks_cover_the_drawn_shapes():
     rng = np.random.default_rng(0)
     background = rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)
     for _ in range(20):
@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_bytes(folder, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {'again', 'other', 'less'}         # no temporary folders
 
 
-def test_what_is_there_stays(small, capsys):
+def test_existing_data_sets_are_kept(small, capsys):
     before, times = files(small), os.stat(small / 'dataset.json').st_mtime_ns
     same = ['shapes', str(small), '--train', '2', '--val', '2', '--size', '48x48']
     capsys.readouterr()
@@ -180,7 +180,7 @@ def test_an_interruption_leaves_what_was_there(small, monkeypatch, error, raised
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['shape'], 'shape.*did you mean shapes'), (['coco'], 'coco.*there are: shapes'),
+    (['shape'], 'shape.*did you mean shapes'), (['coco'], 'coco.*allowed: shapes'),
     (['shapes', '--train', '0'], '--train must be from 1'), (['shapes', '--val', '-3'], '--val must be from 1'),
     (['shapes', '--train', '100001'], '--train.*100000'), (['shapes', '--seed', '-1'], '--seed must be at least 0'),
     *((['shapes', '--size', size], '--size must be') for size in ('0', '47', '64x', '64x64x3', '2048', '64x20', 'no'))])
@@ -199,7 +199,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'])
-def test_the_libraries_read_it(folder, monkeypatch, name):
+def test_mmdet_and_mmseg_read_the_data_set(folder, monkeypatch, name):
     """Through the datasets and pipelines of the configs."""
     pytest.importorskip('mmcv')
     library = pytest.importorskip('mmdet' if 'rcnn' in name else 'mmseg')

@@ -75,7 +75,7 @@ def test_a_classifier_starts_from_every_weight_of_a_file(name, form, way, images
     assert 'random' not in error and f'from the weights in {path}' in error
 
 
-def test_another_classifier_starts_at_random_and_says_so(ready, images, tmp_path, monkeypatch, capsys):
+def test_classifier_for_other_classes_starts_at_random(ready, images, tmp_path, monkeypatch, capsys):
     path, weights = ready
     for way in (['--weights', path], ['--cfg-options', f'load_from={path}']):
         arguments = folder_arguments(images, tmp_path / 'work')
@@ -102,7 +102,7 @@ def test_another_classifier_starts_at_random_and_says_so(ready, images, tmp_path
     assert 'has no classifier: the classifier' in capsys.readouterr().err
 
 
-def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
+def test_mismatched_weights_are_refused(ready, images, tmp_path):
     path, weights = ready
     work = tmp_path / 'work'
     arguments = [*folder_arguments(images, work)]
@@ -126,7 +126,7 @@ def test_a_file_that_does_not_fit_starts_nothing(ready, images, tmp_path):
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume'], '--weights starts a training and --resume goes on with one')
+    fails([*arguments, '--weights', path, '--resume'], '--weights and --resume exclude each other')
     assert not work.exists()
 
 
@@ -165,10 +165,10 @@ def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
     # Resumed, it has been evaluated already.
     train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=3), '--resume'])
     text = capsys.readouterr().err
-    assert text.count('validation  ') == 1 and 'going on after epoch 2' in text and 'epoch_2.pth' in text
+    assert text.count('validation  ') == 1 and 'resuming after epoch 2' in text and 'epoch_2.pth' in text
 
 
-def test_how_long_it_takes(images, tmp_path, capsys):
+def test_format_of_durations(images, tmp_path, capsys):
     train.main(folder_arguments(images, tmp_path, epochs=4))
     text = capsys.readouterr().err
     assert text.count(' left (') == 1 and ' left (2 steps, ' in text

@@ -160,7 +160,7 @@ def test_a_moved_folder_resumes_in_its_new_place(images, tmp_path, capsys, monke
     assert not (tmp_path / 'runs').exists() and not (tmp_path / 'old').exists()
 
 
-def test_the_last_checkpoint_is_found_without_its_note(tmp_path):
+def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
     from subquad.tools.engine.checkpoints import latest_checkpoint
     assert latest_checkpoint(tmp_path) is None
     for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
@@ -222,7 +222,7 @@ def test_folders_without_locks(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('where', ['checkpoint', 'note of the last checkpoint', 'weights'])
-def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path, monkeypatch):
+def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, monkeypatch):
     """The second epoch's files do not fit any more."""
     import builtins
 
@@ -265,7 +265,7 @@ def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path
     assert not list(tmp_path.glob('*.part')) and not list(tmp_path.glob('last.safetensors'))
     kept = sorted(tmp_path.glob('*.pth'))
     if where != 'weights':                                       # which are written at the first validation
-        assert f'{kept[-1]} holds the state; go on with: subquad train ppma-tiny_folder --work-dir ' in message
+        assert f'{kept[-1]} holds the state; resume with: subquad train ppma-tiny_folder --work-dir ' in message
     assert kept
     for path in kept:
         read_checkpoint(path)
@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_whole_files_and_one_sentence(where, images, tmp_path
     assert read_checkpoint(tmp_path / 'last.safetensors')[1]['epoch'] == 3
 
 
-def test_a_checkpoint_goes_only_when_the_next_is_there(tmp_path):
+def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
     from subquad.tools.engine.checkpoints import WholeFilesBackend
     backend = WholeFilesBackend(str(tmp_path))
     for name in ('a.pth', 'b.pth'):
@@ -303,18 +303,18 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
     with pytest.raises(KeyboardInterrupt):
         train.main(arguments)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'{work}/epoch_1.pth holds the state; go on with: subquad train ppma-tiny_folder ')
+    assert line.startswith(f'{work}/epoch_1.pth holds the state; resume with: subquad train ppma-tiny_folder ')
     monkeypatch.undo()
     import shlex
-    command = shlex.split(line.split('go on with: ')[1])
+    command = shlex.split(line.split('resume with: ')[1])
     assert command[:2] == ['subquad', 'train'] and command[-1] == '--resume'
     assert train.main(command[2:]) == 0
     assert read_checkpoint(work / 'last.safetensors')[1]['epoch'] == 2
     text = capsys.readouterr().err
-    assert 'going on after epoch 1' in text
+    assert 'resuming after epoch 1' in text
 
 
-def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_runs(images, tmp_path, capsys, monkeypatch):
+def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, monkeypatch):
     from subquad.tools.engine.hooks import ProgressHook
     train.main(folder_arguments(images, tmp_path))
     message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',
@@ -343,5 +343,5 @@ def test_ctrl_c_in_a_process(images, tmp_path):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and 'Traceback' not in error
-    assert 'holds the state; go on with: subquad train' in error
+    assert 'holds the state; resume with: subquad train' in error
     assert not (tmp_path / 'training.lock').exists() and not list(tmp_path.glob('*.part'))

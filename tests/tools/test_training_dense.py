@@ -9,6 +9,8 @@ pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 
+from training_cases import fails
+
 from subquad.backbones.weights import check_finite, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import make_dataset, train
 from subquad.tools.common.cli import UserError
@@ -32,18 +34,11 @@ def trained(data, tmp_path_factory):
     return folder
 
 
-def _error(arguments, message):
-    with pytest.raises(UserError, match=message) as caught:
-        train.main([str(argument) for argument in arguments])
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize('name', [MASK_RCNN, UPERNET])
 def test_training_stops_at_the_first_loss_that_is_not_finite(name, data, tmp_path):
-    message = _error([name, '--data', data, '--work-dir', tmp_path, '--epochs', '2', '--cfg-options',
+    message = fails([name, '--data', data, '--work-dir', tmp_path, '--epochs', '2', '--cfg-options',
                       'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]', 'optim_wrapper.clip_grad=None'],
-                     r'the loss is (nan|inf|-inf) at step \d of \d+ \(epoch \d\); the batch holds .*')
+                    r'the loss is (nan|inf|-inf) at step \d of \d+ \(epoch \d\); the batch holds .*')
     assert str(data / 'images' / 'train') in message
     assert not (tmp_path / 'last.safetensors').exists()
     for path in [*tmp_path.glob('*.safetensors'), *tmp_path.glob('*.pth')]:
@@ -61,7 +56,7 @@ def _started(monkeypatch, arguments):
         seen.append((loop.runner.model.state_dict(), averages[0] if averages else None))
         raise UserError('enough')
     monkeypatch.setattr(EpochBasedTrainLoop, 'run_iter', stop)
-    _error(arguments, 'enough')
+    fails(arguments, 'enough')
     monkeypatch.undo()
     return seen[0]
 
@@ -88,12 +83,12 @@ def test_a_detector_starts_from_a_classifier(data, tmp_path, monkeypatch, capsys
     weights = model.state_dict()
     weights.pop(next(iter(weights)))
     save_state_dict(weights, path)
-    _error([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'new', '--weights', path],
-           'is not a checkpoint of this PPMA backbone: 1 keys missing')
+    fails([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'new', '--weights', path],
+          'is not a checkpoint of this PPMA backbone: 1 keys missing')
     assert not (tmp_path / 'new').exists()
 
 
-def test_a_segmenter_starts_from_a_whole_one(data, trained, tmp_path, monkeypatch, capsys):
+def test_a_segmenter_starts_from_weights_of_a_segmenter(data, trained, tmp_path, monkeypatch, capsys):
     path = trained / 'last.safetensors'
     weights = read_checkpoint(path)[0]
     arguments = [UPERNET, '--data', data, '--work-dir', tmp_path / 'work', '--weights']
@@ -113,7 +108,7 @@ def test_a_segmenter_starts_from_a_whole_one(data, trained, tmp_path, monkeypatc
     for changes, message in (({key: torch.zeros(2, 2)}, '1 shapes differ'), ({'more': torch.zeros(1)}, 'not in the'),
                              ({key: weights[key] / 0}, 'holds NaN or infinite values in 1 of')):
         save_state_dict({**weights, **changes}, tmp_path / 'bad.safetensors')
-        _error([*arguments, tmp_path / 'bad.safetensors'], message)
+        fails([*arguments, tmp_path / 'bad.safetensors'], message)
     assert not (tmp_path / 'work').exists()
 
 

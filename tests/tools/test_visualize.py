@@ -56,7 +56,7 @@ def test_decay_factors(folder, capsys, monkeypatch):
     assert Image.open('a.png').size[0] < wide[0] and Image.open('a.png').size[1] == wide[1]
 
 
-def test_decay_factors_are_the_mixers(folder):
+def test_decay_factors_equal_those_of_the_mixers(folder):
     """exp of the step logs that each mixer gets, mean over heads; horizontal and vertical are not exchanged."""
     model, seen = timm.create_model('test_ppma', num_classes=3), []
     mixer = model.stages[2].blocks[1].mixer
@@ -87,7 +87,7 @@ def test_pictures_are_labelled(folder, monkeypatch):
     assert {axis.get_xlabel() for axis in figure.axes} == {'', 'height in the tree'}
 
 
-def test_images_are_drawn_as_they_are(folder):
+def test_pictures_show_the_input_images(folder):
     from timm.data import create_transform
     transform = create_transform((3, 64, 96), crop_pct=1.0)
     image = Image.open(folder / 'images' / '1.png')
@@ -95,7 +95,7 @@ def test_images_are_drawn_as_they_are(folder):
     assert torch.allclose(drawn, torch.tensor([80, 20, 120])[:, None, None].expand(3, 64, 96) / 255, atol=1e-2)
 
 
-def test_scores_colour_their_place():
+def test_overlay_colors_the_largest_scores():
     """The token of the largest score is red, one of the smallest blue, over an image of one colour."""
     scores = torch.zeros(2, 3)
     scores[1, 2] = 1
@@ -106,7 +106,7 @@ def test_scores_colour_their_place():
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['resnet18.safetensors', 'images'], 'ResNet has nothing to draw here'),
+    (['resnet18.safetensors', 'images'], 'ResNet has no maps to draw'),
     (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
     (['plain.safetensors', 'images'], "paths='none': its attention does not decay"),
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),

@@ -9,8 +9,8 @@ from .metrics import conditions, metric_rows, time_rows, with_unit
 from .presets import GPU_DEFAULTS, PRESETS, Preset
 
 Row = Tuple[str, str, str, str]
-# The rows of the summary: preset, metric, and what it says to a reader who does not know the presets. A last element
-# names a metric of the same preset for comparison.
+# The rows of the summary: preset, metric, and a description for readers who do not know the presets. Two more elements
+# describe and name a metric of the same preset for comparison.
 _SUMMARY = (
     ('polyline_attention-50x80', 'speed-up of portable over dense',
      '`polyline_attention`, 50 x 80 tokens: speed-up over the dense formula'),
@@ -20,8 +20,7 @@ _SUMMARY = (
     ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
      "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
     ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
-     '`quadtree_solve`, 50,176 tokens: time of one 224 x 224 grid / 64 grids of 28 x 28', 'softmax attention, '
-     '112 x 112', 'softmax attention: time at 112x112 / time at 28x28, same number of tokens'),
+     '`quadtree_solve`, 50,176 tokens: time of one 224 x 224 grid, relative to 64 grids of 28 x 28'),
 )
 
 
@@ -75,12 +74,14 @@ def cpu_times_table(root: Path, family: str) -> str:
 
 
 def summary_table(root: Path) -> str:
-    """Five metrics of the newest records, in words.
+    """Five metrics of the processor that was measured last, in words.
 
     Raises:
         UserError: A record or metric is missing.
     """
-    newest = {record['preset']: record for record in sorted(_records(root, 'cpu*.jsonl'), key=lambda r: r['date'])}
+    records = _records(root, 'cpu*.jsonl')
+    cpu = max(records, key=lambda record: record['date'])['cpu'] if records else None
+    newest = {record['preset']: record for record in records if record['cpu'] == cpu}
     rows = []
     for preset, name, words, *comparison in _SUMMARY:
         metrics = {m['name']: with_unit(m) for m in newest.get(preset, {'metrics': ()})['metrics']}
@@ -89,8 +90,8 @@ def summary_table(root: Path) -> str:
         if comparison:
             words += f' ({comparison[0]}: {metrics[comparison[1]]})'
         rows.append([words, metrics[name]])
-    threads = {newest[preset]['threads'] for preset, *_ in _SUMMARY}
-    return markdown([f"measurement (CPU, {', '.join(map(str, sorted(threads)))} threads)", 'result'], rows)
+    threads = sorted({newest[preset]['threads'] for preset, *_ in _SUMMARY})
+    return markdown([f"measurement (CPU, {' or '.join(map(str, threads))} threads)", 'result'], rows)
 
 
 def gpu_table(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""Read image files of any kind as upright RGB images of 8 bits, for training, testing and prediction alike."""
+"""Read image files as upright 8-bit RGB images, in the same way for training, testing and prediction."""
 import hashlib
 import mmap
 import os
@@ -19,20 +19,20 @@ _UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4
             5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
             8: Image.Transpose.ROTATE_90}
 _TIFF_SAMPLE_FORMAT, _UNSIGNED = 339, 1
-# What the numbers of a file may span from black to white, the narrowest that holds them; else their own span.
+# Ranges from black to white that files use; the first that contains all values applies, else the image's own range.
 _RANGES = {'I': ((0, 255), (0, 65535)), 'F': ((0, 1), (0, 255))}
 
 
 class UnreadableImage(UserError):
-    """A file that is no image, or a damaged one, or one that is too large."""
+    """A file is not an image, is damaged, or is too large."""
 
 
 class LeftOut:
-    """What becomes of files that cannot be read: each is reported on stderr, by name, and counted.
+    """Report files that cannot be read on stderr, and count them.
 
     Args:
-        total: how many files there are in all.
-        strict: raise the error instead; it is raised, too, where there is only one file.
+        total: Number of all files.
+        strict: Raise the error instead. It is also raised if there is only one file.
     """
 
     def __init__(self, total: int, strict: bool = False):
@@ -45,10 +45,10 @@ class LeftOut:
         print(f'left out: {error}', file=sys.stderr, flush=True)
 
     def code(self) -> int:
-        """The exit code of the run: 0, or 1 where some were left out, whose count is printed.
+        """Return the exit code: 0, or 1 if files were left out; their count is printed.
 
         Raises:
-            UnreadableImage: nothing could be read.
+            UnreadableImage: No file could be read.
         """
         if self.count and self.count == self.total:
             raise UnreadableImage(f'no image could be read ({self.total} tried, see above)')
@@ -58,8 +58,10 @@ class LeftOut:
 
 
 class _Reported:
-    """A set of names that worker processes, forked later, share with this one: each epoch has workers of its own, which
-    would report a file again and again."""
+    """A set of names that this process shares with worker processes that are forked later.
+
+    Each epoch has new workers, which would otherwise report the same file again.
+    """
 
     SLOTS, BYTES = 4096, 8
 
@@ -67,7 +69,7 @@ class _Reported:
         self.table = mmap.mmap(-1, self.SLOTS * self.BYTES)
 
     def add(self, name: str) -> bool:
-        """Whether the name is new, or there is no room left."""
+        """Add a name, and return whether it is new; always True if the set is full."""
         key = hashlib.blake2b(os.fsencode(name), digest_size=self.BYTES).digest()
         start = struct.unpack('<Q', key)[0]
         for step in range(self.SLOTS):
@@ -89,27 +91,27 @@ _reported, _noted = _Reported(), _Reported()
 
 
 def report_once(file: Union[str, Path], sentence: str) -> None:
-    """Print a sentence about a file on stderr, once in a run and all its workers."""
+    """Print a sentence about a file on stderr, once per file in a run and all of its workers."""
     if _reported.add(str(file)):
         print(sentence, file=sys.stderr, flush=True)
 
 
 def note_once(subject: str, sentence: str) -> None:
-    """Print a note on stderr, once for each subject in a run and all its workers."""
+    """Print a note on stderr, once per subject in a run and all of its workers."""
     if _noted.add(subject):
         print(f'note: {sentence}', file=sys.stderr, flush=True)
 
 
 def reported() -> int:
-    """How many files `report_once` has named."""
+    """Return the number of files that `report_once` has reported."""
     return len(_reported)
 
 
 def image_files(paths: Sequence[str]) -> List[Path]:
-    """The files, and for a folder the images in it and below it, sorted.
+    """Return the files, and for each folder all images in it and its subfolders, sorted.
 
     Raises:
-        UserError: a path that does not exist or cannot be one, or a folder without images.
+        UserError: A path does not exist or is too long, or a folder holds no images.
     """
     files = []
     if '' in paths:
@@ -125,7 +127,7 @@ def image_files(paths: Sequence[str]) -> List[Path]:
                 files.append(path)
             else:
                 raise UserError(f'no file or folder {shown(path)}')
-        except OSError as error:                     # a name that is too long, for one
+        except OSError as error:                     # the name can be too long
             raise UserError(f'{shown(path)}: {error.strerror or error}') from error
     return files
 
@@ -133,32 +135,32 @@ def image_files(paths: Sequence[str]) -> List[Path]:
 def open_image(file: Union[str, Path], upright: bool = True) -> Image.Image:
     """Read an image file as RGB, 8 bits a channel.
 
-    Images of 16 bits are scaled to 8. Of 32-bit integers and floating-point numbers no file says which is white: 255,
-    then 65,535 is taken for integers, 1, then 255 for others, the first that is large enough, else the image's own
-    range is stretched; stderr says so once for each case. What is transparent becomes white.
+    Images of 16 bits are scaled to 8. Files of 32-bit integers or floating-point numbers do not define white: the first
+    of 255 and 65,535 (integers) or of 1 and 255 (others) that no value exceeds is taken, else the image's own range is
+    stretched. A note on stderr reports each case once. Transparent pixels become white.
 
     Args:
-        file: the image; of several frames the first is read.
-        upright: rotate and flip as the EXIF orientation says.
+        file: The image file; the first frame is read if there are several.
+        upright: Rotate and flip as the EXIF orientation says.
 
     Raises:
-        UnreadableImage: in one sentence that names the file.
+        UnreadableImage: The file cannot be read; the message names it.
     """
     try:
         with warnings.catch_warnings():
-            # Half of the limit: such images are large, and read.
+            # Pillow warns from half of its limit on.
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
             warnings.filterwarnings('ignore', 'Corrupt EXIF data')
             with Image.open(file) as image:
                 image.load()
                 converted = _rgb(image, file)
                 return _upright(converted, image) if upright else converted
-    except Exception as error:                   # decoders raise anything for damaged files, struct.error for one
+    except Exception as error:                   # decoders raise many kinds, such as struct.error
         raise unreadable(file, error) from error
 
 
 def check_header(file: Union[str, Path]) -> None:
-    """Raises UnreadableImage for a file whose first bytes are not an image's; it may still be cut off."""
+    """Raise UnreadableImage if the first bytes of a file are not an image's; the file may still be truncated."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
@@ -169,7 +171,7 @@ def check_header(file: Union[str, Path]) -> None:
 
 
 def unreadable(file: Union[str, Path], error: Exception) -> UnreadableImage:
-    """The error that names a file and says why it cannot be read."""
+    """Return the error that names a file and says why it cannot be read."""
     if isinstance(error, UnreadableImage):
         return error
     if isinstance(error, Image.DecompressionBombError):
@@ -181,7 +183,7 @@ def unreadable(file: Union[str, Path], error: Exception) -> UnreadableImage:
 
 
 def say_count(before: int) -> None:
-    """Print how many files `report_once` has named since it had named `before`."""
+    """Print how many files `report_once` has reported since it had reported `before`."""
     count = reported() - before
     if count:
         print(f"{count} image{'s' if count > 1 else ''} could not be read; see above", file=sys.stderr, flush=True)

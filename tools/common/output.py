@@ -1,4 +1,4 @@
-"""What the tools print: tables that are never cut, JSON without NaN, and progress on stderr."""
+"""Print tables that are never cut, JSON without NaN, and progress on stderr."""
 import json
 import math
 import sys
@@ -16,8 +16,10 @@ Item = TypeVar('Item')
 
 
 def print_table(table: Table) -> None:
-    """Print a table whose cells are never cut: on a terminal within its width, where long cells take several lines;
-    elsewhere as wide as it is, because what reads it has no width."""
+    """Print a table without cutting its cells.
+
+    On a terminal, long cells are wrapped to its width. Elsewhere the table is as wide as its contents.
+    """
     console = Console()
     for column in table.columns:
         column.overflow = 'fold'
@@ -29,17 +31,17 @@ def print_table(table: Table) -> None:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """Add a row of texts, such as the names of files, in which no bracket is markup and nothing unprintable."""
+    """Add a row of literal texts: brackets are not markup, and characters that cannot be printed are escaped."""
     table.add_row(*(Text(shown(text, longest=sys.maxsize)) for text in cells))
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """json.dumps with null for NaN and infinities, for which JSON has no words."""
+    """Return json.dumps(value), with null for NaN and infinities, which JSON cannot hold."""
     return json.dumps(without_nan(value), allow_nan=False, **options)
 
 
 def without_nan(value: Any) -> Any:
-    """The value with None for every number that is not finite, in lists and dicts, too."""
+    """Replace every number that is not finite by None, in nested lists and dicts, too."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -48,12 +50,12 @@ def without_nan(value: Any) -> Any:
 
 
 def progress(items: Sequence[Item], what: str, every: float = 10.) -> Iterator[Item]:
-    """The items, with a bar on stderr where that is a terminal; elsewhere with a line every so many seconds.
+    """Yield the items and show progress on stderr: a bar on a terminal, else a line every few seconds.
 
     Args:
-        items: what is worked on.
-        what: the plural of their name.
-        every: seconds between lines.
+        items: The items.
+        what: Plural of the items' name, such as 'images'.
+        every: Seconds between lines.
     """
     console = Console(stderr=True)
     if console.is_terminal:

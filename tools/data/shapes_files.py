@@ -8,8 +8,8 @@ from typing import Any, Dict, Optional, Set
 
 from ..common.cli import UserError
 
-FORMAT = 1                                      # counts up when the same options would give other files
-MOST_IMAGES = 100_000                           # a part
+FORMAT = 1                                      # increases when the same options give other files
+MOST_IMAGES = 100_000                           # per part
 METADATA_FILE = 'dataset.json'
 LAYOUT = {
     'images/{train,val}/*.jpg': 'the images',
@@ -20,7 +20,7 @@ LAYOUT = {
 
 
 def expected_files(options: Dict[str, Any]) -> Set[str]:
-    """The files of a data set with these options, relative to its folder, with slashes."""
+    """Return the files of a data set with these options, relative to its folder, with slashes."""
     files = {METADATA_FILE}
     for part in ('train', 'val'):
         files.add(f'annotations/instances_{part}.json')
@@ -30,7 +30,7 @@ def expected_files(options: Dict[str, Any]) -> Set[str]:
 
 
 def read_options(folder: Path) -> Optional[Dict[str, Any]]:
-    """The options with which the data set in a folder was made; None where there is none."""
+    """Return the options of the data set in a folder, or None if it holds no data set."""
     try:
         metadata = json.loads((folder / METADATA_FILE).read_text(encoding='utf-8'))
         options = metadata['options']
@@ -42,15 +42,15 @@ def read_options(folder: Path) -> Optional[Dict[str, Any]]:
 
 
 def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
-    """Whether the folder holds the whole data set of these options, and nothing is to be done.
+    """Whether the folder already holds the whole data set with these options.
 
     Args:
-        folder: where it goes.
-        options: with the format's number, as `read_options` gives them.
-        force: a data set of this tool may be replaced.
+        folder: Folder of the data set.
+        options: Options with the number of the format, as `read_options` returns them.
+        force: Allow a data set of this command to be replaced.
 
     Raises:
-        UserError: what is there must not be replaced.
+        UserError: The folder holds files that must not be replaced.
     """
     if not folder.exists():
         return False
@@ -61,21 +61,21 @@ def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
         return False
     old = read_options(folder)
     if old is None:
-        raise UserError(f'{folder} holds other files, which are left alone: give a new or empty folder')
+        raise UserError(f'{folder} holds other files: give a new or empty folder')
     expected = expected_files(old)
     if force:
         if there - expected:
-            raise UserError(f'{folder} holds files that are not of its data set, such as {min(there - expected)}: '
-                            'move them away, or give another folder')
+            raise UserError(f'{folder} holds files that are not part of its data set, such as '
+                            f'{min(there - expected)}: move them away, or give another folder')
         return False
     if old != options:
         other = [f'{key} {_text(old.get(key))}, not {_text(value)}' for key, value in options.items()
                  if old.get(key) != value]
-        raise UserError(f"{folder} holds a data set of other options ({'; '.join(other) or 'of another version'}): "
+        raise UserError(f"{folder} holds a data set with other options ({'; '.join(other) or 'of another version'}): "
                         'give --force to replace it, or another folder')
     if expected - there:
-        raise UserError(f'{folder} lacks files of its data set, such as {min(expected - there)}: give --force to make '
-                        'it again')
+        raise UserError(f'{folder} lacks files of its data set, such as {min(expected - there)}: give --force to '
+                        'generate it again')
     return True
 
 
@@ -84,7 +84,7 @@ def _text(option: Any) -> str:
 
 
 def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
-    """Write the images, label maps and instances of a part ('train' or 'val'); gives the number of shapes."""
+    """Write the images, label maps and instances of a part ('train' or 'val'), and return the number of shapes."""
     from PIL import Image
 
     from .shapes import CLASSES, annotations, backgrounds, label_map, random_scene
@@ -110,17 +110,17 @@ def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
 
 
 def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
-    """Write a data set of shapes, whole or not at all, over an empty folder or an older data set.
+    """Write a data set of shapes, whole or not at all, to an empty folder or over an older data set.
 
     Args:
-        folder: where it goes; looked at before with `already_there`.
-        options: train, val: numbers of images; size: [H, W]; seed.
+        folder: Folder that `already_there` has checked.
+        options: train and val (numbers of images), size ([H, W]) and seed.
 
     Returns:
-        number of shapes in each part.
+        Number of shapes in each part.
 
     Raises:
-        UserError: a photograph is missing, or the folder cannot be written to.
+        UserError: A photograph is missing, or the folder cannot be written to.
     """
     from .shapes import CLASSES, photograph_metadata
     temporary = None
@@ -148,7 +148,7 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
 
 
 def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Move `new` to `folder`, and what was there to `old`; a failure leaves it there."""
+    """Move `folder` to `old` and `new` to `folder`; undo both if it fails."""
     if folder.exists():
         os.rename(folder, old)
     try:

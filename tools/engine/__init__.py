@@ -1,1 +1,1 @@
-"""Libraries beneath `subquad train` and `subquad test`: options, starting weights, checkpoints, locks and messages."""
+"""Libraries beneath the commands: configs, training, evaluation, prediction, counting, drawing and their messages."""

@@ -8,7 +8,7 @@ from .config import load
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `train` and `test` share."""
+    """Add the arguments that `subquad train` and `subquad test` share."""
     from mmengine.config import DictAction
 
     class Options(DictAction):
@@ -19,24 +19,24 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             namespace.option_words = list(values)
             super().__call__(parser, namespace, values, option_string)
 
-    parser.add_argument('config', help='a config file, or the name of one that comes with the package')
-    parser.add_argument('--data', metavar='FOLDER', help='where the data lie: an image folder with train/CLASS/* and '
-                        'val/CLASS/*, the files of MNIST, CIFAR-10 or Long Range Arena, or a detection or segmentation '
-                        'config\'s data_root')
-    parser.add_argument('--model', metavar='NAME', help='another timm model than the config\'s (classifiers)')
-    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: it is '
-                        'named on stderr, and training goes on with another one)')
+    parser.add_argument('config', help='path of a config file, or name of a config of the package (subquad configs)')
+    parser.add_argument('--data', metavar='FOLDER', help='folder of the data: an image folder with train/CLASS/* and '
+                        'val/CLASS/*; the files of MNIST, CIFAR-10 or Long Range Arena; or the data_root of a '
+                        'detection or segmentation config')
+    parser.add_argument('--model', metavar='NAME', help='timm model to use instead of the config\'s (classifiers only)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
+                        'it on stderr and continue with another image)')
     parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
-                        help='change config entries, such as optim_wrapper.optimizer.lr=1e-3: KEY is an entry of the '
+                        help='change config entries, such as optim_wrapper.optimizer.lr=1e-3. KEY is an entry of the '
                         'config, an argument of mmengine\'s Runner, or an argument of the class that the type of its '
-                        'dict names; any other is an error, as are variables that the config file has used up')
+                        'dict names. Any other key is an error, and so is a variable that only the config file uses')
 
 
 def config_with_options(args: argparse.Namespace):
-    """The config that the command line asks for.
+    """Return the config that the command line asks for.
 
     Raises:
-        UserError: see `load`; or --data for a config that reads no folder.
+        UserError: `load` refuses the config or an option, or the config does not support --data or --model.
     """
     changes = dict(args.cfg_options or {})
     config = load(args.config, changes)
@@ -44,8 +44,8 @@ def config_with_options(args: argparse.Namespace):
         config.strict_images = True
     if args.model:
         if not is_classifier(config):
-            raise UserError('--model is for classifiers; a detector\'s or segmenter\'s backbone: --cfg-options '
-                            'model.backbone.arch=small')
+            raise UserError('--model is for classifiers; change the backbone of a detector or segmenter with '
+                            '--cfg-options model.backbone.arch=small')
         config.model.name = args.model
     if args.data:
         _move_data(config, args)
@@ -53,29 +53,29 @@ def config_with_options(args: argparse.Namespace):
 
 
 def is_classifier(config) -> bool:
-    """Whether the config is one of this package's for classification, or of MMDetection or MMSegmentation."""
+    """Whether the config trains a classifier; otherwise it is a config of MMDetection or MMSegmentation."""
     return config.model.get('type') == 'TimmClassifier'
 
 
 def _move_data(config, args: argparse.Namespace) -> None:
-    """Read the data of --data."""
+    """Point the data sets of the config at the folder of --data."""
     if not is_classifier(config):
         if 'data_root' not in config:
-            raise UserError(f'{args.config} has no data_root: it takes no --data')
+            raise UserError(f'--data is not supported: {args.config} has no data_root')
         old, new = str(config.data_root).rstrip('/'), str(Path(args.data).expanduser())
         if not old:
-            raise UserError(f'{args.config} has an empty data_root: it takes no --data')
+            raise UserError(f'--data is not supported: the data_root of {args.config} is empty')
         config.merge_from_dict(_moved(config.to_dict(), old, new))
         return
     loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
     if not any('root' in loader.dataset for loader in loaders):
-        raise UserError(f'{args.config} makes its data or has them already: it takes no --data')
+        raise UserError(f'--data is not supported: {args.config} generates its data or takes them from a package')
     for loader in loaders:
         loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """The value with every path below folder `old` below `new`: evaluators have paths of their own."""
+    """Replace the folder `old` by `new` in every path of a value; evaluators have paths, too."""
     if isinstance(value, dict):
         return {key: _moved(item, old, new) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Checkpoints of a Runner: written whole or not at all, and found again after a folder has moved."""
+"""Write checkpoints of a Runner whole or not at all, and find them after a folder has moved."""
 import contextlib
 import os
 import re
@@ -14,11 +14,13 @@ from ..common.cli import UserError
 
 
 class WholeFilesBackend(LocalBackend):
-    """The local file system. A file is written whole or not at all, and `remove` waits for `remove_now`: mmengine takes
-    the old checkpoint away before it writes the new one, which leaves none when the disk is full.
+    """The local file system, with files that are written whole or not at all.
+
+    `remove` waits for `remove_now`, because mmengine removes the old checkpoint before it writes the new one and would
+    leave none on a full disk.
 
     Args:
-        folder: only files in it are removed (None: any). A copied run knows the files of the original by their paths.
+        folder: Only files in this folder are removed (None: any file). A copied run holds paths of the original.
     """
 
     def __init__(self, folder: Optional[str] = None):
@@ -38,7 +40,7 @@ class WholeFilesBackend(LocalBackend):
             self.pending.append((path, path.stat().st_ino))
 
     def remove_now(self) -> None:
-        """Remove what was to be removed, but for files that have been written again since then."""
+        """Remove the files that were passed to `remove`, except those that have been written again since."""
         pending: List[Tuple[Path, int]] = self.pending
         self.pending = []
         for path, inode in pending:
@@ -52,8 +54,10 @@ register_backend('subquad_whole_files', WholeFilesBackend, force=True)
 
 @HOOKS.register_module()
 class WholeCheckpointHook(CheckpointHook):
-    """mmengine's CheckpointHook; local files are written as by `WholeFilesBackend`, and the best checkpoint so far is
-    looked for in the folder where the run is now."""
+    """mmengine's CheckpointHook with whole local files (`WholeFilesBackend`).
+
+    It looks for the best checkpoint so far in the current folder of the run.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -93,7 +97,7 @@ class WholeCheckpointHook(CheckpointHook):
 
 
 def whole_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    """The default hooks of a config, mmengine's CheckpointHook in its safe form."""
+    """Return the default hooks of a config with WholeCheckpointHook in place of mmengine's CheckpointHook."""
     hooks = dict(default_hooks or {})
     checkpoint = hooks.get('checkpoint', dict(type='CheckpointHook', interval=1))
     kind = checkpoint.get('type') if isinstance(checkpoint, dict) else None
@@ -103,12 +107,12 @@ def whole_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]
 
 
 def latest_checkpoint(folder: Path) -> Optional[Path]:
-    """The last checkpoint of a run, also where the folder has moved or the note of the last one is damaged."""
+    """Return the last checkpoint of a run, even if the folder has moved or the file last_checkpoint is damaged."""
     try:
         noted = Path((folder / 'last_checkpoint').read_text().strip())
     except (OSError, UnicodeDecodeError):
         noted = Path()
-    for path in (folder / noted.name, noted):                    # first here: the folder may be a copy
+    for path in (folder / noted.name, noted):                    # this folder first: it can be a copy
         if noted.name and path.is_file():
             return path
     numbered = [(int(match[1]), path) for path in folder.glob('*.pth')
@@ -117,40 +121,40 @@ def latest_checkpoint(folder: Path) -> Optional[Path]:
 
 
 def stamp(path: Optional[Path]) -> Optional[Tuple[Path, int]]:
-    """A checkpoint and when it was written; None for none."""
+    """Return a checkpoint and its time of writing, or None for None."""
     return None if path is None else (path, path.stat().st_mtime_ns)
 
 
 def checkpoint_since(folder: Path, earlier: Optional[Tuple[Path, int]]) -> Optional[Path]:
-    """The last checkpoint of a run, if it is another than that of an earlier run in the same folder (its `stamp`)."""
+    """Return the last checkpoint of a run, or None if its `stamp` is that of an earlier run in the folder."""
     path = latest_checkpoint(folder)
     return path if stamp(path) != earlier else None
 
 
 def checkpoint_to_resume(work_dir: str, name: str) -> str:
-    """The checkpoint to go on from, found to hold weights and state and nothing that runs.
+    """Return the checkpoint to resume from, after checking that it holds weights and state and no code.
 
     Args:
-        work_dir: folder of the run.
-        name: a checkpoint, or '' for the run's last one.
+        work_dir: Folder of the run.
+        name: A checkpoint, or '' for the last one of the run.
 
     Raises:
-        UserError: none there, or not one of a Runner.
+        UserError: There is no checkpoint, or a Runner did not write it.
     """
     from ...backbones.weights import WeightsError, read_checkpoint
     folder = Path(work_dir).expanduser()
     path = Path(name).expanduser() if name else latest_checkpoint(folder)
     if path is None:
-        raise UserError(f'--resume: no checkpoint in {work_dir} (--work-dir, or --resume CHECKPOINT)')
+        raise UserError(f'--resume: no checkpoint in {work_dir} (give --work-dir or --resume CHECKPOINT)')
     if name and not path.is_file() and (folder / path.name).is_file():
-        path = folder / path.name                                # a config that was written before the folder moved
+        path = folder / path.name                                # the config can be older than a move of the folder
     if path.suffix == '.safetensors':
-        raise UserError(f'--resume: {path} holds weights alone; the .pth files beside it hold the state of '
-                        'training, too')
+        raise UserError(f'--resume: {path} holds only weights; the .pth files beside it also hold the state of '
+                        'training')
     try:
         _, _, source = read_checkpoint(path)
     except WeightsError as error:
         raise UserError(f'--resume: {error}') from error
     if source != 'state_dict':
-        raise UserError(f'--resume: {path} is no checkpoint of a training run')
+        raise UserError(f'--resume: {path} is not a checkpoint of a training run')
     return str(path)

@@ -129,7 +129,7 @@ def _forward(name: str, model, images) -> None:
         model.rpn_head(model.extract_feat(images))
         _forward_regions(name, model.roi_head, len(images))
     elif hasattr(model, 'decoder') or hasattr(model, 'panoptic_head'):
-        raise UserError(f'{name}: detectors with queries, such as {type(model).__name__}, cannot be counted')
+        raise UserError(f'{name}: detectors with queries, such as {type(model).__name__}, are not counted')
     else:
         model(images, mode='tensor')
 

@@ -1,4 +1,4 @@
-"""Stop a training whose loss or weights are no longer finite, and say where it happened."""
+"""Stop a training whose loss or weights are not finite, and report the step and the batch."""
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -15,16 +15,18 @@ from ...backbones.weights import is_finite
 from ..common.cli import UserError
 from .checkpoints import checkpoint_since, latest_checkpoint, stamp
 
-_SHOWN = 64                                                      # names of a batch that are listed
+_SHOWN = 64                                                      # largest number of listed names of a batch
 
 
 @HOOKS.register_module()
 class FiniteHook(Hook):
-    """Stops training at the first loss that is NaN or infinite, before anything is logged or written after it, and
-    keeps weights that are not finite out of every file.
+    """Stops training at the first loss that is NaN or infinite, before anything else is logged or written.
+
+    Weights that are not finite are never written to a file.
 
     Raises:
-        UserError: with the step, the batch's files and the last good checkpoint.
+        UserError: The loss or the weights are not finite. The message names the step, the files of the batch and the
+            last good checkpoint.
     """
 
     priority = 'VERY_HIGH'
@@ -34,9 +36,9 @@ class FiniteHook(Hook):
         self.earlier: Optional[Tuple[Path, int]] = None
 
     def before_train(self, runner) -> None:
-        # A checkpoint of an earlier run in this folder is no checkpoint of this one, unless this one goes on with it.
+        # A checkpoint of an earlier run in this folder does not count unless this run resumes it.
         self.earlier = None if runner.iter else stamp(latest_checkpoint(Path(runner.work_dir)))
-        # Some networks keep infinities in a buffer, as masks.
+        # Some networks keep infinities in a buffer, for masks.
         self.exempt = set(_not_finite(getattr(runner.model, 'module', runner.model).state_dict()))
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None,
@@ -69,12 +71,12 @@ def _step(runner, done: int) -> str:
 
 
 def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
-    """The files of a batch, or the indices of its items where the data set has no files."""
+    """Describe a batch by its files, or by the indices of its items if the data set has no files."""
     files = list(_image_paths(data_batch))
     if files:
         return f'the batch holds {_listed(files)}'
     loader = runner.train_dataloader
-    # These samplers draw from generators of their own, so the batch can be found a second time.
+    # These samplers have their own generators, so they draw the same batch again.
     if isinstance(loader.sampler, InfiniteSampler):
         batch_idx = runner.iter
     elif not isinstance(loader.sampler, DefaultSampler):
@@ -87,7 +89,7 @@ def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
 
 
 def _image_paths(value: Any) -> Iterator[str]:
-    """Paths of the images in a batch of MMDetection or MMSegmentation."""
+    """Yield the paths of the images in a batch of MMDetection or MMSegmentation."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

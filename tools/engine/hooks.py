@@ -1,4 +1,4 @@
-"""Hooks: what is trained and how far it is, seeds, evaluation before training, and weights as safetensors."""
+"""Hooks for progress, seeds, evaluation before training, and weights in safetensors files."""
 import math
 import random
 import sys
@@ -21,12 +21,13 @@ from .messages import Estimate, summary
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Says what is trained and, after a few steps, how long it will take. Then it shows, on a terminal, a bar with
-    loss, learning rate and the time left; elsewhere a line for each tenth of the epochs, or of the iterations where the
-    loop does not count epochs.
+    """Reports what is trained, how long it will take, and the progress.
+
+    On a terminal, progress is a bar with loss, learning rate and remaining time. Elsewhere it is one line for each
+    tenth of the epochs, or of the iterations if the loop does not count epochs.
 
     Args:
-        start: what the weights are when training starts, for the first line.
+        start: Description of the weights at the start of training.
     """
 
     priority = 'VERY_LOW'
@@ -77,7 +78,7 @@ class ProgressHook(Hook):
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         if metrics:
-            # COCO's -1: there are no such objects.
+            # COCO reports -1 if there are no such objects.
             self._print('validation  ' + '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}'
                                                    for name, value in metrics.items() if not value < 0))
 
@@ -85,7 +86,7 @@ class ProgressHook(Hook):
         self.stop()
 
     def stop(self) -> None:
-        """Also called when training ends by an exception: the terminal gets its cursor back."""
+        """Remove the bar and restore the cursor; also called after an exception."""
         if self.progress:
             self.progress.stop()
             self.progress = None
@@ -97,15 +98,19 @@ class ProgressHook(Hook):
 
 @FUNCTIONS.register_module()
 def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
-    """Nothing: torch seeds its workers from the generator that SeedHook sets at each epoch. mmengine's own function
-    would give every epoch the same augmentations."""
+    """Do nothing: torch seeds its workers from the generator that SeedHook sets at each epoch.
+
+    mmengine's own function would give every epoch the same augmentations.
+    """
 
 
 @HOOKS.register_module()
 class SeedHook(Hook):
-    """Seeds torch, numpy and random from (seed, epoch, rank) at each epoch's start: epochs do not depend on what ran
-    before them, so a resumed run repeats an unbroken one, with workers as `workers_as_torch_seeds_them` leaves them. A
-    loop that counts iterations is one epoch here: resumed, it draws other augmentations than an unbroken one."""
+    """Seeds torch, numpy and random from (seed, epoch, rank) at the start of each epoch.
+
+    A resumed run therefore repeats an unbroken one, if its workers are seeded by `workers_as_torch_seeds_them`. A loop
+    that counts iterations is a single epoch: after resuming it draws other augmentations than an unbroken run.
+    """
 
     priority = 'VERY_HIGH'
 
@@ -118,7 +123,7 @@ class SeedHook(Hook):
 
 @HOOKS.register_module()
 class EvaluateAtStartHook(Hook):
-    """Validates before the first step, so that what training adds to the weights it starts from can be seen."""
+    """Validates before the first step, which shows the metrics of the starting weights."""
 
     priority = 'LOWEST'
 
@@ -129,13 +134,15 @@ class EvaluateAtStartHook(Hook):
 
 @HOOKS.register_module()
 class WeightsHook(Hook):
-    """Writes `last.safetensors` at the end of training, and `best.safetensors` whenever the metric improves in
-    validation, with the metadata that `subquad predict` needs: of the timm model in a classifier, of a whole detector
-    or segmenter.
+    """Writes `last.safetensors` after training, and `best.safetensors` whenever the metric improves in validation.
+
+    The files hold the weights of the timm model in a classifier or of the whole detector or segmenter, and the metadata
+    that `subquad predict` needs.
 
     Args:
         metadata: Entries to keep in the file beside the weights.
-        metrics: names of metrics, the higher the better; the first that validation reports counts. NaN is never best.
+        metrics: Names of metrics, of which higher is better; the first that validation reports is used. NaN is never
+            the best.
     """
 
     priority = 'LOW'
@@ -147,13 +154,13 @@ class WeightsHook(Hook):
         self.last_file: Optional[Path] = None
 
     def before_train(self, runner) -> None:
-        """A resumed run does not replace a better file of its first part."""
+        """Keep the best file of the first part of a resumed run."""
         path = Path(runner.work_dir) / 'best.safetensors'
         if runner.iter and path.is_file():
             try:
                 _, metadata, _ = read_checkpoint(path)
             except WeightsError:
-                return                                       # damaged: the next validation replaces it
+                return                                       # the next validation replaces a damaged file
             known = [metadata[name] for name in self.metrics if isinstance(metadata.get(name), (int, float))]
             self.best = max(filter(math.isfinite, known), default=self.best)
             self.best_file = path
@@ -176,7 +183,7 @@ class WeightsHook(Hook):
         path = Path(runner.work_dir) / name
         if is_main_process():
             model = getattr(runner.model, 'module', runner.model)
-            # What the Runner's own checkpoints hold: EMAHook puts the average there, which is what validation saw.
+            # EMAHook puts the average, which validation has evaluated, into a checkpoint.
             checkpoint = {'state_dict': model.state_dict()}
             runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
             part = 'net.' if hasattr(model, 'net') else ''

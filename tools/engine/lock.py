@@ -1,4 +1,4 @@
-"""One training at a time in a work folder."""
+"""Allow one training at a time in a work folder."""
 import contextlib
 import errno
 import os
@@ -15,7 +15,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """A process that is forked, such as a data loader's worker, must not keep the lock when the training is killed."""
+    """Release the lock in a forked process, such as a data loader's worker, which can outlive a killed training."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -27,13 +27,13 @@ if hasattr(os, 'register_at_fork'):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder, which is made where it is missing, against a second training.
+    """Lock the folder against a second training; create the folder if it is missing.
 
-    The lock belongs to the process: when that is killed the lock goes with it, and the file that is left means nothing.
-    A folder that this has made and that is empty in the end is removed.
+    The lock belongs to the process and ends with it; a lock file that remains has no effect. A folder that was created
+    here is removed if it is empty at the end.
 
     Raises:
-        UserError: another training holds the folder, or it cannot be written to.
+        UserError: Another training holds the folder, or it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     writable_folder(str(folder))
@@ -44,8 +44,8 @@ def locked(folder: Path) -> Iterator[None]:
             _held.add(descriptor)
         yield
     finally:
-        if descriptor in _held:                                  # not in a process that was forked meanwhile
-            (folder / NAME).unlink(missing_ok=True)              # before the lock is given up: it is still ours
+        if descriptor in _held:                                  # not in a process that was forked in between
+            (folder / NAME).unlink(missing_ok=True)              # while the lock is still held
             _held.remove(descriptor)
             os.close(descriptor)
         for path in made:
@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None where the system has none."""
+    """Return a descriptor that holds the lock, or None if the system has no file locks."""
     try:
         import fcntl
     except ImportError:                                          # Windows
@@ -71,19 +71,19 @@ def _acquire(path: Path) -> int | None:
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
                 raise UserError(f'another training is writing to {path.parent} ({holder or "just started"}); wait '
-                                'for its end, or give another --work-dir') from error
+                                'for its end, or use another --work-dir') from error
             path.unlink(missing_ok=True)
             return _without(path, error.strerror)
         if _is_at(descriptor, path):
-            with contextlib.suppress(OSError):                   # a full disk; who holds the lock is only for messages
+            with contextlib.suppress(OSError):                   # on a full disk the owner's name is lost
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f'process {os.getpid()} on {socket.gethostname()}'.encode())
             return descriptor
-        os.close(descriptor)                                     # its owner has just removed it: once more
+        os.close(descriptor)                                     # its owner has just removed it: try again
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the path still leads to the file that the descriptor has open."""
+    """Whether the path still names the file that the descriptor has open."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a training is, in two lines before it starts, and how long it will take."""
+"""Messages of a training: what is trained, how long it will take, how to resume it, and whether a disk is full."""
 import errno
 import re
 import shlex
@@ -11,13 +11,13 @@ from mmengine.runner import EpochBasedTrainLoop
 
 _FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
          errno.EFBIG: 'a file grew beyond the largest size allowed'}
-_NUMBER = re.compile(r'os error (\d+)')                         # as safetensors reports it
-# Steps that are timed, after as many of the first that are slower (memory, kernels, caches).
+_NUMBER = re.compile(r'os error (\d+)')                         # in messages of safetensors
+# The first steps are slower (memory, kernels, caches) and are skipped; then as many as _TIMED are timed.
 _SKIPPED, _TIMED = 2, 3
 
 
 def starting_point(config: Any, weights: Optional[str] = None) -> str:
-    """What the weights are when training starts."""
+    """Describe the weights at the start of training."""
     if config.get('resume') and config.get('load_from'):
         return f'the state in {config.load_from}'
     if weights or config.get('load_from'):
@@ -29,7 +29,7 @@ def starting_point(config: Any, weights: Optional[str] = None) -> str:
 
 
 def summary(runner: Any, start: str) -> str:
-    """Model, weights, data, device, length and folder, in two lines."""
+    """Describe model, weights, data, device, length and work folder in two lines."""
     model = getattr(runner.model, 'module', runner.model)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kind = runner.cfg.model
@@ -43,7 +43,7 @@ def summary(runner: Any, start: str) -> str:
     plural = 's' if runner.max_epochs != 1 else ''
     length = f'{runner.max_epochs} epoch{plural} of {len(loader)} steps' if epochs else f'{runner.max_iters} steps'
     if runner.iter:
-        length += f', going on after {"epoch" if epochs else "step"} {runner.epoch if epochs else runner.iter}'
+        length += f', resuming after {"epoch" if epochs else "step"} {runner.epoch if epochs else runner.iter}'
     return (f'training {name} ({parameters / 1e6:.1f} M trainable parameters) from {start}\n'
             f'on {data}; {_device(model)}; {length}; everything is written to {runner.work_dir}')
 
@@ -61,18 +61,18 @@ def _device(model: torch.nn.Module) -> str:
 
 
 class Estimate:
-    """The time that the rest takes, from a few steps."""
+    """Estimates the remaining time from a few steps."""
 
     def __init__(self):
         self.times: List[float] = []
         self.given = False
 
     def after_step(self, now: float, left: int) -> Optional[str]:
-        """A sentence, once.
+        """Return a sentence with the remaining time once enough steps have run, else None.
 
         Args:
-            now: seconds, of a clock that does not jump.
-            left: steps still to go.
+            now: Seconds of a monotonic clock.
+            left: Number of remaining steps.
         """
         if self.given:
             return None
@@ -86,7 +86,7 @@ class Estimate:
 
 
 def duration(seconds: float) -> str:
-    """'2 days 3 h', '3 h 20 min', '5 min', '40 s'."""
+    """Format seconds as '2 days 3 h', '3 h 20 min', '5 min' or '40 s'."""
     seconds = max(1, round(seconds))
     if seconds < 100:
         return f'{seconds} s'
@@ -98,11 +98,11 @@ def duration(seconds: float) -> str:
 
 
 def resume_command(args: Any, work_dir: str) -> str:
-    """The command that goes on with a training from its last checkpoint.
+    """Return the command that resumes a training from its last checkpoint.
 
     Args:
-        args: of `subquad train`.
-        work_dir: where it writes.
+        args: Arguments of `subquad train`.
+        work_dir: Folder of the run.
     """
     words = ['subquad', 'train', args.config, '--work-dir', work_dir]
     for name in ('data', 'model', 'epochs', 'seed'):
@@ -115,22 +115,22 @@ def resume_command(args: Any, work_dir: str) -> str:
 
 
 def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
-    """What to do after a training has stopped.
+    """Say how to continue after a training has stopped.
 
     Args:
-        folder: of the run.
-        command: that resumes.
-        earlier: stamp of a checkpoint that was there before the run and is none of its own.
+        folder: Folder of the run.
+        command: Command that resumes the run.
+        earlier: Stamp of a checkpoint that an earlier run left in the folder.
     """
     from .checkpoints import checkpoint_since
     path = checkpoint_since(folder, earlier)
     if path is None:
         return f'no checkpoint has been written to {folder} yet; start the training again'
-    return f'{path} holds the state; go on with: {command}' if command else f'{path} holds the state'
+    return f'{path} holds the state; resume with: {command}' if command else f'{path} holds the state'
 
 
 def disk_full(error: BaseException) -> str:
-    """What is full, where an error or what led to it says that nothing more can be written; else ''."""
+    """Return what is full if an error or its cause says that nothing more can be written, else an empty text."""
     seen = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -1,8 +1,8 @@
-"""Check the keys of --cfg-options, so that none of them is without effect.
+"""Check the keys of --cfg-options, so that each of them has an effect.
 
-A key is accepted where the config has it, or where what reads that part of the config takes it: the Runner's own
-arguments at the top, and inside a dict the constructor of the class that its `type` names. A variable of a config file
-from which the file computes other entries is refused: the computation is over when options are applied.
+A key is accepted if the config has it, or if the code that reads that part of the config accepts it: the Runner at the
+top, and inside a dict the constructor of the class that its `type` names. A variable that only the config file uses to
+compute other entries is refused, because options are applied after the file has been read.
 """
 import difflib
 import inspect
@@ -14,11 +14,11 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 from ..common.cli import UserError
 
 RULE = 'valid keys: entries of the config, arguments of the Runner, or arguments of the class that `type` names'
-# What is set in another way, and how.
+# Entries that another flag sets, and how.
 _ELSEWHERE = {'work_dir': 'give --work-dir', 'log_level': 'give --verbose', 'cfg': 'give the config file',
               'custom_imports': 'it acts while the config file is read: write it in a config file',
               'data_root': 'give --data'}
-# Read from the config beside the Runner's arguments, by the Runner itself and by these tools.
+# Entries that the Runner and these tools read beside the Runner's arguments.
 _ALSO_READ = ('model_wrapper_cfg', 'find_unused_parameters', 'sync_bn', 'compile', 'activation_checkpointing',
               'efficient_conv_bn_eval', 'allow_other_classes', 'strict_images', 'tta_model', 'tta_pipeline')
 _REGISTRIES = ('MODELS', 'DATASETS', 'DATA_SAMPLERS', 'TRANSFORMS', 'HOOKS', 'METRICS', 'EVALUATOR', 'LOOPS',
@@ -31,27 +31,27 @@ _HOOKS = {'runtime_info', 'timer', 'sampler_seed', 'logger', 'param_scheduler', 
 
 
 def runner_arguments() -> List[str]:
-    """The names of the Runner's arguments."""
+    """Return the names of the Runner's arguments."""
     from mmengine.runner import Runner
     return list(inspect.signature(Runner.__init__).parameters)[1:]
 
 
 def read_entries() -> List[str]:
-    """Top-level entries that are read after a config file has run."""
+    """Return the top-level entries that are read after a config file has run."""
     skipped = (*_ELSEWHERE, 'data_preprocessor')
     return [name for name in (*runner_arguments(), *_ALSO_READ) if name not in skipped]
 
 
 def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
-    """Refuse options that change nothing.
+    """Refuse options that have no effect.
 
     Args:
-        config: as the file says, before the options are merged in.
-        options: values by dotted key.
-        name: of the config, for messages.
+        config: The config before the options are merged in.
+        options: Values by dotted key.
+        name: Name of the config, for messages.
 
     Raises:
-        UserError: a key without effect; with the nearest key that has one.
+        UserError: A key has no effect; the message gives the nearest key that has one.
     """
     from mmengine.registry import DefaultScope
     with DefaultScope.overwrite_default_scope(config.get('default_scope')):
@@ -78,7 +78,7 @@ def _check_boolean(config: Any, key: str, value: Any) -> None:
 
 
 def _check_absent(root: str, rest: List[str], key: str, options: Dict[str, Any], name: str) -> None:
-    """Refuse a key below an entry that the config does not have, unless it is known what reads it."""
+    """Refuse a key below an entry that the config does not have, unless its reader is known."""
     if rest[0].isdigit():
         raise UserError(f'--cfg-options {key}: {name} has no {root!r}; write the list in a config file')
     if rest != ['type'] and _accepted({}, options.get(f'{root}.type'), root) == (None, False):
@@ -101,7 +101,7 @@ def _no_such_root(config: Any, root: str, name: str) -> str:
 
 
 def _leaves(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
-    """(dotted key, value) of everything below an entry, dicts and lists included."""
+    """Yield (dotted key, value) of everything below an entry, dicts and lists included."""
     yield path, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
@@ -109,7 +109,7 @@ def _leaves(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
 
 
 def _nearest(word: str, paths: Iterable[str], cutoff: float = 0.6) -> List[str]:
-    """At most three of the dotted keys, those whose last part is most like the word."""
+    """Return at most three dotted keys whose last part is closest to the word."""
     last = {}
     for path in paths:
         last.setdefault(path.rsplit('.', 1)[-1], path)
@@ -136,26 +136,26 @@ def _check_entry(node: Any, path: List[str], rest: List[str], key: str, options:
 
 
 def _check_new(node: Dict[str, Any], above: str, part: str, key: str, options: Dict[str, Any]) -> None:
-    """Refuse a new key that what reads the dict does not take; say where nobody can tell."""
-    # The type may be among the options, too, as in `init_cfg.type=Pretrained init_cfg.checkpoint=FILE`.
+    """Refuse a new key that the reader of the dict does not accept; print a note if the reader is unknown."""
+    # The type can be one of the options, as in `init_cfg.type=Pretrained init_cfg.checkpoint=FILE`.
     kind = options.get(f'{above}.type', node.get('type'))
     if part == 'type' or above == 'default_hooks' and (f'{above}.{part}.type' in options
                                                        or 'type' in _as_dict(options.get(key))):
-        return                                    # the class that is built says what it takes
+        return                                    # the class itself checks its arguments
     known, checked = _accepted(node, kind, above)
     if known is not None:
         if part not in known:
             near = difflib.get_close_matches(part, sorted({*known, *node}), n=3, cutoff=0.5)
-            raise UserError(f"--cfg-options {key}: {above} takes no {part!r}"
+            raise UserError(f"--cfg-options {key}: {above} accepts no {part!r}"
                             f"{'; did you mean ' + ', '.join(near) + '?' if near else ''} ({RULE})")
         return
-    if checked:                                   # a class that takes any argument and refuses what it does not know
+    if checked:                                   # a class that checks its own **kwargs
         return
     near = difflib.get_close_matches(part, list(node), n=1, cutoff=0.75)
     if near:
         raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean {near[0]!r}? (an entry of that '
                         'name can be added in a config file)')
-    print(f'--cfg-options {key}: it is not in the config and is added; nothing tells whether it is read',
+    print(f'--cfg-options {key}: the key is not in the config and is added; it may have no effect',
           file=sys.stderr)
 
 
@@ -164,7 +164,7 @@ def _as_dict(value: Any) -> Dict[str, Any]:
 
 
 def _accepted(node: Dict[str, Any], kind: Any, above: str) -> Tuple[Optional[Set[str]], bool]:
-    """(what the reader of the dict takes, or None for anything; whether the reader is known)."""
+    """Return (names that the reader of the dict accepts, or None for any; whether the reader is known)."""
     for matches, names in _READERS:
         if matches(above):
             known = names(node, kind)
@@ -184,7 +184,7 @@ def _accepted(node: Dict[str, Any], kind: Any, above: str) -> Tuple[Optional[Set
 
 
 def parameters(reader: Callable[..., Any]) -> Optional[Set[str]]:
-    """The names that a function or a class's constructor takes; None where it takes any (**kwargs)."""
+    """Return the argument names of a function or constructor, or None if it accepts **kwargs."""
     if inspect.isclass(reader):
         owner = next((base for base in reader.__mro__ if '__init__' in base.__dict__), object)
         if owner is object:
@@ -200,7 +200,7 @@ def parameters(reader: Callable[..., Any]) -> Optional[Set[str]]:
 
 
 def _registered(kind: Any) -> List[Any]:
-    """The classes or functions that are registered under this name, in whichever registry."""
+    """Return the classes or functions that any registry holds under this name."""
     if not isinstance(kind, str):
         return [kind] if callable(kind) else []
     from mmengine import registry
@@ -209,7 +209,7 @@ def _registered(kind: Any) -> List[Any]:
         try:
             with getattr(registry, name).switch_scope_and_registry(None) as own:        # of the default scope
                 found.append(own.get(kind))
-        except Exception:                         # a library that cannot be imported: its types are unknown
+        except Exception:                         # the types of a library that cannot be imported are unknown
             continue
     return [each for each in found if each is not None]
 
@@ -255,7 +255,7 @@ def _clip_grad(node: Dict[str, Any], kind: Any) -> Set[str]:
 
 
 def _optimizer(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
-    return _of_types(kind) if kind else _ANY                 # timm's factory refuses what the optimiser does not take
+    return _of_types(kind) if kind else _ANY                 # timm's factory refuses unknown arguments
 
 
 def _randomness(node: Dict[str, Any], kind: Any) -> Set[str]:
@@ -269,13 +269,13 @@ def _hook(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
     from mmengine.hooks import CheckpointHook
     from mmengine.runner import Runner
     if any(inspect.isclass(each) and issubclass(each, CheckpointHook) for each in _registered(kind)):
-        # It hands what it does not know to save_checkpoint, after an epoch.
+        # CheckpointHook passes other arguments to save_checkpoint, after an epoch.
         return {*_named_parameters(CheckpointHook), *_named_parameters(Runner.save_checkpoint), 'type', 'priority'}
     return _of_types(kind, 'priority')
 
 
 def _scheduler(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
-    """MMEngine's schedulers take any argument and hand it to the class that computes the values."""
+    """mmengine's schedulers accept any argument and pass it to the class that computes the values."""
     names = {'type', '_scope_', 'convert_to_iter_based'}
     for each in _registered(kind) if kind else ():
         for base in each.__mro__ if inspect.isclass(each) else ():
@@ -285,7 +285,7 @@ def _scheduler(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
 
 
 def _named_parameters(reader: Callable[..., Any]) -> Set[str]:
-    """The arguments that a function or a class's constructor names, whether or not it takes others."""
+    """Return the argument names of a function or constructor, ignoring **kwargs."""
     found = inspect.signature(reader.__init__ if inspect.isclass(reader) else reader).parameters.values()
     return {p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {'self'}
 
@@ -307,7 +307,7 @@ def _in_list(*lists: str) -> Callable[[str], bool]:
     return lambda above: above.rsplit('.', 1)[0] in lists and above.count('.') == 1
 
 
-# (whether it reads the dict at this path; the names that it takes).
+# (predicate of the path of a dict; function that returns the names its reader accepts).
 _READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Optional[Set[str]]]], ...] = (
     (_named('train_cfg'), _loop),
     (_named('val_cfg', 'test_cfg'), _evaluation_loop),

@@ -3,7 +3,7 @@ from ..common.cli import UserError, quiet
 
 
 def use_mixed_precision(config) -> None:
-    """bfloat16 on CPUs and on GPUs that have it, else float16 with a loss scale."""
+    """Train in bfloat16 on CPUs and on GPUs that support it, else in float16 with a loss scale."""
     import torch
 
     with quiet():
@@ -17,13 +17,14 @@ def use_mixed_precision(config) -> None:
 
 
 def scale_schedule(config, epochs: int) -> None:
-    """Train for `epochs` with a schedule of the same shape; phases that would be shorter than an epoch are left out.
+    """Train for `epochs` epochs with a schedule of the same shape; phases shorter than an epoch are left out.
 
     Raises:
-        UserError: the config counts iterations, or its number of epochs is not one.
+        UserError: The config counts iterations, or its number of epochs is not a positive integer.
     """
     if 'max_epochs' not in config.train_cfg:
-        raise UserError('the config trains by iterations: --cfg-options train_cfg.max_iters=N in place of --epochs')
+        raise UserError('--epochs is not supported: the config counts iterations (use --cfg-options '
+                        'train_cfg.max_iters=N)')
     planned = config.train_cfg.max_epochs
     if not isinstance(planned, int) or planned < 1:
         raise UserError(f'train_cfg.max_epochs must be an integer of at least 1, got {planned!r}')
@@ -32,7 +33,7 @@ def scale_schedule(config, epochs: int) -> None:
     schedulers = config.get('param_scheduler') or []
     schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
     for scheduler in schedulers:
-        if not scheduler.get('by_epoch', True):              # a warm-up of so many iterations stays one
+        if not scheduler.get('by_epoch', True):              # a warm-up that counts iterations keeps them
             continue
         for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
             if isinstance(scheduler.get(key), (list, tuple)):

@@ -1,4 +1,4 @@
-"""Start training from the weights of a file: every weight of it, or a sentence that says which are not and why."""
+"""Start training from the weights of a file, and report every weight that is not used."""
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -18,24 +18,25 @@ from ...backbones.weights import (
 )
 from ..common.cli import UserError
 
-# First parts of the names that classifiers have, in this package and in timm.
+# Prefixes of classifier weights, in this package and in timm.
 _CLASSIFIERS = ('head.', 'fc.', 'classifier.', 'head_dist.')
-# Options of a network that act in training alone.
+# Options of a network that only act in training.
 _TRAINING_OPTIONS = ('num_classes', 'drop_rate', 'drop_path_rate')
 
 
 def say(text: str) -> None:
-    """One line on stderr, from one process."""
+    """Print one line on stderr, from the main process only."""
     if is_main_process():
         print(text, file=sys.stderr, flush=True)
 
 
 def adopt_options(config: Any, path: str) -> None:
-    """Take the options of the network from a file of `subquad train`, where the config says nothing of them; options
-    that change no weight's shape would go unnoticed.
+    """Take the network's options from a file of `subquad train` unless the config sets them.
+
+    A wrong option can leave every shape of a weight the same, so that nothing else would notice it.
 
     Raises:
-        UserError: the file cannot be read, or is of another model.
+        UserError: The file cannot be read, or belongs to another model.
     """
     metadata = _read(path)[1]
     if not isinstance(metadata.get('model'), str):
@@ -48,14 +49,14 @@ def adopt_options(config: Any, path: str) -> None:
             continue
         given = config.model.setdefault(key, value)
         if given != value and list(given if isinstance(given, (list, tuple)) else [given]) != value:
-            say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which stays')
+            say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which is kept')
 
 
 def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
-    """The options of the network in a file's metadata, with the types and within the bounds of its family.
+    """Return the network's options in a file's metadata, checked for types and bounds.
 
     Raises:
-        UserError: no model or metadata of another program, or an option that the network does not have or allow.
+        UserError: The metadata name no model, or hold an option that the network does not have or allow.
     """
     if not isinstance(metadata.get('model'), str):
         raise UserError(f'{path} holds metadata without the name of a model')
@@ -66,16 +67,17 @@ def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
 
 
 def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
-    """Load a file into a timm model, every weight of it. Only the classifier may stay random, which is said: where the
-    file has none, or one of other classes.
+    """Load every weight of a file into a timm model.
+
+    The classifier may stay random if the file has none or one for other classes; a message on stderr says so.
 
     Args:
-        net: the timm model.
-        path: of `subquad train`, timm's or the authors'.
-        classes: names of the classes to train on.
+        net: The timm model.
+        path: A file of `subquad train`, of timm or of the authors.
+        classes: Names of the classes to train on.
 
     Raises:
-        UserError: the file cannot be read, holds NaN, or is not this model's.
+        UserError: The file cannot be read, holds NaN, or belongs to another model.
     """
     weights, metadata = _read(path)
     weights, own = checkpoint_filter_fn(weights, net), net.state_dict()
@@ -94,10 +96,10 @@ def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
 
 
 def refuse_other_state(net: nn.Module, path: str) -> None:
-    """Refuse to resume from a checkpoint of another network; mmengine would load what fits.
+    """Refuse to resume from a checkpoint of another network, of which mmengine would load the matching weights.
 
     Raises:
-        UserError: what does not fit.
+        UserError: Keys or shapes differ; the message names them.
     """
     weights, _, _ = _checkpoint(path)
     weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
@@ -108,7 +110,7 @@ def refuse_other_state(net: nn.Module, path: str) -> None:
 
 def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Any,
                    ours: Sequence[str]) -> Optional[str]:
-    """Why the file's classifier cannot be used, or None."""
+    """Return why the file's classifier cannot be used, or None if it can."""
     if not head:
         return None
     if not any(key in weights for key in head):
@@ -138,7 +140,7 @@ def _checkpoint(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
 
 
 def _read(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
-    """Weights, all finite, and metadata."""
+    """Read weights, which must be finite, and metadata."""
     weights, metadata, _ = _checkpoint(path)
     try:
         check_finite(weights, path)
@@ -148,10 +150,10 @@ def _read(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
 
 
 class StartHook(Hook):
-    """Starts a detector or segmenter from a file: a whole one, or a classifier's, which is for the backbone.
+    """Starts a detector or segmenter from a file of its weights, or its backbone from a classifier's.
 
     Args:
-        path: the file.
+        path: File of weights.
     """
 
     priority = 'VERY_HIGH'
@@ -160,10 +162,10 @@ class StartHook(Hook):
         self.path, self.weights, self.what = path, {}, ''
 
     def prepare(self, model: nn.Module, classes: Sequence[str]) -> None:
-        """Read the file and find out what of it fits.
+        """Read the file and match its weights with the model.
 
         Raises:
-            UserError: the file cannot be read, holds NaN, or fits neither the model nor its backbone.
+            UserError: The file cannot be read, holds NaN, or matches neither the model nor its backbone.
         """
         from ...backbones.mm.checkpoints import translate_keys
         weights, metadata = _read(self.path)
@@ -210,7 +212,7 @@ class StartHook(Hook):
         say('; '.join([text, *more]))
 
     def before_train(self, runner) -> None:
-        """After the Runner has drawn the weights."""
+        """Load the weights after the Runner has initialized the model."""
         model = getattr(runner.model, 'module', runner.model)
         weights = {**model.state_dict(), **self.weights}
         runner.call_hook('after_load_checkpoint', checkpoint=dict(state_dict=weights))   # EMAHook's average, too
@@ -218,7 +220,7 @@ class StartHook(Hook):
 
 
 def without_pretrained(model: Any) -> None:
-    """Take the files that the config's backbone would start from out of it: --weights says another."""
+    """Remove the pretrained files of the backbone from the config, because --weights replaces them."""
     backbone = model.get('backbone')
     if isinstance(backbone, dict):
         cfgs = backbone.get('init_cfg')

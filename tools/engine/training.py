@@ -15,18 +15,18 @@ from .lock import locked
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
                  command: str = '') -> Path:
-    """Train, and return the path of the weights to use: the best in validation where there was one, else the last.
+    """Train, and return the path of the best weights in validation, or of the last ones without validation.
 
     Args:
         config: mmengine Config.
-        work_dir: where everything is written; no other training may be writing there.
-        log_level: of mmengine's logger.
-        weights: a file that a detector or segmenter starts from (a classifier: `load_from` of the config).
-        command: goes on with this training after it was stopped.
+        work_dir: Folder for all files; no other training may write to it.
+        log_level: Level of mmengine's logger.
+        weights: File that a detector or segmenter starts from (for a classifier: `load_from` of the config).
+        command: Command that resumes this training after an interruption, for messages.
 
     Raises:
-        UserError: the config, the data or the folder do not fit, and nothing has been written then; or training cannot
-            go on, because the loss is no longer finite or the disk is full.
+        UserError: The config, the data or the folder cannot be used, and nothing has been written; or the training
+            stopped because the loss is not finite or the disk is full.
     """
     from mmengine.dist import is_main_process
 
@@ -45,7 +45,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
 
 
 def _train(config, folder: Path, log_level: str, weights: Optional[str], command: str) -> Path:
-    """`run_training` in a folder that is locked."""
+    """Run the training in a folder that is locked."""
     from mmengine.dist import is_main_process
 
     from .checkpoints import latest_checkpoint, stamp
@@ -76,7 +76,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     except Exception as error:
         progress.stop()
         if is_main_process() and not progress.started:
-            # mmengine makes many parts only now; nothing has been learned, so nothing is to be kept.
+            # mmengine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)
         explained = _explained(error, folder, how_to_go_on(folder, command, earlier) if progress.started else '')
         if explained is error:
@@ -89,12 +89,14 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
 
 
 def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
-    """The error of a training as a UserError; itself where nothing is known of it and training had begun, so that there
-    is a sentence on how to go on."""
+    """Convert the error of a training to a UserError.
+
+    An unknown error is returned as it is if training had begun, which a sentence `go_on` on how to continue shows.
+    """
     from .messages import disk_full
     outside = re.search(r'Target (\d+) is out of bounds', str(error))
     if outside:
-        return UserError(f'a label map has label {outside[1]}, more than the classes of the data set')
+        return UserError(f'a label map has label {outside[1]}, but the data set has fewer classes')
     full = disk_full(error)
     if full:
         return UserError(f"{full} while writing to {folder}; free some space{go_on and f'; {go_on}'}")
@@ -104,15 +106,14 @@ def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
 
 
 def vet_pretrained(config) -> None:
-    """Refuse files that run code when they are read: what the config starts from goes through mmengine, which reads a
-    pickle in the old way where the safe one fails.
+    """Refuse starting weights that could run code: mmengine reads a pickle without protection if the safe way fails.
 
     Raises:
-        UserError: such a file, or one that is missing or damaged.
+        UserError: A file could run code, is missing or is damaged.
     """
     from ...backbones.weights import WeightsError, read_checkpoint
     for path in _pretrained(config.to_dict()):
-        if '://' in path:                                    # a name or an address of mmengine's
+        if '://' in path:                                    # an address that mmengine resolves
             continue
         try:
             read_checkpoint(Path(path).expanduser())
@@ -121,7 +122,7 @@ def vet_pretrained(config) -> None:
 
 
 def _pretrained(value: Any) -> Iterator[str]:
-    """The files that init_cfg and load_from name."""
+    """Yield the files that init_cfg and load_from name."""
     if isinstance(value, dict):
         for key in ('load_from', 'checkpoint'):
             path = value.get(key)
@@ -134,13 +135,12 @@ def _pretrained(value: Any) -> Iterator[str]:
 
 
 def _contents(folder: Path) -> Dict[Path, Optional[bytes]]:
-    """What is in the folder; of config files, which mmengine writes over, their bytes."""
+    """Return the paths in the folder, with the bytes of config files, which mmengine overwrites."""
     return {path: path.read_bytes() if path.suffix == '.py' else None for path in folder.iterdir()}
 
 
 def _undo(folder: Path, before: Dict[Path, Optional[bytes]]) -> None:
-    """Remove what a Runner writes before it trains, its config and its folder of logs; bring back the config that was
-    there."""
+    """Remove the config and the folder of logs that a Runner writes before it trains, and restore earlier configs."""
     for path in set(folder.iterdir()) - set(before):
         if path.is_dir() and re.fullmatch(r'\d{8}_\d{6}', path.name):
             shutil.rmtree(path, ignore_errors=True)

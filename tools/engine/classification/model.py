@@ -1,4 +1,4 @@
-"""A timm model as an mmengine model, accuracy as its metric, timm's optimiser factory as its constructor."""
+"""A timm model as an mmengine model, its accuracy metric, and an optimizer constructor for timm's factory."""
 import re
 from inspect import signature
 from typing import Any, Dict, List, Optional, Sequence, Union
@@ -18,13 +18,13 @@ from ..zoo import create
 
 @MODELS.register_module()
 class TimmClassifier(BaseModel):
-    """Any timm classifier by name; its weights are `net.*` of the state dict.
+    """Any timm classifier by name; its weights are `net.*` in the state dict.
 
     Args:
         name: timm model name.
-        label_smoothing: of the cross-entropy.
-        data_preprocessor: mmengine's, for what works on whole batches.
-        kwargs: for timm.create_model (num_classes, drop_path_rate, mask, ...).
+        label_smoothing: Label smoothing of the cross-entropy.
+        data_preprocessor: mmengine's config of a preprocessor for whole batches.
+        kwargs: Arguments of timm.create_model (num_classes, drop_path_rate, ...).
     """
 
     def __init__(self, name: str, label_smoothing: float = 0., data_preprocessor: Optional[Dict[str, Any]] = None,
@@ -34,15 +34,25 @@ class TimmClassifier(BaseModel):
         self.label_smoothing, self.has_weights = label_smoothing, False
 
     def init_weights(self) -> None:
-        """What mmengine calls before training; timm's networks start as their constructor leaves them or, with
-        `has_weights`, as they were loaded: some have an `init_weights` that would draw them again."""
+        """Initialize the weights unless they were loaded (`has_weights`).
+
+        mmengine calls this before training. Some networks of timm have an `init_weights`, which would overwrite them.
+        """
         if not self.has_weights:
             super().init_weights()
 
     def forward(self, inputs: Tensor, label: Optional[Tensor] = None,
                 mode: str = 'tensor') -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
-        """inputs: (B, 3, H, W), label: (B,) classes or (B, num_classes) weights -> logits (mode 'tensor'), dict(loss)
-        ('loss') or a dict(scores, label) for each image ('predict')."""
+        """Compute logits, loss or predictions.
+
+        Args:
+            inputs: Images (B, 3, H, W).
+            label: Classes (B,) or weights of classes (B, num_classes).
+            mode: 'tensor', 'loss' or 'predict'.
+
+        Returns:
+            Logits (B, num_classes), dict(loss), or a list with dict(scores, label) for each image.
+        """
         logits = self.net(inputs)
         if mode == 'loss':
             return dict(loss=F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing))
@@ -51,15 +61,15 @@ class TimmClassifier(BaseModel):
         return logits
 
 
-_WRONG = 2 ** 31                                                # a rank beyond every k
+_WRONG = 2 ** 31                                                # a rank larger than every k
 
 
 @METRICS.register_module()
 class AccuracyMetric(BaseMetric):
-    """Share of images, in percent, whose class is among the k best: accuracy/top1, accuracy/top5.
+    """Percentage of images whose class is among the k best: accuracy/top1, accuracy/top5.
 
-    A class whose score equals the label's stands before it, and where a score is NaN or infinite the image is wrong: a
-    network that tells nothing apart is never right.
+    A class with the same score as the label ranks before it, and an image with a score that is NaN or infinite counts
+    as wrong. A network with constant outputs therefore has an accuracy of 0.
     """
 
     default_prefix = 'accuracy'
@@ -71,7 +81,7 @@ class AccuracyMetric(BaseMetric):
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
         for sample in data_samples:
             scores = sample['scores']
-            # Its own score is counted, too: -1.
+            # The label's own score is counted, too: subtract 1.
             rank = (scores >= scores[sample['label']]).sum().item() - 1
             self.results.append(rank if scores.isfinite().all() else _WRONG)
 
@@ -97,8 +107,8 @@ class TimmOptimizerConstructor:
     def __init__(self, optim_wrapper_cfg: Dict[str, Any], paramwise_cfg: Optional[Dict[str, Any]] = None):
         self.cfg = dict(optim_wrapper_cfg)
         if paramwise_cfg:
-            raise UserError('paramwise_cfg does not go with TimmOptimizerConstructor: the model says what it exempts '
-                            'from weight decay, and layer_decay goes into optimizer')
+            raise UserError('paramwise_cfg is not supported by TimmOptimizerConstructor: the model defines what is '
+                            'exempt from weight decay, and layer_decay is an entry of optimizer')
 
     def __call__(self, model: TimmClassifier) -> OptimWrapper:
         options = dict(self.cfg.pop('optimizer'))
@@ -107,6 +117,6 @@ class TimmOptimizerConstructor:
         except (TypeError, ValueError) as error:
             raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
         for group in optimizer.param_groups:
-            # timm's own schedulers apply this factor; mmengine's start from the group's lr.
+            # timm's schedulers apply this factor; those of mmengine start from the group's lr.
             group['lr'] *= group.pop('lr_scale', 1.0)
         return OPTIM_WRAPPERS.build(dict(dict(type='OptimWrapper'), **self.cfg, optimizer=optimizer))

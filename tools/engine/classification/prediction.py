@@ -10,10 +10,10 @@ from ...common.output import add_row, print_table, progress
 
 
 def load_images(files: Iterable[Path], transform, left_out: LeftOut) -> Iterator[Tuple[Path, Any]]:
-    """(file, tensor) of each file; those that cannot be read are left to `left_out`.
+    """Yield (file, tensor) for each file; `left_out` receives the errors of files that cannot be read.
 
     Raises:
-        UnreadableImage: by `left_out`.
+        UnreadableImage: `left_out` raises it.
     """
     for file in files:
         try:
@@ -24,11 +24,23 @@ def load_images(files: Iterable[Path], transform, left_out: LeftOut) -> Iterator
 
 def classify(model, transform, classes: List[str], files: Sequence[Path], topk: int = 5,
              batch_size: int = 16, left_out: Optional[LeftOut] = None) -> List[Dict[str, Any]]:
-    """For each file dict(file, classes=[dict(name, probability), ...]), the likeliest first. Files that cannot be read
-    are left to `left_out`; without it they are errors.
+    """Classify image files.
+
+    Args:
+        model: Classifier in eval mode.
+        transform: Transform of PIL images.
+        classes: Names of the classes.
+        files: Image files.
+        topk: Number of classes to return for each file.
+        batch_size: Number of images in a batch.
+        left_out: Receives the errors of files that cannot be read; without it they are raised.
+
+    Returns:
+        For each file dict(file, classes=[dict(name, probability), ...]), the likeliest class first.
 
     Raises:
-        UnreadableImage: see above.
+        UnreadableImage: A file cannot be read, and `left_out` does not accept the error.
+        UserError: The model does not accept the size of the images.
     """
     import torch
     results = []
@@ -39,9 +51,9 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
         try:
             with torch.inference_mode():
                 values, indices = model(batch).softmax(-1).topk(min(topk, len(classes)))
-        except (ValueError, RuntimeError, AssertionError) as error:       # a size that the model does not take
+        except (ValueError, RuntimeError, AssertionError) as error:       # the model does not accept the size
             size = ' x '.join(map(str, batch.shape[2:]))
-            raise UserError(f'the model does not take images of {size}: {one_line(error)}') from error
+            raise UserError(f'the model does not accept images of {size}: {one_line(error)}') from error
         for (file, _), value, index in zip(part, values.tolist(), indices.tolist()):
             results.append(dict(file=str(file), classes=[dict(name=classes[i], probability=v)
                                                          for v, i in zip(value, index)]))

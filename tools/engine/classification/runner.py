@@ -1,4 +1,4 @@
-"""From a config to a Runner: model and data are built, and found to fit, before anything is written."""
+"""Build a classification Runner from a config; model and data are checked before anything is written."""
 import time
 from copy import deepcopy
 from typing import Any, Dict, List, Sequence, Tuple
@@ -22,23 +22,23 @@ from .weight_files import NOT_OF_THE_NETWORK
 
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
                  log_level: str = 'ERROR') -> Runner:
-    """A Runner whose model and data sets exist already.
+    """Build a Runner; the model and the data sets are built first, to check them.
 
     Args:
-        config: as `subquad.tools.engine.config.load` returns it.
-        work_dir: where mmengine writes logs and checkpoints.
-        training: build the training and validation parts; otherwise the test part.
-        hooks: further hooks; a WeightsHook is told the metadata.
-        log_level: of mmengine's logger.
+        config: As `subquad.tools.engine.config.load` returns it.
+        work_dir: Folder for logs and checkpoints.
+        training: Build the training and validation parts; otherwise the test part.
+        hooks: Further hooks; a WeightsHook receives the metadata.
+        log_level: Level of mmengine's logger.
 
     Raises:
-        UserError: a part that cannot be built, classes or starting weights that do not fit the model.
+        UserError: A part cannot be built, or classes or starting weights do not match the model.
     """
     config = deepcopy(config)
     if config.get('strict_images'):
         for part in ('train', 'val', 'test'):
             dataset = config.get(f'{part}_dataloader', {}).get('dataset', {})
-            if dataset.get('type') == 'ImageFolder':         # the others read no image files of a user's
+            if dataset.get('type') == 'ImageFolder':         # other data sets do not read image files of a user
                 dataset.strict = True
     arguments, classes = _data(config, ('train', 'val') if training else ('test',))
     if config.model.setdefault('num_classes', len(classes)) != len(classes):
@@ -47,7 +47,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     resume = training and config.get('resume', False)
     if start and not resume:
         adopt_options(config, start)
-    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    # The Runner seeds only in its constructor, which is too late for the weights.
     randomness = config.get('randomness', dict(seed=0))
     set_random_seed(randomness.get('seed'))
     model = build(MODELS, config.model.to_dict(), 'model')
@@ -56,7 +56,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         refuse_other_state(model.net, start)
     elif start:
         load_classifier(model.net, start, classes)
-        model.has_weights, start = True, None                 # mmengine's loading leaves out what does not fit
+        model.has_weights, start = True, None                 # mmengine's loading would skip weights that do not match
     if training:
         hooks.append(FiniteHook())
         optimizer = config.get('optim_wrapper')
@@ -69,7 +69,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)
     writable_folder(work_dir)
-    # mmengine keeps visualisers by this name, and one of a second run in the same second would write to the first's.
+    # mmengine keeps visualizers by this name: a second run in the same second would write to those of the first.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     if config.get('visualizer'):
         arguments['visualizer'] = {**config.visualizer, 'name': name}
@@ -81,10 +81,10 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
 
 
 def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
-    """(the Runner's arguments for these parts, with data sets that exist already; the names of the classes).
+    """Return the Runner's arguments for these parts, with data sets already built, and the names of the classes.
 
     Raises:
-        UserError: a part that is missing or cannot be built, or parts with different classes.
+        UserError: A part is missing or cannot be built, or the parts have different classes.
     """
     arguments: Dict[str, Any] = {}
     for part in parts:
@@ -110,7 +110,7 @@ def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[st
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:
-    """What `subquad predict` needs to use the weights: the model, its options, its classes, its transform."""
+    """Return what `subquad predict` needs: the model, its options, its classes and its transform."""
     part = config.get('test_dataloader') or config.get('val_dataloader') or config.train_dataloader
     options = {k: v for k, v in config.model.to_dict().items() if k not in NOT_OF_THE_NETWORK}
     transform = {k: v for k, v in part.dataset.to_dict().get('transform', {}).items() if k != 'is_training'}
@@ -118,5 +118,5 @@ def _metadata(config: Config, classes) -> Dict[str, Any]:
 
 
 def network(runner: Runner) -> TimmClassifier:
-    """The timm model inside the runner's model."""
+    """Return the timm model inside the runner's model."""
     return getattr(runner.model, 'module', runner.model).net

@@ -1,4 +1,4 @@
-"""Classifiers from weight files: the model, its options, its classes and how images are prepared for it."""
+"""Load classifiers from weight files, with their options, classes and image transforms."""
 import ast
 import sys
 from pathlib import Path
@@ -6,25 +6,26 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from ...common.cli import UserError, one_line
 
-# Of a TimmClassifier in a config; the rest are options of the timm model.
+# Arguments of TimmClassifier itself; all others are options of the timm model.
 NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 _CONFIG_BYTES = 2_000_000
 
 
 def load_classifier(checkpoint: str, name: Optional[str] = None,
                     allow_nonfinite: bool = False) -> Tuple[Any, Any, List[str]]:
-    """(model in eval mode, transform of PIL images, class names) from a checkpoint.
+    """Load a classifier: (model in eval mode, transform of PIL images, class names).
 
-    Model, options, classes and transform are those of the file: of a .safetensors of `subquad train`, or of the config
-    that a Runner's .pth holds or that lies beside it. Where the transform is assumed, a sentence on stderr says so.
+    Model, options, classes and transform are read from a .safetensors file of `subquad train`, or from the config that
+    a Runner's .pth holds or that lies beside it. If the transform is unknown, the model's default is used and a message
+    on stderr says so.
 
     Args:
-        checkpoint: a file of `subquad train`, which knows its model, or another together with `name`.
-        name: timm name of the model, where the file does not know it.
-        allow_nonfinite: take weights that hold NaN or infinities.
+        checkpoint: A file of `subquad train`, or any other file together with `name`.
+        name: timm name of the model, if the file does not contain it.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
 
     Raises:
-        UserError: the file cannot be read, does not fit the model, or no model is known.
+        UserError: The file cannot be read or does not match the model, or the model is unknown.
     """
     import timm.data
 
@@ -42,7 +43,7 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
         content = read_file(checkpoint)
         metadata = _metadata(Path(checkpoint), content)
         if not name and 'model' not in metadata:
-            raise UserError(f'{path} does not say which model it is of: give --model NAME (subquad models lists them)')
+            raise UserError(f'{path} does not name its model: give --model NAME (subquad models lists them)')
         same = name in (None, metadata.get('model'))
         options = metadata.get('options', {}) if same else {}
         model = _fitting_model(name or metadata['model'], options, content.weights, path)
@@ -69,11 +70,11 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
 
 
 def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], path: str) -> Any:
-    """The model in eval mode. It is built without memory first, so that a file cannot ask for more than it fills.
+    """Build the model in eval mode, first without memory, so that a file cannot demand more memory than it fills.
 
     Raises:
-        UserError: an unknown name, or options that the model refuses.
-        WeightsError: options that a file must not set, or weights that are not this model's.
+        UserError: The name is unknown, or the model refuses the options.
+        WeightsError: A file must not set these options, or the weights belong to another model.
     """
     import timm
 
@@ -95,11 +96,11 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
         except (UserError, NotImplementedError, RuntimeError, TypeError) as error:
             if name in our_models():
                 raise UserError(f'{path}: {one_line(error)}') from error
-            # Some networks of timm compute with numbers while they are made: they are compared once they are there.
+            # Some networks of timm need real numbers in their constructor; they are compared afterwards.
         return create(name, **options).eval()
     except (AssertionError, AttributeError, ArithmeticError, LookupError, NotImplementedError, RuntimeError,
-            TypeError) as error:                             # what networks of timm raise for options they do not take
-        raise UserError(f'{path}: {name} cannot be made with its options: {one_line(error)}') from error
+            TypeError) as error:                             # errors of timm's networks for unknown options
+        raise UserError(f'{path}: {name} cannot be built with its options: {one_line(error)}') from error
 
 
 def _say_assumed(path: str, name: str, transform: Dict[str, Any]) -> None:
@@ -110,10 +111,10 @@ def _say_assumed(path: str, name: str, transform: Dict[str, Any]) -> None:
 
 
 def _metadata(path: Path, content: Any) -> Dict[str, Any]:
-    """dict(model, options, classes, transform) as far as they are known: from the file, else from files beside it.
+    """Return the known ones of model, options, classes and transform, from the file or from files beside it.
 
     Raises:
-        WeightsError: an entry has a wrong type.
+        WeightsError: An entry has a wrong type.
     """
     from ....backbones.weights import WeightsError, check_metadata, read_metadata
     if content.metadata or content.source != 'state_dict':
@@ -132,7 +133,7 @@ def _metadata(path: Path, content: Any) -> Dict[str, Any]:
         try:
             beside = read_metadata(file) if 'classes' not in metadata and file.is_file() else {}
         except WeightsError:
-            continue                                         # it is not the file that was asked for
+            continue                                         # the damaged file is not the requested one
         if beside.get('model') and not metadata:
             metadata = {key: beside[key] for key in ('model', 'options', 'classes', 'transform') if key in beside}
             print(f'the model, its classes and its transform are read from {file}', file=sys.stderr)
@@ -143,13 +144,13 @@ def _metadata(path: Path, content: Any) -> Dict[str, Any]:
 
 
 def config_metadata(text: str) -> Dict[str, Any]:
-    """dict(model, options, transform) from a classification config as mmengine writes it, which is read and not run.
+    """Read a classification config as mmengine writes it, without running it.
 
     Args:
-        text: assignments of literals and of `dict(...)`; others are passed over.
+        text: Assignments of literals and of `dict(...)`; other statements are skipped.
 
     Returns:
-        {} where it is not the config of a classifier.
+        dict(model, options, transform), or {} if it is not the config of a classifier.
     """
     if len(text) > _CONFIG_BYTES:
         return {}
@@ -177,10 +178,10 @@ def config_metadata(text: str) -> Dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal or of `dict(key=literal, ...)`.
+    """Return the value of a literal or of `dict(key=literal, ...)`.
 
     Raises:
-        ValueError: anything else.
+        ValueError: The node is anything else.
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'dict' and not node.args:
         return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}

@@ -17,11 +17,10 @@ from .runner import build_runner, classes_of, network
 
 
 class PicturesHook(Hook):
-    """Writes each test image with what was found, beside the image with what was annotated, where the test pipeline
-    loads it.
+    """Writes each test image with its predictions, beside its annotations if the test pipeline loads them.
 
     Args:
-        folder: where; a picture has its image's name and the ending .png.
+        folder: Folder of the pictures, which are named after their images.
     """
 
     def __init__(self, folder: Path):
@@ -38,15 +37,17 @@ class PicturesHook(Hook):
 
 def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False,
              allow_nonfinite: bool = False) -> Dict[str, float]:
-    """Metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
+    """Compute the metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
 
     Args:
-        config: as `subquad.tools.engine.config.load` returns it. checkpoint: file. show_dir: folder for pictures.
-        tta: test as the config's `tta_model` and `tta_pipeline` say.
-        allow_nonfinite: test weights that hold NaN or infinities, too.
+        config: As `subquad.tools.engine.config.load` returns it.
+        checkpoint: File of weights.
+        show_dir: Empty folder for pictures.
+        tta: Test with the config's `tta_model` and `tta_pipeline`.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
 
     Raises:
-        UserError: the config, the data, the checkpoint or the folder do not fit.
+        UserError: The config, the data, the checkpoint or the folder cannot be used together.
     """
     if tta:
         if 'tta_model' not in config or 'tta_pipeline' not in config:
@@ -57,11 +58,11 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
     hooks = []
     if show_dir:
         if any(writable_folder(show_dir).iterdir()):
-            raise UserError(f'--show-dir: {show_dir} is not empty; pictures could replace what is in it')
+            raise UserError(f'--show-dir: {show_dir} is not empty; pictures could replace its files')
         hooks = [PicturesHook(writable_folder(show_dir))]
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=False, hooks=hooks)
-        model = getattr(runner.model, 'module', runner.model)        # of several processes
+        model = getattr(runner.model, 'module', runner.model)        # inside a distributed wrapper
         try:
             load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
                             allow_nonfinite, network(config))
@@ -69,7 +70,7 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
             raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
         except WeightsError as error:
             raise UserError(str(error)) from error
-        made(lambda: runner.test_loop, 'test_evaluator')         # read now, not after minutes
+        made(lambda: runner.test_loop, 'test_evaluator')         # build it now, not after minutes
         metrics = runner.test()
         close_log(runner)
     return {name: float(value) for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Data of detectors and segmenters: data sets and pipelines whose errors name the file, and images of a few pixels."""
+"""Build data sets and pipelines of detectors and segmenters with errors that name the file; accept tiny images."""
 import json
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,30 +16,31 @@ from ....backbones.weights import read_checkpoint
 from ...common.cli import UserError, one_line
 from ...common.paths import expanded
 
-# What a COCO annotation file has at least.
+# Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')
-# Input side up to which the deepest map, at stride 32, has one cell.
+# Longest side of an input whose deepest map, at stride 32, has one cell.
 _ONE_CELL = 32
 
 
 def build_dataset(config: Dict[str, Any], name: str) -> Any:
-    """The data set of a config.
+    """Build the data set of a config.
 
     Args:
-        config: of the data set. name: its place in the whole config, for messages.
+        config: Config of the data set.
+        name: Its place in the whole config, for messages.
 
     Raises:
-        UserError: it cannot be built; the file or folder at fault is named where there is one.
+        UserError: The data set cannot be built; the message names the missing or damaged file or folder, if any.
     """
     try:
         return DATASETS.build(config)
     except UserError:
         raise
-    except Exception as error:             # libraries, annotation files and a user's own class raise whatever they do
+    except Exception as error:             # libraries and users' classes raise any error
         parts = list(_parts(config))
         fault = next(filter(None, (_fault(part) for part in parts)), None)
         if fault is None:
-            # A key alone, as a KeyError has it, says nothing of where it is missing.
+            # The message of a KeyError is only the key.
             where = ', '.join(str(path) for part in parts if (path := _path(part, part.get('ann_file'))))
             text = f'no {error.args[0]!r}' if isinstance(error, KeyError) and error.args else one_line(error)
             fault = f'{text}{f" (reading {where})" if where and where not in text else ""}'
@@ -50,10 +51,11 @@ def check_evaluator(config: Any, known: List[Any]) -> None:
     """Refuse an evaluator whose annotation file is missing or damaged, before hours of training.
 
     Args:
-        config: of one evaluator or a list of them. known: data sets, whose files have been read already.
+        config: Config of one evaluator or a list of them.
+        known: Configs of data sets, whose files have been read already.
 
     Raises:
-        UserError: which file.
+        UserError: The file is missing or damaged.
     """
     read = {_path(part, part.get('ann_file')) for dataset in known for part in _parts(dataset)}
     for part in config if isinstance(config, (list, tuple)) else [config]:
@@ -66,7 +68,7 @@ def check_evaluator(config: Any, known: List[Any]) -> None:
 
 
 def _parts(config: Any) -> Iterator[Dict[str, Any]]:
-    """The configs of the data sets that read files, out of those that concatenate or repeat them."""
+    """Yield the configs of the data sets that read files, inside those that concatenate or repeat others."""
     for inner in config.get('datasets') or ([config['dataset']] if 'dataset' in config else []):
         yield from _parts(inner)
     if 'dataset' not in config and 'datasets' not in config:
@@ -78,7 +80,7 @@ def _path(part: Dict[str, Any], name: Any) -> Optional[Path]:
 
 
 def _fault(part: Dict[str, Any]) -> Optional[str]:
-    """What is wrong with the files of a data set, None where they look right."""
+    """Return what is wrong with the files of a data set, or None."""
     path = _path(part, part.get('ann_file'))
     if path is not None and '://' not in str(path) and not path.is_file():
         return f'no annotation file {path}'
@@ -115,10 +117,10 @@ def _coco_fault(path: Path, keys: Tuple[str, ...] = _COCO_KEYS) -> Optional[str]
 
 
 class Steps(Compose):
-    """A data pipeline whose errors name the image, and that takes images with sides of one pixel.
+    """A data pipeline whose errors name the image, and that accepts images with sides of one pixel.
 
     Args:
-        transforms: the steps of another pipeline, built.
+        transforms: The steps of another pipeline, already built.
     """
 
     def __init__(self, transforms: List[Any]):
@@ -136,12 +138,12 @@ class Steps(Compose):
             return super().__call__(data)
         except UserError:
             raise
-        except Exception as error:                # a step of any library: its message says what, not which image
+        except Exception as error:                # the message of a step does not name the image
             raise UserError(f'{file} cannot be prepared: {one_line(error)}') from error
 
 
 def _positive_strides(results: Dict[str, Any]) -> Dict[str, Any]:
-    """A flipped array of one pixel counts as contiguous, and torch refuses its negative strides."""
+    """Copy flipped arrays of one pixel: numpy calls them contiguous, and torch refuses their negative strides."""
     for key in ('img', 'gt_seg_map'):
         array = results.get(key)
         if isinstance(array, np.ndarray) and any(stride < 0 for stride in array.strides):
@@ -150,7 +152,7 @@ def _positive_strides(results: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
-    """mmseg squeezes label maps: sides of one pixel come back."""
+    """Restore the sides of one pixel that mmseg squeezes out of label maps."""
     labels, image = results.get('gt_seg_map'), results.get('img')
     if isinstance(labels, np.ndarray) and labels.ndim < 2 and image is not None and labels.size == image[..., 0].size:
         results['gt_seg_map'] = labels.reshape(image.shape[:2])
@@ -161,11 +163,11 @@ class DenseRunner(Runner):
     """mmengine's Runner, with `Steps` as the pipelines of its data sets.
 
     Raises:
-        UserError: from `train` and `test`, a batch of images that the segmenter cannot stack.
+        UserError: In `train` and `test`, a batch holds images that the segmenter cannot stack.
     """
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        """`load_from` takes every file that `read_checkpoint` does; resuming is mmengine's."""
+        """Load every file for `load_from` that `read_checkpoint` reads; resume as mmengine does."""
         if self._resume:
             return super().load_checkpoint(filename, *args, **kwargs)
         checkpoint = dict(state_dict=read_checkpoint(expanded(filename))[0], meta={})
@@ -198,8 +200,8 @@ def _batches_explained(loader: str) -> Iterator[None]:
     except AssertionError as error:
         if 'image size in a batch' not in str(error):
             raise
-        raise UserError('a batch of images of several sizes, which MMSegmentation tests one at a time: --cfg-options '
-                        f'{loader}.batch_size=1') from error
+        raise UserError('a batch holds images of several sizes, which MMSegmentation tests one at a time: use '
+                        f'--cfg-options {loader}.batch_size=1') from error
 
 
 def _leaves(dataset: Any) -> Iterator[Any]:
@@ -210,7 +212,7 @@ def _leaves(dataset: Any) -> Iterator[Any]:
 
 
 def accept_tiny_images(model: nn.Module) -> None:
-    """Pad batches whose deepest map would have a single cell: mmdet's RPN head with one anchor a cell fails on it."""
+    """Pad batches whose deepest map would have a single cell, on which mmdet's RPN head with one anchor fails."""
     model = getattr(model, 'module', model)                  # of test-time augmentation
     if getattr(model, 'rpn_head', None) is not None:
         model.data_preprocessor.register_forward_pre_hook(_two_cells)

@@ -20,10 +20,10 @@ class LoadPhotograph(LoadImageFromFile):
     a half-grey image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
 
     Args:
-        unreadable: what comes of an image that cannot be read, which stderr names: 'replace' gives the data set None,
-            for which it takes another image, drawn by numpy; 'blank' a black image of the annotated size, on which
-            nothing can be found; 'raise' an error.
-        kwargs: of LoadImageFromFile. color_type 'color_ignore_orientation' leaves the EXIF orientation alone.
+        unreadable: Result for an image that cannot be read, which is reported on stderr. 'replace' returns None, and
+            the data set takes a random other image; 'blank' returns a black image of the annotated size; 'raise' raises
+            an error.
+        kwargs: Arguments of LoadImageFromFile. color_type 'color_ignore_orientation' ignores the EXIF orientation.
 
     Raises:
         UnreadableImage: 'raise'; or the file does not exist; or 'blank' where no annotation says how large it is.

@@ -36,23 +36,24 @@ _COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', '
 _TRAINING = ('train_dataloader', 'train_cfg', 'val_dataloader', 'val_cfg', 'val_evaluator', 'optim_wrapper',
              'param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
 _TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
-# Heads whose `num_classes` is that of the data set.
+# Heads whose `num_classes` is the data set's.
 _HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
-# Bytes of an annotation file that is not read a second time (COCO's have 450 MB, and the classes that everybody knows).
+# Size in bytes from which an annotation file is not read a second time (COCO's has 450 MB).
 _LARGE = 100_000_000
-# Options of a backbone and of a data preprocessor that act in training alone, or on batches.
+# Options of a backbone that only act in training, and of a data preprocessor that only act on batches.
 _TRAINING_OPTIONS = ('init_cfg', 'frozen_stages', 'norm_eval', 'with_cp', 'drop_path_rate', 'drop_rate')
 _BATCHING = ('batch_augments', 'pad_mask', 'pad_seg', 'size', 'size_divisor', 'test_cfg', 'non_blocking')
-# Label maps that are looked at before training.
-_LOOKED_AT = 20
+# Number of label maps that are checked before training.
+_CHECKED_MAPS = 20
 
 
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
                  log_level: str = 'ERROR') -> Runner:
-    """A Runner whose model and data sets exist already; arguments as for `classification.runner.build_runner`.
+    """Build a Runner; the model and the data sets are built first, to check them. Arguments as for classifiers
+    (`engine.classification.runner.build_runner`).
 
     Raises:
-        UserError: a part that cannot be built, or classes that do not fit.
+        UserError: A part cannot be built, or the classes of data and model differ.
     """
     config = deepcopy(config)
     init_default_scope(config.get('default_scope', 'mmengine'))
@@ -61,13 +62,13 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         if loader is None and part != 'val':
             raise UserError(f'the config has no {part}_dataloader')
         if loader is not None:
-            # Not kept: a data set that lives in the config would be copied and written with it.
+            # The data set is not kept: inside the config it would be copied and written to the work folder.
             dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
             check_dataset(dataset, config, part)
             check_batch_size(loader, dataset, part)
             if config.get(f'{part}_evaluator') is not None:
                 check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
-    # The Runner seeds too, but only when it is made: the weights must not depend on what ran before.
+    # The Runner seeds only in its constructor, which is too late for the weights.
     config.setdefault('randomness', dict(seed=0))
     set_random_seed(config.randomness.get('seed') or 0)
     model = build(MODELS, config.model, 'model')
@@ -80,14 +81,14 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
                 hook.prepare(model, classes_of(config.train_dataloader.dataset))
     config.work_dir = str(writable_folder(work_dir))
     config.log_level = log_level
-    # mmengine keeps loggers and visualisers by name: a second run in one process would write to the first's.
+    # mmengine keeps loggers and visualizers by name: a second run would write to those of the first.
     config.setdefault('experiment_name', f"{Path(config.filename or 'config').stem}_{time.time_ns()}")
     if 'visualizer' in config:
         config.visualizer.name = config.experiment_name
     for key, value in process_options(config).items():
         config[key] = value
     if not torch.cuda.is_available():
-        model = revert_sync_batchnorm(model)             # there is none for CPUs
+        model = revert_sync_batchnorm(model)             # CPUs have none
     for hook in hooks:
         if isinstance(hook, WeightsHook):
             hook.metadata = metadata(config)
@@ -96,7 +97,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if training:
         hooks = [FiniteHook(), *hooks]
         arguments['default_hooks'] = whole_checkpoints(config.get('default_hooks'))
-    # cfg is written to the work folder, whole, for other tools to use. (from_cfg would copy the model with it.)
+    # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
     arguments.update(_photographs(config, arguments))
     runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')
     for hook in (SeedHook(), LoadedHook(), *hooks):
@@ -105,8 +106,10 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
 
 
 def _photographs(config: Config, arguments: Dict[str, Any]) -> Dict[str, Any]:
-    """The data loaders, reading images as `open_image` does. Not in the config: other tools use what is written of it.
-    Images that cannot be read are reported, and replaced in training; `strict_images=True` makes them errors."""
+    """Return data loaders that read images with `open_image`, and leave the config as other tools expect it.
+
+    An image that cannot be read is reported and, in training, replaced; `strict_images=True` makes it an error.
+    """
     default = {'train_dataloader': 'replace', 'val_dataloader': 'blank', 'test_dataloader': 'blank'}
     strict = config.get('strict_images', False)
     return {key: with_photographs(arguments[key], 'raise' if strict else unreadable)
@@ -114,10 +117,10 @@ def _photographs(config: Config, arguments: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _check_training(config: Config, model: nn.Module) -> None:
-    """Refuse an optimiser that cannot be made, and a file to start from that is not this model's.
+    """Check that the optimizer can be built and that `load_from` matches the model; report on stderr what it loads.
 
     Raises:
-        UserError: see above. stderr says which weights `load_from` loads.
+        UserError: The optimizer cannot be built, or the file belongs to another model.
     """
     if config.get('optim_wrapper') is None:
         raise UserError('the config has no optim_wrapper')
@@ -126,13 +129,13 @@ def _check_training(config: Config, model: nn.Module) -> None:
     if not path:
         return
     if not isinstance(path, (str, Path)) or '://' in str(path):
-        raise UserError(f'load_from must be the path of a file, got {path}; download it first')
+        raise UserError(f'load_from must be the path of a file, got {path}; download the file first')
     try:
         weights, _, _ = read_checkpoint(expanded(str(path)))
         check_finite(weights, str(path))
     except WeightsError as error:
         raise UserError(f'load_from: {error}') from error
-    make_loading_strict(model)                                       # others' models load as strictly as ours
+    make_loading_strict(model)                         # models of other libraries load as strictly as subquad's
     found = compare_weights(model, weights, None if config.get('resume') else _new_heads(config))
     if found.problems:
         raise UserError(mismatch_message(str(path), model, weights, found))
@@ -141,14 +144,14 @@ def _check_training(config: Config, model: nn.Module) -> None:
 
 
 def _new_heads(config: Config) -> Optional[Sequence[str]]:
-    """What the config's NewHeadsHook lets the file lack, None without that hook."""
+    """Return the keys that the config's NewHeadsHook allows a file to lack, or None without that hook."""
     given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
                   and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
     return None if given is None else build(HOOKS, given, 'custom_hooks').missing
 
 
 class LoadedHook(Hook):
-    """Says on stderr which weights the backbone's init_cfg has loaded, and from which file."""
+    """Reports on stderr which weights the backbone's init_cfg has loaded, and from which file."""
 
     def before_train(self, runner: Runner) -> None:
         if runner._resume or not is_main_process():
@@ -159,18 +162,21 @@ class LoadedHook(Hook):
 
 
 def _seed_workers(loader: Dict[str, Any]) -> None:
-    """Workers that are made anew at each epoch and seeded as torch says, which SeedHook has seeded: mmengine's own
-    function gives them the same numbers in every epoch, and workers that persist cannot be resumed."""
+    """Start new workers for each epoch, seeded by torch, which SeedHook seeds.
+
+    mmengine's own function gives workers the same seeds in every epoch, and persistent workers cannot be resumed.
+    """
     if loader.get('num_workers'):
         loader.setdefault('worker_init_fn', dict(type='workers_as_torch_seeds_them'))
         loader['persistent_workers'] = False
 
 
 def check_dataset(dataset: Any, config: Config, part: str) -> None:
-    """Refuse data whose classes are not the model's.
+    """Refuse a data set whose classes differ from the model's.
 
     Raises:
-        UserError: no images; another number of classes than a head; a class that the annotation file does not have.
+        UserError: The data set has no images or another number of classes than a head, or a class is missing in the
+            annotation file.
     """
     parts = getattr(dataset, 'datasets', [dataset])              # of a ConcatDataset
     for piece in parts:
@@ -190,8 +196,10 @@ def check_dataset(dataset: Any, config: Config, part: str) -> None:
 
 
 def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) -> None:
-    """mmdet leaves out what it does not know, counts classes wrongly where one is not there, and gives labels in the
-    order of the file, whatever the order of the names."""
+    """Refuse an annotation file whose categories differ from the classes.
+
+    MMDetection drops unknown categories, counts classes wrongly if one is missing, and orders labels as the file does.
+    """
     path = Path(dataset.ann_file)
     if len(dataset.cat_ids) == len(classes) and path.stat().st_size > _LARGE:
         return
@@ -210,13 +218,13 @@ def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) ->
 
 
 def _check_labels(dataset: Any, classes: int) -> None:
-    """Look at a few label maps, from the first to the last: one class too many would end training in the middle."""
+    """Check the labels of a few label maps across the data set: a label out of range would stop training later."""
     load = next((step for step in getattr(dataset.pipeline, 'transforms', ())
                  if type(step).__name__ == 'LoadAnnotations'), None)
     if load is None:
         return
-    for n in sorted({round(k * (len(dataset) - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)}):
-        loaded = load({**dataset.get_data_info(n), 'seg_fields': []})        # labels as training sees them
+    for n in sorted({round(k * (len(dataset) - 1) / (_CHECKED_MAPS - 1)) for k in range(_CHECKED_MAPS)}):
+        loaded = load({**dataset.get_data_info(n), 'seg_fields': []})        # with the labels of training
         labels = np.unique(loaded['gt_seg_map']).astype(int)
         labels = labels[labels != dataset.ignore_index]
         if labels.size and labels.max() >= classes:
@@ -225,34 +233,34 @@ def _check_labels(dataset: Any, classes: int) -> None:
 
 
 def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
-    """(path in the config, num_classes) of every head that predicts the data set's classes."""
+    """Yield (path in the config, num_classes) of every head that predicts the classes of the data set."""
     items = model.items() if isinstance(model, dict) else enumerate(model) if isinstance(model, (list, tuple)) else ()
     for key, value in items:
         if isinstance(value, dict) and key in _HEADS and isinstance(value.get('num_classes'), int):
             yield f'{path}.{key}', value['num_classes']
-        elif key != 'auxiliary_head':                    # several of them may have tasks of their own
-            parts = value if key in _HEADS and isinstance(value, (list, tuple)) else ()      # a cascade's
+        elif key != 'auxiliary_head':                    # several auxiliary heads can have other tasks
+            parts = value if key in _HEADS and isinstance(value, (list, tuple)) else ()      # of a cascade
             yield from ((f'{path}.{key}.{n}', part['num_classes']) for n, part in enumerate(parts)
                         if isinstance(part.get('num_classes'), int))
             yield from heads(value, f'{path}.{key}')
 
 
 def metadata(config: Config) -> Dict[str, Any]:
-    """What is kept with the weights: the config's name, the classes, and options that no weight's shape shows."""
+    """Return what is stored with the weights: config name, classes, and options that no shape of a weight reveals."""
     loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
                   if (loader := config.get(key)) is not None)
     return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset), network=network(config))
 
 
 def network(config: Config) -> Dict[str, Any]:
-    """Options of backbone and data preprocessor that change what a detector computes: path in the model -> value."""
+    """Return the options of backbone and preprocessor that change the computation: {path in the model: value}."""
     found = {}
     model = config.model.get('module', config.model)             # of test-time augmentation
     for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
         for key, value in dict(model.get(part) or {}).items():
             try:
-                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as a file holds it
-            except (TypeError, ValueError):                       # a class or function; its name is enough elsewhere
+                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as JSON in a file returns it
+            except (TypeError, ValueError):                       # classes and functions are skipped
                 continue
             if key in left_out:
                 del found[f'{part}.{key}']
@@ -260,12 +268,12 @@ def network(config: Config) -> Dict[str, Any]:
 
 
 def classes_of(dataset: Any) -> List[str]:
-    """The class names that a data set's config says or its type has."""
+    """Return the class names that a data set's config gives or its type defines."""
     return list(known_metainfo(dataset)['classes'])
 
 
 def known_metainfo(dataset: Any) -> Dict[str, Any]:
-    """What a data set's config and type say of its classes, without building it."""
+    """Return the metainfo (classes, palette) of a data set from its config and type, without building it."""
     while 'metainfo' not in dataset and ('dataset' in dataset or 'datasets' in dataset):
         dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
     with DATASETS.switch_scope_and_registry(None) as registry:
@@ -273,8 +281,8 @@ def known_metainfo(dataset: Any) -> Dict[str, Any]:
     if not hasattr(kind, '_load_metainfo'):
         raise UserError(f"no data set of type {dataset['type']!r} that knows its classes")
     own = dict(dataset.get('metainfo') or {})
-    metainfo = kind._load_metainfo(own)                  # mmengine's: classes may be a file of names
+    metainfo = kind._load_metainfo(own)                  # mmengine accepts a file of names as classes
     if not metainfo.get('classes'):
         raise UserError(f"the data set {dataset['type']} has no classes: metainfo=dict(classes=(...))")
-    # The palette of other classes is not theirs.
+    # The palette of the type belongs to its own classes.
     return {**metainfo, 'palette': own.get('palette') if 'classes' in own else metainfo.get('palette')}

@@ -12,10 +12,10 @@ TITLES = {'influences': 'influence on the token under the cross, mean over heads
 
 
 def drawable(model: Any) -> str:
-    """What is drawn of a model, a key of TITLES.
+    """Return the kind of maps that a model has, a key of TITLES.
 
     Raises:
-        UserError: it is of none of our families.
+        UserError: The model belongs to none of the families of this package.
     """
     from ....backbones import PPMA
     for what in ('influences', 'context_scores'):
@@ -23,7 +23,7 @@ def drawable(model: Any) -> str:
             return what
     if isinstance(model, PPMA):
         return 'decay_factors'
-    raise UserError(f'{type(model).__name__} has nothing to draw here: MobileViTv2 has context scores, Myo influences, '
+    raise UserError(f'{type(model).__name__} has no maps to draw: MobileViTv2 has context scores, Myo influences, '
                     'PPMA decay factors')
 
 
@@ -37,7 +37,7 @@ def draw_maps(out: Path, what: str, model: Any, transform: Any, images: Sequence
         model: a classifier in eval mode.
         transform: how the images were prepared.
         images: (file, tensor) of each image.
-        wanted: names or parts of names of the layers to draw (None: all).
+        wanted: Names or parts of names of layers (None: all).
         at: Myo's token, as shares of height and width.
 
     Returns:
@@ -62,10 +62,10 @@ def draw_maps(out: Path, what: str, model: Any, transform: Any, images: Sequence
 
 
 def _chosen(layers: Sequence[str], wanted: Optional[List[str]]) -> List[str]:
-    """The layers that are asked for, by whole names or parts of them.
+    """Return the layers whose names contain one of the wanted texts.
 
     Raises:
-        UserError: one that fits none.
+        UserError: A text matches no layer.
     """
     for text in wanted or []:
         if not any(text in layer for layer in layers):
@@ -75,7 +75,7 @@ def _chosen(layers: Sequence[str], wanted: Optional[List[str]]) -> List[str]:
 
 
 def _maps(what: str, model: Any, inputs: Any, at: Tuple[float, ...]) -> Tuple[Dict[str, Any], Callable[..., None]]:
-    """What is drawn, by layer, and the function that draws it."""
+    """Return the maps by layer, and the function that draws them."""
     if what == 'influences':
         return model.influences(inputs, at), influences.draw
     if what == 'context_scores':

@@ -10,8 +10,10 @@ _MAP = 'jet'
 
 
 def overlay(image, scores):
-    """An image (H, W, 3) of 0 to 1 under a map of scores (h, w), red where they are largest: (H, W, 3) array. The image
-    alone where all scores are the same."""
+    """Blend an image (H, W, 3) of values from 0 to 1 with a map of scores (h, w), red for the largest: (H, W, 3) array.
+
+    The image is returned unchanged if all scores are equal.
+    """
     import matplotlib
     import torch
     import torch.nn.functional as F
@@ -20,26 +22,28 @@ def overlay(image, scores):
     low, high = scores.amin(), scores.amax()
     scaled = (scores - low) / (high - low)
     scaled = F.interpolate(scaled[None, None], size=image.shape[:2], mode='nearest')[0, 0]
-    colours = torch.from_numpy(matplotlib.colormaps[_MAP](scaled.numpy())[..., :3]).to(image.dtype)
-    return (0.45 * image + 0.55 * colours).numpy()
+    colors = torch.from_numpy(matplotlib.colormaps[_MAP](scaled.numpy())[..., :3]).to(image.dtype)
+    return (0.45 * image + 0.55 * colors).numpy()
 
 
 def constant(scores) -> bool:
-    """Whether all scores of a map are the same, up to rounding."""
+    """Whether all scores of a map are equal up to rounding."""
     low, high = scores.amin(), scores.amax()
     return bool(high - low <= 1e-5 * high.abs())
 
 
 def draw_overlay(axis, image, scores) -> None:
-    """An image under a map, on an axis; one that is constant says so."""
+    """Draw an image blended with a map on an axis, and label a constant map."""
     axis.imshow(overlay(image, scores))
     if constant(scores):
         axis.set_xlabel('constant', fontsize=7)
 
 
 def grid(rows: int, columns: int, images, title: str, width: float = 1.3, labels: float = 0.1) -> Tuple[Any, Any]:
-    """A figure and its axes without ticks, each `width` inches wide and as high as the images (B, 3, H, W) and their
-    `labels` are, with room for a title and a colour bar."""
+    """Return a figure and its axes without ticks, with room for a title and a color bar.
+
+    Each axis is `width` inches wide, and as high as the images (B, 3, H, W) and their `labels` require.
+    """
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -54,37 +58,37 @@ def grid(rows: int, columns: int, images, title: str, width: float = 1.3, labels
 
 
 def overlay_bar(page, axes, what: str) -> None:
-    """The colour bar of overlays: each map is scaled by itself."""
-    _bar(page, axes, _MAP).set_label(f'{what},\neach map by itself', fontsize=8)
+    """Add the color bar of overlays, in which each map has its own scale."""
+    _bar(page, axes, _MAP).set_label(f'{what},\nscaled for each map', fontsize=8)
 
 
-def _bar(page, axes, colours: str):
-    """A colour bar from the smallest to the largest value."""
+def _bar(page, axes, colors: str):
+    """Add a color bar from the smallest to the largest value."""
     from matplotlib.cm import ScalarMappable
-    bar = page.colorbar(ScalarMappable(cmap=colours), ax=axes, shrink=min(1, 2 / len(axes)), aspect=25)
+    bar = page.colorbar(ScalarMappable(cmap=colors), ax=axes, shrink=min(1, 2 / len(axes)), aspect=25)
     bar.set_ticks([0, 1], labels=['smallest', 'largest'], fontsize=7)
     return bar
 
 
 def text(name: str, longest: int = 500) -> str:
-    """A name for matplotlib, which would take dollars for formulas."""
+    """Escape a name for matplotlib, which reads dollar signs as formulas."""
     return '\n'.join(shown(line, longest).replace('$', r'\$') for line in name.split('\n'))
 
 
 def draw_scores(path: Path, names: Sequence[str], images, maps: Dict[str, Any], titles: Sequence[str],
                 title: str) -> None:
-    """A row for each image: the image, then its maps of context scores.
+    """Draw one row for each image: the image, then its maps of context scores.
 
     Args:
-        path: of the picture.
-        names: of the images.
-        images: (B, 3, H, W) tensor of 0 to 1.
-        maps: by layer, (B, L, h, w); the mean over latent tokens is drawn.
-        titles: of the layers.
-        title: of the picture.
+        path: File of the picture.
+        names: Names of the images.
+        images: Tensor (B, 3, H, W) of values from 0 to 1.
+        maps: Scores (B, L, h, w) by layer; the mean over latent tokens is drawn.
+        titles: Titles of the layers.
+        title: Title of the picture.
 
     Raises:
-        UserError: the picture cannot be written.
+        UserError: The picture cannot be written.
     """
     page, axes = grid(len(images), 1 + len(maps), images, title)
     for row, image in enumerate(images):
@@ -128,7 +132,7 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
 def draw_decays(path: Path, names: Sequence[str], images, layers: Dict[str, Tuple[Any, Any]], titles: Sequence[str],
                 title: str) -> None:
     """Two rows for each image: the image, then the factors of horizontal, beneath them of vertical steps, each block in
-    colours of its own, whose range stands above it; arguments as for `draw_scores`, `layers` as from
+    colors of its own, whose range stands above it; arguments as for `draw_scores`, `layers` as from
     `decay_factors`."""
     page, axes = grid(2 * len(images), 1 + len(layers), images, title)
     ranges = [tuple(f(float(f(x.flatten().tolist())) for x in pair) for f in (min, max)) for pair in layers.values()]
@@ -150,7 +154,7 @@ def draw_decays(path: Path, names: Sequence[str], images, layers: Dict[str, Tupl
 
 
 def unnormalized(inputs, transform) -> Any:
-    """Images of 0 to 1 as the model sees them, cropped and resized, from its inputs (B, 3, H, W)."""
+    """Convert a model's inputs (B, 3, H, W) back to images of values from 0 to 1."""
     import torch
     for step in getattr(transform, 'transforms', ()):
         if type(step).__name__ == 'Normalize':
@@ -160,16 +164,16 @@ def unnormalized(inputs, transform) -> Any:
 
 
 def layer_titles(layers: Sequence[str]) -> List[str]:
-    """Names of layers in two lines."""
+    """Split names of layers into two lines."""
     return [name.replace('.blocks.', '\nblock ') if '.blocks.' in name else name.replace('.1.', '.1\n')
             for name in layers]
 
 
 def save(figure, path: Path) -> None:
-    """Write a picture, and let go of the figure.
+    """Write a picture and close the figure.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: The picture cannot be written.
     """
     import matplotlib.pyplot as plt
     try:
@@ -184,7 +188,7 @@ def save(figure, path: Path) -> None:
 
 def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: Sequence[str], horizontal, vertical,
                     title: str) -> None:
-    """A row each of images with labels, of horizontal and of vertical decay factors."""
+    """Draw a row of images with labels and predictions, then their horizontal and vertical decay factors."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -194,7 +198,7 @@ def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: 
                  for f in (min, max))
     for column, ((file, label), prediction) in enumerate(zip(files, predictions)):
         axes[0, column].imshow(Image.open(file), cmap='gray')
-        axes[0, column].set_title(f'is {label}, seen as {prediction}', fontsize=9,
+        axes[0, column].set_title(f'label {label}, predicted {prediction}', fontsize=9,
                                   color='black' if str(label) == prediction else 'red')
         for row, factors in ((1, horizontal), (2, vertical)):
             shown = axes[row, column].imshow(factors[column], cmap='viridis', vmin=low, vmax=high)
@@ -203,7 +207,7 @@ def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: 
         axis.set_yticks([])
     for row, name in enumerate(('test image', 'horizontal\ndecay factor', 'vertical\ndecay factor')):
         axes[row, 0].set_ylabel(name, fontsize=9)
-    figure.colorbar(shown, ax=axes[1:, :], shrink=0.8, label='per step; 1: the path does not fade')
+    figure.colorbar(shown, ax=axes[1:, :], shrink=0.8, label='per step; 1: no decay')
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import models, predict, stats, test, train
 from subquad.tools.common import cli
-from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification import evaluation
 
 
@@ -121,26 +121,19 @@ def test_models_and_stats(capsys):
     assert '14,334,216' in capsys.readouterr().out
 
 
-def _fails(main, arguments, *words):
-    with pytest.raises(UserError) as caught:
-        main([str(a) for a in arguments])
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert '\n' not in message
-
-
 def test_wrong_names():
-    _fails(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
-    _fails(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
-    _fails(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'], 'width must be a number from 0.25 to 2.5')
-    _fails(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'mask_mode=logits'],
-           "mask_mode must be one of 'additive', 'multiplicative', got 'logits'")
-    _fails(stats.main, ['ppma_tiny', '--set', 'masks=additive'], 'masks')
-    _fails(models.main, ['qqq'], 'no model matches')
-    _fails(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
-    _fails(train.main, ['test-ppma_digits', '--data', 'x'], 'it takes no --data')
-    _fails(train.main, ['test-ppma_digits', '--epochs', '0'], 'at least 1')
+    command_error(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
+    command_error(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
+    command_error(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'],
+                  'width must be a number from 0.25 to 2.5')
+    command_error(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
+    command_error(stats.main, ['ppma_tiny', '--set', 'mask_mode=logits'],
+                  "mask_mode must be one of 'additive', 'multiplicative', got 'logits'")
+    command_error(stats.main, ['ppma_tiny', '--set', 'masks=additive'], 'masks')
+    command_error(models.main, ['qqq'], 'no model matches')
+    command_error(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
+    command_error(train.main, ['test-ppma_digits', '--data', 'x'], '--data is not supported')
+    command_error(train.main, ['test-ppma_digits', '--epochs', '0'], 'at least 1')
 
 
 def test_wrong_configs_write_nothing(tmp_path):
@@ -170,40 +163,40 @@ def test_wrong_configs_write_nothing(tmp_path):
     for text, message in cases:
         path = tmp_path / 'config.py'
         path.write_text(base.format(digits) + text + '\n')
-        _fails(train.main, [path, '--work-dir', work, '--epochs', '1'], message)
+        command_error(train.main, [path, '--work-dir', work, '--epochs', '1'], message)
         assert not work.exists(), text
     work.mkdir()
     (work / 'notes.txt').write_text('mine')
     path.write_text(base.format(digits) + 'train_cfg = dict(max_epoch=1)\n')
-    _fails(train.main, [path, '--work-dir', work], 'max_epoch')
+    command_error(train.main, [path, '--work-dir', work], 'max_epoch')
     assert [p.name for p in work.iterdir()] == ['notes.txt']
-    _fails(train.main, ['test-ppma_digits', '--cfg-options', 'nonsense.deep=3'], "no 'nonsense'")
-    _fails(train.main, ['test-ppma_digits', '--seed', '-1'], '--seed must be')
-    _fails(train.main, ['~nobody_here/x.py'], 'nobody_here')
+    command_error(train.main, ['test-ppma_digits', '--cfg-options', 'nonsense.deep=3'], "no 'nonsense'")
+    command_error(train.main, ['test-ppma_digits', '--seed', '-1'], '--seed must be')
+    command_error(train.main, ['~nobody_here/x.py'], 'nobody_here')
     (tmp_path / 'empty.py').write_text('a = 1\n')
-    _fails(train.main, [tmp_path / 'empty.py'], "no 'model' in it")
+    command_error(train.main, [tmp_path / 'empty.py'], "no 'model' in it")
 
 
 def test_wrong_folders(tmp_path, images):
     (tmp_path / 'file').write_text('')
-    _fails(train.main, ['test-ppma_digits', '--work-dir', tmp_path / 'file' / 'x'], 'cannot write to the folder')
-    _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'none'], 'no image folder at')
+    command_error(train.main, ['test-ppma_digits', '--work-dir', tmp_path / 'file' / 'x'], 'cannot write to the folder')
+    command_error(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'none'], 'no image folder at')
     (tmp_path / 'empty' / 'train' / 'a').mkdir(parents=True)
-    _fails(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'empty'], 'no images in the class subfolders')
+    command_error(train.main, ['ppma-tiny_folder', '--data', tmp_path / 'empty'], 'no images in the class subfolders')
     arguments = ['ppma-tiny_folder', '--data', images, '--model', 'test_ppma', '--work-dir', tmp_path / 'w']
     (images / 'val' / 'dark').rename(images / 'val' / 'grey')
-    _fails(train.main, arguments, 'different classes: dark, grey not in both')
+    command_error(train.main, arguments, 'different classes: dark, grey not in both')
     (images / 'val' / 'grey').rename(images / 'val' / 'dark')
     for file in (images / 'val' / 'dark').iterdir():
         file.write_text('no image')
-    _fails(train.main, arguments, 'no image of the class dark can be read')
+    command_error(train.main, arguments, 'no image of the class dark can be read')
     for part in ('train', 'val'):
         (images / part / 'dark').rename(tmp_path / f'{part}_dark')
-    _fails(train.main, arguments, 'images of 1 class')
+    command_error(train.main, arguments, 'images of 1 class')
     assert not (tmp_path / 'w').exists()
 
 
-def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
+def test_evaluation_uses_the_options_of_the_checkpoint(tmp_path, monkeypatch):
     """Options that change no shape come from the file; another model or other classes are refused."""
     import timm
     metadata = dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative'),
@@ -221,12 +214,12 @@ def test_the_checkpoint_says_what_is_tested(tmp_path, monkeypatch):
     test.main(['test-ppma_digits', str(path), '--json'])
     assert seen == ['multiplicative']
     save_weights(model, path, {**metadata, 'classes': list('abcdefghij')})
-    _fails(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
+    command_error(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
     save_weights(model, path, {**metadata, 'model': 'ppma_tiny'})
-    _fails(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
+    command_error(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
 
 
-def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):
+def test_best_file_of_an_earlier_run_is_not_reported(tmp_path, capsys):
     (tmp_path / 'best.safetensors').write_text('old')
     train.main(['test-ppma_digits', '--epochs', '1', '--work-dir', str(tmp_path)])
     assert 'last.safetensors' in capsys.readouterr().out
@@ -234,29 +227,30 @@ def test_a_stale_best_file_is_not_taken_for_this_runs(tmp_path, capsys):
 
 def test_wrong_predictions(trained, tmp_path, images):
     weights = trained[1]
-    _fails(predict.main, [weights, tmp_path / 'none.png'], 'no file or folder')
+    command_error(predict.main, [weights, tmp_path / 'none.png'], 'no file or folder')
     (tmp_path / 'empty').mkdir()
-    _fails(predict.main, [weights, tmp_path / 'empty'], 'no images in the folder')
+    command_error(predict.main, [weights, tmp_path / 'empty'], 'no images in the folder')
     (tmp_path / 'text.png').write_text('no image')
-    _fails(predict.main, [weights, tmp_path / 'text.png'], 'text.png is not an image')
+    command_error(predict.main, [weights, tmp_path / 'text.png'], 'text.png is not an image')
     image = images / 'val' / 'dark' / '0.png'
-    _fails(predict.main, [tmp_path / 'none.pth', image], 'no weight file')
-    _fails(predict.main, [weights, image, '--topk', '0'], '--topk must be at least 1')
-    _fails(predict.main, [weights, image, '--model', 'ppma_tiny'], 'not a checkpoint of this ppma_tiny', 'shapes')
+    command_error(predict.main, [tmp_path / 'none.pth', image], 'no weight file')
+    command_error(predict.main, [weights, image, '--topk', '0'], '--topk must be at least 1')
+    command_error(predict.main, [weights, image, '--model', 'ppma_tiny'],
+                  'not a checkpoint of this ppma_tiny', 'shapes')
     predict.main([str(trained[0] / 'epoch_2.pth'), str(image), '--model', 'test_ppma'])      # of the Runner: harmless
     shutil.copy(weights, tmp_path / 'last.safetensors')
     torch.save({'model': print}, tmp_path / 'foreign.pth')
-    _fails(predict.main, [tmp_path / 'foreign.pth', image, '--model', 'test_ppma'], 'could run code',
-           'last.safetensors')
+    command_error(predict.main, [tmp_path / 'foreign.pth', image, '--model', 'test_ppma'], 'could run code',
+                  'last.safetensors')
     import timm
     save_weights(timm.create_model('test_ppma'), tmp_path / 'plain.safetensors')
-    _fails(predict.main, [tmp_path / 'plain.safetensors', image], 'give --model NAME')
+    command_error(predict.main, [tmp_path / 'plain.safetensors', image], 'give --model NAME')
     predict.main([str(tmp_path / 'plain.safetensors'), str(image), '--model', 'test_ppma'])
-    _fails(test.main, ['test-ppma_digits', tmp_path / 'plain.safetensors'], 'not a checkpoint of this test_ppma')
+    command_error(test.main, ['test-ppma_digits', tmp_path / 'plain.safetensors'], 'not a checkpoint of this test_ppma')
 
 
 def test_command_line(capsys):
-    for arguments, code, text in ((['--help'], 0, 'tools:'), ([], 0, 'tools:'), (['--version'], 0, '.'),
+    for arguments, code, text in ((['--help'], 0, 'commands:'), ([], 0, 'commands:'), (['--version'], 0, '.'),
                                   (['modles'], 2, 'did you mean models'), (['models', 'test_*'], 0, 'test_ppma'),
                                   (['stats', 'nothing'], 2, 'error: unknown model')):
         with pytest.raises(SystemExit) as caught:

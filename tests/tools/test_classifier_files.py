@@ -9,10 +9,10 @@ import timm
 import torch
 from mmengine.config import Config
 from PIL import Image
+from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
 
 OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
@@ -55,14 +55,11 @@ def _predicted(capsys, *args):
 
 
 def _error(capsys, *args):
-    with pytest.raises(UserError) as caught:
-        predict.main([*map(str, args)])
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
+    return command_error(predict.main, args)
 
 
 @pytest.mark.parametrize('where', ['inside', 'beside', 'safetensors'])
-def test_a_runners_checkpoint_answers_as_the_safetensors_of_its_run(where, model, image, tmp_path, capsys):
+def test_pth_and_safetensors_of_a_run_predict_alike(where, model, image, tmp_path, capsys):
     run = tmp_path / 'run'
     run.mkdir()
     save_weights(model, run / 'last.safetensors', _metadata())
@@ -79,17 +76,17 @@ def test_a_runners_checkpoint_answers_as_the_safetensors_of_its_run(where, model
     assert (f'read from {run}' in said) == (where != 'inside')
 
 
-def test_what_is_assumed_is_said(model, image, tmp_path, capsys):
+def test_assumed_transform_is_reported(model, image, tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / 'w.pth')
     _, said = _predicted(capsys, str(tmp_path / 'w.pth'), image, '--model', 'test_ppma')
     assert said.count('\n') == 1 and 'assuming the settings of test_ppma (size 64 x 64, mean 0.485' in said
     save_weights(model, tmp_path / 'w.safetensors', _metadata(model='ppma_tiny'))
     _, said = _predicted(capsys, str(tmp_path / 'w.safetensors'), image, '--model', 'test_ppma')
     assert 'assuming the settings of test_ppma' in said
-    assert 'does not say which model' in _error(capsys, tmp_path / 'w.pth', image)
+    assert 'does not name its model' in _error(capsys, tmp_path / 'w.pth', image)
 
 
-def test_a_config_is_read_and_not_run(tmp_path):
+def test_config_beside_a_checkpoint_is_not_executed(tmp_path):
     text = _config().pretty_text
     assert config_metadata(text) == dict(model='test_ppma', options=OPTIONS, transform=TRANSFORM)
     marker = tmp_path / 'was_run'
@@ -103,14 +100,14 @@ def test_a_config_is_read_and_not_run(tmp_path):
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'resnet18'])
 @pytest.mark.parametrize('classes', [37, 2])
-def test_a_published_classifier_has_any_number_of_classes(name, classes, tmp_path):
+def test_classifier_files_with_any_number_of_classes(name, classes, tmp_path):
     model = timm.create_model(name, num_classes=classes)
     torch.save({'model': model.state_dict()}, tmp_path / 'w.pth')
     loaded, _, names = load_classifier(str(tmp_path / 'w.pth'), name)
     assert len(names) == classes == loaded.num_classes
 
 
-def test_the_authors_key_names_have_any_number_of_classes(tmp_path):
+def test_authors_files_with_any_number_of_classes(tmp_path):
     state = timm.create_model('test_ppma', num_classes=37).state_dict()
     theirs = {key.replace('stem.conv1.conv', 'patch_embed.proj.0').replace('head.fc.', 'head.'): value
               for key, value in state.items()}
@@ -119,7 +116,7 @@ def test_the_authors_key_names_have_any_number_of_classes(tmp_path):
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('-inf')])
-def test_weights_that_are_not_finite_are_refused_unless_asked_for(value, model, image, tmp_path, capsys):
+def test_nonfinite_weights_need_allow_nonfinite(value, model, image, tmp_path, capsys):
     with torch.no_grad():
         model.head.fc.weight[0, 0] = value
     save_weights(model, tmp_path / 'w.safetensors', _metadata())
@@ -168,14 +165,14 @@ def test_options_of_other_networks_are_checked(model_name, options, model, image
     dict(transform={'std': [0, 0, 0]}), dict(transform={'mean': [1, 2]}), dict(transform={'interpolation': 'x'}),
     dict(transform={'auto': 3}), dict(transform={'crop_pct': -1}), dict(transform={'input_size': [3, 4, 4]}),
     dict(transform={'is_training': True}), dict(transform={'input_size': True})], ids=lambda v: str(v)[:40])
-def test_metadata_of_wrong_types_is_one_sentence(changes, model, image, tmp_path, capsys):
+def test_metadata_of_wrong_types_is_a_one_line_error(changes, model, image, tmp_path, capsys):
     save_weights(model, tmp_path / 'w.safetensors', _metadata(**changes))
     message = _error(capsys, tmp_path / 'w.safetensors', image)
     assert len(message) < 700
 
 
 @pytest.mark.parametrize('metadata', [3, [], 'x', None, True, [[]] * 3], ids=str)
-def test_metadata_that_are_no_object(metadata, model, image, tmp_path, capsys):
+def test_metadata_that_are_not_a_json_object(metadata, model, image, tmp_path, capsys):
     from safetensors.torch import save_file
     save_file(model.state_dict(), tmp_path / 'w.safetensors', {'subquad': json.dumps(metadata)})
     assert 'metadata of another program' in _error(capsys, tmp_path / 'w.safetensors', image)
@@ -184,7 +181,7 @@ def test_metadata_that_are_no_object(metadata, model, image, tmp_path, capsys):
         assert 'metadata' in _error(capsys, tmp_path / 'w.safetensors', image)
 
 
-def test_a_networks_own_options_are_taken(tmp_path, image, capsys):
+def test_options_of_the_file_build_the_network(tmp_path, image, capsys):
     """What a training may set for a network of timm's, too, and options of training in the transform."""
     for name, options in (('test_ppma', dict(depths=[1, 2, 1, 1], attention=['linear'] * 4, layer_scale=[True] * 4,
                                              img_size=[64, 64], head_hidden_size=None)),

@@ -1,0 +1,25 @@
+"""Messages of the errors that the tools raise for a user."""
+import pytest
+
+from subquad.tools.common.cli import UserError
+
+
+def user_error(call, *words, match=None):
+    """Return the message of the UserError that call() raises.
+
+    Args:
+        call: function without arguments.
+        words: texts that the message must contain.
+        match: regular expression that it must match.
+    """
+    with pytest.raises(UserError, match=match) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert '\n' not in message
+    return message
+
+
+def command_error(main, arguments, *words, match=None):
+    """Return the message of the UserError that a command raises for these arguments; see `user_error`."""
+    return user_error(lambda: main([str(argument) for argument in arguments]), *words, match=match)
