@@ -11,8 +11,12 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
-# File names that two folders may share although they hold different things.
-SHARED_NAMES = OPERATOR_FILES | {'__main__'}
+# Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
+TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.bench': 2}
+# File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
+SHARED_NAMES = OPERATOR_FILES | {'__main__', 'evaluation', 'prediction', 'registry', 'runner'}
+# Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
+COMMANDS = {'benchmark', 'demo', 'kernels', 'make_dataset', 'models', 'predict', 'stats', 'test', 'train', 'visualize'}
 
 
 def modules():
@@ -108,7 +112,27 @@ def test_kernels_import_lower_layers_only():
     assert upwards == []
 
 
-@pytest.mark.parametrize('package', ['kernels', 'backbones'])
+def test_tools_import_lower_layers_only():
+    def folder(module):
+        return '.'.join(module.split('.')[:2])
+
+    def floor(module):
+        return TOOL_LAYERS.get(folder(module), 3)
+
+    def allowed(module, name):
+        return floor(name) < floor(module) or folder(name) == folder(module)
+
+    upwards = [(module, name) for module in MODULES if module.startswith('tools.')
+               for name in imports(module) if name.startswith('tools.') and not allowed(module, name)]
+    assert upwards == []
+
+
+def test_tools_has_commands_and_four_folders():
+    entries = {path.stem for path in (ROOT / 'tools').iterdir() if path.suffix == '.py' or any(path.glob('*.py'))}
+    assert entries == COMMANDS | {'__init__', '__main__', 'common', 'engine', 'data', 'bench'}
+
+
+@pytest.mark.parametrize('package', PACKAGES)
 def test_no_circular_import(package):
     """Imports inside of functions count. A package's `__init__` may import its modules, and these its other modules."""
     graph = {module: [name for name in imports(module) if name != module and not module.startswith(f'{name}.')]
@@ -132,17 +156,19 @@ def test_no_circular_import_between_operators():
     assert find_cycle(dict(graph)) is None
 
 
-@pytest.mark.parametrize('package', ['kernels', 'backbones'])
-def test_no_file_has_the_name_of_a_module_of_the_standard_library(package):
-    stems = {path.stem for module, path in MODULES.items() if module.split('.')[0] == package}
+def _commands():
+    return {f'tools.{name}' for name in COMMANDS}
+
+
+def test_no_file_has_the_name_of_a_module_of_the_standard_library():
+    stems = {path.stem for module, path in MODULES.items() if module not in _commands()}
     assert stems & set(sys.stdlib_module_names) == set()
 
 
-@pytest.mark.parametrize('package', ['kernels', 'backbones'])
-def test_no_file_name_means_two_things(package):
+def test_no_file_name_means_two_things():
     places = defaultdict(list)
     for module, path in MODULES.items():
-        if module.split('.')[0] == package and path.stem not in SHARED_NAMES:
+        if path.name != '__init__.py' and path.stem not in SHARED_NAMES and module not in _commands():
             places[path.stem].append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
@@ -152,13 +178,12 @@ def _is_kernel(node: ast.FunctionDef) -> bool:
     return any(isinstance(name, ast.Attribute) and name.attr == 'jit' for name in node.decorator_list)
 
 
-def test_files_of_kernels_have_at_most_400_lines_and_functions_60():
+def test_files_have_at_most_400_lines_and_functions_60():
     long = []
     for module, path in MODULES.items():
-        if module.startswith('kernels'):
-            source = path.read_text()
-            long += [module] if source.count('\n') > 400 else []
-            long += [f'{module}.{node.name}' for node in ast.walk(ast.parse(source))
-                     if isinstance(node, ast.FunctionDef) and not _is_kernel(node)
-                     and node.end_lineno - node.body[0].lineno > 60]
+        source = path.read_text()
+        long += [module] if source.count('\n') > 400 else []
+        long += [f'{module}.{node.name}' for node in ast.walk(ast.parse(source))
+                 if isinstance(node, ast.FunctionDef) and not _is_kernel(node)
+                 and node.end_lineno - node.body[0].lineno > 60]
     assert long == []

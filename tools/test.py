@@ -9,7 +9,7 @@ from .common import images
 from .common.cli import UserError
 from .common.output import dumps
 from .common.paths import expanded
-from .engine.arguments import add_config_arguments, config_with_options, is_classifier
+from .engine.config_arguments import add_config_arguments, config_with_options, is_classifier
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:

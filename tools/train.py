@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import List, Optional
 
 from .common.cli import UserError
-from .engine.arguments import add_config_arguments, config_with_options
 from .engine.config import find
+from .engine.config_arguments import add_config_arguments, config_with_options
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -36,8 +36,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights and args.resume is not None:
         raise UserError('--weights and --resume exclude each other: the first starts a training, the second '
                         'continues one')
-    from .engine.checkpoints import checkpoint_to_resume
     from .engine.messages import resume_command
+    from .engine.runner_checkpoints import checkpoint_to_resume
     from .engine.schedule import scale_schedule, use_mixed_precision
     from .engine.training import run_training
     config = config_with_options(args)
@@ -60,7 +60,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 def _work_dir(args: argparse.Namespace) -> str:
     """Return runs/CONFIG, or the folder of the run if its own config is resumed."""
-    from .engine.checkpoints import latest_checkpoint
+    from .engine.runner_checkpoints import latest_checkpoint
     folder = find(args.config).parent
     if args.resume == '' and latest_checkpoint(folder):
         return str(folder)

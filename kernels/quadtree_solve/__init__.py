@@ -6,8 +6,8 @@ from torch import Tensor
 from ..common import checks
 from ..dispatch import choose, register
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
-from ..trees.arguments import check_levels
 from ..trees.diagnose import is_lost
+from ..trees.tree_arguments import check_levels
 from . import custom_op, portable, reference
 
 _IMPLEMENTATIONS = register('quadtree_solve', {

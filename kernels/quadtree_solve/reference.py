@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..trees.grid import quadtree_levels
-from ..trees.tree import Tree
+from ..trees.topology import Tree
 
 
 def quadtree_matrix(edges: Sequence[Tensor], height: int, width: int, parametrization: str, shift: Sequence[int]

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..common.autocast import without_autocast
 from ..dispatch import choose, register
 from ..trees import Tree
-from ..trees.arguments import check_blocks, own_parts
 from ..trees.diagnose import explain_tree, is_lost
+from ..trees.tree_arguments import check_blocks, own_parts
 from . import custom_op, portable, reference, triton
 
 _IMPLEMENTATIONS = register('tree_solve', {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..trees.sweeps import dagger
-from ..trees.tree import Tree
+from ..trees.topology import Tree
 from .portable import tree_solve
 
 

@@ -5,7 +5,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..trees.sweeps import as_path, eliminate, reduce_path, substitute
-from ..trees.tree import Tree
+from ..trees.topology import Tree
 
 
 def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor) -> Tensor:

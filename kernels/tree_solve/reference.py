@@ -4,7 +4,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..trees.tree import Tree
+from ..trees.topology import Tree
 
 
 def double(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from .grid import (
 )
 from .orders import ORDERS, grid_order
 from .parametrize import PARAMETRIZATIONS, RHO, sibling_normalized, tree_blocks
-from .tree import Tree, cached_path, cached_sequence, level_lengths
+from .topology import Tree, cached_path, cached_sequence, level_lengths
 
 __all__ = [
     'Level', 'ORDERS', 'PARAMETRIZATIONS', 'RHO', 'Tree', 'cached_path', 'cached_sequence', 'common_ancestor_levels',

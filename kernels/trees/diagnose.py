@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.tracing import is_traced_or_wrapped
 from .sweeps import eliminate
-from .tree import Generation, Tree
+from .topology import Generation, Tree
 
 
 def is_lost(top: Tensor) -> bool:

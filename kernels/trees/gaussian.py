@@ -7,9 +7,9 @@ from typing import List, Optional
 import torch
 from torch import Tensor
 
-from .arguments import check_blocks, own_parts
 from .sweeps import as_path, dagger, divide, eliminate, product, reduce_path, substitute, whitened
-from .tree import Tree
+from .topology import Tree
+from .tree_arguments import check_blocks, own_parts
 
 
 def _pivots(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> List[Tensor]:

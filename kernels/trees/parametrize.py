@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.autocast import without_autocast
 from .grid import Level, repeat_to_children, sum_children
 from .sweeps import dagger
-from .tree import Tree
+from .topology import Tree
 
 PARAMETRIZATIONS = ('laplacian', 'symmetric', 'skew')
 # Default bound of 'symmetric'. Smaller values have short range: at 0.5 a leaf gets 95 % of its mass from its siblings.

@@ -12,7 +12,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .tree import Generation, Tree
+from .topology import Generation, Tree
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:

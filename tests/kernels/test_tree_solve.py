@@ -121,7 +121,7 @@ def test_adjoint_against_autograd(seed, parametrization):
 
 
 def _own(tree, blocks):
-    from subquad.kernels.trees.arguments import own_parts
+    from subquad.kernels.trees.tree_arguments import own_parts
     return own_parts(tree, *blocks)
 
 

@@ -12,7 +12,7 @@ from mmengine.registry import DATASETS
 from PIL import Image
 from user_errors import user_error
 
-from subquad.tools.data import files, listops, lra, pathfinder, sequences
+from subquad.tools.data import listops, lra, pathfinder, released_files, sequences
 
 # ---- MNIST
 
@@ -36,7 +36,7 @@ def test_mnist(mnist):
     folder, pixels, labels = mnist
     for split, chosen in (('train', slice(0, 36)), ('val', slice(36, 40)), ('all', slice(0, 40)),
                           ('test', slice(40, 50))):
-        read = files.mnist_arrays(str(folder), split)
+        read = released_files.mnist_arrays(str(folder), split)
         np.testing.assert_array_equal(read[0], pixels[chosen])
         np.testing.assert_array_equal(read[1], labels[chosen])
     data = DATASETS.build(dict(type='MNIST', root=str(folder), split='test'))
@@ -51,14 +51,14 @@ def test_mnist(mnist):
     raw.mkdir(parents=True)
     for file in folder.glob('*ubyte*'):
         file.rename(raw / file.name)
-    assert len(files.mnist_arrays(str(folder / 'torchvision'), 'all')[0]) == 40
+    assert len(released_files.mnist_arrays(str(folder / 'torchvision'), 'all')[0]) == 40
 
 
 def test_damaged_mnist(mnist):
     folder, pixels, labels = mnist
 
     def read(split='test'):
-        return files.mnist_arrays(str(folder), split)
+        return released_files.mnist_arrays(str(folder), split)
     images, answers = folder / 't10k-images.idx3-ubyte', folder / 't10k-labels-idx1-ubyte'
     for content, words in (
             (_idx(pixels[40:])[:-1], ('cut off', '10 x 28 x 28')), (_idx(pixels[40:])[:9], ('cut off',)),
@@ -77,7 +77,8 @@ def test_damaged_mnist(mnist):
         packed.write_bytes(content)
         user_error(lambda: read('train'), str(packed), 'fetch it again')
     user_error(lambda: read('training'), "'train', 'val', 'all', 'test', got 'training'")
-    user_error(lambda: files.mnist_arrays(str(folder / 'none'), 'test'), 'no folder', 'train-images-idx3-ubyte')
+    user_error(lambda: released_files.mnist_arrays(str(folder / 'none'), 'test'), 'no folder',
+               'train-images-idx3-ubyte')
 
 
 # ---- CIFAR-10
@@ -114,10 +115,10 @@ def test_cifar(cifar):
     for split, chosen in (('train', slice(0, 27)), ('val', slice(27, 30)), ('all', slice(0, 30)),
                           ('test', slice(30, 36))):
         for root in (folder, folder / 'cifar-10-batches-py'):
-            read = files.cifar10_arrays(str(root), split)
+            read = released_files.cifar10_arrays(str(root), split)
             np.testing.assert_array_equal(read[0].transpose(0, 3, 1, 2), pixels[chosen])
             np.testing.assert_array_equal(read[1], labels[chosen])
-    assert files.part_of(50_000, 'train') == slice(0, 45_000)
+    assert released_files.part_of(50_000, 'train') == slice(0, 45_000)
     data = DATASETS.build(dict(type='CIFAR10', root=str(folder), split='test'))
     mean, std = (torch.tensor(x)[:, None, None] for x in (data.mean, data.std))
     torch.testing.assert_close(data[2]['inputs'] * std + mean, torch.from_numpy(pixels[32] / 255).float())
@@ -140,7 +141,7 @@ def test_damaged_cifar(cifar):
     whole, good = file.read_bytes(), dict(data=pixels[:2].reshape(2, -1), labels=[1, 2])
 
     def read():
-        return files.cifar10_arrays(str(folder), 'test')
+        return released_files.cifar10_arrays(str(folder), 'test')
     for content in (whole[:-1], whole[:1000], b'', b'no pickle', whole[:300] + whole[301:], b'\x80\x04K'):
         file.write_bytes(content)
         user_error(read, str(file), 'fetch it again')
@@ -162,7 +163,7 @@ def test_damaged_cifar(cifar):
     assert not (folder / 'made').exists()
     file.unlink()
     user_error(read, 'no test_batch', 'cifar-10-python.tar.gz')
-    user_error(lambda: files.cifar10_arrays(str(folder), 'dev'), "got 'dev'")
+    user_error(lambda: released_files.cifar10_arrays(str(folder), 'dev'), "got 'dev'")
 
 
 # ---- Long Range Arena

@@ -6,7 +6,7 @@ import pytest
 
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, load
-from subquad.tools.engine.options import check_options
+from subquad.tools.engine.config_options import check_options
 
 DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'
 

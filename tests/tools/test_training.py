@@ -161,7 +161,7 @@ def test_a_moved_folder_resumes_in_its_new_place(images, tmp_path, capsys, monke
 
 
 def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
-    from subquad.tools.engine.checkpoints import latest_checkpoint
+    from subquad.tools.engine.runner_checkpoints import latest_checkpoint
     assert latest_checkpoint(tmp_path) is None
     for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
         (tmp_path / name).write_text('')
@@ -226,7 +226,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
     """The second epoch's files do not fit any more."""
     import builtins
 
-    from subquad.tools.engine import checkpoints
+    from subquad.tools.engine import runner_checkpoints
     full = OSError(errno.ENOSPC, 'No space left on device')
     count = []
 
@@ -234,7 +234,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
         raise full
     if where == 'checkpoint':
         fsync = os.fsync
-        monkeypatch.setattr(checkpoints.os, 'fsync', lambda fd: (count.append(fd), breaks() if len(count) > 1
+        monkeypatch.setattr(runner_checkpoints.os, 'fsync', lambda fd: (count.append(fd), breaks() if len(count) > 1
                                                                  else fsync(fd)))
     elif where == 'weights':
         from safetensors import SafetensorError
@@ -274,7 +274,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
 
 
 def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
-    from subquad.tools.engine.checkpoints import WholeFilesBackend
+    from subquad.tools.engine.runner_checkpoints import WholeFilesBackend
     backend = WholeFilesBackend(str(tmp_path))
     for name in ('a.pth', 'b.pth'):
         backend.put(b'1', tmp_path / name)

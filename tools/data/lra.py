@@ -11,8 +11,8 @@ from typing import List, Tuple
 import numpy as np
 
 from ..common.cli import UserError, one_line
-from .files import check_split, folder_with
 from .listops import Expressions, from_text
+from .released_files import check_split, folder_with
 
 SPLITS = ('train', 'val', 'test')
 SIZES = (32, 64, 128, 256)

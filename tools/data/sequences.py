@@ -17,11 +17,11 @@ from PIL import Image
 
 from ..common.cli import UserError
 from ..common.images import open_image
-from .files import CIFAR10_CLASSES, check_split, cifar10_arrays, mnist_arrays
 from .image_sets import _Classified, build_transform
 from .listops import EOS, PAD, VOCABULARY, Expressions, listops
 from .lra import lra_listops, lra_pathfinder
 from .pathfinder import PATH_X, PATHFINDER, Style, pathfinder_like
+from .released_files import CIFAR10_CLASSES, check_split, cifar10_arrays, mnist_arrays
 
 SPLITS = {'train': 0, 'val': 1, 'test': 2}
 

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 
 from ..common.cli import UserError, nearest, one_line, quiet
 from ..common.paths import expanded
-from .options import check_options, read_entries
+from .config_options import check_options, read_entries
 
 # Entries that act while a config file is read, or that only other entries of the file use.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...backbones.weights import is_finite
 from ..common.cli import UserError
-from .checkpoints import checkpoint_since, latest_checkpoint, stamp
+from .runner_checkpoints import checkpoint_since, latest_checkpoint, stamp
 
 _SHOWN = 64                                                      # largest number of listed names of a batch
 

@@ -122,7 +122,7 @@ def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]]
         command: Command that resumes the run.
         earlier: Stamp of a checkpoint that an earlier run left in the folder.
     """
-    from .checkpoints import checkpoint_since
+    from .runner_checkpoints import checkpoint_since
     path = checkpoint_since(folder, earlier)
     if path is None:
         return f'no checkpoint has been written to {folder} yet; start the training again'

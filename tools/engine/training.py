@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, Optional
 
 from ..common import images
 from ..common.cli import UserError, one_line, quiet
-from .arguments import is_classifier
+from .config_arguments import is_classifier
 from .lock import locked
 
 
@@ -48,9 +48,9 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     """Run the training in a folder that is locked."""
     from mmengine.dist import is_main_process
 
-    from .checkpoints import latest_checkpoint, stamp
     from .hooks import ProgressHook, WeightsHook
     from .messages import how_to_go_on, starting_point
+    from .runner_checkpoints import latest_checkpoint, stamp
     from .starting_weights import StartHook
     hooks = [ProgressHook(starting_point(config, weights)), WeightsHook()]
     if is_classifier(config):

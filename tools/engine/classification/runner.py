@@ -12,9 +12,9 @@ from mmengine.runner import Runner, set_random_seed
 from ...common.cli import UserError
 from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
-from ..checkpoints import whole_checkpoints
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
+from ..runner_checkpoints import whole_checkpoints
 from ..starting_weights import adopt_options, load_classifier, refuse_other_state
 from .model import TimmClassifier
 from .weight_files import NOT_OF_THE_NETWORK

@@ -24,9 +24,9 @@ from ....backbones.weights import WeightsError, check_finite, read_checkpoint, s
 from ...common.cli import UserError
 from ...common.paths import expanded, writable_folder
 from ..building import build, check_batch_size, made, process_options
-from ..checkpoints import whole_checkpoints
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
+from ..runner_checkpoints import whole_checkpoints
 from ..starting_weights import StartHook
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
 from .photographs import with_photographs

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..common import checks
 from .grid import Level, quadtree_levels
-from .tree import Tree
+from .topology import Tree
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
