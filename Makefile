@@ -17,7 +17,7 @@ export GOMP_SPINCOUNT ?= 10000
 .PHONY: help demo mm test test-slow test-lowest test-timm docs dev lint clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# //p' Makefile
 
 demo: $(VENV)/.subquad-demo
 	$(PY) -m subquad.tools demo
