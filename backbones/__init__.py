@@ -1,7 +1,7 @@
 """Vision backbones. Importing this package registers them with timm."""
 if __name__ != 'subquad.backbones':
-    raise ImportError(f"import subquad.backbones, not {__name__!r}: the folder of the checkout is not a package of its "
-                      'own, and its models would be registered twice')
+    raise ImportError(f'import subquad.backbones instead of {__name__!r}: the folder backbones/ is not a top-level '
+                      'package, and its models would be registered twice')
 
 from .mobilevitv2 import MobileViTv2
 from .myo import Myo

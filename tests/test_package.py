@@ -24,7 +24,7 @@ def test_bare_checkout(tmp_path):
 @pytest.mark.parametrize('name', ['kernels', 'backbones', 'tools'])
 def test_bare_names_are_refused(name):
     done = _python(f'import {name}', PYTHONPATH=str(ROOT))
-    assert done.returncode and f'import subquad.{name}, not' in done.stderr
+    assert done.returncode and f'import subquad.{name} instead of' in done.stderr
 
 
 def test_no_model_of_timm_changes():

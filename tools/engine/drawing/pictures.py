@@ -116,7 +116,7 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
     """
     import torch
 
-    from ..backbones.observation import observe_inputs
+    from ....backbones.observation import observe_inputs
     mixers = model.mixers()
     if any(mixer.paths == 'none' for mixer in mixers.values()):
         raise ValueError("the model has paths='none': its attention does not decay with distance")
