@@ -3,7 +3,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 from ..common.cli import UserError, nearest, one_line, quiet
 from ..common.paths import expanded
@@ -74,6 +74,7 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
     try:
         with quiet():                              # for what imported modules print
             config = Config.fromfile(str(path))
+        _check_imports(config, path)
         check_keys(config, path)
         if overrides:
             with quiet():                          # the check imports the classes whose arguments it compares
@@ -83,11 +84,24 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
         raise
     except (Exception, SystemExit) as error:       # a config is a program and can raise anything
         for old, new in _MOVED.items():
-            if f"'{old}'" in str(error):
-                raise UserError(f'{path}: {old} has moved: custom_imports must name {" and ".join(new)}') from error
+            if f"'{old}'" in str(error) or f"'{old}." in str(error):
+                raise _moved(path, old, new) from error
         raise UserError(f'{path}: {one_line(error)}') from error
     check_types(config, path)
     return config
+
+
+def _moved(path: Path, old: str, new: Sequence[str]) -> UserError:
+    return UserError(f'{path}: {old} has moved: custom_imports must name {" and ".join(new)}')
+
+
+def _check_imports(config, path: Path) -> None:
+    """Refuse a moved module also where `allow_failed_imports` hides that it is missing."""
+    imports = (config.get('custom_imports') or {}).get('imports') or ()
+    for name in [imports] if isinstance(imports, str) else imports:
+        for old, new in _MOVED.items():
+            if str(name) == old or str(name).startswith(f'{old}.'):
+                raise _moved(path, old, new)
 
 
 def check_keys(config, path: Path) -> None:
