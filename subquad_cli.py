@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command `subquad`.
 
-The module lies outside of the package, whose import takes seconds: `subquad --help`, `subquad configs` and shell
-completion work without it.
+The module lies outside the package, because importing the package takes seconds. `subquad --help`, `subquad configs`
+and shell completion work without it.
 """
 import ast
 import difflib
@@ -25,7 +25,7 @@ TOOLS = {
     'train': 'train a classifier, detector or segmenter from a config',
     'test': 'evaluate a checkpoint on the test data of a config',
     'predict': 'classify, detect or segment in image files',
-    'visualize': 'draw what a model attends to, over images',
+    'visualize': 'overlay attention maps on images',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',
     'kernels': 'show which operators run on Triton kernels here',

@@ -17,7 +17,7 @@ from .common.cli import UserError
 from .common.output import dumps
 
 _EXAMPLES = """examples:
-  subquad benchmark                                     the presets with targets for this machine: minutes
+  subquad benchmark                                     the default presets: minutes
   subquad benchmark polyline_attention-14x14 --threads 4
   subquad benchmark --operator polyline_attention --size 800x1280 --implementations portable sdpa compiled
   subquad benchmark --operator polyline_scan --size long --device cuda --dtype bfloat16 --backward
@@ -30,13 +30,14 @@ def parser() -> argparse.ArgumentParser:
         description='Measure time and peak memory of operators and models. Each preset runs in a process of its own.\n'
                     'Missed targets are reported, not raised.')
     parser.add_argument('presets', nargs='*', metavar='PRESET',
-                        help='presets to measure (default: those with targets for this machine)')
+                        help='presets to measure (default: the CPU presets with a time or memory target, or all GPU '
+                             'presets if there is a GPU)')
     parser.add_argument('--list', action='store_true', help='list the presets, operators and implementations, and exit')
     own = parser.add_argument_group('instead of presets')
     own.add_argument('--operator', metavar='NAME', help='compare implementations of this operator')
     own.add_argument('--implementations', nargs='+', default=[], metavar='NAME',
                      help='implementations to compare; the first one is compared with the others (default: all that '
-                          'make sense on the device)')
+                          'support the device)')
     own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile]',
                      help='timm models to compare; the first one is compared with the others')
     own.add_argument('--size', default='224',

@@ -23,7 +23,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--topk', type=int, help='number of classes to print (default: 3)')
     parser.add_argument('--out', metavar='FOLDER', help='folder for the pictures and predictions.json of a detector or '
                         'segmenter (default: predictions)')
-    parser.add_argument('--score', type=float, help='least score of an object (default: 0.3)')
+    parser.add_argument('--score', type=float, help='lowest score of a detected object (default: 0.3)')
     parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
                         'it on stderr and exit with code 1 after the others)')
     parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')

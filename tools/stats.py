@@ -2,11 +2,11 @@
 
 The counts stand beside the numbers that the authors report. Papers differ in what they count, so there are three:
 - `all`: every multiply-add of convolutions, linear layers, attention and scans;
-- `without attention products`: the same, but for products of tokens with tokens (attention, scans);
-- `with norms`: the second count, and what fvcore, a common counting tool, adds for norms (2 per element for BatchNorm,
-  5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
-For a config, the count nearest to the reported number is named together with its deviation, and the parameters of an
-auxiliary head follow a plus sign.
+- `without attention products`: all multiply-adds except those between tokens (attention and scans);
+- `with norms`: the count without attention products plus what fvcore, a common counting tool, adds for norms (2 per
+  element for BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
+For a config, the count nearest to the reported number is named together with its deviation. The parameters of an
+auxiliary head are printed after a plus sign.
 """
 import argparse
 import ast

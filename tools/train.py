@@ -12,7 +12,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad train', description=__doc__,
                                      epilog='subquad configs [PATTERN] lists the configs of the package')
-    add_config_arguments(parser)
+    add_config_arguments(parser, 'report it on stderr and continue with another image')
     parser.add_argument('--work-dir', metavar='FOLDER',
                         help='folder for checkpoints, weights and logs (default: runs/CONFIG)')
     parser.add_argument('--epochs', type=int,
@@ -20,7 +20,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--seed', type=int,
                         help='seed of weights, data order and augmentation (default: the config\'s)')
     parser.add_argument('--amp', action='store_true',
-                        help='train in mixed precision: bfloat16, or float16 on GPUs without bfloat16')
+                        help='train in mixed precision: bfloat16, or float16 with loss scaling on GPUs '
+                             'without bfloat16')
     parser.add_argument('--weights', metavar='FILE', help='start from the weights in FILE; a classifier\'s weights '
                         'initialize the backbone of a detector or segmenter. A head for other classes starts at random')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',

@@ -1,4 +1,4 @@
-"""Draw what a model attends to, over images: the context scores of MobileViTv2 (appendix D of its paper), the decay
+"""Overlay attention maps on images: the context scores of MobileViTv2 (appendix D of its paper), the decay
 factor of each step in PPMA's blocks, or the influence of every token on one token in Myo's layers, with the tree edges
 that carry it."""
 import argparse
@@ -19,7 +19,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
                         help='draw only layers whose names contain one of these texts, such as stages.2')
-    parser.add_argument('--most', type=int, default=8, metavar='N',
+    parser.add_argument('--max-images', '--most', dest='most', type=int, default=8, metavar='N',
                         help='largest number of images to draw (default: 8)')
     parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
                         help='Myo\'s token whose influences are drawn, as fractions of height and width '
@@ -30,7 +30,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         'it on stderr and exit with code 1 after the others)')
     args = parser.parse_args(argv)
     if args.most < 1:
-        raise UserError(f'--most must be at least 1, got {args.most}')
+        raise UserError(f'--max-images must be at least 1, got {args.most}')
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

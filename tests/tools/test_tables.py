@@ -47,7 +47,7 @@ def test_newest_record_of_a_preset_is_shown(tmp_path):
     folder = tmp_path / tables.measurements.RECORDS
     folder.mkdir(parents=True)
     record = {'preset': 'ppma_tiny-224', 'times_ms': {}, 'floor': None, 'cpu': 'C', 'threads': 2, 'torch': '2',
-              'commit': 'abc', 'date': '2026-01-01'}
+              'commit': 'abc', 'date': '2026-12-01'}
     lines = [{**record, 'metrics': [dict(name='m', value=value, unit='x', bound=None, target=None, met=None)]}
              for value in (1.0, 2.0)]
     (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')

@@ -110,7 +110,7 @@ def test_overlay_colors_the_largest_scores():
     (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
     (['plain.safetensors', 'images'], "paths='none': its attention does not decay"),
     (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),
-    (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--most must be at least 1, got 0'),
+    (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--max-images must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
     (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
     (['nothing.safetensors', 'images'], 'no weight file at'),

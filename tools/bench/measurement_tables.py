@@ -20,8 +20,12 @@ _SUMMARY = (
     ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
      "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
     ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
-     '`quadtree_solve`, 50,176 tokens: time of one 224 x 224 grid, relative to 64 grids of 28 x 28'),
+     '`quadtree_solve`: time per token at 224 x 224, relative to 28 x 28'),
 )
+
+
+# Since then, the order of the timed calls changes from round to round (commit 27ba197e02).
+_RANDOM_ORDER_SINCE = '2026-11-21T12:09'
 
 
 def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]:
@@ -45,13 +49,24 @@ def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
 
 
 def _table(records: Sequence[Dict[str, Any]], rows_of: Callable[[Dict[str, Any]], Sequence[Row]]) -> str:
-    """Rows of records from one processor or GPU, below a line that names it and the commits."""
-    rows = [[f"`{record['preset']}`", *row] for record in records for row in rows_of(record)]
+    """Rows of records from one processor or GPU, below a line that names it and the commits.
+
+    An asterisk marks records whose calls were timed in a fixed order.
+    """
+    rows = [[f"`{record['preset']}`" + ' *' * fixed_order(record), *row]
+            for record in records for row in rows_of(record)]
     head = ['preset', 'metric', 'value', 'target', 'met']
     if not any(row[3] for row in rows):
         head, rows = head[:3], [row[:3] for row in rows]
     commits = ', '.join(dict.fromkeys(str(record['commit'])[:10] for record in records))
-    return (f"{conditions(records[-1])}, commit {commits}, {records[-1]['date'][:10]}:\n\n" + markdown(head, rows))
+    note = '; presets with an asterisk were timed in a fixed order' * any(map(fixed_order, records))
+    above = f"{conditions(records[-1])}, commit {commits}, {records[-1]['date'][:10]}{note}:"
+    return f'{above}\n\n{markdown(head, rows)}'
+
+
+def fixed_order(record: Dict[str, Any]) -> bool:
+    """Whether the calls of a record were timed in the same order in every round."""
+    return record['date'] < _RANDOM_ORDER_SINCE
 
 
 def cpu_table(root: Path, family: str) -> str:
@@ -91,7 +106,7 @@ def summary_table(root: Path) -> str:
             words += f' ({comparison[0]}: {metrics[comparison[1]]})'
         rows.append([words, metrics[name]])
     threads = sorted({newest[preset]['threads'] for preset, *_ in _SUMMARY})
-    return markdown([f"measurement (CPU, {' or '.join(map(str, threads))} threads)", 'result'], rows)
+    return markdown([f"measurement ({cpu}, {' or '.join(map(str, threads))} threads)", 'result'], rows)
 
 
 def gpu_table(root: Path) -> str:
@@ -120,11 +135,16 @@ def targets(preset: Preset) -> str:
 def resources_table(root: Path) -> str:
     """Registers and memory of the kernels on sm_90, for bfloat16 and heads of 32 channels.
 
-    The full reports of `subquad kernels --compile`, for every target, lie in model_cards/benchmarks.
+    Of several launches of one kernel in a case, the one with the most registers is shown. The full reports of
+    `subquad kernels --compile`, for every target, lie in model_cards/benchmarks.
     """
     rows, kind = [], ', bfloat16, 32 channels'
     for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
         if case.endswith(kind) and not any(word in case for word in ('multiplicative', '8 latent')):
-            rows += [[case.removesuffix(kind), f"`{k['kernel']}`", str(k['warps']), str(k['registers']),
-                      str(k['stack']), str(k['shared'])] for k in kernels if 'row_products' not in k['kernel']]
+            largest: Dict[str, Dict[str, Any]] = {}
+            for k in sorted(kernels, key=lambda k: (k['stack'], k['registers'])):
+                largest[k['kernel']] = k
+            rows += [[case.removesuffix(kind), f'`{name}`', *(str(largest[name][key]) for key in
+                      ('warps', 'registers', 'stack', 'shared'))]
+                     for name in dict.fromkeys(k['kernel'] for k in kernels) if 'row_products' not in name]
     return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)

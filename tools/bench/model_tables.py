@@ -92,7 +92,7 @@ def trained_table(root: Path, family: str) -> str:
 def shapes_table(root: Path, family: str) -> str:
     """Results of the detectors and segmenters that were trained with this package on generated images."""
     measures = (('coco/bbox_mAP_50', 'box AP50', 100), ('coco/segm_mAP_50', 'mask AP50', 100), ('mIoU', 'mIoU', 1))
-    rows = [[f"`{line['config']}`", line['options'].removeprefix('experiment_name=').replace('_', ' ') or '-',
+    rows = [[f"`{line['config']}`", line['options'].removeprefix('experiment_name=').replace('_', ' ') or 'full',
              *(f'{line[key] * scale:.1f}' if key in line else '-' for key, _, scale in measures)]
             for line in _evaluations(root, family) if 'accuracy/top1' not in line]
     return markdown(['config', 'training', *(f'{name}, %' for _, name, _ in measures)], rows)

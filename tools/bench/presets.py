@@ -260,15 +260,15 @@ _GPU = [
         family='myo', device='cuda'),
     Preset(
         name='gpu-ppma_tiny-224',
-        description='PPMA-Tiny with kernels and its compiled portable path, 128 images of 224 x 224, bfloat16',
+        description='PPMA-Tiny with kernels and with the compiled portable backend, 128 images of 224 x 224, bfloat16',
         measure=compare_models,
         options=_GPU_PPMA,
         targets=dict(min_speedup={'ppma_tiny@portable+compile': 2}),
         repeats=20, family='ppma', device='cuda'),
     Preset(
         name='gpu-ppma_tiny-224-train',
-        description='a training step of PPMA-Tiny with kernels and its compiled portable path, 128 images of '
-                    '224 x 224, bfloat16',
+        description='a training step of PPMA-Tiny with kernels and with the compiled portable backend, 128 images '
+                    'of 224 x 224, bfloat16',
         measure=compare_models,
         options=dict(_GPU_PPMA, train=True),
         targets=dict(min_speedup={'ppma_tiny@portable+compile': 2}),

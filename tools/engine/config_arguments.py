@@ -7,8 +7,13 @@ from ..common.cli import UserError
 from .config import load
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `subquad train` and `subquad test` share."""
+def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> None:
+    """Add the arguments that `subquad train` and `subquad test` share.
+
+    Args:
+        parser: The parser of the command.
+        unreadable: What the command does by default with an image that cannot be read, for the help text.
+    """
     from mmengine.config import DictAction
 
     class Options(DictAction):
@@ -24,12 +29,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
                         'val/CLASS/*; the files of MNIST, CIFAR-10 or Long Range Arena; or the data_root of a '
                         'detection or segmentation config')
     parser.add_argument('--model', metavar='NAME', help='timm model to use instead of the config\'s (classifiers only)')
-    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
-                        'it on stderr and continue with another image)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: '
+                        f'{unreadable})')
     parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
                         help='change config entries, such as optim_wrapper.optimizer.lr=1e-3. KEY is an entry of the '
                         'config, an argument of mmengine\'s Runner, or an argument of the class that the type of its '
-                        'dict names. Any other key is an error, and so is a variable that only the config file uses')
+                        'dict names. Any other key is an error. So is a variable that the config file uses only while '
+                        'it is read, such as epochs.')
 
 
 def config_with_options(args: argparse.Namespace):
