@@ -195,7 +195,7 @@ def test_a_second_training_in_a_folder_is_refused(images, tmp_path):
     process = _holder(tmp_path)
     try:
         before = sorted(tmp_path.iterdir())
-        fails(folder_arguments(images, tmp_path), f'another training is writing to {tmp_path} '
+        fails(folder_arguments(images, tmp_path), f'another run is writing to {tmp_path} '
                rf'\(process {process.pid} on .*\); .* another --work-dir')
         assert sorted(tmp_path.iterdir()) == before
     finally:

@@ -25,7 +25,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
             super().__call__(parser, namespace, values, option_string)
 
     parser.add_argument('config', help='path of a config file, or name of a config of the package (subquad configs)')
-    parser.add_argument('--data', metavar='FOLDER', help='folder of the data: an image folder with train/CLASS/* and '
+    parser.add_argument('--data', metavar='FOLDER', help='data folder: an image folder with train/CLASS/* and '
                         'val/CLASS/*; the files of MNIST, CIFAR-10 or Long Range Arena; or the data_root of a '
                         'detection or segmentation config')
     parser.add_argument('--model', metavar='NAME', help='timm model to use instead of the config\'s (classifiers only)')

@@ -1,4 +1,4 @@
-"""Stop a training whose loss or weights are not finite, and report the step and the batch."""
+"""Stop a training run whose loss or weights are not finite, and report the step and the batch."""
 import itertools
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Allow one training at a time in a work folder."""
+"""Allow one run at a time in a work folder."""
 import contextlib
 import errno
 import os
@@ -27,13 +27,13 @@ if hasattr(os, 'register_at_fork'):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder against a second training; create the folder if it is missing.
+    """Lock the folder against a second run; create the folder if it is missing.
 
     The lock belongs to the process and ends with it; a lock file that remains has no effect. A folder that was created
     here is removed if it is empty at the end.
 
     Raises:
-        UserError: Another training holds the folder, or it cannot be written to.
+        UserError: Another run holds the folder, or it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     writable_folder(str(folder))
@@ -70,7 +70,7 @@ def _acquire(path: Path) -> int | None:
             holder = os.pread(descriptor, 200, 0).decode(errors='replace')
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
-                raise UserError(f'another training is writing to {path.parent} ({holder or "just started"}); wait '
+                raise UserError(f'another run is writing to {path.parent} ({holder or "just started"}); wait '
                                 'for its end, or use another --work-dir') from error
             path.unlink(missing_ok=True)
             return _without(path, error.strerror)
@@ -91,4 +91,4 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _without(path: Path, why: str) -> None:
-    print(f'warning: {path.parent} cannot be locked ({why}): nothing stops a second training in it', file=sys.stderr)
+    print(f'warning: {path.parent} cannot be locked ({why}): nothing stops a second run in it', file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Messages of a training: what is trained, how long it will take, how to resume it, and whether a disk is full."""
+"""Messages of a training run: what is trained, how long it will take, how to resume it, and whether a disk is full."""
 import errno
 import re
 import shlex
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def resume_command(args: Any, work_dir: str) -> str:
-    """Return the command that resumes a training from its last checkpoint.
+    """Return the command that resumes a training run from its last checkpoint.
 
     Args:
         args: Arguments of `subquad train`.
@@ -115,7 +115,7 @@ def resume_command(args: Any, work_dir: str) -> str:
 
 
 def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
-    """Say how to continue after a training has stopped.
+    """Say how to continue after training has stopped.
 
     Args:
         folder: Folder of the run.

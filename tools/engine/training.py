@@ -1,4 +1,4 @@
-"""Run a training from a config, explain its errors, and leave nothing behind where it did not start."""
+"""Run training from a config, explain its errors, and leave nothing behind where it did not start."""
 import contextlib
 import os
 import re
@@ -89,7 +89,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
 
 
 def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
-    """Convert the error of a training to a UserError.
+    """Convert the error of a training run to a UserError.
 
     An unknown error is returned as it is if training had begun, which a sentence `go_on` on how to continue shows.
     """
