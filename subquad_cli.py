@@ -21,10 +21,10 @@ TOOLS = {
     'models': 'list models with parameters and descriptions',
     'configs': 'list the configs that the package contains',
     'stats': 'count parameters and MACs of any timm model or config',
-    'make-dataset': 'generate a small data set for detection and segmentation',
+    'make-dataset': 'generate a small dataset for detection and segmentation',
     'train': 'train a classifier, detector or segmenter from a config',
     'test': 'evaluate a checkpoint on the test data of a config',
-    'predict': 'classify, detect or segment in image files',
+    'predict': 'run a classifier, detector or segmenter on images',
     'visualize': 'overlay attention maps on images',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',
@@ -38,12 +38,12 @@ MODULES = {'make-dataset': 'make_dataset', 'tables': 'bench.tables'}
 
 def usage() -> str:
     commands = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
-    return '\n'.join(['usage: subquad NAME [options]', '',
+    return '\n'.join(['usage: subquad COMMAND [options]', '',
                       'Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation.', '',
                       'commands:', *commands, '',
-                      'subquad NAME --help   show the options of a command',
-                      'subquad --version     show the version', '',
-                      'For completion in bash and zsh: pip install "subquad[completion]", then',
+                      'subquad COMMAND --help   show the options of a command',
+                      'subquad --version        show the version', '',
+                      'To enable completion in bash and zsh, run `pip install argcomplete`, then',
                       '  eval "$(register-python-argcomplete subquad)"'])
 
 
@@ -83,7 +83,8 @@ def configs(argv: Optional[List[str]] = None) -> int:
     import argparse
     import json
     parser = argparse.ArgumentParser('subquad configs', description='List the configs that the package contains. '
-                                     'train, test and predict accept their names.')
+                                     'train, test and predict accept these names, and stats accepts those of '
+                                     'detectors and segmenters.')
     parser.add_argument('pattern', nargs='?', default='*', help='a pattern such as "mask-rcnn*", or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)

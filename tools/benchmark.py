@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--threads', type=int, default=2, help='CPU threads of torch (default: %(default)s)')
     parser.add_argument('--repeats', type=int, metavar='N', help='rounds of timing (default: set by each preset)')
     parser.add_argument('--processes', type=int, metavar='N',
-                        help='processes per preset; the medians over them count (default: set by each preset)')
+                        help='processes per preset; the median over the processes is reported (default: set by each '
+                             'preset)')
     parser.add_argument('--out', type=Path, default=Path('benchmarks'), metavar='DIR',
                         help='folder for plots and for the results files cpu.jsonl and gpu.jsonl, to which each run '
                              'adds lines (default: ./%(default)s)')

@@ -16,7 +16,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                              'spilled bytes and shared memory; this takes minutes; the exit code is 1 if registers '
                              'spill')
     parser.add_argument('--only', nargs='+', metavar='TEXT',
-                        help='compile only the cases that contain one of these texts')
+                        help='compile only the cases that contain one of these strings')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     if args.only and args.compile is None:

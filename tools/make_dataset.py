@@ -1,4 +1,4 @@
-"""Generate a data set of colored shapes on real photographs for detection and segmentation; nothing is downloaded."""
+"""Generate a dataset of colored shapes on real photographs for detection and segmentation; nothing is downloaded."""
 import argparse
 import re
 from typing import List, Optional, Tuple
@@ -11,18 +11,18 @@ DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad make-dataset', description=__doc__)
-    parser.add_argument('name', help=f"name of the data set: {', '.join(DATASETS)}")
+    parser.add_argument('name', help=f"name of the dataset: {', '.join(DATASETS)}")
     parser.add_argument('folder', nargs='?', help='folder to write (default: data/shapes)')
     parser.add_argument('--train', type=int, default=1000, metavar='N',
                         help='number of training images (default: 1000)')
     parser.add_argument('--val', type=int, default=200, metavar='N', help='number of validation images (default: 200)')
     parser.add_argument('--size', default='128', metavar='S|HxW', help='height and width of the images (default: 128)')
     parser.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
-    parser.add_argument('--force', action='store_true', help='replace a data set that this command wrote')
+    parser.add_argument('--force', action='store_true', help='replace a dataset that this command wrote')
     args = parser.parse_args(argv)
     from .data.shapes_files import FORMAT, MOST_IMAGES, already_there, make_shapes
     if args.name not in DATASETS:
-        raise UserError(f'unknown data set {args.name!r}{nearest(args.name, list(DATASETS))} '
+        raise UserError(f'unknown dataset {args.name!r}{nearest(args.name, list(DATASETS))} '
                         f"(allowed: {', '.join(DATASETS)})")
     for name in ('train', 'val'):
         if not 1 <= getattr(args, name) <= MOST_IMAGES:

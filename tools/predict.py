@@ -1,5 +1,5 @@
-"""Classify image files, or all images of a folder, with a checkpoint, and print the likeliest classes. With a detection
-or segmentation config before the checkpoint, draw the predictions and write boxes and masks as JSON."""
+"""Classify image files, or all images in a folder, and print the top classes. With a detection or segmentation config
+before the checkpoint, draw the predictions and write boxes and masks as JSON."""
 import argparse
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -23,7 +23,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--topk', type=int, help='number of classes to print (default: 3)')
     parser.add_argument('--out', metavar='FOLDER', help='folder for the pictures and predictions.json of a detector or '
                         'segmenter (default: predictions)')
-    parser.add_argument('--score', type=float, help='lowest score of a detected object (default: 0.3)')
+    parser.add_argument('--score', type=float, help='minimum score of the detections to keep (default: 0.3)')
     parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
                         'it on stderr and exit with code 1 after the others)')
     parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')

@@ -15,8 +15,8 @@ from .engine.config_arguments import add_config_arguments, config_with_options, 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
-    add_config_arguments(parser, 'report it on stderr; an image folder leaves it out or takes the next image of its '
-                         'class, a detector or segmenter is given a black image')
+    add_config_arguments(parser, 'report it on stderr; an image folder skips it or uses the next image of its '
+                         'class; a detector or segmenter gets a black image')
     parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, or a .pth file')
     parser.add_argument('--show-dir', metavar='FOLDER',
                         help='write pictures of the predictions, beside the annotations '

@@ -25,7 +25,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--weights', metavar='FILE', help='start from the weights in FILE; a classifier\'s weights '
                         'initialize the backbone of a detector or segmenter. A head for other classes starts at random')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
-                        help='continue from a .pth checkpoint (default: the last one in the work folder)')
+                        help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
+                        'work folder')
     parser.add_argument('--verbose', action='store_true', help='also print the log of mmengine')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
@@ -35,7 +36,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights == '':
         raise UserError('--weights: the name of the file is empty')
     if args.weights and args.resume is not None:
-        raise UserError('--weights and --resume exclude each other: the first starts a training, the second '
+        raise UserError('--weights and --resume exclude each other: the first starts a run, the second '
                         'continues one')
     from .engine.messages import resume_command
     from .engine.runner_checkpoints import checkpoint_to_resume

@@ -18,14 +18,14 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         help='timm name of the model, for a checkpoint that does not contain it')
     parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
-                        help='draw only layers whose names contain one of these texts, such as stages.2')
+                        help='draw only layers whose names contain one of these strings, such as stages.2')
     parser.add_argument('--max-images', '--most', dest='most', type=int, default=8, metavar='N',
                         help='largest number of images to draw (default: 8)')
     parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
                         help='Myo\'s token whose influences are drawn, as fractions of height and width '
                         '(default: 0.5 0.5)')
-    parser.add_argument('--out', metavar='FILE', help='file of the picture (default: context_scores.png, '
-                        'decay_factors.png or influences.png)')
+    parser.add_argument('--out', metavar='FILE', help='output image (default: context_scores.png, decay_factors.png '
+                        'or influences.png)')
     parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
                         'it on stderr and exit with code 1 after the others)')
     args = parser.parse_args(argv)

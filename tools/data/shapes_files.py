@@ -1,4 +1,4 @@
-"""Write the generated data set of shapes: images, COCO annotations and label maps, whole or not at all."""
+"""Write the generated dataset of shapes: images, COCO annotations and label maps, whole or not at all."""
 import json
 import os
 import shutil
@@ -20,7 +20,7 @@ LAYOUT = {
 
 
 def expected_files(options: Dict[str, Any]) -> Set[str]:
-    """Return the files of a data set with these options, relative to its folder, with slashes."""
+    """Return the files of a dataset with these options, relative to its folder, with slashes."""
     files = {METADATA_FILE}
     for part in ('train', 'val'):
         files.add(f'annotations/instances_{part}.json')
@@ -30,7 +30,7 @@ def expected_files(options: Dict[str, Any]) -> Set[str]:
 
 
 def read_options(folder: Path) -> Optional[Dict[str, Any]]:
-    """Return the options of the data set in a folder, or None if it holds no data set."""
+    """Return the options of the dataset in a folder, or None if it holds no dataset."""
     try:
         metadata = json.loads((folder / METADATA_FILE).read_text(encoding='utf-8'))
         options = metadata['options']
@@ -42,12 +42,12 @@ def read_options(folder: Path) -> Optional[Dict[str, Any]]:
 
 
 def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
-    """Whether the folder already holds the whole data set with these options.
+    """Whether the folder already holds the whole dataset with these options.
 
     Args:
-        folder: Folder of the data set.
+        folder: Folder of the dataset.
         options: Options with the number of the format, as `read_options` returns them.
-        force: Allow a data set of this command to be replaced.
+        force: Allow a dataset of this command to be replaced.
 
     Raises:
         UserError: The folder holds files that must not be replaced.
@@ -65,16 +65,16 @@ def already_there(folder: Path, options: Dict[str, Any], force: bool) -> bool:
     expected = expected_files(old)
     if force:
         if there - expected:
-            raise UserError(f'{folder} holds files that are not part of its data set, such as '
+            raise UserError(f'{folder} holds files that are not part of its dataset, such as '
                             f'{min(there - expected)}: move them away, or give another folder')
         return False
     if old != options:
         other = [f'{key} {_text(old.get(key))}, not {_text(value)}' for key, value in options.items()
                  if old.get(key) != value]
-        raise UserError(f"{folder} holds a data set with other options ({'; '.join(other) or 'of another version'}): "
+        raise UserError(f"{folder} holds a dataset with other options ({'; '.join(other) or 'of another version'}): "
                         'give --force to replace it, or another folder')
     if expected - there:
-        raise UserError(f'{folder} lacks files of its data set, such as {min(expected - there)}: give --force to '
+        raise UserError(f'{folder} lacks files of its dataset, such as {min(expected - there)}: give --force to '
                         'generate it again')
     return True
 
@@ -110,7 +110,7 @@ def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
 
 
 def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
-    """Write a data set of shapes, whole or not at all, to an empty folder or over an older data set.
+    """Write a dataset of shapes, whole or not at all, to an empty folder or over an older dataset.
 
     Args:
         folder: Folder that `already_there` has checked.
