@@ -52,7 +52,8 @@ def test_no_shipped_configuration_spills(target, python):
 
 
 def test_wrong_targets_are_refused(python):
-    script = 'from subquad.tools import kernels, cli\ncli.run(kernels.main, ["--compile", "{}", "--only", "{}"])'
+    script = ('from subquad.tools import kernels\nfrom subquad.tools.common import cli\n'
+              'cli.run(kernels.main, ["--compile", "{}", "--only", "{}"])')
     for target, only, message in (('sm90', 'additive', 'target must be like cuda:90'),
                                   ('cuda:999', 'additive', 'target must be like cuda:90'),
                                   ('hip:nonsense', 'additive', 'target must be like cuda:90'),

@@ -52,7 +52,7 @@ def test_old_config_names_raise_errors_with_the_new_name(old, new):
 def test_troubleshooting_base_config_loads(tmp_path):
     """The replacement of `mmseg::` in docs/troubleshooting.md works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
-    base, = re.findall(r"`(_base_ = __import__\('mmseg'\).*)`", text)
+    base, = re.findall(r"^(_base_ = __import__\('mmseg'\).*)$", text, re.MULTILINE)
     backbone = "dict(_delete_=True, type='PPMA')"
     (tmp_path / 'own.py').write_text(f'{base}\nmodel = dict(pretrained=None, backbone={backbone})\n')
     model = Config.fromfile(tmp_path / 'own.py').model
@@ -63,7 +63,7 @@ def test_troubleshooting_base_config_loads(tmp_path):
 def test_troubleshooting_command_runs_get_flops(tmp_path):
     """The command in docs/troubleshooting.md that imports subquad before a script works as printed."""
     text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
-    code, = re.findall(r'`python -c "(.*)" get_flops.py CONFIG`', text)
+    code, = re.findall(r'^python -c "(.*)" get_flops.py CONFIG$', text, re.MULTILINE)
     script = Path(mmseg.__path__[0]) / '.mim' / 'tools' / 'analysis_tools' / 'get_flops.py'
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, script, FOLDER / 'upernet_test-ppma_shapes.py',
                            '--shape', '64', '64'], capture_output=True, text=True, cwd=tmp_path,

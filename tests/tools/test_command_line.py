@@ -220,7 +220,7 @@ def test_errors_take_one_line(capsys):
 
 
 @pytest.mark.parametrize('main, arguments, message', [
-    (kernels.main, ['--only', 'logit'], '--only chooses what --compile compiles'),
+    (kernels.main, ['--only', 'additive'], '--only needs --compile'),
     (kernels.main, ['--compile', ''], '(target must be like cuda:90|TRITON_INTERPRET is set)'),
     (stats.main, ['test_ppma', '--size', '9' * 30], 'a side has at most 100,000 pixels'),
     (stats.main, ['[red]x[/blue]'], r"no config file '\[red\]x\[/blue\]'.*subquad configs lists them"),

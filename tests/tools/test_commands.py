@@ -100,12 +100,12 @@ def test_models_and_stats(capsys):
     assert models.main(['ppma', '--json']) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [r['name'] for r in rows] == [
-        'ppma_tiny', 'ppma_small', 'ppma_base', *(f'ppma_{size}_crisscross' for size in ('base', 'small', 'tiny')),
+        'ppma_tiny', 'ppma_small', 'ppma_base', *(f'ppma_{size}_crisscross' for size in ('tiny', 'small', 'base')),
         'test_ppma']
     assert rows[0]['parameters'] == 14_335_272
     models.main(['--json'])
     names = [row['name'] for row in json.loads(capsys.readouterr().out)]
-    assert names[5:8] == ['ppma_tiny_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
+    assert names[5:8] == ['ppma_base_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
     assert names[-3:] == ['test_ppma', 'test_mobilevitv2', 'test_myo'] and 'myo_sequence' in names
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
