@@ -53,3 +53,15 @@ def test_newest_record_of_a_preset_is_shown(tmp_path):
     (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
     text = tables.content('cpu ppma', tmp_path)
     assert '| `ppma_tiny-224` | m | 2 x |' in text and '1 x' not in text and 'C, 2 threads, torch 2, commit abc' in text
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{"preset": "ppma_ti', 'cpu.jsonl, line 1: the record is damaged'),
+    ('{"preset": "ppma_tiny-224", "figures": []}', "the field 'figures' of a record was renamed to 'metrics'"),
+    ('{"preset": "ppma_tiny-225"}', "there is no preset 'ppma_tiny-225'")])
+def test_record_that_no_table_can_show_raises(line, message, tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    (folder / 'cpu.jsonl').write_text(line + '\n')
+    with pytest.raises(UserError, match=message):
+        tables.content('cpu ppma', tmp_path)

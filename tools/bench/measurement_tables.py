@@ -26,19 +26,37 @@ _SUMMARY = (
 
 # Since then, the order of the timed calls changes from round to round (commit 27ba197e02).
 _RANDOM_ORDER_SINCE = '2026-11-21T12:09'
+_RENAMED_FIELDS = {'figures': 'metrics', 'what': 'description'}
 
 
 def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]:
     """The newest record of each preset on each processor or GPU, oldest first."""
     newest: Dict[Any, Dict[str, Any]] = {}
     for path in sorted((root / RECORDS).glob(pattern)):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            record = _record(line, f'{path}, line {number}')
             key = record['preset'], record.get('gpu') or record['cpu']
             newest.pop(key, None)
             newest[key] = record
-    return [record for record in newest.values()
-            if not family or record['preset'] in PRESETS and PRESETS[record['preset']].family == family]
+    return [record for record in newest.values() if not family or PRESETS[record['preset']].family == family]
+
+
+def _record(line: str, place: str) -> Dict[str, Any]:
+    """Read one record.
+
+    Raises:
+        UserError: The line is damaged, its fields have the names of an older version, or its preset does not exist.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f'{place}: the record is damaged ({error})') from error
+    for old, new in _RENAMED_FIELDS.items():
+        if old in record:
+            raise UserError(f'{place}: the field {old!r} of a record was renamed to {new!r}')
+    if record['preset'] not in PRESETS:
+        raise UserError(f"{place}: there is no preset {record['preset']!r} (subquad benchmark --list)")
+    return record
 
 
 def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
