@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
                              'adds lines (default: ./%(default)s)')
     parser.add_argument('--no-save', action='store_true', help='only print the table')
     parser.add_argument('--one', metavar='PRESET', help=argparse.SUPPRESS)   # measure it here and print JSON
-    parser.add_argument('--contestants', nargs='+', help=argparse.SUPPRESS)
+    parser.add_argument('--contestants', nargs='*', help=argparse.SUPPRESS)
     return parser
 
 
@@ -74,7 +74,7 @@ def _print_list() -> None:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    if args.contestants:
+    if args.contestants is not None:
         raise UserError('--contestants has a new name: --implementations')
     chosen = jobs(args, defaults=parser().parse_args([]))
     if args.list:

@@ -310,6 +310,7 @@ def test_append_after_a_truncated_line(tmp_path):
     (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
     (['--operator', 'polyline_scan', '--implementations', 'portabel'], 'did you mean portable'),
     (['--operator', 'polyline_scan', '--contestants', 'portable'], '--contestants has a new name: --implementations'),
+    (['--operator', 'polyline_scan', '--contestants'], '--contestants has a new name: --implementations'),
     (['--model', 'ppma_tinny'], 'did you mean ppma_tiny'),
     (['--model', 'ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
     (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'give one of the three'),
