@@ -14,12 +14,12 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
+from ...kernels.common.checks import MASK_MODES
 from ...kernels.common.tracing import exporting
 from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat
 
-MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
 

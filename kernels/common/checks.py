@@ -11,6 +11,9 @@ from .tracing import exporting, is_traced_or_wrapped
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Tensors of at most this many elements are not compared with the size of the memory.
 _LARGE = 1 << 30
+# What several operators allow: how the decay enters the softmax, and which polylines the mask follows.
+MASK_MODES = ('additive', 'multiplicative')
+PATHS = ('both', 'v2h', 'h2v')
 # Values of arguments that had other names before version 0.1.
 _RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
                    '2d': 'both'}

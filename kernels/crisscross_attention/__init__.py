@@ -2,11 +2,9 @@
 from torch import Tensor
 
 from ..common import checks, launch
-from ..decay_attention import MASK_MODES
 from ..dispatch import choose, register
 from . import custom_op, portable, reference, triton
 
-PATHS = ('both', 'v2h', 'h2v')
 _IMPLEMENTATIONS = register('crisscross_attention', {
     'reference': reference.crisscross_attention,
     'portable': custom_op.crisscross_attention_portable,
@@ -50,7 +48,7 @@ def crisscross_attention(
         ValueError, TypeError: as for `decay_attention`.
     """
     checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
-    checks.one_of('crisscross_attention', 'mask_mode', mask_mode, MASK_MODES)
-    checks.one_of('crisscross_attention', 'paths', paths, PATHS)
+    checks.one_of('crisscross_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
+    checks.one_of('crisscross_attention', 'paths', paths, checks.PATHS)
     run = choose('crisscross_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

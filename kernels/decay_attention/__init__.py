@@ -5,7 +5,6 @@ from ..common import checks, launch
 from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
-MASK_MODES = ('additive', 'multiplicative')
 AXES = ('row', 'column')
 _IMPLEMENTATIONS = register('decay_attention', {
     'reference': reference.decay_attention,
@@ -52,6 +51,6 @@ def decay_attention(
     """
     checks.attention('decay_attention', q, k, v, log_decay=log_decay)
     checks.one_of('decay_attention', 'axis', axis, AXES)
-    checks.one_of('decay_attention', 'mask_mode', mask_mode, MASK_MODES)
+    checks.one_of('decay_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     run = choose('decay_attention', _IMPLEMENTATIONS, backend, q, k, v, log_decay)
     return run(q, k, v, log_decay, axis, mask_mode)

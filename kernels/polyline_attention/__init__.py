@@ -5,8 +5,6 @@ from ..common import checks, launch
 from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
-MASK_MODES = ('additive', 'multiplicative')
-PATHS = ('both', 'v2h', 'h2v')
 _IMPLEMENTATIONS = register('polyline_attention', {
     'reference': reference.polyline_attention,
     'portable': custom_op.polyline_attention_portable,
@@ -56,7 +54,7 @@ def polyline_attention(
         TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
     checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
-    checks.one_of('polyline_attention', 'mask_mode', mask_mode, MASK_MODES)
-    checks.one_of('polyline_attention', 'paths', paths, PATHS)
+    checks.one_of('polyline_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
+    checks.one_of('polyline_attention', 'paths', paths, checks.PATHS)
     run = choose('polyline_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

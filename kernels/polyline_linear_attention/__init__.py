@@ -3,7 +3,6 @@ from torch import Tensor
 
 from ..common import checks
 from ..dispatch import choose, register
-from ..polyline_scan import PATHS
 from . import portable, reference, triton
 
 _IMPLEMENTATIONS = register('polyline_linear_attention', {
@@ -44,6 +43,6 @@ def polyline_linear_attention(
         ValueError, TypeError: as for `polyline_scan`.
     """
     checks.attention('polyline_linear_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
-    checks.one_of('polyline_linear_attention', 'paths', paths, PATHS)
+    checks.one_of('polyline_linear_attention', 'paths', paths, checks.PATHS)
     run = choose('polyline_linear_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, paths)

@@ -7,7 +7,6 @@ from ..common import checks
 from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
-PATHS = ('v2h', 'h2v', 'both')
 _IMPLEMENTATIONS = register('polyline_scan', {
     'reference': reference.polyline_scan,
     'portable': portable.polyline_scan,
@@ -58,5 +57,5 @@ def polyline_scan(
     for name, log in logs.items():
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
     checks.step_logs('polyline_scan', **logs)
-    checks.one_of('polyline_scan', 'paths', paths, PATHS)
+    checks.one_of('polyline_scan', 'paths', paths, checks.PATHS)
     return choose('polyline_scan', _IMPLEMENTATIONS, backend, x, *logs.values())(x, list(logs.values()), paths)
