@@ -24,6 +24,9 @@ def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: 
     batch of 32). In all other cases the batch stays whole: a graph must not contain the loop, BatchNorm in training
     must see the whole batch, and a GPU is fastest with large batches.
 
+    The stem and each stage split the batch by themselves, because their maps differ in size: late stages run whole
+    batches. A single split of a model's batch would run them on small parts, which changes features by rounding too.
+
     Args:
         module: the module whose `forward` runs. If a part of it is in training mode, the batch stays whole.
         forward: maps (B, ...) to (B, ...), each image independently of the others.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ._timm import pooled_width
 from .blocks import check_pool
-from .mixers import SeparableSelfAttention
+from .mixers import LinformerSelfAttention, SeparableSelfAttention
 from .mobilevitv2_blocks import ATTENTIONS, PATCH, InvertedResidual, MobileViTv2Block, Stage, Stem, TransformerLayer
 from .observation import observe_inputs
 from .options import COMMON, Options, check, flag, number, one_of
@@ -175,6 +175,17 @@ class MobileViTv2(TimmInterface):
             self.feature_info.append(dict(num_chs=chs, reduction=stride, module=f'stages.{n}'))
             in_chs = chs
         self.stages = nn.Sequential(*stages)
+
+    def set_input_size(self, img_size: Union[None, int, Tuple[int, int]] = None) -> None:
+        """Check an image size, on which no weight depends but those of attention='linformer'.
+
+        Raises:
+            ValueError: a side is below 32, or the network has Linformer attention, which is built for one size.
+        """
+        super().set_input_size(img_size)
+        if img_size is not None and any(isinstance(module, LinformerSelfAttention) for module in self.modules()):
+            raise ValueError(f'Linformer attention is made for one image size: pass img_size={img_size!r} to '
+                             'timm.create_model')
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
         """Replace the classifier by a randomly initialized one.

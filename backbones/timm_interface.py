@@ -7,7 +7,6 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 from ._timm import feature_take_indices, narrow_head, pooled_width
-from .mixers import LinformerSelfAttention
 from .options import COMMON, Options, check
 from .weights import pretrained_filter
 
@@ -92,12 +91,9 @@ class TimmInterface(nn.Module):
         """Check an image size. timm's models of a fixed size change theirs here; no weight of this model depends on it.
 
         Raises:
-            ValueError: a side is below 32, or the network has Linformer attention, which is built for one size.
+            ValueError: a side is below 32.
         """
         check(type(self).__name__, self.OPTIONS, {'img_size': img_size})
-        if img_size is not None and any(isinstance(module, LinformerSelfAttention) for module in self.modules()):
-            raise ValueError(f'Linformer attention is made for one image size: pass img_size={img_size!r} to '
-                             'timm.create_model')
 
     def no_weight_decay(self) -> Set[str]:
         """Names of parameters without weight decay, apart from biases and norms. Families override it."""
