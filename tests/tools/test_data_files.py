@@ -123,8 +123,8 @@ def test_cifar(cifar):
     mean, std = (torch.tensor(x)[:, None, None] for x in (data.mean, data.std))
     torch.testing.assert_close(data[2]['inputs'] * std + mean, torch.from_numpy(pixels[32] / 255).float())
     assert data.classes[3] == 'cat' and data[2]['label'] == labels[32]
-    grey = sequences.CIFAR10(folder, 'test', dict(input_size=(1, 32, 32), mean=(0.48,), std=(0.25,), crop_pct=1.))
-    assert grey[0]['inputs'].shape == (1, 32, 32)
+    gray = sequences.CIFAR10(folder, 'test', dict(input_size=(1, 32, 32), mean=(0.48,), std=(0.25,), crop_pct=1.))
+    assert gray[0]['inputs'].shape == (1, 32, 32)
 
 
 class _Malicious:

@@ -93,7 +93,7 @@ def test_pixels_that_are_nan_or_infinite(tmp_path):
 
 
 def test_transparency_becomes_white(photograph, tmp_path, recwarn):
-    """The colours hidden under it do not show; opaque pixels stay as they are."""
+    """The colors hidden under it do not show; opaque pixels stay as they are."""
     alpha = np.full((24, 40), 255, np.uint8)
     alpha[:, :20] = 0
     rgba = Image.fromarray(np.dstack([photograph, alpha]))

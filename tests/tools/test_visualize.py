@@ -69,7 +69,7 @@ def test_decay_factors_equal_those_of_the_mixers(folder):
 
 
 def test_pictures_are_labelled(folder, monkeypatch):
-    """A title, a colour bar with a label, and layers above the maps, in all three families."""
+    """A title, a color bar with a label, and layers above the maps, in all three families."""
     figures = []
     monkeypatch.setattr(pictures, 'save', lambda figure, path: figures.append(figure))
     from subquad.tools.engine.drawing import influences
@@ -96,7 +96,7 @@ def test_pictures_show_the_input_images(folder):
 
 
 def test_overlay_colors_the_largest_scores():
-    """The token of the largest score is red, one of the smallest blue, over an image of one colour."""
+    """The token of the largest score is red, one of the smallest blue, over an image of one color."""
     scores = torch.zeros(2, 3)
     scores[1, 2] = 1
     picture = pictures.overlay(torch.full((8, 12, 3), 0.5), scores)

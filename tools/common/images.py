@@ -192,7 +192,7 @@ def say_count(before: int) -> None:
 def _rgb(image: Image.Image, file: Union[str, Path]) -> Image.Image:
     """A loaded image in RGB."""
     if image.mode[0] in 'IF':                    # I, I;16, I;16B, F: Pillow would clip their numbers at 255
-        return Image.fromarray(_grey(image, file)).convert('RGB')
+        return Image.fromarray(_gray(image, file)).convert('RGB')
     if image.mode in ('RGBA', 'RGBa', 'LA', 'La', 'PA') or 'transparency' in image.info:
         image = image.convert('LA') if image.mode == 'La' else image
         page = Image.new('RGBA', image.size, 'white')
@@ -201,7 +201,7 @@ def _rgb(image: Image.Image, file: Union[str, Path]) -> Image.Image:
     return image.convert('RGB')
 
 
-def _grey(image: Image.Image, file: Union[str, Path]) -> np.ndarray:
+def _gray(image: Image.Image, file: Union[str, Path]) -> np.ndarray:
     """A single-channel image of 16 or 32 bits as uint8 (H, W)."""
     values = np.asarray(image)
     if image.mode.startswith('I;16') or image.mode == 'I' and image.format == 'PNG':

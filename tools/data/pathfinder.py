@@ -35,7 +35,7 @@ class Style:
     gap: float
     thickness: float        # of dashes
     radius: float           # of dots
-    margin: float           # between curves, and from a dot's rim to another curve: from centre line to centre line
+    margin: float           # between curves, and from a dot's rim to another curve: from center line to center line
     dashes: int = 14
     distractors: int = 5
     distractor_dashes: int = 4
@@ -47,7 +47,7 @@ PATH_X = Style(size=128, dash=5., gap=2.5, thickness=1.5, radius=3., margin=6., 
 
 
 def _clearance(style: Style) -> float:
-    """Pixels from a dot's centre to another curve."""
+    """Pixels from a dot's center to another curve."""
     return style.radius + style.margin - style.thickness / 2
 
 
@@ -77,12 +77,12 @@ class _Canvas:
         """Takes the cells nearer than the margin to points (n, P, 2), all of which were free."""
         self.taken.reshape(-1)[self._cells(images, points)[..., None] + self.disc] = True
 
-    def take_dot(self, images: np.ndarray, centres: np.ndarray) -> None:
-        """Takes what is within _clearance of centres (n, 2)."""
+    def take_dot(self, images: np.ndarray, centers: np.ndarray) -> None:
+        """Takes what is within _clearance of centers (n, 2)."""
         angle = np.arange(12) * np.pi / 6
         rim = np.stack([np.cos(angle), np.sin(angle)], 1) * (_clearance(self.style) - self.style.margin)
         inner = (_FINENESS + 0.5) / self.per_pixel                      # beyond it the frame has been taken anyway
-        self.take(images, np.clip(centres[:, None] + rim, inner, self.style.size - inner))
+        self.take(images, np.clip(centers[:, None] + rim, inner, self.style.size - inner))
 
 
 def _grow(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
@@ -110,7 +110,7 @@ def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
              dashes: int) -> Tuple[np.ndarray, np.ndarray]:
     """As _grow, for those whose curve finds its way at once."""
     style, before, all_images = canvas.style, canvas.taken[images], images
-    travelled = (style.dash + style.gap) * np.array([0, 1 / 3, 2 / 3, 1])[:, None]
+    traveled = (style.dash + style.gap) * np.array([0, 1 / 3, 2 / 3, 1])[:, None]
     lines = np.zeros((len(images), 0, 2, 2))
     passed = np.zeros((len(images), 0, 4, 2))
     for n in range(dashes):
@@ -122,7 +122,7 @@ def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
             turn = rng.normal(0, 1, (len(images), _TRIALS)) * _TURNS
             heading = heading[:, None] + np.clip(turn, -_SHARPEST, _SHARPEST)
         along = np.stack([np.cos(heading), np.sin(heading)], -1)[:, :, None]
-        points = tail + travelled * along
+        points = tail + traveled * along
         free = canvas.free(images, points)
         found = free.any(1)
         first = free[found].argmax(1)

@@ -110,7 +110,7 @@ class LRAListOps(_Expressions):
 
 
 class _Pictures(_Classified):
-    """Grey or coloured images: through timm's transform, or scaled by `mean` and `std`, of values from 0 to 1.
+    """Gray or colored images: through timm's transform, or scaled by `mean` and `std`, of values from 0 to 1.
 
     A transform gets three channels, as in data.py, or one where its input_size is (1, H, W).
     """

@@ -1,4 +1,4 @@
-"""Coloured shapes on real photographs, each pixel's owner known: images with instance masks and class labels.
+"""Colored shapes on real photographs, each pixel's owner known: images with instance masks and class labels.
 
 The photographs come inside the wheels of scikit-learn and scikit-image, so nothing is downloaded. The left 70 % of each
 is background of training images, the rest of validation images: no pixel is in both. Every image has random numbers of
@@ -112,7 +112,7 @@ def coverage(kind: str, radius: float, angle: float) -> np.ndarray:
         angle: rotation in radians.
 
     Returns:
-        (2h, 2h) uint8, 255 for the whole pixel, h = ceil(radius) + 1, the shape's centre in the middle.
+        (2h, 2h) uint8, 255 for the whole pixel, h = ceil(radius) + 1, the shape's center in the middle.
     """
     half = math.ceil(radius) + 1
     canvas = Image.new('L', (2 * half * OVERSAMPLING,) * 2)
@@ -155,7 +155,7 @@ def _try_shape(rng: np.random.Generator, image: np.ndarray, owner: np.ndarray, c
     cover = coverage(CLASSES[category - 1], radius, rng.uniform(0, 2 * math.pi))
     area, half = int((cover >= 128).sum()), len(cover) // 2
     y, x = int(rng.integers(height)) - half, int(rng.integers(width)) - half        # the patch's corner
-    colour = rng.uniform(0, 255, 3).astype(np.float32)
+    color = rng.uniform(0, 255, 3).astype(np.float32)
 
     rows, columns = slice(max(y, 0), y + 2 * half), slice(max(x, 0), x + 2 * half)
     cover = cover[max(-y, 0):height - y, max(-x, 0):width - x]
@@ -166,10 +166,10 @@ def _try_shape(rng: np.random.Generator, image: np.ndarray, owner: np.ndarray, c
     seen = np.bincount(owner.ravel(), minlength=len(areas) + 1)[1:]
     if (seen - hidden < LEAST_VISIBLE * np.array(areas)).any():
         return False
-    if abs(colour - image[rows, columns][solid].mean(0)).max() < LEAST_CONTRAST:
+    if abs(color - image[rows, columns][solid].mean(0)).max() < LEAST_CONTRAST:
         return False
     alpha = cover[..., None].astype(np.float32) / 255
-    image[rows, columns] += alpha * (colour - image[rows, columns])
+    image[rows, columns] += alpha * (color - image[rows, columns])
     owner[rows, columns][solid] = len(areas) + 1
     categories.append(category)
     areas.append(area)

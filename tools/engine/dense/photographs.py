@@ -11,13 +11,13 @@ from PIL import Image
 from ...common.cli import shown
 from ...common.images import UnreadableImage, note_once, open_image, report_once
 
-_COLOURS = ('color', 'color_ignore_orientation')
+_COLORS = ('color', 'color_ignore_orientation')
 
 
 @TRANSFORMS.register_module()
 class LoadPhotograph(LoadImageFromFile):
     """Read an image by `subquad.tools.common.images.open_image` as BGR. OpenCV, which mmcv's own transform uses, gives
-    a half-grey image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
+    a half-gray image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
 
     Args:
         unreadable: Result for an image that cannot be read, which is reported on stderr. 'replace' returns None, and
@@ -74,7 +74,7 @@ def _annotated_size(results: Dict[str, Any]) -> Optional[Tuple[int, int]]:
 
 def with_photographs(config: Any, unreadable: str) -> Any:
     """A copy of a config, or of a part of one, whose LoadImageFromFile are LoadPhotograph. Those that read other files
-    than local ones, or other channels than colours, stay."""
+    than local ones, or other channels than colors, stay."""
     if not isinstance(config, (dict, list, tuple)):
         return config
     config = deepcopy(config)
@@ -84,7 +84,7 @@ def with_photographs(config: Any, unreadable: str) -> Any:
         config[key] = with_photographs(value, unreadable)
     kind, backend = config.get('type'), config.get('backend_args') or {}
     plain = kind is LoadImageFromFile or str(kind).rpartition('.')[2] == 'LoadImageFromFile'
-    if plain and config.get('color_type', 'color') in _COLOURS and not config.get('file_client_args') \
+    if plain and config.get('color_type', 'color') in _COLORS and not config.get('file_client_args') \
             and backend.get('backend', 'local') == 'local' and '://' not in str(backend):
         for key in ('ignore_empty', 'imdecode_backend'):
             config.pop(key, None)
