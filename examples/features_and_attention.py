@@ -8,7 +8,7 @@ Without IMAGE a random picture is used. The networks have random weights; load a
 import sys
 from pathlib import Path
 
-import subquad  # noqa: F401  (before timm, with which it registers its models)
+import subquad  # noqa: F401  (registers the models; before timm, in case torchvision needs subquad's repair)
 
 # isort: split
 import numpy as np

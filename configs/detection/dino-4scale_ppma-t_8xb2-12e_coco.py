@@ -1,5 +1,5 @@
 # DINO with four levels and PPMA-T, trained with MMDetection's recipe. The backbone has a tenth of the learning rate,
-# which suits a pretrained backbone:
+# so start from a classifier's weights:
 #   --cfg-options model.backbone.init_cfg.type=Pretrained model.backbone.init_cfg.checkpoint=FILE
 _base_ = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
 
