@@ -187,8 +187,8 @@ class Block(nn.Module):
 def check_pool(global_pool: str, num_classes: int) -> None:
     """Raise ValueError for a classifier without pooling."""
     if not global_pool and num_classes:
-        raise ValueError(f"global_pool must name a pooling, such as 'avg', for a classifier, got '' with {num_classes} "
-                         'classes (num_classes=0 makes no classifier)')
+        raise ValueError(f"global_pool='' needs num_classes=0, got num_classes={num_classes}; with a classifier, pass "
+                         "a pooling such as 'avg'")
 
 
 class ProjectionHead(nn.Module):

@@ -1,8 +1,8 @@
 """MobileViTv2: inverted residuals and, from stride 8 on, transformer layers with separable self-attention.
 
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680, and the
-authors' library cvnets. The parameter names are timm's, so that the weights on timm's hub load unchanged. The keys of
-the authors' files are translated.
+authors' library cvnets. The parameter names are timm's, so that timm's weights on the Hugging Face Hub load unchanged.
+The keys of the authors' files are translated.
 
 The differences from timm's model do not change the published networks: tokens are regrouped for exporters only, keys
 are computed from the weighted sum of inputs, stochastic depth acts on residual branches only, and new networks are
@@ -103,7 +103,8 @@ class MobileViTv2(TimmInterface):
             weight_init=weight_init, **kwargs))
         super().__init__(num_classes, in_chans)
         if attention != 'separable' and (exact_size or num_latent_tokens != 1):
-            raise ValueError(f"exact_size and num_latent_tokens go with attention='separable', got {attention!r}")
+            raise ValueError("exact_size=True and num_latent_tokens > 1 require attention='separable', "
+                             f'got attention={attention!r}')
         check_pool(global_pool, num_classes)
         dd = {'device': device, 'dtype': dtype}
         self._make_stages(

@@ -63,7 +63,7 @@ def one_of(*values: Any) -> Option:
 
 def or_none(option: Option) -> Option:
     """A value that `option` accepts, or None."""
-    return Option(f'{option.allowed} or None', lambda value: value is None or option.accepts(value))
+    return Option(f'{option.allowed}, or None', lambda value: value is None or option.accepts(value))
 
 
 def each_stage(option: Option, stages: int = 4) -> Option:
@@ -78,7 +78,7 @@ def one_or_each_stage(option: Option, stages: int = 4) -> Option:
     """One name for all stages, or a list or tuple with one name for each stage."""
     every = each_stage(option, stages)
     return Option(
-        f'{option.allowed}, one name or one for each of {stages} stages',
+        f'{option.allowed}, or a list of {stages} of them, one for each stage',
         lambda value: option.accepts(value) or every.accepts(value),
     )
 
@@ -87,7 +87,7 @@ def image_size(least: int = MIN_SIZE) -> Option:
     """One integer for a square image, or a pair (height, width)."""
     side = integer(least, 1 << 20)
     return Option(
-        f'integers of at least {least}, one for a square image or two for height and width',
+        f'an integer of at least {least} or a pair (height, width) of them',
         lambda value: side.accepts(value) or _is_list(value, 2) and all(map(side.accepts, value)),
     )
 

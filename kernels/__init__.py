@@ -1,10 +1,11 @@
-"""Operators on grids and trees, each with a float64 reference, a PyTorch path for any device, and Triton kernels.
+"""Operators on grids and trees, each with a float64 reference, a portable PyTorch backend for any device, and Triton
+kernels (except `tree_solve`).
 
     decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
     crisscross_attention       two of them chained, on both paths                               O(N^1.5)
-    polyline_attention         softmax attention over the whole grid under the polyline mask     O(N^2) time
-    polyline_scan              the polyline mask times a tensor, in two or three dimensions      O(N)
-    polyline_linear_attention  linear attention under the polyline mask, by scans                O(N)
+    polyline_attention         softmax attention over the whole grid under the decay mask        O(N^2) time
+    polyline_scan              the decay mask times a tensor, in two or three dimensions         O(N)
+    polyline_linear_attention  linear attention under the decay mask, by scans                   O(N)
     separable_attention        one context vector, by softmax scores, for all tokens of a group  O(N)
     quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)

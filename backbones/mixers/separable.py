@@ -221,12 +221,12 @@ class LinformerSelfAttention(MultiHeadSelfAttention):
         """
         if self.grid is not None and rows * columns == self.tokens and (rows, columns) != self.grid:
             made, came = ('{} x {}'.format(*grid) for grid in (self.grid, (rows, columns)))
-            raise ValueError(f"attention='linformer' was made for {made} tokens a group (rows x columns), and this "
-                             f'input has {came}: make the model with img_size=(height, width) of your images')
+            raise ValueError(f"attention='linformer' expects {made} tokens per group (rows x columns), got {came}: "
+                             'create the model with img_size=(height, width) of your images')
 
     def shorten(self, key: Tensor, value: Tensor) -> Tuple[Tensor, Tensor]:
         """Combine the N keys and values of each group: (B, C, P, N) -> (B, C, P, projected)."""
         if key.shape[3] != self.tokens:
-            raise ValueError(f"attention='linformer' was made for {self.tokens} tokens a group, and this input has "
-                             f'{key.shape[3]}: make the model with img_size=(height, width) of your images')
+            raise ValueError(f"attention='linformer' expects {self.tokens} tokens per group, got {key.shape[3]}: "
+                             'create the model with img_size=(height, width) of your images')
         return self.key_tokens(key), self.value_tokens(value)

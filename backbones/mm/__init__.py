@@ -1,8 +1,8 @@
 """Backbones for MMDetection and MMSegmentation, and heads, transforms and optimizer wrappers that both lack.
 
 Set `custom_imports = dict(imports=['subquad.backbones.mm'], allow_failed_imports=False)` in a config to use every name
-below as a `type`. The names are registered in mmengine's root registries, where both libraries look them up. This
-package needs mmengine; the heads also need MMDetection or MMSegmentation.
+below as a `type`. The names are registered in MMEngine's root registries, where both libraries look them up. This
+package needs MMEngine; the heads also need MMDetection or MMSegmentation.
 """
 from importlib.util import find_spec
 

@@ -34,14 +34,14 @@ class DenseBackbone:
 
     Args:
         arch: the name of one of the family's networks, or a dict of the family's options.
-        out_indices: the stages whose outputs are returned, in rising order. Stages after the last one are not built.
+        out_indices: the stages whose outputs are returned, in increasing order. Stages after the last are not built.
         output_norms: put a LayerNorm on each returned level.
         frozen_stages: -1 freezes nothing, 0 the stem, n the stem and the first n stages. Frozen parts get no gradients
             and stay in evaluation mode. Output norms are never frozen.
         norm_eval: keep the statistics of BatchNorm fixed in training.
         with_cp: use activation checkpointing.
         drop_path_rate: the rate of stochastic depth. None keeps the network's own.
-        init_cfg: mmengine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None)` accepts every file that
+        init_cfg: MMEngine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None)` accepts every file that
             `subquad.backbones.weights.read_checkpoint` reads: a classifier's, or a detector's, whose backbone is taken.
         options: options of the family.
 
@@ -72,7 +72,7 @@ class DenseBackbone:
         count = len(self.feature_info)
         indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
         if not indices or indices != sorted(set(indices)) or not all(i in range(count) for i in indices):
-            raise ValueError(f'out_indices must be rising stage numbers from 0 to {count - 1}, got '
+            raise ValueError(f'out_indices must be increasing stage numbers from 0 to {count - 1}, got '
                              f'{out_indices!r}')
         if frozen_stages not in range(-1, count + 1):
             raise ValueError(f'frozen_stages must be from -1 to {count}, got {frozen_stages!r}')
@@ -125,7 +125,7 @@ class DenseBackbone:
         given = self.init_cfg
         cfgs = [given] if isinstance(given, dict) else list(given or ())
         pretrained = [cfg for cfg in cfgs if _is_pretrained(cfg)]
-        # Pretrained weights are loaded last, but before mmengine logs the origin of each parameter.
+        # Pretrained weights are loaded last, but before MMEngine logs the origin of each parameter.
         self.init_cfg = [*(cfg for cfg in cfgs if cfg not in pretrained),
                          *({**cfg, 'type': _PretrainedInit} for cfg in pretrained)]
         try:
@@ -171,9 +171,9 @@ class DenseBackbone:
         self.load_summary = f'{type(self).__name__} backbone: {comparison.summary(name)}'
         for key, parameter in self.named_parameters():
             info = getattr(self, '_params_init_info', {}).get(parameter)
-            if info is not None:                         # mmengine writes this entry to the log
+            if info is not None:                         # MMEngine writes this entry to the log
                 info['init_info'] = f'Loaded from {name}' if key in given else f'Initial value, not in {name}'
-                # mmengine compares this mean later; without an update it would report the parameter as changed.
+                # MMEngine compares this mean later; without an update it would report the parameter as changed.
                 info['tmp_mean_value'] = parameter.data.mean().cpu()
         print_log(self.load_summary, logger='current')
 
@@ -209,7 +209,7 @@ class DenseBackbone:
 
 
 class _PretrainedInit:
-    """Pretrained initializer of `DenseBackbone`: unlike mmengine's, it reads safetensors and loads strictly."""
+    """Pretrained initializer of `DenseBackbone`: unlike MMEngine's, it reads safetensors and loads strictly."""
 
     def __init__(self, checkpoint: Any, prefix: Optional[str] = None, map_location: Any = None):
         self.options = dict(checkpoint=checkpoint, prefix=prefix)
@@ -219,7 +219,7 @@ class _PretrainedInit:
 
 
 def _check_init_cfg(init_cfg: Any) -> None:
-    """Check `init_cfg` when the backbone is built; mmengine itself would fail later and less clearly.
+    """Check `init_cfg` when the backbone is built; MMEngine itself would fail later and less clearly.
 
     Raises:
         TypeError: it is not None, dict(type=...) or a list of such dicts, or its checkpoint is not a path.
@@ -244,13 +244,13 @@ def _is_pretrained(cfg: Dict[str, Any]) -> bool:
 
 
 def _check_backbone_weights(backbone: nn.Module, weights: Dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Raise an error for missing, unknown and misshaped weights, which mmengine only logs."""
+    """Raise an error for missing, unknown and misshaped weights, which MMEngine only logs."""
     own = {f'{prefix}{key}': value for key, value in backbone.state_dict().items()
            if f'{prefix}{key}' in weights or not key.endswith('num_batches_tracked')}
     norms = {key for key in own if key.startswith(f'{prefix}output_norms.')}
     if not norms & weights.keys():
         own = {key: value for key, value in own.items() if key not in norms}
-    # The file may have weights of parts that this backbone was built without; mmengine logs them.
+    # The file may have weights of parts that this backbone was built without; MMEngine logs them.
     given = {key: value for key, value in weights.items() if key.startswith(prefix) and (
         key in own or not (key.startswith(f'{prefix}head.') or backbone._not_built(key.removeprefix(prefix))))}
     problems = differences(own, given)

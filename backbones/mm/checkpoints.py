@@ -1,6 +1,6 @@
-"""Load detectors and segmenters from files of this package, of mmengine's Runner and of the papers' authors.
+"""Load detectors and segmenters from files of this package, of MMEngine's Runner and of the papers' authors.
 
-mmengine's loader only logs weights that are missing or have other shapes, and continues with random ones.
+MMEngine's loader only logs weights that are missing or have other shapes, and continues with random ones.
 `make_loading_strict` makes every way of loading strict: `load_from` and `resume` of a Runner, test.py and the
 inferencers of both libraries, and the `init_cfg` of a whole model.
 """
@@ -167,7 +167,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
 
 @CheckpointLoader.register_scheme(prefixes=[r'.*\.safetensors$'], force=True)
 def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, Any]:
-    """Read a .safetensors file for mmengine's tools, which can otherwise read pickles only."""
+    """Read a .safetensors file for MMEngine's tools, which can otherwise read pickles only."""
     weights, _, _ = read_checkpoint(Path(filename).expanduser())
     return dict(state_dict=weights, meta={})
 
@@ -183,7 +183,7 @@ def _without_log() -> Iterator[None]:
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[Sequence[str]] = None,
                     allow_nonfinite: bool = False, network: Optional[Dict[str, Any]] = None) -> str:
-    """Load a detector or segmenter strictly: all weights or none. mmengine's function ignores missing keys.
+    """Load a detector or segmenter strictly: all weights or none. MMEngine's function ignores missing keys.
 
     Args:
         model: a model of MMDetection or MMSegmentation with a backbone of this package.
@@ -238,8 +238,8 @@ def _check_classes(metadata: Any, classes: List[str], name: str) -> None:
     if known is None or known == classes:
         return
     if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
-        raise WeightsError(f'{name} holds metadata of another program: classes must be a list of names')
-    raise WeightsError(f'{name} knows the classes {some(known, 6)}, the data has {some(classes, 6)}')
+        raise WeightsError(f'{name}: classes in the metadata must be a list of names')
+    raise WeightsError(f'{name} was trained on the classes {some(known, 6)}, but the data has {some(classes, 6)}')
 
 
 def translate_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:

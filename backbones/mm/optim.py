@@ -18,8 +18,8 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
     have no weight decay.
 
     Args:
-        optim_wrapper_cfg: see mmengine's DefaultOptimWrapperConstructor.
-        paramwise_cfg: mmengine's options, and `layer_decay` (above 0 and at most 1; default 1).
+        optim_wrapper_cfg: see MMEngine's DefaultOptimWrapperConstructor.
+        paramwise_cfg: MMEngine's options, and `layer_decay` (above 0 and at most 1; default 1).
 
     Raises:
         ValueError: layer_decay is out of range, or the backbone has no `group_matcher`.
@@ -33,14 +33,14 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
         super().__init__(optim_wrapper_cfg, options)
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        # With an empty paramwise_cfg mmengine would put all parameters into one group.
+        # With an empty paramwise_cfg MMEngine would put all parameters into one group.
         self.paramwise_cfg.setdefault('bypass_duplicate', False)
         return super().__call__(model)
 
     def add_params(self, params: List[Dict[str, Any]], module: nn.Module, prefix: str = '', **kwargs: Any) -> None:
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix:
-            return                                          # a child module; mmengine visits the model last
+            return                                          # a child module; MMEngine visits the model last
         backbone = getattr(module, 'backbone', None)
         if not hasattr(backbone, 'group_matcher'):
             raise ValueError(f'LayerDecayConstructor needs a backbone with group_matcher, got '
@@ -63,7 +63,7 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
 
 @OPTIM_WRAPPERS.register_module()
 class CPUAmpOptimWrapper(OptimWrapper):
-    """Optimizer wrapper for bfloat16 autocast on CPUs; mmengine's AmpOptimWrapper needs a GPU.
+    """Optimizer wrapper for bfloat16 autocast on CPUs; MMEngine's AmpOptimWrapper needs a GPU.
 
     In a detector or segmenter the backbone and the neck run in bfloat16. Their outputs are converted to float32,
     because mmcv's operators do not support bfloat16 on CPUs. The loss is not scaled: bfloat16 has the range of

@@ -88,14 +88,14 @@ class SSDLiteAnchorGenerator:
         scale_range: the side of the small square of the first level, and the scale that follows the last level.
 
     Raises:
-        ValueError: there are no levels, ratios or scales are not positive, or scales do not rise.
+        ValueError: there are no levels, ratios or scales are not positive, or scales do not increase.
     """
 
     def __init__(self, ratios: Sequence[Sequence[float]] = RATIOS, scale_range: Tuple[float, float] = (0.1, 1.05)):
         if not ratios or not all(ratio > 0 for level in ratios for ratio in level):
-            raise ValueError(f'ratios must be positive numbers, in a sequence for each level, got {ratios!r}')
+            raise ValueError(f'ratios must be one sequence of positive numbers for each level, got {ratios!r}')
         if len(scale_range) != 2 or not 0 < scale_range[0] < scale_range[1]:
-            raise ValueError(f'scale_range must be two positive, rising numbers, got {scale_range!r}')
+            raise ValueError(f'scale_range must be two positive, increasing numbers, got {scale_range!r}')
         scales = np.linspace(*scale_range, len(ratios) + 1)
         self.sizes: List[Tensor] = []                                       # (A, 2): width, height; float64
         for small, after, level in zip(scales, scales[1:], ratios):

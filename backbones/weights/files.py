@@ -17,7 +17,7 @@ from .pickles import EXPANSION, read_pickle
 
 METADATA_KEY = 'subquad'
 # The keys under which checkpoints keep their weights, in order of preference. Averaged weights come first, because
-# PPMA's authors report S and B with them. mmengine keeps averaged weights under state_dict and the weights that were
+# PPMA's authors report S and B with them. MMEngine keeps averaged weights under state_dict and the weights that were
 # averaged under ema_state_dict.
 _WRAPPERS = ('model_ema', 'state_dict_ema', 'model', 'state_dict', 'ema_state_dict', 'model_state_dict')
 
@@ -30,7 +30,7 @@ class WeightFile(NamedTuple):
         metadata: the metadata of `save_weights`, or {}.
         source: for a pickle, the key that held the weights ('model_ema', 'state_dict', ...); '' for a bare state dict
             and for safetensors.
-        runner_meta: what mmengine's Runner stores beside the weights, or {}.
+        runner_meta: what MMEngine's Runner stores beside the weights, or {}.
     """
     weights: Dict[str, Tensor]
     metadata: Dict[str, Any]
@@ -78,7 +78,7 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
 
 
 def read_file(path: PathLike) -> WeightFile:
-    """Read a weight file, with what mmengine's Runner stores beside the weights.
+    """Read a weight file, with what MMEngine's Runner stores beside the weights.
 
     Args:
         path: see `read_checkpoint`.

@@ -52,16 +52,14 @@ def check_metadata(metadata: Any, name: str) -> None:
         WeightsError: an entry has another type than `subquad train` writes.
     """
     if not isinstance(metadata, dict):
-        raise WeightsError(f'{name} holds metadata of another program: they must be an object, got '
-                           f'a {type(metadata).__name__}')
+        raise WeightsError(f'{name}: the metadata must be a JSON object, got a {type(metadata).__name__}')
     for key, what, is_valid in (('model', 'a name', lambda v: isinstance(v, str) and 0 < len(v) <= 200),
                             ('options', 'an object', lambda v: isinstance(v, dict)),
                             ('transform', 'an object', lambda v: v is None or isinstance(v, dict)),
                             ('classes', 'a list of names', lambda v: isinstance(v, list) and all(
                                 isinstance(item, str) and len(item) <= 1000 for item in v))):
         if key in metadata and not is_valid(metadata[key]):
-            raise WeightsError(f'{name} holds metadata of another program: {key} must be {what}, got '
-                               f'{_describe(metadata[key])}')
+            raise WeightsError(f'{name}: {key} in the metadata must be {what}, got {_describe(metadata[key])}')
 
 
 def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, Any]:

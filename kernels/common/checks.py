@@ -113,10 +113,10 @@ def step_logs(op: str, **logs: Tensor) -> None:
                              f'for each step), got {top:g}')
 
 
-def not_negative(op: str, name: str, x: Tensor, what: str) -> None:
-    """Check that no number is below zero, if the values are `readable`."""
+def not_negative(op: str, name: str, x: Tensor, when: str) -> None:
+    """Check that no number is below zero, if the values are `readable`; `when` says when this is required."""
     if readable(x) and (least := x.amin().item()) < 0:
-        raise ValueError(f'{op}: {name} must not be negative ({what}), got {least:g}')
+        raise ValueError(f'{op}: {name} must not be negative {when}, got {least:g}')
 
 
 def readable(x: Tensor) -> bool:
@@ -154,7 +154,7 @@ def attention(op: str, q: Tensor, k: Tensor, v: Tensor, **logs: Tensor) -> None:
     if q.shape[-1] < 1:
         raise ValueError(f'{op}: q and k must have at least one channel, got shape {tuple(q.shape)}')
     shape(op, 'k', k, q.shape, 'as q')
-    shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'as q but for the last dimension')
+    shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'the shape of q except the last dimension')
     for name, log in logs.items():
         shape(op, name, log, q.shape[:-1], 'a step log for each token and head of q')
     step_logs(op, **logs)

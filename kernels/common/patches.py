@@ -16,7 +16,7 @@ def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
     """
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
     if len(both) != 2 or not all(isinstance(n, int) and n >= 1 for n in both):
-        raise ValueError(f'{op}: patch_size must be an integer of at least 1, or two, got {size!r}')
+        raise ValueError(f'{op}: patch_size must be a positive integer or a pair of positive integers, got {size!r}')
     return both
 
 
@@ -47,8 +47,8 @@ def check_groups(op: str, keys: Sequence[int], values: Sequence[int], patch: Pat
     """
     for axis in (0, 1):
         if group_count(keys[axis], patch[axis], sampling) < group_count(values[axis], patch[axis], sampling):
-            raise ValueError(f"{op}: keys on a grid of {tuple(keys)} leave a group of values without keys: the values' "
-                             f'grid is {tuple(values)}, the patch {tuple(patch)}')
+            raise ValueError(f'{op}: every group needs a key: with patch_size {tuple(patch)}, keys on a {tuple(keys)} '
+                             f'grid leave groups of the {tuple(values)} values without keys')
 
 
 def fold_patches(x: Tensor, patch: Patch, sampling: str) -> Tensor:

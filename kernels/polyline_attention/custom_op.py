@@ -1,4 +1,4 @@
-"""Registration of polyline attention with PyTorch: schema, shapes, gradient and operation count of the portable path
+"""Registration of polyline attention with PyTorch: schema, shapes, gradient and operation count of the portable backend
 and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
 from typing import Sequence, Tuple
 

@@ -1,4 +1,4 @@
-"""Linear attention under the polyline mask (PPMA, Theorem 2 and appendix C), by scans, in O(N)."""
+"""Linear attention under the decay mask (PPMA, Theorem 2 and appendix C), by scans, in O(N)."""
 from torch import Tensor
 
 from ..common import checks
@@ -24,7 +24,7 @@ def polyline_linear_attention(
         paths: str = 'both',
         backend: str = 'auto',
 ) -> Tensor:
-    """Compute (q k' * M) v for the polyline mask M = L, L~ or L + L~ in O(N R Dv), as sum_r q_r * scan(k_r * v).
+    """Compute (q k' * M) v for the decay mask M = L, L~ or L + L~ in O(N R Dv), as sum_r q_r * scan(k_r * v).
 
     With q = phi(Q), k = phi(K) this is the paper's PPMLA; with q = S1 and k = S2' its decomposed form PPMDA. The result
     is not normalized: to normalize it, append a column of ones to v and divide by that column of the result.

@@ -1,4 +1,4 @@
-"""Linear attention under the polyline mask in plain PyTorch: sum_r q_r * scan(k_r * v), by the portable scan."""
+"""Linear attention under the decay mask in plain PyTorch: sum_r q_r * scan(k_r * v), by the portable scan."""
 from typing import List
 
 import torch

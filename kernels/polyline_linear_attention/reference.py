@@ -1,4 +1,4 @@
-"""Linear attention under the polyline mask by its definition in float64, with N x N matrices, for tests."""
+"""Linear attention under the decay mask by its definition in float64, with N x N matrices, for tests."""
 from torch import Tensor
 
 from ..common.decay import REFERENCE_DTYPE

@@ -1,4 +1,4 @@
-"""Linear attention under the polyline mask on Triton: the kernels of `polyline_scan`, over k_r * v for every r.
+"""Linear attention under the decay mask on Triton: the kernels of `polyline_scan`, over k_r * v for every r.
 
 This module imports no Triton: the operators of `polyline_scan` do, at their first call."""
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Product of the polyline mask and a tensor in O(N), without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2)."""
+"""Product of the decay mask and a tensor in O(N), without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2)."""
 from typing import Optional
 
 from torch import Tensor
@@ -25,7 +25,7 @@ def polyline_scan(
         paths: str = 'v2h',
         backend: str = 'auto',
 ) -> Tensor:
-    """Multiply x by the V2H polyline mask L of the grid, by its transpose L~ (H2V), or by their sum.
+    """Multiply x by the V2H decay mask L of the grid, by its transpose L~ (H2V), or by their sum.
 
     One axis is a symmetric scan, y[j] = sum_l exp(-|S[j] - S[l]|) x[l] with S the cumulative sum of the axis' step
     logs. L x is the vertical scan followed by the horizontal one, and L~ x the horizontal followed by the vertical

@@ -65,7 +65,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         edges = [edge.masked_fill(count == 0, 0) for edge, count in zip(edges, counts)]
     if parametrization == 'laplacian':
         for n, edge in enumerate(edges):
-            checks.not_negative(op, f'edges[{n}]', edge, "weights of a graph's edges, whose Laplacian is solved with")
+            checks.not_negative(op, f'edges[{n}]', edge, "with parametrization='laplacian'")
     if parametrization == 'symmetric':
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')

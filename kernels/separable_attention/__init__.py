@@ -90,18 +90,18 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch: patches.Patch, samp
     checks.same_dtype(op, query=query, key=key, value=value, **weights)
     checks.one_of(op, 'sampling', sampling, SAMPLINGS)
     if query.shape[-1] < 1:
-        raise ValueError(f'{op}: query must have a channel for each of at least one latent token, got shape '
+        raise ValueError(f'{op}: query must have at least one channel (one for each latent token), got shape '
                          f'{tuple(query.shape)}')
-    checks.shape(op, 'key', key, (*query.shape[:3], key.shape[-1]), 'as query but for the last dimension')
+    checks.shape(op, 'key', key, (*query.shape[:3], key.shape[-1]), 'the shape of query except the last dimension')
     if value.shape[0] != key.shape[0]:
-        raise ValueError(f'{op}: value must have the batch of key, {key.shape[0]}, got {value.shape[0]}')
+        raise ValueError(f'{op}: value must have the batch size of key ({key.shape[0]}), got {value.shape[0]}')
     for name, x in (('query', query), ('value', value)):
         if 0 in x.shape[1:3]:
             raise ValueError(f'{op}: {name} must have at least one token, got shape {tuple(x.shape)}')
     if key_bias is not None and key_weight is None:
         raise ValueError(f'{op}: key_bias needs key_weight')
     if key_weight is None:
-        checks.shape(op, 'value', value, (*value.shape[:3], key.shape[-1]), 'with the channels of key')
+        checks.shape(op, 'value', value, (*value.shape[:3], key.shape[-1]), 'the channels of key')
     else:
         checks.shape(op, 'key_weight', key_weight, (value.shape[-1], key.shape[-1]), 'channels of value and of key')
     if key_bias is not None:

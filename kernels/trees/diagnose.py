@@ -33,6 +33,6 @@ def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor)
         singular = torch.linalg.lu_factor_ex(pivot)[2] != 0
         if singular.any():
             node = int(generation.nodes[int(singular.nonzero()[0, -1])])
-            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node}, its a minus the terms '
-                             'of its children, is singular')
+            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node} (its block of `a` minus '
+                             'the terms of its children) is singular')
     eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]), check)

@@ -76,7 +76,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rh
         z = z.masked_fill(~(both[:, :, None] & both[:, None]), 0)
         if tree.block == 1:
             checks.not_negative('tree_blocks', 'z', z.real if z.is_complex() else z,
-                                "weights of a graph's edges, whose Laplacian these blocks are")
+                                "with parametrization='laplacian'")
         with without_autocast(z):
             weight = z if tree.block == 1 else z @ dagger(z)
         identity = torch.eye(tree.block, dtype=z.dtype, device=z.device)

@@ -76,7 +76,8 @@ def check_levels(op: str, values: List[Tensor], edges: List[Tensor], shift: Sequ
     if len(values) > len(levels):
         raise ValueError(f'{op}: a tree over {height} x {width} leaves has {len(levels)} levels, got {len(values)}')
     if len(edges) != len(values) - 1:
-        raise ValueError(f'{op}: edges must be given for each level but the last, {len(values) - 1}, got {len(edges)}')
+        raise ValueError(f'{op}: edges must have one tensor for each level except the last ({len(values) - 1}), got '
+                         f'{len(edges)}')
     for n, (level, x) in enumerate(zip(levels, values)):
         checks.shape(op, f'values[{n}]', x, (batch, heads, level.height, level.width, dim), f'level {n} of this tree')
         if n < len(edges):

@@ -246,7 +246,7 @@ def test_inference_in_parts_equals_inference_of_the_whole_batch(monkeypatch):
 @pytest.mark.parametrize('kwargs, message', [
     (dict(mask_mode='sum'), "mask_mode must be one of 'additive', 'multiplicative', got 'sum'"),
     (dict(paths='diagonal'), "paths must be one of 'both'"), (dict(attention='sparse'), 'attention must be one of'),
-    (dict(attention=('full', 'full')), 'one name or one for each of 4 stages'), (dict(img_size=16), 'at least 32'),
+    (dict(attention=('full', 'full')), 'or a list of 4 of them'), (dict(img_size=16), 'at least 32'),
     (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
     (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),
     (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'each an integer from 1'),

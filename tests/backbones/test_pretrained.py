@@ -231,9 +231,9 @@ def test_set_input_size_accepts_sizes_from_32(name):
     with torch.no_grad():
         assert model(torch.rand(1, 3, 64, 96)).shape == (1, 1000)
     for size in (16, (64,), (64, 64, 3), True, (64., 64)):
-        with pytest.raises(ValueError, match='img_size must be integers of at least 32'):
+        with pytest.raises(ValueError, match='img_size must be an integer of at least 32'):
             model.set_input_size(size)
-        with pytest.raises(ValueError, match='img_size must be integers of at least 32'):
+        with pytest.raises(ValueError, match='img_size must be an integer of at least 32'):
             timm.create_model(name, img_size=size)
 
 

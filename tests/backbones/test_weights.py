@@ -148,7 +148,7 @@ class _Reach:
 
 
 def test_pickled_getattr_reaches_history_buffers_only(tmp_path):
-    """Checkpoints of mmengine's Runner hold HistoryBuffers, whose pickles call getattr for their own methods."""
+    """Checkpoints of MMEngine's Runner hold HistoryBuffers, whose pickles call getattr for their own methods."""
     buffer = pytest.importorskip('mmengine.logging').HistoryBuffer
     path = tmp_path / 'w.pth'
     log = buffer([1., 2.], [1, 1])

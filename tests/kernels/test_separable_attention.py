@@ -260,16 +260,16 @@ def test_no_tensor_above_rank_4_and_no_im2col():
 
 @pytest.mark.parametrize('change, error, message', [
     (dict(query=torch.zeros(2, 4, 6)), ValueError, 'query must have 4 dimensions'),
-    (dict(query=torch.zeros(2, 4, 6, 0)), ValueError, 'at least one latent token'),
+    (dict(query=torch.zeros(2, 4, 6, 0)), ValueError, 'one for each latent token'),
     (dict(query=torch.zeros(2, 4, 5, 1)), ValueError, r'key must have shape \(2, 4, 5, 8\)'),
     (dict(query=torch.zeros(2, 0, 6, 1), key=torch.zeros(2, 0, 6, 8)), ValueError, 'query must have at least one tok'),
     (dict(value=torch.zeros(2, 4, 0, 8)), ValueError, 'value must have at least one token'),
-    (dict(value=torch.zeros(3, 4, 6, 8)), ValueError, 'value must have the batch of key, 2, got 3'),
-    (dict(value=torch.zeros(2, 4, 6, 7)), ValueError, r'value must have shape .* \(with the channels of key\)'),
+    (dict(value=torch.zeros(3, 4, 6, 8)), ValueError, r'value must have the batch size of key \(2\), got 3'),
+    (dict(value=torch.zeros(2, 4, 6, 7)), ValueError, r'value must have shape .* \(the channels of key\)'),
     (dict(key=torch.zeros(2, 4, 6, 8).half()), TypeError, 'must share a dtype'),
     (dict(key=torch.zeros(2, 4, 6, 8).long()), TypeError, 'key has dtype torch.int64'),
     (dict(key=[1]), TypeError, 'key must be a tensor, got list'),
-    (dict(patch_size=0), ValueError, 'patch_size must be an integer of at least 1, or two, got 0'),
+    (dict(patch_size=0), ValueError, 'patch_size must be a positive integer or a pair of positive integers, got 0'),
     (dict(patch_size=(2, 2, 2)), ValueError, 'patch_size must be'),
     (dict(sampling='token'), ValueError, "sampling must be one of 'pixel', 'patch', got 'token'"),
     (dict(key_bias=torch.zeros(8)), ValueError, 'key_bias needs key_weight'),
@@ -277,7 +277,7 @@ def test_no_tensor_above_rank_4_and_no_im2col():
     (dict(key_weight=torch.zeros(8, 8), key_bias=torch.zeros(7)), ValueError, 'key_bias must have shape'),
     (dict(backend='cuda'), ValueError, "unknown backend 'cuda'"),
     (dict(query=torch.zeros(2, 1, 6, 1), key=torch.zeros(2, 1, 6, 8)), ValueError,
-     r"keys on a grid of \(1, 6\) leave a group of values without keys")])
+     r'every group needs a key: .*keys on a \(1, 6\) grid leave groups of the .* values without keys')])
 def test_wrong_arguments_are_refused(change, error, message):
     arguments = dict(query=torch.zeros(2, 4, 6, 1), key=torch.zeros(2, 4, 6, 8), value=torch.zeros(2, 4, 6, 8),
                      patch_size=2) | change

@@ -52,7 +52,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def log():
-    """Lines of mmengine's current log."""
+    """Lines of MMEngine's current log."""
     # A new logger, because the logger of an earlier test may write to a file.
     lines, logger = [], MMLogger.get_instance(f'log_{time.time_ns()}', log_level='INFO')
     handler = logging.Handler()
@@ -223,7 +223,7 @@ def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, caps
         same = value.shape == given[key].shape and torch.equal(value, given[key])
         assert same != any(name in key for name in ('fc_cls', 'fc_reg', 'conv_logits')), key
     # Testing and resuming need every weight, also with NewHeadsHook.
-    fails([with_hook, files / 'detector.pth'], 'knows the classes|shapes differ', test.main)
+    fails([with_hook, files / 'detector.pth'], 'trained on the classes|shapes differ', test.main)
     fails([with_hook, '--work-dir', tmp_path / 'other', '--resume', files / 'detector.pth'], 'shapes differ')
 
 
@@ -311,7 +311,7 @@ def test_invalid_files_raise_one_line_errors(files, data, tmp_path):
         fails([MASK_RCNN, tmp_path / name, '--data', data], message, test.main)
         fails([MASK_RCNN, tmp_path / name, image, '--out', tmp_path / 'out'], message, predict.main)
     fails([UPERNET, files / 'detector.safetensors', image, '--out', tmp_path / 'out'],
-          'knows the classes circle, .* the data has background, circle', predict.main)
+          'trained on the classes circle, .* the data has background, circle', predict.main)
 
 
 def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):

@@ -301,7 +301,7 @@ def test_translation_keeps_other_files_and_unknown_keys():
     (lambda: SSDLiteJointHead(in_channels=(512, 256)),
      'in_channels must have 6 entries, one for each level of anchors, got 2'),
     (lambda: SSDLiteJointHead()([torch.rand(1, 512, 4, 4)]), 'the head has 6 levels, got 1 maps'),
-    (lambda: SSDLiteAnchorGenerator(ratios=[[2], [-3]]), 'ratios must be positive numbers'),
+    (lambda: SSDLiteAnchorGenerator(ratios=[[2], [-3]]), 'ratios must be one sequence of positive numbers'),
 ])
 def test_invalid_ssdlite_arguments(make, message):
     with pytest.raises(ValueError, match=message):

@@ -214,7 +214,7 @@ def test_evaluation_uses_the_options_of_the_checkpoint(tmp_path, monkeypatch):
     test.main(['test-ppma_digits', str(path), '--json'])
     assert seen == ['multiplicative']
     save_weights(model, path, {**metadata, 'classes': list('abcdefghij')})
-    command_error(test.main, ['test-ppma_digits', path], 'knows the classes a, b, c')
+    command_error(test.main, ['test-ppma_digits', path], 'was trained on the classes a, b, c')
     save_weights(model, path, {**metadata, 'model': 'ppma_tiny'})
     command_error(test.main, ['test-ppma_digits', path], 'was trained as ppma_tiny, but the config builds test_ppma')
 

@@ -249,7 +249,7 @@ def test_wrapped_pipelines_return_the_same_data():
     seen = []
     steps = Steps([lambda results: seen.append(results) or results])
     assert steps(dict(img_path='x.png', img=np.zeros((2, 2, 3))))['img_path'] == 'x.png' and len(seen) == 1
-    assert Steps([lambda results: None])(dict(img_path='x.png')) is None, 'mmengine then takes another image'
+    assert Steps([lambda results: None])(dict(img_path='x.png')) is None, 'MMEngine then takes another image'
 
 
 def test_images_of_several_sizes_in_a_segmenters_batch(data, tmp_path):

@@ -288,7 +288,7 @@ def test_wrong_inputs_write_nothing(data, trained, tmp_path):
     command_error(test.main, ['mask-rcnn_test-myo_shapes', last, '--data', data],
                   match='is not a checkpoint of this MaskRCNN on Myo: .* keys missing')
     command_error(test.main, [UPERNET, last, '--data', data],
-                  match='knows the classes circle, .* the data has background, circle')
+                  match='trained on the classes circle, .* the data has background, circle')
     command_error(test.main, [MASK_RCNN, tmp_path / 'none.pth', '--data', data], match='no weight file')
     command_error(test.main, [MASK_RCNN, last, '--data', data, '--tta'], match='no tta_model')
     command_error(predict.main, [MASK_RCNN, last], match='the following arguments|no images given')

@@ -95,7 +95,7 @@ def test_classifier_for_other_classes_starts_at_random(ready, images, tmp_path, 
                  dict(model='test_ppma', options=dict(num_classes=2), classes=['cat', 'dog']))
     started = _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', named])
     assert not torch.equal(started['head.fc.weight'], read_checkpoint(named)[0]['head.fc.weight'])
-    assert 'knows the classes cat, dog, the data has dark, light: the classifier' in capsys.readouterr().err
+    assert 'trained on the classes cat, dog, but the data has dark, light: the classifier' in capsys.readouterr().err
     headless = tmp_path / 'headless.safetensors'
     save_state_dict({key: value for key, value in weights.items() if not key.startswith('head.fc')}, headless)
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', headless])
@@ -119,7 +119,7 @@ def test_mismatched_weights_are_refused(ready, images, tmp_path):
             ({}, dict(model='ppma_tiny', options={}), 'was trained as ppma_tiny, but the config builds test_ppma'),
             ({}, dict(model='test_ppma', options=dict(checkpoint_path='/x')),
              "unexpected keyword argument 'checkpoint_path'"),
-            ({}, dict(model='test_ppma', options=3), 'options must be an object, got 3')):
+            ({}, dict(model='test_ppma', options=3), 'options in the metadata must be an object, got 3')):
         fails([*arguments, '--weights', write(changes, metadata)], message)
         assert not work.exists()
     fails([*arguments, '--weights', tmp_path / 'none.pth'], 'no weight file')

@@ -96,7 +96,7 @@ def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
 
 
 def refuse_other_state(net: nn.Module, path: str) -> None:
-    """Refuse to resume from a checkpoint of another network, of which mmengine would load the matching weights.
+    """Refuse to resume from a checkpoint of another network, of which MMEngine would load the matching weights.
 
     Raises:
         UserError: Keys or shapes differ; the message names them.
@@ -119,7 +119,7 @@ def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: Lis
     if changed and all(weights[key].shape[1:] == own[key].shape[1:] for key in changed):
         return f'has {len(weights[changed[0]])} classes, the data {len(ours)}'
     if not changed and isinstance(theirs, list) and theirs != list(ours):
-        return f'knows the classes {some(theirs)}, the data has {some(list(ours))}'
+        return f'was trained on the classes {some(theirs)}, but the data has {some(list(ours))}'
     return None
 
 
@@ -190,8 +190,8 @@ class StartHook(Hook):
             say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
                 f'weights ({some(resized)})')
         elif isinstance(theirs, list) and theirs != ours:
-            say(f'{self.path} knows the classes {some(theirs)}, the data has {some(ours)}: the heads start from '
-                'those of the file')
+            say(f'{self.path} was trained on the classes {some(theirs)}, but the data has {some(ours)}: the heads '
+                'start from those of the file')
         if absent:
             say(f'{self.path} has no auxiliary head: it starts with random weights')
 

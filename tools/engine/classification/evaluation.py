@@ -23,7 +23,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
     The model is built with the options that the checkpoint holds.
 
     Args:
-        config: mmengine Config; the checkpoint's options are written into it.
+        config: MMEngine Config; the checkpoint's options are written into it.
         checkpoint: File of weights.
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
@@ -41,11 +41,12 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         raise UserError(str(error)) from error
     if metadata:
         _take_options(config, checkpoint, metadata, as_configured)
-    with tempfile.TemporaryDirectory() as folder:       # mmengine requires a folder for its log
+    with tempfile.TemporaryDirectory() as folder:       # MMEngine requires a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
         if metadata and metadata.get('classes', classes) != classes:
-            raise UserError(f"{checkpoint} knows the classes {some(metadata['classes'])}, the data has {some(classes)}")
+            raise UserError(f"{checkpoint} was trained on the classes {some(metadata['classes'])}, but the data has "
+                            f'{some(classes)}')
         try:
             load_weights(network(runner), checkpoint)
         except WeightsError as error:
