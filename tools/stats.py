@@ -1,10 +1,10 @@
-"""Count parameters and MACs of any timm model, or of a detection or segmentation config.
+"""Count parameters and MACs of a timm model, or of a detection or segmentation config.
 
 The counts stand beside the numbers that the authors report. Papers differ in what they count, so there are three:
 - `all`: every multiply-add of convolutions, linear layers, attention and scans;
 - `without attention products`: all multiply-adds except those between tokens (attention and scans);
-- `with norms`: the count without attention products plus what fvcore, a common counting tool, adds for norms (2 per
-  element for BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
+- `without attention products, with norms`: the second count plus what fvcore, a common counting tool, adds for norms
+  (2 per element for BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
 For a config, the count nearest to the reported number is named together with its deviation. The parameters of an
 auxiliary head are printed after a plus sign.
 """
@@ -63,8 +63,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         print(dumps(rows, indent=2))
         return 0
     from rich.table import Table
-    table = Table('model', 'image', 'parameters', 'GMACs: all', 'without attention products', 'with norms',
-                  'reported by the authors')
+    table = Table('model', 'image', 'parameters', 'GMACs: all', 'without attention products',
+                  'without attention products, with norms', 'reported by the authors')
     for row in rows:
         auxiliary = row.get('parameters_of_auxiliary_head')
         add_row(table, row['model'], '{}x{}'.format(*row['size']),

@@ -8,7 +8,8 @@ from ..engine.counting import count
 from ..engine.zoo import our_models
 from .markdown import RECORDS, markdown
 
-_COUNT_HEADINGS = ('GMACs: all', 'without attention products', 'with norms (as fvcore counts)')
+_COUNT_HEADINGS = ('GMACs: all', 'without attention products',
+                   'without attention products, with norms (as fvcore counts)')
 
 
 def of_family(names: Sequence[str], family: str) -> List[str]:
@@ -70,7 +71,7 @@ def dense_table(root: Path, family: str) -> str:
         rows.append([f'`{name}`', '{} x {}'.format(*row['size']),
                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''), *_counts(row),
                      f"{theirs['parameters_M']} M, {theirs['gmacs']} G",
-                     f"{COUNTS[row['nearest_count']]}, {row['deviation_percent']:+.1f} %"])
+                     f"{COUNTS[row['nearest_count']]}: {row['deviation_percent']:+.1f} %"])
     return markdown(['config', 'image size', 'parameters (+ auxiliary head)', *_COUNT_HEADINGS,
                      'reported by the authors', 'nearest count'], rows)
 

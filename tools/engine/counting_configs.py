@@ -10,9 +10,9 @@ The following rules reproduce the numbers of the papers:
 - The auxiliary head is not counted, because only training uses it. Its parameters are given separately.
 
 With these rules, every number of PPMA's tables 2 and 3 and of MobileViTv2's tables 3 and 4 is within 1 % of one count:
-Mask R-CNN of `with norms`, UPerNet of `all`, and MobileViTv2 of `with norms`, except for PSPNet at width 1.75 (`all`)
-and for two numbers that are rounded too coarsely. UPerNet's 43, 56 and 83 M parameters include the auxiliary head, the
-numbers of MobileViTv2 do not.
+Mask R-CNN and MobileViTv2 of `without attention products, with norms`, and UPerNet of `all`. The exceptions are PSPNet
+at width 1.75 (`all`) and two numbers that are rounded too coarsely. UPerNet's 43, 56 and 83 M parameters include the
+auxiliary head, the numbers of MobileViTv2 do not.
 """
 import difflib
 import math
@@ -26,7 +26,8 @@ from .config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
-COUNTS = {'macs': 'all', 'macs_of_weights': 'without attention products', 'macs_with_norms': 'with norms'}
+COUNTS = {'macs': 'all', 'macs_of_weights': 'without attention products',
+          'macs_with_norms': 'without attention products, with norms'}
 
 
 def task_configs() -> List[str]:
@@ -83,7 +84,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
             counts = three_counts(model, lambda images: _forward(name, model, torch.empty(images, 3, height, width)))
     except UserError:
         raise
-    except Exception as error:          # a config can raise anything, and mmengine wraps it
+    except Exception as error:          # a config can raise anything, and MMEngine wraps it
         raise UserError(f'{name} at {height}x{width}: {one_line(error)}') from error
     auxiliary = getattr(model, 'auxiliary_head', None)
     auxiliary = sum(p.numel() for p in auxiliary.parameters()) if auxiliary is not None else 0
@@ -155,7 +156,7 @@ def reported(row: Dict[str, Any]) -> str:
     """The authors' numbers in words; for a config with the nearest count and its deviation."""
     words = []
     for key, value in row['reported_by_authors'].items():
-        near = f" ({COUNTS[row['nearest_count']]} {row['deviation_percent']:+.2f} %)" if 'nearest_count' in row else ''
+        near = f" ({COUNTS[row['nearest_count']]}: {row['deviation_percent']:+.2f} %)" if 'nearest_count' in row else ''
         words.append({'parameters_M': f'{value} M', 'gmacs': f'{value} G{near}', 'top1': f'top-1 {value}'}.get(
             key, f"{key.replace('_', ' ')} {value}"))
     return ', '.join(words) or '-'
