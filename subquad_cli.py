@@ -20,12 +20,12 @@ from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 TOOLS = {
     'models': 'list models with parameters and descriptions',
     'configs': 'list the configs that the package contains',
-    'stats': 'count parameters and MACs of any timm model or config',
+    'stats': 'count parameters and MACs of a timm model, or of a detection or segmentation config',
     'make-dataset': 'generate a small dataset for detection and segmentation',
     'train': 'train a classifier, detector or segmenter from a config',
     'test': 'evaluate a checkpoint on the test data of a config',
     'predict': 'run a classifier, detector or segmenter on images',
-    'visualize': 'overlay attention maps on images',
+    'visualize': 'draw context scores, decay factors or token influences over images',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',
     'kernels': 'show which operators run on Triton kernels here',
@@ -83,8 +83,8 @@ def configs(argv: Optional[List[str]] = None) -> int:
     import argparse
     import json
     parser = argparse.ArgumentParser('subquad configs', description='List the configs that the package contains. '
-                                     'train, test and predict accept these names, and stats accepts those of '
-                                     'detectors and segmenters.')
+                                     'train and test accept all of these names; predict and stats accept '
+                                     'those of detectors and segmenters.')
     parser.add_argument('pattern', nargs='?', default='*', help='a pattern such as "mask-rcnn*", or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)

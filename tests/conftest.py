@@ -25,7 +25,7 @@ def seeded():
 
 @pytest.fixture(scope='session')
 def metafiles_read_once():
-    """mmengine reads MMDetection's hundred metafiles for each base of each config."""
+    """MMEngine reads MMDetection's hundred metafiles for each base of each config."""
     import mmengine.config.utils
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mmengine.config.utils, 'load', functools.lru_cache(None)(mmengine.config.utils.load))

@@ -1,4 +1,5 @@
-"""List the operators, and say why one does not run on a Triton kernel here; compile the kernels on request."""
+"""List the operators and, for each that does not run on a Triton kernel here, the reason; with --compile, compile the
+kernels."""
 import argparse
 from dataclasses import asdict
 from typing import Any, Dict, List, Optional

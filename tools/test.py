@@ -22,7 +22,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         help='write pictures of the predictions, beside the annotations '
                         'if the config loads them (detectors and segmenters)')
     parser.add_argument('--tta', action='store_true',
-                        help='test at several scales and flips, as the config\'s tta_model defines')
+                        help='test at several scales and flips, as the config\'s tta_model and tta_pipeline define')
     parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
     parser.add_argument('--json', action='store_true', help='print JSON, with null for metrics that are not finite')
     parser.add_argument('--record', metavar='FILE', help='append the result to FILE as a line of JSON')

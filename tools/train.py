@@ -12,7 +12,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad train', description=__doc__,
                                      epilog='subquad configs [PATTERN] lists the configs of the package')
-    add_config_arguments(parser, 'report it on stderr and continue with another image')
+    add_config_arguments(parser, 'report it on stderr and leave it out or use another image; in validation, a detector '
+                         'or segmenter gets a black image')
     parser.add_argument('--work-dir', metavar='FOLDER',
                         help='folder for checkpoints, weights and logs (default: runs/CONFIG)')
     parser.add_argument('--epochs', type=int,
@@ -27,7 +28,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
                         help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
                         'work folder')
-    parser.add_argument('--verbose', action='store_true', help='also print the log of mmengine')
+    parser.add_argument('--verbose', action='store_true', help='also print the log of MMEngine')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
         raise UserError(f'--epochs must be at least 1, got {args.epochs}')

@@ -1,6 +1,5 @@
-"""Overlay attention maps on images: the context scores of MobileViTv2 (appendix D of its paper), the decay
-factor of each step in PPMA's blocks, or the influence of every token on one token in Myo's layers, with the tree edges
-that carry it."""
+"""Draw what a model's layers attend to over images: context scores (MobileViTv2, Appendix D of its paper), the decay
+factor of each step (PPMA), or the influence of every token on one token, with the tree edges that carry it (Myo)."""
 import argparse
 from typing import List, Optional
 
@@ -20,10 +19,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--layers', nargs='+', metavar='TEXT',
                         help='draw only layers whose names contain one of these strings, such as stages.2')
     parser.add_argument('--max-images', '--most', dest='most', type=int, default=8, metavar='N',
-                        help='largest number of images to draw (default: 8)')
+                        help='maximum number of images to draw (default: 8)')
     parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
-                        help='Myo\'s token whose influences are drawn, as fractions of height and width '
-                        '(default: 0.5 0.5)')
+                        help='for Myo: position of the token on which the influences are drawn, as fractions of '
+                        'height and width (default: 0.5 0.5)')
     parser.add_argument('--out', metavar='FILE', help='output image (default: context_scores.png, decay_factors.png '
                         'or influences.png)')
     parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '

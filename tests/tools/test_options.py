@@ -136,13 +136,13 @@ def test_help_says_which_keys_are_allowed(capsys):
     with pytest.raises(SystemExit):
         train.main(['--help'])
     text = ' '.join(capsys.readouterr().out.split())
-    assert "KEY is an entry of the config, an argument of mmengine's Runner, or an argument of the class" in text
+    assert "KEY is an entry of the config, an argument of MMEngine's Runner, or an argument of the class" in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('library', ['mmdet', 'mmseg'])
 def test_every_stock_config_loads(library):
-    """But those that mmengine itself cannot read here (mmpretrain is missing, or a base file), and parts of configs."""
+    """But those that MMEngine itself cannot read here (mmpretrain is missing, or a base file), and parts of configs."""
     pytest.importorskip(library)
     from mmengine.config import Config
     refused, count = [], 0

@@ -32,7 +32,7 @@ def build_transform(options: Dict[str, Any]):
 
 
 class _Classified(Dataset):
-    """A data set with `classes`; mmengine reads them from `metainfo`."""
+    """A data set with `classes`; MMEngine reads them from `metainfo`."""
 
     classes: List[str]
 

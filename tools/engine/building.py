@@ -28,7 +28,7 @@ def made(make: Callable[[], Any], name: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        # mmengine wraps what a constructor raised in another exception of the same kind.
+        # MMEngine wraps what a constructor raised in another exception of the same kind.
         cause = error.__cause__ or error.__context__
         if isinstance(cause, UserError):
             raise UserError(f'{name}: {cause}') from error
@@ -47,7 +47,7 @@ def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
 
 
 def close_log(runner: Runner) -> None:
-    """Close the log files of a runner; mmengine would continue to write to them in later runs."""
+    """Close the log files of a runner; MMEngine would continue to write to them in later runs."""
     for handler in list(runner.logger.handlers):
         handler.close()
         runner.logger.removeHandler(handler)
@@ -56,7 +56,7 @@ def close_log(runner: Runner) -> None:
 def process_options(config: Config) -> Dict[str, Any]:
     """Return the Runner's arguments about its processes.
 
-    torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because mmengine selects a GPU
+    torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because MMEngine selects a GPU
     before it connects them.
     """
     launcher = config.get('launcher', 'none')

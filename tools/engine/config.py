@@ -64,7 +64,7 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
         overrides: New values, such as {'optim_wrapper.optimizer.lr': 1e-3}.
 
     Returns:
-        An mmengine Config.
+        An MMEngine Config.
 
     Raises:
         UserError: The file does not exist or is not a config, or a key is misspelled.

@@ -33,9 +33,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
                         f'{unreadable})')
     parser.add_argument('--cfg-options', nargs='+', action=Options, metavar='KEY=VALUE',
                         help='change config entries, such as optim_wrapper.optimizer.lr=1e-3. KEY is an entry of the '
-                        'config, an argument of mmengine\'s Runner, or an argument of the class that the type of its '
-                        'dict names. Any other key is an error. So is a variable that the config file uses only while '
-                        'it is read, such as epochs.')
+                        'config, an argument of MMEngine\'s Runner, or an argument of the class that the type of its '
+                        'dict names. Any other key is an error, or a note on stderr if it cannot be checked. A '
+                        'variable that the config file uses only while it is read, such as epochs, is an error, too.')
 
 
 def config_with_options(args: argparse.Namespace):

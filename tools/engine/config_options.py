@@ -275,7 +275,7 @@ def _hook(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
 
 
 def _scheduler(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
-    """mmengine's schedulers accept any argument and pass it to the class that computes the values."""
+    """MMEngine's schedulers accept any argument and pass it to the class that computes the values."""
     names = {'type', '_scope_', 'convert_to_iter_based'}
     for each in _registered(kind) if kind else ():
         for base in each.__mro__ if inspect.isclass(each) else ():

@@ -100,7 +100,7 @@ class ProgressHook(Hook):
 def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
     """Do nothing: torch seeds its workers from the generator that SeedHook sets at each epoch.
 
-    mmengine's own function would give every epoch the same augmentations.
+    MMEngine's own function would give every epoch the same augmentations.
     """
 
 

@@ -1,6 +1,6 @@
 """Register the hooks, the model, the metric and the optimizer that classification configs name.
 
-A config imports it by `custom_imports`, beside `subquad.tools.data.registry`. Extend a config as with any mmengine
+A config imports it by `custom_imports`, beside `subquad.tools.data.registry`. Extend a config as with any MMEngine
 config:
 
     EMA                custom_hooks=[dict(type='EMAHook', ...)]

@@ -16,7 +16,7 @@ from ..common.cli import UserError
 class WholeFilesBackend(LocalBackend):
     """The local file system, with files that are written whole or not at all.
 
-    `remove` waits for `remove_now`, because mmengine removes the old checkpoint before it writes the new one and would
+    `remove` waits for `remove_now`, because MMEngine removes the old checkpoint before it writes the new one and would
     leave none on a full disk.
 
     Args:
@@ -54,7 +54,7 @@ register_backend('subquad_whole_files', WholeFilesBackend, force=True)
 
 @HOOKS.register_module()
 class WholeCheckpointHook(CheckpointHook):
-    """mmengine's CheckpointHook with whole local files (`WholeFilesBackend`).
+    """MMEngine's CheckpointHook with whole local files (`WholeFilesBackend`).
 
     It looks for the best checkpoint so far in the current folder of the run.
     """
@@ -97,7 +97,7 @@ class WholeCheckpointHook(CheckpointHook):
 
 
 def whole_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return the default hooks of a config with WholeCheckpointHook in place of mmengine's CheckpointHook."""
+    """Return the default hooks of a config with WholeCheckpointHook in place of MMEngine's CheckpointHook."""
     hooks = dict(default_hooks or {})
     checkpoint = hooks.get('checkpoint', dict(type='CheckpointHook', interval=1))
     kind = checkpoint.get('type') if isinstance(checkpoint, dict) else None

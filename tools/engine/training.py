@@ -18,9 +18,9 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     """Train, and return the path of the best weights in validation, or of the last ones without validation.
 
     Args:
-        config: mmengine Config.
+        config: MMEngine Config.
         work_dir: Folder for all files; no other training may write to it.
-        log_level: Level of mmengine's logger.
+        log_level: Level of MMEngine's logger.
         weights: File that a detector or segmenter starts from (for a classifier: `load_from` of the config).
         command: Command that resumes this training after an interruption, for messages.
 
@@ -76,7 +76,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     except Exception as error:
         progress.stop()
         if is_main_process() and not progress.started:
-            # mmengine builds many parts only now; no step has run, so there is nothing to keep.
+            # MMEngine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)
         explained = _explained(error, folder, how_to_go_on(folder, command, earlier) if progress.started else '')
         if explained is error:
@@ -106,14 +106,14 @@ def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
 
 
 def vet_pretrained(config) -> None:
-    """Refuse starting weights that could run code: mmengine reads a pickle without protection if the safe way fails.
+    """Refuse starting weights that could run code: MMEngine reads a pickle without protection if the safe way fails.
 
     Raises:
         UserError: A file could run code, is missing or is damaged.
     """
     from ...backbones.weights import WeightsError, read_checkpoint
     for path in _pretrained(config.to_dict()):
-        if '://' in path:                                    # an address that mmengine resolves
+        if '://' in path:                                    # an address that MMEngine resolves
             continue
         try:
             read_checkpoint(Path(path).expanduser())
@@ -135,7 +135,7 @@ def _pretrained(value: Any) -> Iterator[str]:
 
 
 def _contents(folder: Path) -> Dict[Path, Optional[bytes]]:
-    """Return the paths in the folder, with the bytes of config files, which mmengine overwrites."""
+    """Return the paths in the folder, with the bytes of config files, which MMEngine overwrites."""
     return {path: path.read_bytes() if path.suffix == '.py' else None for path in folder.iterdir()}
 
 

@@ -1,1 +1,1 @@
-"""Classification on mmengine's Runner, with timm's data pipeline and optimizers."""
+"""Classification on MMEngine's Runner, with timm's data pipeline and optimizers."""

@@ -1,4 +1,4 @@
-"""A timm model as an mmengine model, its accuracy metric, and an optimizer constructor for timm's factory."""
+"""A timm model as an MMEngine model, its accuracy metric, and an optimizer constructor for timm's factory."""
 import re
 from inspect import signature
 from typing import Any, Dict, List, Optional, Sequence, Union
@@ -23,7 +23,7 @@ class TimmClassifier(BaseModel):
     Args:
         name: timm model name.
         label_smoothing: Label smoothing of the cross-entropy.
-        data_preprocessor: mmengine's config of a preprocessor for whole batches.
+        data_preprocessor: MMEngine's config of a preprocessor for whole batches.
         kwargs: Arguments of timm.create_model (num_classes, drop_path_rate, ...).
     """
 
@@ -36,7 +36,7 @@ class TimmClassifier(BaseModel):
     def init_weights(self) -> None:
         """Initialize the weights unless they were loaded (`has_weights`).
 
-        mmengine calls this before training. Some networks of timm have an `init_weights`, which would overwrite them.
+        MMEngine calls this before training. Some networks of timm have an `init_weights`, which would overwrite them.
         """
         if not self.has_weights:
             super().init_weights()
@@ -117,6 +117,6 @@ class TimmOptimizerConstructor:
         except (TypeError, ValueError) as error:
             raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
         for group in optimizer.param_groups:
-            # timm's schedulers apply this factor; those of mmengine start from the group's lr.
+            # timm's schedulers apply this factor; those of MMEngine start from the group's lr.
             group['lr'] *= group.pop('lr_scale', 1.0)
         return OPTIM_WRAPPERS.build(dict(dict(type='OptimWrapper'), **self.cfg, optimizer=optimizer))

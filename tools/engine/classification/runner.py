@@ -29,7 +29,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         work_dir: Folder for logs and checkpoints.
         training: Build the training and validation parts; otherwise the test part.
         hooks: Further hooks; a WeightsHook receives the metadata.
-        log_level: Level of mmengine's logger.
+        log_level: Level of MMEngine's logger.
 
     Raises:
         UserError: A part cannot be built, or classes or starting weights do not match the model.
@@ -56,7 +56,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         refuse_other_state(model.net, start)
     elif start:
         load_classifier(model.net, start, classes)
-        model.has_weights, start = True, None                 # mmengine's loading would skip weights that do not match
+        model.has_weights, start = True, None                 # MMEngine's loading would skip weights that do not match
     if training:
         hooks.append(FiniteHook())
         optimizer = config.get('optim_wrapper')
@@ -69,7 +69,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)
     writable_folder(work_dir)
-    # mmengine keeps visualizers by this name: a second run in the same second would write to those of the first.
+    # MMEngine keeps visualizers by this name: a second run in the same second would write to those of the first.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     if config.get('visualizer'):
         arguments['visualizer'] = {**config.visualizer, 'name': name}

@@ -144,7 +144,7 @@ def _metadata(path: Path, content: Any) -> Dict[str, Any]:
 
 
 def config_metadata(text: str) -> Dict[str, Any]:
-    """Read a classification config as mmengine writes it, without running it.
+    """Read a classification config as MMEngine writes it, without running it.
 
     Args:
         text: Assignments of literals and of `dict(...)`; other statements are skipped.

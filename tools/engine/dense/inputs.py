@@ -160,14 +160,14 @@ def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
 
 
 class DenseRunner(Runner):
-    """mmengine's Runner, with `Steps` as the pipelines of its data sets.
+    """MMEngine's Runner, with `Steps` as the pipelines of its data sets.
 
     Raises:
         UserError: In `train` and `test`, a batch holds images that the segmenter cannot stack.
     """
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        """Load every file for `load_from` that `read_checkpoint` reads; resume as mmengine does."""
+        """Load every file for `load_from` that `read_checkpoint` reads; resume as MMEngine does."""
         if self._resume:
             return super().load_checkpoint(filename, *args, **kwargs)
         checkpoint = dict(state_dict=read_checkpoint(expanded(filename))[0], meta={})

@@ -81,7 +81,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
                 hook.prepare(model, classes_of(config.train_dataloader.dataset))
     config.work_dir = str(writable_folder(work_dir))
     config.log_level = log_level
-    # mmengine keeps loggers and visualizers by name: a second run would write to those of the first.
+    # MMEngine keeps loggers and visualizers by name: a second run would write to those of the first.
     config.setdefault('experiment_name', f"{Path(config.filename or 'config').stem}_{time.time_ns()}")
     if 'visualizer' in config:
         config.visualizer.name = config.experiment_name
@@ -164,7 +164,7 @@ class LoadedHook(Hook):
 def _seed_workers(loader: Dict[str, Any]) -> None:
     """Start new workers for each epoch, seeded by torch, which SeedHook seeds.
 
-    mmengine's own function gives workers the same seeds in every epoch, and persistent workers cannot be resumed.
+    MMEngine's own function gives workers the same seeds in every epoch, and persistent workers cannot be resumed.
     """
     if loader.get('num_workers'):
         loader.setdefault('worker_init_fn', dict(type='workers_as_torch_seeds_them'))
@@ -281,7 +281,7 @@ def known_metainfo(dataset: Any) -> Dict[str, Any]:
     if not hasattr(kind, '_load_metainfo'):
         raise UserError(f"no data set of type {dataset['type']!r} that knows its classes")
     own = dict(dataset.get('metainfo') or {})
-    metainfo = kind._load_metainfo(own)                  # mmengine accepts a file of names as classes
+    metainfo = kind._load_metainfo(own)                  # MMEngine accepts a file of names as classes
     if not metainfo.get('classes'):
         raise UserError(f"the data set {dataset['type']} has no classes: metainfo=dict(classes=(...))")
     # The palette of the type belongs to its own classes.
