@@ -1,4 +1,5 @@
-"""Operators on grids and trees, each with a float64 reference, a PyTorch path for any device, and Triton kernels.
+"""Operators on grids and trees, each with a float64 reference and a portable PyTorch backend, and all but `tree_solve`
+with Triton kernels.
 
     decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
     crisscross_attention       two of them chained, on both paths                               O(N^1.5)

@@ -1,5 +1,5 @@
-"""Registration of the quad-tree solve with PyTorch: schema, shapes, gradient and operation count of the portable path
-and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
+"""Registration of the quad-tree solve with PyTorch: schema, shapes, gradient and operation count of the portable
+backend and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
 from typing import Any, List, Tuple
 
 import torch
