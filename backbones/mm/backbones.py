@@ -34,7 +34,8 @@ class DenseBackbone:
 
     Args:
         arch: the name of one of the family's networks, or a dict of the family's options.
-        out_indices: the stages whose outputs are returned, in rising order. Stages after the last one are not built.
+        out_indices: the stages whose outputs are returned, in increasing order. Stages after the last one are not
+            built.
         output_norms: put a LayerNorm on each returned level.
         frozen_stages: -1 freezes nothing, 0 the stem, n the stem and the first n stages. Frozen parts get no gradients
             and stay in evaluation mode. Output norms are never frozen.
@@ -72,7 +73,7 @@ class DenseBackbone:
         count = len(self.feature_info)
         indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
         if not indices or indices != sorted(set(indices)) or not all(i in range(count) for i in indices):
-            raise ValueError(f'out_indices must be rising stage numbers from 0 to {count - 1}, got '
+            raise ValueError(f'out_indices must be increasing stage numbers from 0 to {count - 1}, got '
                              f'{out_indices!r}')
         if frozen_stages not in range(-1, count + 1):
             raise ValueError(f'frozen_stages must be from -1 to {count}, got {frozen_stages!r}')
@@ -167,7 +168,7 @@ class DenseBackbone:
         own = self.state_dict()
         unused = [key for key in given if key not in own] + [key for key in weights if not key.startswith(inner)]
         comparison = WeightsComparison({key: value for key, value in given.items() if key in own},
-                    [key for key in own if key not in given], unused, [])
+                                       [key for key in own if key not in given], unused, [])
         self.load_summary = f'{type(self).__name__} backbone: {comparison.summary(name)}'
         for key, parameter in self.named_parameters():
             info = getattr(self, '_params_init_info', {}).get(parameter)
@@ -267,7 +268,7 @@ def _prepare_parent(parent: nn.Module, name: str, module: Optional[nn.Module]) -
 
 
 def _explain_size_mismatch(model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], *_: Any) -> None:
-    """Add the helpful option to the error of a neck or head that fails on maps whose sizes were rounded up."""
+    """Name the option that fixes the error of a neck or head that fails on maps whose sizes were rounded up."""
     error = sys.exc_info()[1]
     images = kwargs.get('inputs', args[0] if args else None)
     if not isinstance(error, (RuntimeError, AssertionError)) or not isinstance(images, Tensor):

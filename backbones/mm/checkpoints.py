@@ -239,7 +239,7 @@ def _check_classes(metadata: Any, classes: List[str], name: str) -> None:
         return
     if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
         raise WeightsError(f'{name} holds metadata of another program: classes must be a list of names')
-    raise WeightsError(f'{name} knows the classes {some(known, 6)}, the data has {some(classes, 6)}')
+    raise WeightsError(f'{name} was trained on the classes {some(known, 6)}, but the data has {some(classes, 6)}')
 
 
 def translate_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:

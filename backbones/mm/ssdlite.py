@@ -88,14 +88,14 @@ class SSDLiteAnchorGenerator:
         scale_range: the side of the small square of the first level, and the scale that follows the last level.
 
     Raises:
-        ValueError: there are no levels, ratios or scales are not positive, or scales do not rise.
+        ValueError: there are no levels, ratios or scales are not positive, or scales do not increase.
     """
 
     def __init__(self, ratios: Sequence[Sequence[float]] = RATIOS, scale_range: Tuple[float, float] = (0.1, 1.05)):
         if not ratios or not all(ratio > 0 for level in ratios for ratio in level):
             raise ValueError(f'ratios must be positive numbers, in a sequence for each level, got {ratios!r}')
         if len(scale_range) != 2 or not 0 < scale_range[0] < scale_range[1]:
-            raise ValueError(f'scale_range must be two positive, rising numbers, got {scale_range!r}')
+            raise ValueError(f'scale_range must be two positive, increasing numbers, got {scale_range!r}')
         scales = np.linspace(*scale_range, len(ratios) + 1)
         self.sizes: List[Tensor] = []                                       # (A, 2): width, height; float64
         for small, after, level in zip(scales, scales[1:], ratios):
@@ -320,8 +320,8 @@ class SSDLiteJointHead(SSDHead):
             with_nms: with False all candidates are returned, the best of each class first.
 
         Returns:
-            For each image bboxes (N, 4): x1, y1, x2, y2, clipped to the image, scores (N,) and labels (N,), in falling
-            order of scores.
+            For each image bboxes (N, 4): x1, y1, x2, y2, clipped to the image, scores (N,) and labels (N,), in
+            descending order of scores.
         """
         cfg = self.test_cfg if cfg is None else cfg
         sizes = [level.shape[-2:] for level in cls_scores]

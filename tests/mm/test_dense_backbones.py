@@ -239,9 +239,9 @@ def test_init_cfg_errors_name_the_file(tmp_path):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(arch='huge'), "arch must be one of 'tiny', 'small', 'base', 'test', .* or a dict, got 'huge'"),
-    (dict(out_indices=(2, 1)), r'out_indices must be rising stage numbers from 0 to 3, got \(2, 1\)'),
+    (dict(out_indices=(2, 1)), r'out_indices must be increasing stage numbers from 0 to 3, got \(2, 1\)'),
     (dict(out_indices=()), 'out_indices'), (dict(out_indices=(0, 4)), 'out_indices'),
-    (dict(out_indices=(1, 1)), 'rising'),
+    (dict(out_indices=(1, 1)), 'increasing'),
     (dict(frozen_stages=5), 'frozen_stages must be from -1 to 4, got 5'), (dict(drop_path_rate=2.), 'drop_path_rate'),
     (dict(attention='none'), 'attention'), (dict(deep_stem=True), 'deep_stem')])
 def test_invalid_backbone_arguments(kwargs, message):
