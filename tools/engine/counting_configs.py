@@ -9,9 +9,9 @@ The following rules reproduce the numbers of the papers:
   cascade, as MMDetection 2 counted them. RoIAlign and NMS have no weights and are not counted.
 - The auxiliary head is not counted, because only training uses it. Its parameters are given separately.
 
-With these rules, every number of PPMA's tables 2 and 3 and of MobileViTv2's tables 3 and 4 is within 1 % of one count:
-Mask R-CNN of `with norms`, UPerNet of `all`, and MobileViTv2 of `with norms`, except for PSPNet at width 1.75 (`all`)
-and for two numbers that are rounded too coarsely. UPerNet's 43, 56 and 83 M parameters include the auxiliary head, the
+With these rules, every number of PPMA's tables 2 and 3 and of MobileViTv2's tables 3 and 4 matches one of the counts
+within 1 %: `with norms` for Mask R-CNN and MobileViTv2, `all` for UPerNet and for PSPNet at width 1.75. Two numbers are
+rounded too coarsely to compare. UPerNet's 43, 56 and 83 M parameters include the auxiliary head, the
 numbers of MobileViTv2 do not.
 """
 import difflib
@@ -26,7 +26,7 @@ from .config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
-COUNTS = {'macs': 'all', 'macs_of_weights': 'without attention products', 'macs_with_norms': 'with norms'}
+COUNTS = {'macs': 'all', 'macs_without_attention': 'without attention products', 'macs_with_norms': 'with norms'}
 
 
 def task_configs() -> List[str]:
