@@ -1,6 +1,6 @@
 """Overlay attention maps on images: the context scores of MobileViTv2 (appendix D of its paper), the decay
-factor of each step in PPMA's blocks, or the influence of every token on one token in Myo's layers, with the tree edges
-that carry it."""
+factor of each step in PPMA's blocks, or the influence of every token on the query token in Myo's layers, with the tree
+edges that carry it."""
 import argparse
 from typing import List, Optional
 
@@ -22,7 +22,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--max-images', '--most', dest='most', type=int, default=8, metavar='N',
                         help='largest number of images to draw (default: 8)')
     parser.add_argument('--at', nargs=2, type=float, metavar=('Y', 'X'),
-                        help='Myo\'s token whose influences are drawn, as fractions of height and width '
+                        help='position of Myo\'s query token, as fractions of height and width '
                         '(default: 0.5 0.5)')
     parser.add_argument('--out', metavar='FILE', help='output image (default: context_scores.png, decay_factors.png '
                         'or influences.png)')
@@ -36,11 +36,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except ImportError as error:
         raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
     from .engine.classification.prediction import load_images
-    from .engine.classification.weight_files import load_classifier
-    from .engine.drawing.maps import draw_maps, drawable
+    from .engine.classification.weight_files import classifier_from_file
+    from .engine.drawing.maps import draw_maps, map_kind
     files = image_files(args.images)[:args.most]
-    model, transform, _ = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
-    what = drawable(model)
+    model, transform, _ = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
+    what = map_kind(model)
     if args.at and what != 'influences':
         raise UserError(f'--at is for Myo: the maps of {type(model).__name__} show all tokens')
     out = expanded(args.out or f'{what}.png')

@@ -66,7 +66,7 @@ def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
         raise UserError(str(error)) from error
 
 
-def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
+def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> None:
     """Load every weight of a file into a timm model.
 
     The classifier may stay random if the file has none or one for other classes; a message on stderr says so.
@@ -119,7 +119,7 @@ def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: Lis
     if changed and all(weights[key].shape[1:] == own[key].shape[1:] for key in changed):
         return f'has {len(weights[changed[0]])} classes, the data {len(ours)}'
     if not changed and isinstance(theirs, list) and theirs != list(ours):
-        return f'knows the classes {some(theirs)}, the data has {some(list(ours))}'
+        return f'was trained on the classes {some(theirs)}, but the data has {some(list(ours))}'
     return None
 
 
@@ -190,8 +190,8 @@ class StartHook(Hook):
             say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
                 f'weights ({some(resized)})')
         elif isinstance(theirs, list) and theirs != ours:
-            say(f'{self.path} knows the classes {some(theirs)}, the data has {some(ours)}: the heads start from '
-                'those of the file')
+            say(f'{self.path} was trained on the classes {some(theirs)}, but the data has {some(ours)}: the heads '
+                'start from those of the file')
         if absent:
             say(f'{self.path} has no auxiliary head: it starts with random weights')
 
@@ -208,7 +208,7 @@ class StartHook(Hook):
         self.what, self.weights = 'the backbone', {f'backbone.{key}': value for key, value in weights.items()}
         text = f'{self.path} is a classifier: the backbone starts from it, neck and heads with random weights'
         more = [f"its classifier ({some(spare)}) is not used"] if spare else []
-        more += ['the output norms start as identities'] if norms else []
+        more += ['the output norms start untrained (weight 1, bias 0)'] if norms else []
         say('; '.join([text, *more]))
 
     def before_train(self, runner) -> None:
