@@ -202,7 +202,7 @@ def _dispatch(argv: List[str]) -> int:
         return 2
     if name == 'configs':
         return configs(rest)
-    # It is for users' own scripts: no command needs torchvision's compiled operators.
+    # This warning is for users' scripts; no command needs torchvision's compiled operators.
     warnings.filterwarnings('ignore', 'torchvision was built for another torch')
     run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
     run(importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main, rest)

@@ -153,7 +153,7 @@ class Block(nn.Module):
         mixer: token mixer (B, H, W, C) -> (B, H, W, C).
         mlp_ratio: width of the feed-forward layer, as a multiple of `dim`.
         drop_path: rate of stochastic depth.
-        layer_scale: initial value of LayerScale; None for no LayerScale.
+        init_values: initial value of LayerScale; None for no LayerScale.
         device, dtype: device and dtype of the parameters.
     """
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
             mixer: nn.Module,
             mlp_ratio: float,
             drop_path: float = 0.,
-            layer_scale: Optional[float] = None,
+            init_values: Optional[float] = None,
             device=None,
             dtype=None,
     ):
@@ -174,7 +174,7 @@ class Block(nn.Module):
         self.mixer = mixer
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.ffn = FeedForward(dim, int(dim * mlp_ratio), **dd)
-        scale: Callable = nn.Identity if layer_scale is None else lambda: LayerScale(dim, layer_scale, **dd)
+        scale: Callable = nn.Identity if init_values is None else lambda: LayerScale(dim, init_values, **dd)
         self.ls1, self.ls2 = scale(), scale()
         self.drop_path1, self.drop_path2 = ((DropPath(drop_path) if drop_path else nn.Identity()) for _ in range(2))
 

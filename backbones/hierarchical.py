@@ -127,7 +127,7 @@ class HierarchicalBackbone(TimmInterface):
                     mixer=mixer(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
                     mlp_ratio=mlp_ratios[i],
                     drop_path=rate,
-                    layer_scale=layer_scale_init if layer_scale[i] else None,
+                    init_values=layer_scale_init if layer_scale[i] else None,
                     **dd,
                 )
                 for j, rate in enumerate(rates[i])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..kernels.common.tracing import exporting
 from ..kernels.common.workspace import keep_freed_memory
 
-# Elements of the token map that run at a time (4 images of 224 x 224 at PPMA-T's stride 4): 3.2 MB in float32.
+# Elements of the token map that run at a time (3 images of 224 x 224 at PPMA-T's stride 4): 3.2 MB in float32.
 PART_ELEMENTS = 800_000
 
 

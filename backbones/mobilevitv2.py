@@ -57,8 +57,8 @@ class MobileViTv2(TimmInterface):
         img_size: image size of 'linformer' (256 by default); other attentions only check it.
         weight_init: initialization of new weights. 'kaiming' follows the authors' configurations: convolutions as He et
             al. with the fan of the output, biases 0, the classifier from a normal distribution of standard deviation
-            0.02. 'authors' follows the authors' library, whose initialization has no effect because it receives a
-            generator instead of modules: PyTorch's defaults, and a classifier as Glorot & Bengio.
+            0.02. 'authors' reproduces the authors' library: PyTorch's default initialization, and Xavier uniform for
+            the classifier. (Its own scheme is never applied, because of a bug.)
         device, dtype: device and dtype of the parameters.
 
     Raises:

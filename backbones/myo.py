@@ -54,14 +54,14 @@ ARCHS: Dict[str, Dict[str, Any]] = {
 
 
 class Influence(NamedTuple):
-    """The contributions of all tokens to one token of a layer.
+    """The contributions of all tokens of a layer to the query token.
 
     Attributes:
-        place: row and column of the one token.
+        place: row and column of the query token.
         weights: the contribution of each token, (B, heads, H, W).
         edges: the edges of each level, (B, heads, H_l, W_l).
         shares: for each level, the share of the absolute contributions of the tokens whose lowest common ancestor with
-            the one token is on that level, (B, levels). Level 0 is the token itself.
+            the query token is on that level, (B, levels). Level 0 is the query token itself.
     """
     place: Tuple[int, int]
     weights: Tensor
@@ -115,11 +115,11 @@ class Myo(HierarchicalBackbone):
         )
 
     def influences(self, x: Tensor, at: Tuple[float, float] = (0.5, 0.5)) -> Dict[str, Influence]:
-        """Return the contributions of all tokens to one token of each layer, in evaluation mode.
+        """Return the contributions of all tokens to the query token of each layer, in evaluation mode.
 
         Args:
             x: images (B, in_chans, H, W).
-            at: position of the one token, as fractions of the map's height and width, 0 to below 1.
+            at: position of the query token, as fractions of the map's height and width, 0 to below 1.
 
         Returns:
             The influences by the name of the layer ('stages.0.blocks.0', ...).
@@ -134,8 +134,7 @@ class Myo(HierarchicalBackbone):
             tokens = tokens.detach().clone()             # not an inference tensor
             levels = mixer.levels(*tokens.shape[1:3])
             row, column = (int(place * size) for place, size in zip(at, tokens.shape[1:3]))
-            with torch.no_grad():
-                edges = mixer.edges(tokens, levels)
+            edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
             ancestor = common_ancestor_levels(levels, row, column).to(x.device)
             mass = weights.abs().mean(1)

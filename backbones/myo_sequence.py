@@ -1,7 +1,7 @@
 """MyoSequence: a linear encoder and a stack of gated tree solves, for sequences and for images read as sequences.
 
 The architecture is from "Myosotis: structured computation for attention like layer", arXiv 2509.20503. The paper does
-not say how edges depend on the input, which values inner nodes start with, and what is read out. These are options
+not say how edges depend on the input, which values inner nodes start with, or what is read out. These are options
 here.
 """
 from typing import Any, ClassVar, Dict, Optional, Set, Tuple, Union
@@ -24,7 +24,7 @@ VIRTUAL_INPUTS = ('mean', 'zero', 'embed')
 
 
 class Layer(nn.Module):
-    """u + out(SiLU(gate(v)) * mixer(q) + D * q), where v = norm(u) and q = value(v): (B, V, dim) -> (B, V, dim).
+    """u + out(SiLU(gate(v)) * mixer(q) + skip * q), where v = norm(u) and q = value(v): (B, V, dim) -> (B, V, dim).
 
     A feed-forward layer follows if mlp_ratio > 0.
     """
@@ -84,11 +84,11 @@ class MyoSequence(nn.Module):
         order: order in which the pixels of an image are read: 'morton', 'snake' or 'raster'.
         parametrization: 'symmetric' (the paper), 'laplacian' or 'skew'.
         static_edges: use edges that do not depend on the input.
-        virtual_input: initial value of inner nodes: 'mean' for the mean of their leaves, 'embed' for nothing; both add
-            an embedding of level and place among siblings to all nodes. 'zero' has neither.
+        virtual_input: initial value of inner nodes: 'mean' (of their leaves), 'embed' or 'zero' (both start at zero).
+            'mean' and 'embed' add a learned embedding of level and sibling index to every node.
         readout_levels: number of levels, from the root, whose means are read.
         readout: 'mean' or 'concat' of the means of these levels.
-        mixer: 'tree', or 'scan' for a control: the recurrence of S5 in both directions, and the mean over the sequence.
+        mixer: 'tree', or 'scan' for a baseline: S5's recurrence in both directions, and the mean over the sequence.
         states: number of complex states of the recurrence.
         mlp_ratio: width of a feed-forward layer in each layer, as a multiple of dim; 0 for none, as in the paper.
         drop_rate: dropout rate in each layer.

@@ -1,7 +1,7 @@
 """Options of the networks: one table for each family, and one function that checks them all.
 
 The table `OPTIONS` of a family names every option that a caller or a weight file may set, with its type and its bounds.
-The bounds are wide. They keep a typing error or a damaged file from requesting a network that no machine can hold.
+The bounds are wide. They keep a typo or a damaged file from requesting a network that no machine can hold.
 """
 from difflib import get_close_matches
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple

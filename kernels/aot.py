@@ -24,7 +24,7 @@ class Resources:
 
     Attributes:
         registers: registers per thread; None if the target's tools do not report them.
-        stack: bytes of spilled registers per thread; None if the target's tools do not report them.
+        stack: bytes of stack per thread, which spilled registers use; None if the target's tools do not report them.
         shared: bytes of shared memory per program.
     """
     kernel: str

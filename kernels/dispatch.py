@@ -2,7 +2,7 @@
 import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, Mapping, Optional, Union
+from typing import Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -13,7 +13,15 @@ from .common.tracing import exporting
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 # Why Triton cannot run an operator: a function of its tensors, or a sentence if the operator has no kernel.
 Objection = Union[None, str, Callable[..., Optional[str]]]
-OPERATORS: Dict[str, Objection] = {}
+
+
+class Operator(NamedTuple):
+    """The implementations of an operator by backend, and what keeps it from Triton."""
+    implementations: Dict[str, Callable]
+    objection: Objection
+
+
+OPERATORS: Dict[str, Operator] = {}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Look for Triton without importing it: no module imports it before a kernel runs.
 _TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
@@ -31,7 +39,7 @@ _active = _known(os.environ.get('SUBQUAD_BACKEND', 'auto'), 'SUBQUAD_BACKEND')
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run calls with `backend='auto'`, which all models make, on this backend within the block.
+    """Use this backend inside the block for all calls with `backend='auto'`, the default and what the models use.
 
     Args:
         backend: one of `auto`, `triton`, `portable`, `reference`, `export`.
@@ -47,8 +55,8 @@ def use_backend(backend: str) -> Iterator[None]:
         _active = previous
 
 
-def register(op: str, implementations: Mapping[str, Callable], objection: Objection = None) -> Dict[str, Callable]:
-    """Make an operator known to `why_not`, and return its table of implementations.
+def register(op: str, implementations: Mapping[str, Callable], objection: Objection = None) -> None:
+    """Make an operator known to `choose` and `why_not`.
 
     Args:
         op: the operator's name.
@@ -56,16 +64,14 @@ def register(op: str, implementations: Mapping[str, Callable], objection: Object
         objection: returns why the operator's Triton kernels cannot take the tensors it is called with, or None; a
             sentence where the operator has no Triton kernel.
     """
-    OPERATORS[op] = objection
-    return dict(implementations)
+    OPERATORS[op] = Operator(dict(implementations), objection)
 
 
-def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tensors: Tensor) -> Callable:
+def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
     """Return the implementation of `op` for `backend`.
 
     Args:
-        op: the operator's name, for messages.
-        implementations: backend name -> function.
+        op: the operator's name.
         backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export` while a
             graph is exported, `triton` if `why_not` returns None, and `portable` otherwise.
         tensors: the operator's arguments.
@@ -82,11 +88,13 @@ def choose(op: str, implementations: Mapping[str, Callable], backend: str, *tens
         objection = _objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
-    return implementations[backend]
+    return OPERATORS[op].implementations[backend]
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:
-    """Return in one sentence why `auto` does not run `op` on a Triton kernel; None if it does.
+    """Explain in one sentence why Triton cannot run `op` on these tensors; None if it can.
+
+    A forced backend (`use_backend`, SUBQUAD_BACKEND) and export are not considered.
 
     Args:
         op: the operator's name.
@@ -97,7 +105,7 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
     """
     if op not in OPERATORS:
         raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(sorted(OPERATORS))}")
-    has_kernel = _TRITON_INSTALLED and not isinstance(OPERATORS[op], str)
+    has_kernel = _TRITON_INSTALLED and not isinstance(OPERATORS[op].objection, str)
     if not tensors and has_kernel and not torch.cuda.is_available():
         return f'{op} runs on the portable backend: torch finds no GPU here.'
     if has_kernel and tensors and tensors[0].device.type != 'cuda':
@@ -109,7 +117,7 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
 
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:
     """Return in one clause why no Triton kernel can run, even if the caller asks for it; None if one can."""
-    own = OPERATORS[op]
+    own = OPERATORS[op].objection
     if isinstance(own, str):
         return own
     if not _TRITON_INSTALLED:

@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available() and 'triton' not in sys.modules:
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
-import subquad  # noqa: F401  (before timm: it mends a torchvision of another build)
+import subquad  # noqa: F401  (before timm: it works around a mismatched torchvision)
 
 
 @pytest.fixture(autouse=True)

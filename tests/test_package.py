@@ -97,10 +97,3 @@ def test_other_torchvision_errors_are_not_swallowed(tmp_path):
     done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
     assert 'something else' in done.stderr
-
-
-def test_no_file_is_longer_than_420_lines():
-    folders = ('subquad', 'backbones', 'kernels', 'configs', 'docs', 'examples', 'tools', 'tests')
-    files = [path for folder in folders for path in (ROOT / folder).rglob('*.py')]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert not {name: length for name, length in lengths.items() if length > 420}

@@ -19,7 +19,7 @@ from .common.output import dumps
 _EXAMPLES = """examples:
   subquad benchmark                                     the default presets: minutes
   subquad benchmark polyline_attention-14x14 --threads 4
-  subquad benchmark --operator polyline_attention --size 800x1280 --implementations portable sdpa compiled
+  subquad benchmark --operator polyline_attention --size coco --implementations portable sdpa compiled
   subquad benchmark --operator polyline_scan --size long --device cuda --dtype bfloat16 --backward
   subquad benchmark --model ppma_tiny@portable swin_tiny_patch4_window7_224 --size 224 --batch 8 --train"""
 
@@ -40,9 +40,10 @@ def parser() -> argparse.ArgumentParser:
                           'support the device)')
     own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile]',
                      help='timm models to compare; the first one is compared with the others')
-    own.add_argument('--size', default='224',
-                     help=f"{', '.join(operators.SIZES)} or HEIGHTxWIDTH; pixels for models, tokens for operators, "
-                          'where a name means the grid of that image at stride 16 (default: %(default)s)')
+    own.add_argument('--size', default='imagenet',
+                     help=f"{', '.join(operators.SIZES)}, one number or HEIGHTxWIDTH; numbers are pixels for models "
+                          'and tokens for operators; a name is an image size, which for operators means the token grid '
+                          'of that image at stride 16 (default: %(default)s)')
     own.add_argument('--batch', type=int, default=1, help='number of images (default: %(default)s)')
     own.add_argument('--heads', type=int, default=8, help='heads of the operator (default: %(default)s)')
     own.add_argument('--dim', type=int, default=32, help='channels of a head (default: %(default)s)')

@@ -56,10 +56,10 @@ def _show(out: Path, weights: Path, title: str) -> Path:
     from .common.images import open_image
     from .data.digits import write_digits
     from .engine.classification.prediction import classify, print_classes
-    from .engine.classification.weight_files import load_classifier
+    from .engine.classification.weight_files import classifier_from_file
     from .engine.drawing.pictures import decay_factors, draw_classified
     files = write_digits(out / 'images', SHOWN)
-    model, transform, classes = load_classifier(str(weights))
+    model, transform, classes = classifier_from_file(str(weights))
     results = classify(model, transform, classes, [file for file, _ in files], topk=3)
     print_classes(results)
     inputs = torch.stack([transform(open_image(file)) for file, _ in files])

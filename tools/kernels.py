@@ -14,8 +14,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         epilog='Example: subquad kernels --compile cuda:90 --only "polyline_attention, additive, 14" (needs no GPU)')
     parser.add_argument('--compile', metavar='TARGET',
                         help='compile all kernels for TARGET (cuda:80, cuda:90, hip:gfx942, ...) and show registers, '
-                             'spilled bytes and shared memory; this takes minutes; the exit code is 1 if registers '
-                             'spill')
+                             'stack (which spilled registers use) and shared memory; this takes minutes; the exit code '
+                             'is 1 if a kernel uses the stack')
     parser.add_argument('--only', nargs='+', metavar='TEXT',
                         help='compile only the cases that contain one of these strings')
     parser.add_argument('--json', action='store_true', help='print JSON')
@@ -49,7 +49,7 @@ def _print_resources(target: str, resources: Dict[str, List[Any]]) -> None:
     import torch
     import triton
     from rich.table import Table
-    table = Table('case', 'kernel', 'tile', 'warps', 'registers', 'stack, bytes', 'shared, bytes',
+    table = Table('case', 'kernel', 'tile', 'warps', 'registers', 'stack, bytes', 'shared memory, bytes',
                   title=f'{target}, Triton {triton.__version__}, torch {torch.__version__}')
     for name, kernels in resources.items():
         for n, k in enumerate(kernels):

@@ -1,10 +1,10 @@
 """Generate a dataset of colored shapes on real photographs for detection and segmentation; nothing is downloaded."""
 import argparse
-import re
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 from .common.cli import UserError, nearest
 from .common.paths import expanded
+from .common.sizes import parse_size
 
 DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
 
@@ -16,10 +16,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--train', type=int, default=1000, metavar='N',
                         help='number of training images (default: 1000)')
     parser.add_argument('--val', type=int, default=200, metavar='N', help='number of validation images (default: 200)')
-    parser.add_argument('--size', default='128', metavar='S|HxW', help='height and width of the images (default: 128)')
+    parser.add_argument('--size', default='128', metavar='SIZE',
+                        help='size of the images, one number or HEIGHTxWIDTH (default: 128)')
     parser.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
     parser.add_argument('--force', action='store_true', help='replace a dataset that this command wrote')
     args = parser.parse_args(argv)
+    from .data.shapes import SIZES
     from .data.shapes_files import FORMAT, MOST_IMAGES, already_there, make_shapes
     if args.name not in DATASETS:
         raise UserError(f'unknown dataset {args.name!r}{nearest(args.name, list(DATASETS))} '
@@ -30,7 +32,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
     shown = expanded(args.folder or DATASETS[args.name])
-    options = dict(train=args.train, val=args.val, size=list(parse_size(args.size)), seed=args.seed)
+    options = dict(train=args.train, val=args.val, size=list(parse_size(args.size, (), *SIZES)), seed=args.seed)
     try:
         folder = shown.resolve()        # a link to a folder stays one
         if already_there(folder, dict(format=FORMAT, **options), args.force):
@@ -42,20 +44,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     print(f'{shown}: {args.train} training images with {counts["train"]} shapes, {args.val} validation images with '
           f'{counts["val"]} shapes')
     return 0
-
-
-def parse_size(text: str) -> Tuple[int, int]:
-    """Convert '128' or '96x128' (height x width) to (height, width).
-
-    Raises:
-        UserError: The text has another form, or a side is out of range.
-    """
-    from .data.shapes import SIZES
-    match = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', text)
-    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not all(SIZES[0] <= n <= SIZES[1] for n in (height, width)):
-        raise UserError(f'--size must be one number or HEIGHTxWIDTH, each from {SIZES[0]} to {SIZES[1]}, got {text!r}')
-    return height, width
 
 
 if __name__ == '__main__':

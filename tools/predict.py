@@ -51,14 +51,14 @@ def _names_config(name: str) -> bool:
 def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     """Classify the images, and print the classes unless --json is given: (results, exit code)."""
     from .engine.classification.prediction import classify, print_classes
-    from .engine.classification.weight_files import load_classifier
+    from .engine.classification.weight_files import classifier_from_file
     for name in ('out', 'score'):
         if getattr(args, name) is not None:
             raise UserError(f'--{name} is for detectors and segmenters: subquad predict CONFIG CHECKPOINT IMAGES '
                             f'--{name} {name.upper()}')
     files = image_files(args.images)
     left_out = LeftOut(len(files), args.strict)
-    model, transform, classes = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
+    model, transform, classes = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
     results = classify(model, transform, classes, files, args.topk or 3, left_out=left_out)
     code = left_out.code()
     if not args.json:

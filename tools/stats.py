@@ -10,22 +10,11 @@ auxiliary head are printed after a plus sign.
 """
 import argparse
 import ast
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError
 from .common.output import add_row, dumps, print_table
-
-LARGEST_SIDE = 100_000
-
-
-def size(text: str) -> Tuple[int, int]:
-    """'224' -> (224, 224), '800x1280' -> (800, 1280) (height x width)."""
-    parts = text.lower().split('x')
-    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f'a size is a number or HEIGHTxWIDTH, got {text!r}')
-    if any(int(part) > LARGEST_SIDE for part in parts):
-        raise UserError(f'a side has at most {LARGEST_SIDE:,} pixels, got {text!r}')
-    return int(parts[0]), int(parts[-1])
+from .common.sizes import parse_size
 
 
 def _options(pairs: List[str]) -> Dict[str, Any]:
@@ -51,12 +40,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', nargs='*',
                         help="names of timm models, names or paths of configs (default: all of this package's models)")
-    parser.add_argument('--size', help="image size, 224 or HEIGHTxWIDTH (default: each model's own input size)")
+    parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: each model's own input size)")
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
                         help='options of a model, such as paths=none; for a config, model.backbone.paths=none')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
-    height, width = size(args.size) if args.size else (None, None)
+    height, width = parse_size(args.size) if args.size else (None, None)
     rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.set))
             for name in args.model or our_models()]
     if args.json:
@@ -69,7 +58,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         auxiliary = row.get('parameters_of_auxiliary_head')
         add_row(table, row['model'], '{}x{}'.format(*row['size']),
                 f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''),
-                *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')), reported(row))
+                *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_without_attention', 'macs_with_norms')),
+                reported(row))
     print_table(table)
     return 0
 

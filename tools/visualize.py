@@ -35,11 +35,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except ImportError as error:
         raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
     from .engine.classification.prediction import load_images
-    from .engine.classification.weight_files import load_classifier
-    from .engine.drawing.maps import draw_maps, drawable
+    from .engine.classification.weight_files import classifier_from_file
+    from .engine.drawing.maps import draw_maps, map_kind
     files = image_files(args.images)[:args.most]
-    model, transform, _ = load_classifier(args.checkpoint, args.model, args.allow_nonfinite)
-    what = drawable(model)
+    model, transform, _ = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
+    what = map_kind(model)
     if args.at and what != 'influences':
         raise UserError(f'--at is for Myo: the maps of {type(model).__name__} show all tokens')
     out = expanded(args.out or f'{what}.png')

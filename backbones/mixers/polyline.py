@@ -23,10 +23,10 @@ from .rotary import rotary_angles, rotate, rotate_flat
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
 
-# The attentions map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own arithmetic
-# stays at rank 4 for exporters; the operators split N into H and W.
+# The functions `attend_*` map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own
+# arithmetic stays at rank 4 for exporters; the operators split N into H and W.
 
-def full_attention(
+def attend_full(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -50,7 +50,7 @@ def full_attention(
         q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
 
 
-def criss_cross_attention(
+def attend_crisscross(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -68,7 +68,7 @@ def criss_cross_attention(
         q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
 
 
-def linear_attention(
+def attend_linear(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -84,7 +84,7 @@ def linear_attention(
     return y[..., :-1] / y[..., -1:]
 
 
-def decomposed_attention(
+def attend_decomposed(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -147,10 +147,10 @@ def _sum_of_scans(
 
 # The attentions by the value of the option `attention`.
 ATTENTIONS: Dict[str, Callable[..., Tensor]] = {
-    'full': full_attention,
-    'crisscross': criss_cross_attention,
-    'linear': linear_attention,
-    'decomposed': decomposed_attention,
+    'full': attend_full,
+    'crisscross': attend_crisscross,
+    'linear': attend_linear,
+    'decomposed': attend_decomposed,
 }
 
 

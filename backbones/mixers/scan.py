@@ -1,4 +1,4 @@
-"""Diagonal state space layer (S5): a recurrence that replaces the tree of `MyoSequence`, as a control.
+"""Diagonal state space layer (S5): a recurrence that replaces the tree of `MyoSequence`, as a baseline.
 
 Smith et al., "Simplified State Space Layers for Sequence Modeling", ICLR 2023: eigenvalues of the HiPPO-N matrix, one
 step for each state, zero-order hold.
@@ -30,10 +30,11 @@ def hippo_normal_eigenvalues(states: int) -> Tensor:
 class ScanMixer(nn.Module):
     """y = 2 Re(C x), x_k = exp(step * eigenvalue) x_k-1 + B u_k, along a sequence (B, L, dim) -> (B, L, dim).
 
+    A second recurrence runs from the end to the start.
+
     Args:
         dim: channels.
         states: number of complex states.
-        bidirectional: add a second recurrence, from the end to the start.
         device, dtype: device and dtype of the parameters; dtype is float32 or None.
 
     Raises:
@@ -44,7 +45,6 @@ class ScanMixer(nn.Module):
             self,
             dim: int,
             states: int,
-            bidirectional: bool = True,
             device=None,
             dtype=None,
     ):
@@ -52,12 +52,11 @@ class ScanMixer(nn.Module):
         if states < 1:
             raise ValueError(f'states must be at least 1, got {states}')
         dd = {'device': device, 'dtype': dtype}
-        self.directions = 2 if bidirectional else 1
         self.log_rate = nn.Parameter(torch.empty(states, **dd))                 # log of minus the real part
         self.frequency = nn.Parameter(torch.empty(states, **dd))
         self.log_step = nn.Parameter(torch.empty(states, **dd))
         self.input = nn.Linear(dim, 2 * states, bias=False, **dd)               # real and imaginary parts
-        self.output = nn.Linear(2 * states * self.directions, dim, bias=False, **dd)
+        self.output = nn.Linear(4 * states, dim, bias=False, **dd)           # of both directions
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -82,9 +81,7 @@ class ScanMixer(nn.Module):
             inputs = inputs * ((decay - 1) / eigenvalues)                       # zero-order hold
             if mask is not None:
                 inputs = inputs * mask[..., None]
-            states = [self._recurrence(decay, inputs)]
-            if self.directions == 2:
-                states.append(self._recurrence(decay, inputs.flip(1)).flip(1))
+            states = [self._recurrence(decay, inputs), self._recurrence(decay, inputs.flip(1)).flip(1)]
             parts = [part for state in states for part in (state.real, -state.imag)]
         return 2 * self.output(torch.cat(parts, -1).to(x.dtype))
 

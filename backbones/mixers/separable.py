@@ -46,7 +46,8 @@ class SeparableSelfAttention(nn.Module):
     Args:
         dim: channels C.
         num_latent_tokens: L, from 1 to 64; the published networks have 1.
-        patch_size: side p of the patches that define the groups of tokens.
+        patch_size: p. For 'pixel' sampling the side of a patch; for 'patch' sampling the number of patches along each
+            side.
         sampling: 'pixel' groups the tokens at one place of their p x p patch; 'patch' groups the tokens of one of p x p
             patches of the map.
         device, dtype: device and dtype of the parameters.

@@ -97,7 +97,7 @@ class TreeMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the edges of a head equally on all levels, and those of the heads with equal ratios."""
+        """Initialize edges equally on all levels, and geometrically spaced over the heads."""
         low, high = (math.log(edge) for edge in _FIRST_EDGES[self.parametrization])
         first = torch.linspace(low, high, self.num_heads).exp()
         if self.parametrization == 'laplacian':
@@ -133,13 +133,13 @@ class TreeMixer(nn.Module):
         return quadtree_levels(height, width, self.max_levels, shift)
 
     def influence(self, x: Tensor, row: int, column: int, edges: Sequence[Tensor]) -> Tensor:
-        """Return the contribution of every token to the solution at one token: a row of the inverse of the matrix.
+        """Return the contribution of every token to the solution at the query token: a row of the inverse matrix.
 
         The contributions by way of the means at inner nodes are included.
 
         Args:
             x: input of the layer, (B, H, W, C).
-            row, column: position of the one token.
+            row, column: position of the query token.
             edges: output of `edges`.
 
         Returns:

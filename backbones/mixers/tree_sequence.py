@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ...kernels import tree_solve
 from ...kernels.common.autocast import without_autocast
 from ...kernels.trees import Tree, cached_sequence, level_lengths, tree_blocks
+from .tree import EDGE_DIM
 
 # The number of levels with their own embedding and edge biases, from the leaves up. Higher levels share the last.
 LEVELS = 16
-# Channels of a head's query and key.
-EDGE_DIM = 8
 
 
 class Nodes:
@@ -81,16 +80,18 @@ class Nodes:
 class TreeSequenceMixer(nn.Module):
     """Solve with the matrix of a tree over a sequence: (B, V, dim) -> (B, V, dim), in the order of `Nodes`.
 
-    The dim / heads channels of a head share the edges of the tree. With blocks of side m, they form m rows, and each
-    column is a right-hand side. An edge is the sum of a bias, for each level, place among siblings and head, and of the
-    product of a projection of the child and one of the parent. With m > 1 there is a projection for each row and column
-    of the block.
+    The dim / num_heads channels of a head share the edges of the tree. With blocks of side m, they form m rows, and
+    each column is a right-hand side.
+
+    An edge is q_child . k_parent / sqrt(8) + bias[level, sibling index, head]. With m > 1 there is a projection for
+    each row and column of the block. For 'symmetric' the bound of head h is exp(-step_h); the steps are fixed and
+    log-spaced from 1e-3 to 1e-1.
 
     Args:
         dim: channels.
-        heads: number of heads; dim must be a multiple of heads * block.
+        num_heads: number of heads; dim must be a multiple of num_heads * block_size.
         arity: number of children of an inner node.
-        block: side m of the blocks.
+        block_size: side m of the blocks.
         parametrization: 'symmetric', 'laplacian' or 'skew'.
         static_edges: use biases only.
         device, dtype: device and dtype of the parameters.
@@ -99,9 +100,9 @@ class TreeSequenceMixer(nn.Module):
     def __init__(
             self,
             dim: int,
-            heads: int,
+            num_heads: int,
             arity: int,
-            block: int,
+            block_size: int,
             parametrization: str,
             static_edges: bool,
             device=None,
@@ -109,45 +110,47 @@ class TreeSequenceMixer(nn.Module):
     ):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
-        self.heads, self.arity, self.block, self.parametrization = heads, arity, block, parametrization
+        self.num_heads, self.arity, self.block_size = num_heads, arity, block_size
+        self.parametrization = parametrization
         self.query, self.key = (
-            None if static_edges else nn.Linear(dim, heads * block * EDGE_DIM, bias=False, **dd) for _ in range(2))
-        self.edge_bias = nn.Parameter(torch.empty(LEVELS, arity, heads, block, block, **dd))
+            None if static_edges else nn.Linear(dim, num_heads * block_size * EDGE_DIM, bias=False, **dd)
+            for _ in range(2))
+        self.edge_bias = nn.Parameter(torch.empty(LEVELS, arity, num_heads, block_size, block_size, **dd))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize the edges, from short range in the first head to long range in the last.
 
         The moduli of the edges correspond to the timescales of S5. For 'laplacian' they are weights from 1 to 16, which
-        grow by the arity from level to level. For 'symmetric' they are bounded by rho_h = exp(-step_h), with steps
-        log-uniform in [1e-3, 1e-1].
+        grow by the arity from level to level.
 
-        They differ at random between the places among siblings. With equal edges a parent would know only the mean of
-        its children, and could not tell them apart.
+        They differ at random between siblings. With equal edges a parent would know only the mean of its children, and
+        could not tell them apart.
         """
         low, high = (1.0, 16.0) if self.parametrization == 'laplacian' else (0.5, 4.0)
-        first = torch.linspace(math.log(low), math.log(high), self.heads).exp()[:, None, None]
+        first = torch.linspace(math.log(low), math.log(high), self.num_heads).exp()[:, None, None]
         noise = torch.randn(*self.edge_bias.shape[:3], 1, 1)
-        if self.parametrization == 'laplacian' and self.block == 1:
+        if self.parametrization == 'laplacian' and self.block_size == 1:
             first = torch.log(torch.expm1(first)) + noise                     # the inverse of softplus
         else:
             first = first * noise                                             # of both signs, like wavelets
         with torch.no_grad():
-            self.edge_bias.copy_(first * torch.eye(self.block))
+            self.edge_bias.copy_(first * torch.eye(self.block_size))
 
     def edges(self, x: Tensor, nodes: Nodes) -> Tensor:
         """Return the argument z of `tree_blocks`, (B or 1, heads, V, m, m), at least float32."""
         z = self.edge_bias[nodes.level, nodes.place].transpose(0, 1)[None]                       # (1, heads, V, m, m)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.query is not None:
-            query, key = (linear(x).to(z.dtype).unflatten(2, (self.heads, self.block, EDGE_DIM)).transpose(1, 2)
+            shape = (self.num_heads, self.block_size, EDGE_DIM)
+            query, key = (linear(x).to(z.dtype).unflatten(2, shape).transpose(1, 2)
                           for linear in (self.query, self.key))                              # (B, heads, V, m, e)
             key = key.index_select(2, nodes.parents)
-            dots = query @ key.mT if self.block > 1 else (query * key).sum(-1, keepdim=True)
+            dots = query @ key.mT if self.block_size > 1 else (query * key).sum(-1, keepdim=True)
             z = z + dots * EDGE_DIM ** -0.5
         if self.parametrization == 'laplacian':
             growth = self.arity ** nodes.level.to(z.dtype)[:, None, None]
-            z = F.softplus(z) * growth if self.block == 1 else z * growth.sqrt()
+            z = F.softplus(z) * growth if self.block_size == 1 else z * growth.sqrt()
         if nodes.present is not None:
             z = z.masked_fill(~nodes.present[:, None, :, None, None], 0)
         return z
@@ -156,8 +159,8 @@ class TreeSequenceMixer(nn.Module):
         """Map the values x (B, V, dim) of all nodes to the solution, of the same shape."""
         with without_autocast(x):
             z = self.edges(x.to(self.edge_bias.dtype), nodes)
-            steps = torch.linspace(math.log(1e-3), math.log(1e-1), self.heads, device=z.device, dtype=z.dtype).exp()
+            steps = torch.linspace(math.log(1e-3), math.log(1e-1), self.num_heads, device=z.device, dtype=z.dtype).exp()
             a, b, c = tree_blocks(nodes.tree, z, self.parametrization, rho=torch.exp(-steps)[:, None, None, None])
-            u = x.to(z.dtype).unflatten(2, (self.heads, self.block, -1)).transpose(1, 2)     # (B, heads, V, m, r)
+            u = x.to(z.dtype).unflatten(2, (self.num_heads, self.block_size, -1)).transpose(1, 2)  # (B, heads, V, m, r)
             y = tree_solve(nodes.tree, a, b, c, u)
         return y.transpose(1, 2).flatten(2).to(x.dtype)

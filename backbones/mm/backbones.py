@@ -167,7 +167,7 @@ class DenseBackbone:
         own = self.state_dict()
         unused = [key for key in given if key not in own] + [key for key in weights if not key.startswith(inner)]
         comparison = WeightsComparison({key: value for key, value in given.items() if key in own},
-                    [key for key in own if key not in given], unused, [])
+                                       [key for key in own if key not in given], unused, [])
         self.load_summary = f'{type(self).__name__} backbone: {comparison.summary(name)}'
         for key, parameter in self.named_parameters():
             info = getattr(self, '_params_init_info', {}).get(parameter)
@@ -267,7 +267,7 @@ def _prepare_parent(parent: nn.Module, name: str, module: Optional[nn.Module]) -
 
 
 def _explain_size_mismatch(model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], *_: Any) -> None:
-    """Add the helpful option to the error of a neck or head that fails on maps whose sizes were rounded up."""
+    """Name the option that fixes the error of a neck or head that fails on maps whose sizes were rounded up."""
     error = sys.exc_info()[1]
     images = kwargs.get('inputs', args[0] if args else None)
     if not isinstance(error, (RuntimeError, AssertionError)) or not isinstance(images, Tensor):

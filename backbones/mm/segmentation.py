@@ -107,22 +107,22 @@ class PSPNetHead(_Head):
 
 @MODELS.register_module()
 class SingleResizeEncoderDecoder(EncoderDecoder):
-    """EncoderDecoder of MMSegmentation that resizes the logits once, directly to the size of the picture.
+    """EncoderDecoder of MMSegmentation that resizes the logits once, directly to the original size.
 
-    EncoderDecoder resizes the logits to the input size and then to the size of the picture, which blurs them twice.
+    EncoderDecoder resizes the logits to the input size and then to the original size, which blurs them twice.
     Sliding windows and padded inputs need the input size in between, so they are resized as in EncoderDecoder.
     """
 
     def predict(self, inputs: Tensor, data_samples: Optional[List[SegDataSample]] = None) -> List[SegDataSample]:
-        """Segment a batch of images. Images whose pictures differ in size run one after the other.
+        """Segment a batch of images. Images whose original sizes (`ori_shape`) differ are processed one by one.
 
         Args:
             inputs: images (B, C, H, W).
-            data_samples: one data sample for each image; its `ori_shape` is the height and width of the picture. With
-                None the pictures have the size of `inputs`.
+            data_samples: one data sample for each image; its `ori_shape` is the original height and width. With None
+                the original size is that of `inputs`.
 
         Returns:
-            The data samples, with `seg_logits` and `pred_sem_seg` in the size of the picture.
+            The data samples, with `seg_logits` and `pred_sem_seg` in the original size.
         """
         if len({tuple(sample.ori_shape) for sample in data_samples or ()}) <= 1:
             return super().predict(inputs, data_samples)

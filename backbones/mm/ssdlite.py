@@ -320,8 +320,8 @@ class SSDLiteJointHead(SSDHead):
             with_nms: with False all candidates are returned, the best of each class first.
 
         Returns:
-            For each image bboxes (N, 4): x1, y1, x2, y2, clipped to the image, scores (N,) and labels (N,), in falling
-            order of scores.
+            For each image bboxes (N, 4): x1, y1, x2, y2, clipped to the image, scores (N,) and labels (N,), in
+            descending order of scores.
         """
         cfg = self.test_cfg if cfg is None else cfg
         sizes = [level.shape[-2:] for level in cls_scores]

@@ -82,9 +82,9 @@ def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False)
 def load_state_dict(model: nn.Module, weights: Weights, name: str, new_classifier: bool = False) -> None:
     """Translate the weights of a file and load them. All weights are loaded, or none.
 
-    Three differences are allowed: a classifier's file may lack the output norms of a dense backbone, which are then
-    identities; the file may have a classifier that the model lacks; with `new_classifier`, the classifier may differ.
-    A `UserWarning` names what was not loaded.
+    Three differences are allowed: a classifier's file may lack the output norms of a dense backbone, which then keep
+    their initial values (weight 1, bias 0); the file may have a classifier that the model lacks; with `new_classifier`,
+    the classifier may differ. A `UserWarning` names what was not loaded.
 
     Args:
         model: the model.
@@ -93,7 +93,7 @@ def load_state_dict(model: nn.Module, weights: Weights, name: str, new_classifie
         new_classifier: see `load_weights`.
 
     Raises:
-        WeightsError: keys are missing or unknown, or shapes or kinds of numbers differ.
+        WeightsError: keys are missing or unknown, or shapes or dtypes differ.
     """
     weights, notes = match_to_model(weights, model, name, new_classifier=new_classifier)
     model.load_state_dict(weights)
@@ -173,7 +173,8 @@ def _with_new_classifier(weights: Weights, own: Weights, classifier: List[str],
         return weights, []
     theirs, ours = next(pair for pair in sizes.values() if pair[0] != pair[1])
     return ({**weights, **{key: own[key] for key in classifier if key in own}},
-            [f'its classifier of {theirs} classes is left out, and the model\'s of {ours} starts untrained'])
+            [f'its classifier of {theirs} classes is left out, and the model\'s {ours}-class classifier starts '
+             'untrained'])
 
 
 def _match_output_norms(weights: Weights, own: Weights, headless: bool) -> Tuple[Weights, List[str]]:
@@ -181,7 +182,7 @@ def _match_output_norms(weights: Weights, own: Weights, headless: bool) -> Tuple
     norms = {key: value for key, value in own.items() if key.startswith('output_norms.')}
     in_file = any(key.startswith('output_norms.') for key in weights)
     if norms and not in_file:
-        return {**norms, **weights}, ['it has no output norms, which start as the identity']
+        return {**norms, **weights}, ['it has no output norms; they start untrained (weight 1, bias 0)']
     if headless and not norms and in_file:
         return ({key: value for key, value in weights.items() if not key.startswith('output_norms.')},
                 ['its output norms are left out (output_norms=True loads them)'])
@@ -215,7 +216,7 @@ def _warn(name: str, notes: List[str]) -> None:
 
 
 def differences(own: Weights, weights: Weights) -> List[str]:
-    """List why weights do not match a model: missing and unknown keys, shapes, kinds of numbers.
+    """List why weights do not match a model: missing and unknown keys, shapes, dtypes.
 
     Args:
         own: the state dict of the model.

@@ -17,10 +17,10 @@ LARGEST = 100_000
 BOUNDS: Dict[str, Tuple[float, float]] = {
     'depths': (1, 100), 'depth': (1, 100), 'layers': (1, 100), 'num_layers': (1, 100), 'num_blocks': (1, 100),
     'depth_multiplier': (0, 10), 'dims': (1, 8192), 'dim': (1, 8192), 'embed_dim': (1, 8192), 'num_heads': (1, 512),
-    'mlp_ratios': (0, 32), 'mlp_ratio': (0, 32), 'img_size': (1, 2048), 'in_chans': (1, 1024), 'max_levels': (1, 32),
-    'readout_levels': (1, 32), 'drop_rate': (0, 1), 'drop_path_rate': (0, 1)}
+    'mlp_ratios': (0, 32), 'mlp_ratio': (0, 32), 'img_size': (1, 2048), 'in_chans': (1, 1024), 'drop_rate': (0, 1),
+    'drop_path_rate': (0, 1)}
 # Options of every timm classifier, also if its class takes only **kwargs.
-COMMON = ('num_classes', 'in_chans', 'img_size', 'global_pool', 'drop_rate', 'drop_path_rate')
+TIMM_OPTIONS = ('num_classes', 'in_chans', 'img_size', 'global_pool', 'drop_rate', 'drop_path_rate')
 _NOT_OPTIONS = ('self', 'device', 'dtype', 'kwargs', 'args')
 _SIDE = 2048
 _TRANSFORM: Dict[str, Tuple[Callable[[Any], bool], str]] = {
@@ -122,7 +122,7 @@ def check_transform(transform: Dict[str, Any], name: str) -> Dict[str, Any]:
 
 def _arguments(cls: Any) -> Set[str]:
     """Return the names of the constructor arguments of a timm network and of its base classes."""
-    known = set(COMMON)
+    known = set(TIMM_OPTIONS)
     for base in cls.__mro__ if inspect.isclass(cls) else ():
         if '__init__' in vars(base) and not base.__module__.startswith(('torch.', 'builtins')):
             known |= {key for key, parameter in inspect.signature(base.__init__).parameters.items()

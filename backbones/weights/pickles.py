@@ -52,7 +52,7 @@ def read_pickle(path: Path) -> Any:
         raise
     except OSError as error:
         if error.errno == errno.EINVAL:          # torch seeks to the end that a whole archive would have
-            raise WeightsError(f'{shorten_path(path)} is damaged or cut off') from error
+            raise WeightsError(f'{shorten_path(path)} is damaged or truncated') from error
         raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     except MemoryError as error:
         raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error

@@ -13,7 +13,7 @@ train = dict(input_size=size, is_training=True, auto_augment='rand-m9-mstd0.5-mm
 
 model = dict(type='TimmClassifier', name='ppma_tiny', label_smoothing=0.1)
 train_dataloader = dict(
-    batch_size=64, num_workers=2, drop_last=False, worker_init_fn=dict(type='workers_as_torch_seeds_them'),
+    batch_size=64, num_workers=2, drop_last=False, worker_init_fn=dict(type='keep_torch_worker_seeds'),
     sampler=dict(type='DefaultSampler', shuffle=True),
     dataset=dict(type='ImageFolder', root=f'{data_root}/train', transform=train))
 val_dataloader = dict(

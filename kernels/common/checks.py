@@ -104,7 +104,7 @@ def _memory(device: torch.device) -> Optional[int]:
 
 
 def step_logs(op: str, **logs: Tensor) -> None:
-    """Check that step logs are not positive, if their values are `readable`; if not, backends clamp them to 0."""
+    """Raise for positive step logs if values are `readable`; otherwise backends clamp them to 0."""
     if not all(map(readable, logs.values())):
         return
     for name, log in logs.items():
@@ -120,7 +120,9 @@ def not_negative(op: str, name: str, x: Tensor, when: str) -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the values of x can be read at no cost: reading a GPU's would wait for it, and a graph has none."""
+    """Whether the values of x can be read at no cost.
+
+    False on GPUs, where reading synchronizes, and for traced tensors, which have no values."""
     return x.is_cpu and x.numel() > 0 and not is_traced_or_wrapped(x.data if isinstance(x, torch.nn.Parameter) else x)
 
 

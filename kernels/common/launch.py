@@ -5,11 +5,11 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+Launch = Tuple[int, int, Optional[int]]
 # Warps, pipeline stages and, if the compiler's own choice would spill, the maximum of registers per thread, by kernel,
 # target and (bytes per element, side of the tile). A row for one target ('cuda:90') needs a measurement on it. None has
 # been made yet, so all targets take the default, with which no register spills according to the compiler
 # (`subquad kernels --compile cuda:90`).
-Launch = Tuple[int, int, Optional[int]]
 CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
     'polyline_attention_fwd': {'default': {(2, 16): (2, 2, 255), (2, 32): (4, 2, 255),
                                            (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
@@ -64,8 +64,8 @@ def tile(length: int, largest: int = TILES[-1]) -> int:
     return min((t for t in TILES if t <= largest), key=lambda t: (-(-length // t) * (t + _TILE_OVERHEAD), t))
 
 
-def padding(length: int) -> float:
-    """Return how many tokens the smallest tiles cover per token of a line: at least 1."""
+def padding_ratio(length: int) -> float:
+    """Return the tokens that the smallest tiles cover divided by the tokens of a line: at least 1."""
     return -(-length // TILES[0]) * TILES[0] / length
 
 
@@ -123,9 +123,9 @@ def check_grid(*grids: Tensor) -> None:
                              'elements or nearly so, which the kernels do not address')
 
 
-def block(dim: int) -> int:
-    """Return the channels of a tile for heads of `dim` channels: a power of two of at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
+def padded_power_of_two(count: int) -> int:
+    """Return the side of a tile for `count` channels or tokens: the next power of two, at least 16."""
+    return max(16, 1 << (count - 1).bit_length())
 
 
 def interpreted() -> bool:
@@ -154,6 +154,11 @@ def as_token_major(x: Tensor) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """Return x, copied only if its last dimension is not dense."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """Return an uninitialized, dense tensor of the shape, dtype and device of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def strides(x: Tensor, swapped: bool = False) -> Tuple[int, int, int, int]:

@@ -1,6 +1,6 @@
 """Triton functions that kernels share: loads of tiles, products, running softmaxes. Import late: this imports Triton.
 
-Inside kernels, logits and log masks are multiples of log 2, because the hardware computes 2^x.
+Inside kernels, logits and log masks are in units of log 2 (scaled by log2 e), because the hardware computes 2^x.
 """
 import torch
 import triton
@@ -32,7 +32,7 @@ def store_tokens(pointer, index, stride, limit, x, DIM: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def product(x, y, PRECISION: tl.constexpr):
+def dot(x, y, PRECISION: tl.constexpr):
     """Multiply x, cast to the dtype of y, and y; accumulate in float32."""
     return tl.dot(x.to(y.dtype), y, input_precision=PRECISION)
 
@@ -45,14 +45,14 @@ def index_sign(x, y):
 
 @triton.jit
 def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
-    """Add a tile of logits (M, N), multiples of log 2, and values (N, D) to a running softmax.
+    """Add a tile of logits (M, N), in units of log 2, and values (N, D) to a running softmax.
 
     `top` (M,) is the maximum, `total` (M,) the sum of exponentials and `y` (M, D) the weighted sum of values so far.
     Returns the three after the tile."""
     new_top = tl.maximum(top, tl.max(logits, 1))
     scale = tl.exp2(top - new_top)
     p = tl.exp2(logits - new_top[:, None])
-    return new_top, total * scale + tl.sum(p, 1), y * scale[:, None] + product(p, values, PRECISION)
+    return new_top, total * scale + tl.sum(p, 1), y * scale[:, None] + dot(p, values, PRECISION)
 
 
 @triton.jit
@@ -85,5 +85,5 @@ def row_products(grad, first, out=None, factor: float = 1.0):
     result = torch.empty(2 - (out is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)
     _row_products_kernel[(batch * heads * triton.cdiv(tokens, side),)](
         grad, first, grad if out is None else out, result, tokens, heads, factor, SECOND=out is not None, DIM=dim,
-        BLOCK_D=launch.block(dim), BLOCK=side, num_warps=2)
+        BLOCK_D=launch.padded_power_of_two(dim), BLOCK=side, num_warps=2)
     return result

@@ -5,7 +5,7 @@ from ..common import checks, launch
 from ..dispatch import choose, register
 from . import custom_op, portable, reference, triton
 
-_IMPLEMENTATIONS = register('crisscross_attention', {
+register('crisscross_attention', {
     'reference': reference.crisscross_attention,
     'portable': custom_op.crisscross_attention_portable,
     'triton': triton.crisscross_attention,
@@ -50,5 +50,5 @@ def crisscross_attention(
     checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('crisscross_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     checks.one_of('crisscross_attention', 'paths', paths, checks.PATHS)
-    run = choose('crisscross_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    run = choose('crisscross_attention', backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

@@ -6,7 +6,7 @@ from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 AXES = ('row', 'column')
-_IMPLEMENTATIONS = register('decay_attention', {
+register('decay_attention', {
     'reference': reference.decay_attention,
     'portable': custom_op.decay_attention_portable,
     'triton': custom_op.decay_attention_triton,
@@ -52,5 +52,5 @@ def decay_attention(
     checks.attention('decay_attention', q, k, v, log_decay=log_decay)
     checks.one_of('decay_attention', 'axis', axis, AXES)
     checks.one_of('decay_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
-    run = choose('decay_attention', _IMPLEMENTATIONS, backend, q, k, v, log_decay)
+    run = choose('decay_attention', backend, q, k, v, log_decay)
     return run(q, k, v, log_decay, axis, mask_mode)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common.tiles import INF, LOG2E, dot, index_sign, load_tokens, row_products, running_softmax, store_tokens
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _decay_attention_fwd_kernel(
         q, k, v, sums, out, lse, heads, lines, length, token_line, token_j,
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        MULTIPLICATIVE: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute y for one tile of queries of one line per program, over all keys of the line."""
     blocks = tl.cdiv(length, BLOCK)
     line = (tl.program_id(0) // blocks % lines).to(tl.int64)
@@ -50,14 +50,14 @@ def _decay_attention_fwd_kernel(
         value = load_tokens(v, l, v_j, length, DIM_V, BLOCK_V, UPCAST)
         # An infinite sum gives keys beyond the line a log mask of -inf.
         decay = -tl.abs(s_j[:, None] - (_load_line(sums, l, token_j, length, INF) * LOG2E)[None, :])
-        logits = product(query, tl.trans(key), PRECISION) * LOG2E
-        if PRODUCT:
+        logits = dot(query, tl.trans(key), PRECISION) * LOG2E
+        if MULTIPLICATIVE:
             logits = tl.where((l < length)[None, :], logits, -INF)
             new_top = tl.maximum(top, tl.max(logits, 1))
             scale = tl.exp2(top - new_top)
             p = tl.exp2(logits - new_top[:, None])
             total = total * scale + tl.sum(p, 1)
-            y = y * scale[:, None] + product(p * tl.exp2(decay), value, PRECISION)
+            y = y * scale[:, None] + dot(p * tl.exp2(decay), value, PRECISION)
             top = new_top
         else:
             top, total, y = running_softmax(logits + decay, value, top, total, y, PRECISION)
@@ -73,7 +73,7 @@ def _decay_attention_bwd_line_kernel(
         q, k, v, sums, grad, dq, dk, dv, dsums, heads, lines, length, token_line, token_j,
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        MULTIPLICATIVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute all gradients of one whole line per program, from weights that are computed once."""
     line = (tl.program_id(0) % lines).to(tl.int64)
     group = (tl.program_id(0) // lines).to(tl.int64)
@@ -87,31 +87,31 @@ def _decay_attention_bwd_line_kernel(
     gradient = load_tokens(grad + first * DIM_V, j, token_j * heads * DIM_V, length, DIM_V, BLOCK_V, UPCAST)
     s_j = _load_line(sums, j, token_j, length, 0.0) * LOG2E
     decay = -tl.abs(s_j[:, None] - (_load_line(sums, j, token_j, length, INF) * LOG2E)[None, :])
-    logits = product(query, tl.trans(key), PRECISION) * LOG2E
-    if PRODUCT:
+    logits = dot(query, tl.trans(key), PRECISION) * LOG2E
+    if MULTIPLICATIVE:
         logits = tl.where((j < length)[None, :], logits, -INF)
     else:
         logits += decay
     p = tl.exp2(logits - tl.max(logits, 1)[:, None])
     p = tl.where((j < length)[:, None], p / tl.sum(p, 1)[:, None], 0.0)
-    weights = p * tl.exp2(decay) if PRODUCT else p
-    dv_tile = product(tl.trans(weights.to(gradient.dtype)), gradient, PRECISION)
-    dweights = weights * product(gradient, tl.trans(value), PRECISION)          # multiplicative: d log mask
+    weights = p * tl.exp2(decay) if MULTIPLICATIVE else p
+    dv_tile = dot(tl.trans(weights.to(gradient.dtype)), gradient, PRECISION)
+    dweights = weights * dot(gradient, tl.trans(value), PRECISION)          # multiplicative: d log mask
     dlogits = dweights - p * tl.sum(dweights, 1)[:, None]
-    ddecay = (dweights if PRODUCT else dlogits) * index_sign(j[None, :], j[:, None])
+    ddecay = (dweights if MULTIPLICATIVE else dlogits) * index_sign(j[None, :], j[:, None])
     dsum = tl.sum(ddecay, 0) - tl.sum(tl.trans(ddecay), 0)
     tl.store(dsums + group * tokens + line * token_line + j * token_j, dsum, mask=j < length)
     store_tokens(dv + first * DIM_V, j, token_j * heads * DIM_V, length, dv_tile, DIM_V, BLOCK_V)
     dlogits = dlogits.to(key.dtype)
-    store_tokens(dq + first * DIM, j, token_j * heads * DIM, length, product(dlogits, key, PRECISION), DIM, BLOCK_D)
-    store_tokens(dk + first * DIM, j, token_j * heads * DIM, length, product(tl.trans(dlogits), query, PRECISION), DIM,
+    store_tokens(dq + first * DIM, j, token_j * heads * DIM, length, dot(dlogits, key, PRECISION), DIM, BLOCK_D)
+    store_tokens(dk + first * DIM, j, token_j * heads * DIM, length, dot(tl.trans(dlogits), query, PRECISION), DIM,
                  BLOCK_D)
 
 
 @triton.jit
-def _tile_gradients(logits, dweights, decay, lse, delta, valid, PRODUCT: tl.constexpr):
+def _tile_gradients(logits, dweights, decay, lse, delta, valid, MULTIPLICATIVE: tl.constexpr):
     """Recompute a tile's weights; return them and the gradients of its logits and log mask. valid: keys in the line."""
-    if PRODUCT:
+    if MULTIPLICATIVE:
         p = tl.where(valid, tl.exp2(logits - lse), 0.0)
         weights = p * tl.exp2(decay)
         ddecay = weights * dweights
@@ -127,7 +127,7 @@ def _decay_attention_bwd_kernel(
         q, k, v, sums, grad, lse, delta, dq, dk, dv, dsums, heads, lines, length, token_line, token_j,
         q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        MULTIPLICATIVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute the gradients of one tile of a long line per program, first as queries, then as keys."""
     blocks = tl.cdiv(length, BLOCK)
     line = (tl.program_id(0) // blocks % lines).to(tl.int64)
@@ -158,9 +158,9 @@ def _decay_attention_bwd_kernel(
         value = load_tokens(v, l, v_j, length, DIM_V, BLOCK_V, UPCAST)
         decay = -tl.abs(s_own[:, None] - (_load_line(sums, l, token_j, length, INF) * LOG2E)[None, :])
         _, dlogits, ddecay = _tile_gradients(
-            product(query, tl.trans(key), PRECISION) * LOG2E, product(gradient, tl.trans(value), PRECISION), decay,
-            own_lse, own_delta, (l < length)[None, :], PRODUCT)
-        dquery += product(dlogits, key, PRECISION)
+            dot(query, tl.trans(key), PRECISION) * LOG2E, dot(gradient, tl.trans(value), PRECISION), decay,
+            own_lse, own_delta, (l < length)[None, :], MULTIPLICATIVE)
+        dquery += dot(dlogits, key, PRECISION)
         dsum -= tl.sum(ddecay * index_sign(l[None, :], own[:, None]), 1)
     store_tokens(dq + first * DIM, own, token_j * heads * DIM, length, dquery, DIM, BLOCK_D)
 
@@ -175,11 +175,11 @@ def _decay_attention_bwd_kernel(
         gradient = load_tokens(grad, j, grad_j, length, DIM_V, BLOCK_V, UPCAST)
         decay = -tl.abs(s_own[:, None] - (_load_line(sums, j, token_j, length, 0.0) * LOG2E)[None, :])
         weights, dlogits, ddecay = _tile_gradients(
-            product(key, tl.trans(query), PRECISION) * LOG2E, product(value, tl.trans(gradient), PRECISION), decay,
+            dot(key, tl.trans(query), PRECISION) * LOG2E, dot(value, tl.trans(gradient), PRECISION), decay,
             _load_line(lse, j, token_j, length, INF)[None, :], _load_line(delta, j, token_j, length, 0.0)[None, :],
-            (own < length)[:, None], PRODUCT)
-        dvalue += product(weights, gradient, PRECISION)
-        dkey += product(dlogits, query, PRECISION)
+            (own < length)[:, None], MULTIPLICATIVE)
+        dvalue += dot(weights, gradient, PRECISION)
+        dkey += dot(dlogits, query, PRECISION)
         dsum += tl.sum(ddecay * index_sign(own[:, None], j[None, :]), 1)
     store_tokens(dk + first * DIM, own, token_j * heads * DIM, length, dkey, DIM, BLOCK_D)
     store_tokens(dv + first * DIM_V, own, grad_j, length, dvalue, DIM_V, BLOCK_V)
@@ -198,13 +198,13 @@ class _Lines:
                           (width if down else 1) * heads * max(dim, v.shape[-1]))
         largest = launch.largest_tile('decay_attention', q.dtype, dim, v.shape[-1])
         self.whole = length <= largest
-        self.side = launch.block(length) if self.whole else min(largest, launch.LONG_LINE_TILE)
+        self.side = launch.padded_power_of_two(length) if self.whole else min(largest, launch.LONG_LINE_TILE)
         self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))
         self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.q, down),
                       *launch.strides(self.k, down), *launch.strides(self.v, down))
-        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
-                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side,
-                          'PRODUCT': mask_mode == 'multiplicative',
+        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.padded_power_of_two(dim),
+                          'BLOCK_V': launch.padded_power_of_two(v.shape[-1]), 'BLOCK': self.side,
+                          'MULTIPLICATIVE': mask_mode == 'multiplicative',
                           **launch.numerics(q.dtype), **launch.options(kernel, q.dtype, self.side)}
 
 

@@ -5,7 +5,7 @@ from ..common import checks, launch
 from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
-_IMPLEMENTATIONS = register('polyline_attention', {
+register('polyline_attention', {
     'reference': reference.polyline_attention,
     'portable': custom_op.polyline_attention_portable,
     'triton': custom_op.polyline_attention_triton,
@@ -56,5 +56,5 @@ def polyline_attention(
     checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('polyline_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     checks.one_of('polyline_attention', 'paths', paths, checks.PATHS)
-    run = choose('polyline_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    run = choose('polyline_attention', backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths)

@@ -131,4 +131,4 @@ def polyline_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
     if v.numel() == 0:
         return v.clone()
     return _triton_forward(q, k, v, rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2), mask_mode, paths,
-                    needs_gradient(q, k, v, log_alpha, log_beta))[0]
+                           needs_gradient(q, k, v, log_alpha, log_beta))[0]

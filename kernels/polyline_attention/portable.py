@@ -51,7 +51,7 @@ def _block_parts(q: Tensor, k: Tensor, masks, mask_mode: str, space: Workspace) 
     if mask_mode == 'multiplicative':
         unmasked = torch.softmax(logits, -1, out=space.get('unmasked', flat)).view(shape)
         return [unmasked] + [torch.add(first, second, out=space.get(f'mask{n}', shape)).exp_()
-                          for n, (first, second) in enumerate(masks)]
+                             for n, (first, second) in enumerate(masks)]
     parts = []
     for n, (first, second) in enumerate(masks):
         masked = torch.add(logits.view(shape), first, out=space.get('masked', shape)).add_(second)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.tiles import INF, LOG2E, index_sign, load_tokens, product, row_products, running_softmax, store_tokens
+from ..common.tiles import INF, LOG2E, dot, index_sign, load_tokens, row_products, running_softmax, store_tokens
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
@@ -34,7 +34,8 @@ def _polyline_attention_fwd_kernel(
         q, k, v, sa, sb, out, first, lse, heads, height, width, token_i, token_j,
         q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr,
+        PRECISION: tl.constexpr):
     """Compute y for the queries (i, j) of one tile of one grid row per program, over all keys."""
     blocks = tl.cdiv(width, BLOCK)
     i = tl.program_id(0) // blocks % height
@@ -68,7 +69,7 @@ def _polyline_attention_fwd_kernel(
         for row in range(0, height):
             key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
             value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
-            logits = product(query, tl.trans(key), PRECISION) * LOG2E
+            logits = dot(query, tl.trans(key), PRECISION) * LOG2E
             mask1 = tl.zeros((BLOCK, BLOCK), tl.float32)
             mask2 = tl.zeros((BLOCK, BLOCK), tl.float32)
             if PATHS != H2V:
@@ -79,7 +80,7 @@ def _polyline_attention_fwd_kernel(
                 sb_kj = _load_sums(sb, row * token_i + j * token_j, in_j, 0.0)
                 sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
                 mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
-            if PRODUCT:
+            if MULTIPLICATIVE:
                 logits = tl.where(in_l[None, :], logits, -INF)
                 new_top = tl.maximum(top1, tl.max(logits, 1))
                 scale = tl.exp2(top1 - new_top)
@@ -89,7 +90,7 @@ def _polyline_attention_fwd_kernel(
                     p *= tl.exp2(mask1) + tl.exp2(mask2)
                 else:
                     p *= tl.exp2(mask1 if PATHS == V2H else mask2)
-                y1 = y1 * scale[:, None] + product(p, value, PRECISION)
+                y1 = y1 * scale[:, None] + dot(p, value, PRECISION)
                 top1 = new_top
             else:
                 if PATHS != H2V:
@@ -99,13 +100,13 @@ def _polyline_attention_fwd_kernel(
             key_row += k_i
             value_row += v_i
 
-    if PATHS == H2V and not PRODUCT:
+    if PATHS == H2V and not MULTIPLICATIVE:
         top1, total1, y1 = top2, total2, y2
     y = y1 / total1[:, None]
     line = ((batch * tokens + i * token_i) * heads + head) * DIM_V
     if SAVE:
         tl.store(lse + group * tokens + i * token_i + j * token_j, top1 + tl.log2(total1), mask=in_j)
-    if PATHS == BOTH and not PRODUCT:
+    if PATHS == BOTH and not MULTIPLICATIVE:
         if SAVE:
             store_tokens(first + line, j, token_j * heads * DIM_V, width, y, DIM_V, BLOCK_V)
             tl.store(lse + (groups + group) * tokens + i * token_i + j * token_j, top2 + tl.log2(total2), mask=in_j)
@@ -114,12 +115,12 @@ def _polyline_attention_fwd_kernel(
 
 
 @triton.jit
-def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, valid, PRODUCT: tl.constexpr,
+def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, valid, MULTIPLICATIVE: tl.constexpr,
                     PATHS: tl.constexpr):
     """Recompute a tile's weights; return them and the gradients of its logits and of both log masks.
 
     Tiles have either orientation: lse and delta broadcast along keys, `valid` (keys inside the row) along queries."""
-    if PRODUCT:
+    if MULTIPLICATIVE:
         unmasked = tl.where(valid, tl.exp2(logits - lse1), 0.0)
         weights = tl.zeros_like(logits)
         grad1 = tl.zeros_like(logits)
@@ -152,7 +153,7 @@ def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, 
 def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
                 token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
                 DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-                BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
+                BLOCK: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
                 UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Take the tile as queries (r, j), j = own, over keys (row, l). Return dq and the gradients of the tile's own sums;
     add the gradients of the sums at other columns of its row to cross_a and cross_b. Pointers are the group's."""
@@ -189,11 +190,11 @@ def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cros
             sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
             mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
             mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
-            logits = product(query, tl.trans(key), PRECISION) * LOG2E
-            dweights = product(gradient, tl.trans(value), PRECISION) * FACTOR
+            logits = dot(query, tl.trans(key), PRECISION) * LOG2E
+            dweights = dot(gradient, tl.trans(value), PRECISION) * FACTOR
             _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2,
-                                                       in_l[None, :], PRODUCT, PATHS)
-            dq += product(dlogits, key, PRECISION)
+                                                       in_l[None, :], MULTIPLICATIVE, PATHS)
+            dq += dot(dlogits, key, PRECISION)
             sign = tl.where(row > r, 1.0, 0.0) - tl.where(row < r, 1.0, 0.0)
             if PATHS != H2V:
                 sum1 += grad1
@@ -216,7 +217,7 @@ def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cros
 def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
              token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
              DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-             BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
+             BLOCK: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Take the tile as keys (r, l), l = own, over queries (row, j). Return dk, dv and the gradients of sums as
     `_as_queries` does. Tiles are (keys, queries)."""
@@ -250,16 +251,16 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
             sb_il = _load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
             mask1 = -tl.abs(sa_il[:, None] - sa_ij[None, :]) - tl.abs(sb_il - sb_kl)[:, None]
             mask2 = along_key_row - tl.abs(sb_ij - sb_kj)[None, :]
-            logits = product(key, tl.trans(query), PRECISION) * LOG2E
-            dweights = product(value, tl.trans(gradient), PRECISION) * FACTOR
+            logits = dot(key, tl.trans(query), PRECISION) * LOG2E
+            dweights = dot(value, tl.trans(gradient), PRECISION) * FACTOR
             weights, dlogits, grad1, grad2 = _tile_gradients(
                 logits, dweights, mask1, mask2,
                 tl.load(lse1 + row_tokens, mask=in_j, other=INF)[None, :],
                 tl.load(lse2 + row_tokens, mask=in_j, other=INF)[None, :],
                 tl.load(delta1 + row_tokens, mask=in_j, other=0.0)[None, :],
-                tl.load(delta2 + row_tokens, mask=in_j, other=0.0)[None, :], in_own[:, None], PRODUCT, PATHS)
-            dv += product(weights, gradient, PRECISION)
-            dk += product(dlogits, query, PRECISION)
+                tl.load(delta2 + row_tokens, mask=in_j, other=0.0)[None, :], in_own[:, None], MULTIPLICATIVE, PATHS)
+            dv += dot(weights, gradient, PRECISION)
+            dk += dot(dlogits, query, PRECISION)
             sign = tl.where(r > row, 1.0, 0.0) - tl.where(r < row, 1.0, 0.0)
             if PATHS != H2V:
                 signed1 += sign * grad1
@@ -283,7 +284,7 @@ def _polyline_attention_bwd_kernel(
         q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, first_block, blocks, heads, height, width,
         token_i, token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        PRODUCT: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute the gradients of one tile of one grid row r per program, first as queries (dq), then as keys (dk, dv).
 
     A launch takes `blocks` tiles of each row, from `first_block` on. There are no atomics: gradients of the sums of
@@ -295,8 +296,8 @@ def _polyline_attention_bwd_kernel(
     batch, head, tokens = group // heads, group % heads, height * width
     part = tl.program_id(0) % blocks
     own = (first_block + part) * BLOCK + tl.arange(0, BLOCK)
-    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not PRODUCT else 1.0
-    SECOND: tl.constexpr = PATHS == BOTH and not PRODUCT
+    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not MULTIPLICATIVE else 1.0
+    SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
     v += batch * v_b + head * v_h
@@ -313,12 +314,12 @@ def _polyline_attention_bwd_kernel(
     dq_tile, dsa, dsb = _as_queries(
         q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross, cross + 2 * role, r, own, height, width,
         token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
-        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, PRODUCT, PATHS, FACTOR, UPCAST, PRECISION)
+        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, MULTIPLICATIVE, PATHS, FACTOR, UPCAST, PRECISION)
     store_tokens(dq + line * DIM, own, token_j * heads * DIM, width, dq_tile, DIM, BLOCK_D)
     dk_tile, dv_tile, more_dsa, more_dsb = _as_keys(
         q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross + role, cross + 3 * role, r, own, height,
         width, token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
-        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, PRODUCT, PATHS, FACTOR, UPCAST, PRECISION)
+        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, MULTIPLICATIVE, PATHS, FACTOR, UPCAST, PRECISION)
     store_tokens(dk + line * DIM, own, token_j * heads * DIM, width, dk_tile, DIM, BLOCK_D)
     store_tokens(dv + line * DIM_V, own, token_j * heads * DIM_V, width, dv_tile, DIM_V, BLOCK_V)
     own_tokens = group * tokens + r * token_i + own * token_j
@@ -333,7 +334,7 @@ class _Grid:
                  paths: str):
         batch, heads, height, width, dim = q.shape
         # Forward and backward pass must agree on this: saved tensors have L first and L~ second, as the grid is read.
-        swapped = launch.padding(height) < launch.padding(width)
+        swapped = launch.padding_ratio(height) < launch.padding_ratio(width)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
             paths = {'v2h': 'h2v', 'h2v': 'v2h'}.get(paths, paths)
@@ -348,9 +349,9 @@ class _Grid:
                           token_strides[1] * heads * max(dim, v.shape[-1]))
         self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
                       *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
-        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.block(dim),
-                          'BLOCK_V': launch.block(v.shape[-1]), 'BLOCK': self.side,
-                          'PRODUCT': mask_mode == 'multiplicative',
+        self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.padded_power_of_two(dim),
+                          'BLOCK_V': launch.padded_power_of_two(v.shape[-1]), 'BLOCK': self.side,
+                          'MULTIPLICATIVE': mask_mode == 'multiplicative',
                           'PATHS': _PATHS[paths], **launch.numerics(q.dtype),
                           **launch.options(kernel, q.dtype, self.side)}
 

@@ -5,7 +5,7 @@ from ..common import checks
 from ..dispatch import choose, register
 from . import portable, reference, triton
 
-_IMPLEMENTATIONS = register('polyline_linear_attention', {
+register('polyline_linear_attention', {
     'reference': reference.polyline_linear_attention,
     'portable': portable.polyline_linear_attention,
     'triton': triton.polyline_linear_attention,
@@ -44,5 +44,5 @@ def polyline_linear_attention(
     """
     checks.attention('polyline_linear_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
     checks.one_of('polyline_linear_attention', 'paths', paths, checks.PATHS)
-    run = choose('polyline_linear_attention', _IMPLEMENTATIONS, backend, q, k, v, log_alpha, log_beta)
+    run = choose('polyline_linear_attention', backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, paths)

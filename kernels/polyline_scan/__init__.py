@@ -7,7 +7,7 @@ from ..common import checks
 from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
-_IMPLEMENTATIONS = register('polyline_scan', {
+register('polyline_scan', {
     'reference': reference.polyline_scan,
     'portable': portable.polyline_scan,
     'triton': custom_op.polyline_scan_triton,
@@ -58,4 +58,4 @@ def polyline_scan(
         checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
     checks.step_logs('polyline_scan', **logs)
     checks.one_of('polyline_scan', 'paths', paths, checks.PATHS)
-    return choose('polyline_scan', _IMPLEMENTATIONS, backend, x, *logs.values())(x, list(logs.values()), paths)
+    return choose('polyline_scan', backend, x, *logs.values())(x, list(logs.values()), paths)

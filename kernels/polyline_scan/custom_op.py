@@ -42,7 +42,7 @@ def _triton_save(ctx, inputs, output) -> None:
 
 
 _triton_forward.register_autograd(lambda ctx, grad: (*_triton_backward(grad, *ctx.saved_tensors, ctx.dim), None, None),
-                           setup_context=_triton_save)
+                                  setup_context=_triton_save)
 
 
 @register_flop_formula(torch.ops.subquad.polyline_scan_fwd)

@@ -17,6 +17,7 @@ CHUNK = 32
 SINGLE_CHUNK = 64
 # Elements scanned at a time if there are several groups, so that temporaries reuse memory.
 GROUP_ELEMENTS = 1_000_000
+# Elements scanned at a time within a group, for the same reason.
 LINE_ELEMENTS = 1_000_000
 
 

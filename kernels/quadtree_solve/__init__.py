@@ -6,11 +6,11 @@ from torch import Tensor
 from ..common import checks
 from ..dispatch import choose, register
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
-from ..trees.diagnose import is_lost
+from ..trees.diagnose import has_nonfinite
 from ..trees.tree_arguments import check_levels
 from . import custom_op, portable, reference
 
-_IMPLEMENTATIONS = register('quadtree_solve', {
+register('quadtree_solve', {
     'reference': reference.quadtree_solve,
     'portable': custom_op.quadtree_solve_portable,
     'triton': custom_op.quadtree_solve_triton,
@@ -70,8 +70,8 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
         edges = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]
-    solve = choose(op, _IMPLEMENTATIONS, backend, values[0])
+    solve = choose(op, backend, values[0])
     x = solve(values, edges, parametrization, tuple(shift))
-    if is_lost(x[-1]):
-        portable.explain_quadtree(op, edges, levels, parametrization)
+    if has_nonfinite(x[-1]):
+        portable.raise_for_singular_quadtree(op, edges, levels, parametrization)
     return x

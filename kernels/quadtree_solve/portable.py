@@ -150,7 +150,8 @@ def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametriza
             for x, level in zip(reversed(solution), levels)]
 
 
-def explain_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> None:
+def raise_for_singular_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level],
+                                parametrization: str) -> None:
     """Raise a ValueError for the first level with an edge that is not finite or with a pivot of zero, if any."""
     exact: List[Tensor] = [edge.detach().double() for edge in edges]
     for n, edge in enumerate(exact):

@@ -34,7 +34,7 @@ SIDES = (8, 16)
 # channels, so blocks store partial sums, which further launches add.
 LARGEST_BLOCK = (32, 64)
 # Numbers at a tile's first level, all channels together. With more, registers spill.
-LARGEST_TILE = 8192
+MAX_TILE_ELEMENTS = 8192
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def _quadtree_solve_down_kernel(
 
 def _tile(levels: int, block: int) -> Tuple[int, int]:
     """Return the side of the first tiles for a tree of so many levels, and the levels of a tile of `block` channels."""
-    heights = {side: side.bit_length() - 1 for side in SIDES if side ** 2 * block <= LARGEST_TILE}
+    heights = {side: side.bit_length() - 1 for side in SIDES if side ** 2 * block <= MAX_TILE_ELEMENTS}
     most = max(heights.values())
     side = next(side for side, height in heights.items()
                 if triton.cdiv(levels - 1 - height, most) < triton.cdiv(levels - 1, most))

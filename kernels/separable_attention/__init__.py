@@ -9,7 +9,7 @@ from ..dispatch import choose, register
 from . import custom_op, portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
-_IMPLEMENTATIONS = register('separable_attention', {
+register('separable_attention', {
     'reference': reference.separable_attention,
     'portable': portable.separable_attention,
     'triton': custom_op.separable_attention_triton,
@@ -35,7 +35,8 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
             float32, float64, float16 or bfloat16; any strides.
         key: shape (B, H, W, D), or (B, H, W, C) with key_weight; dtype of query.
         value: shape (B, Hv, Wv, D), dtype of query.
-        patch_size: height and width of a patch, or one number for both.
+        patch_size: for 'pixel' sampling the height and width of a patch; for 'patch' sampling the number of patches
+            along the height and the width. One number stands for both.
         sampling: 'pixel' or 'patch'.
         key_weight: shape (D, C), or None.
         key_bias: shape (D,), or None; only with key_weight.
@@ -53,16 +54,16 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
     """
     patch = patches.patch('separable_attention', patch_size)
     # A tracer would record the checks or warn about each.
-    if not torch.jit.is_tracing() and not _is_self_attention(query, key, value, sampling, key_weight, key_bias):
+    if not torch.jit.is_tracing() and not _is_valid_self_attention(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)
     checks.fits('separable_attention', 'value', value, value.shape)
-    y = choose('separable_attention', _IMPLEMENTATIONS, backend, query, key, value)(
+    y = choose('separable_attention', backend, query, key, value)(
         query, key, value, key_weight, key_bias, patch, sampling)
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
 
 
-def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
-           key_bias: Optional[Tensor]) -> bool:
+def _is_valid_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
+                             key_bias: Optional[Tensor]) -> bool:
     """Whether these are valid arguments of MobileViTv2's self-attention, so that `_check`, which would take as long as
     the arithmetic on a small map, can be skipped."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or value.ndim != 4:

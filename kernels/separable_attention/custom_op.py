@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..common.launch import dense_like
 from ..common.patches import Patch
 
 
@@ -20,8 +21,8 @@ def _triton_forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optio
 
 @torch.library.custom_op('subquad::separable_attention_bwd', mutates_args=())
 def _triton_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
-              key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int, patch_width: int,
-                     sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                     key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int,
+                     patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, and of the context (B, P, D) in float32."""
     from . import triton
     with torch.cuda.device_of(query):
@@ -29,20 +30,16 @@ def _triton_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, ke
                                (patch_height, patch_width), sampling)
 
 
-def _grid(x: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype)
-
-
 @_triton_forward.register_fake
 def _(query, key, value, key_weight, key_bias, patch_height, patch_width, sampling):
     table = query.shape[0], patch_height * patch_width
-    return (_grid(value), query.new_empty(*table, 2, query.shape[-1], dtype=torch.float32),
+    return (dense_like(value), query.new_empty(*table, 2, query.shape[-1], dtype=torch.float32),
             query.new_empty(*table, key.shape[-1], dtype=torch.float32))
 
 
 @_triton_backward.register_fake
 def _(grad, query, key, value, key_weight, key_bias, statistics, summed, patch_height, patch_width, sampling):
-    return (_grid(query), _grid(key), _grid(value),
+    return (dense_like(query), dense_like(key), dense_like(value),
             summed.new_empty(*summed.shape[:2], value.shape[-1]))
 
 

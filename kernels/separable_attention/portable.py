@@ -94,7 +94,7 @@ def _product(active: Tensor, context: Tensor) -> Tensor:
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
              whole: bool) -> Tensor:
-    """Compute the same if each row of the grid is a group, or the whole grid is one."""
+    """Compute separable attention for groups that are single rows, or the whole grid (`whole`)."""
     # Every call costs time on a small map, so calls that would return their argument are skipped.
     batch, rows, columns, latent = query.shape
     axis = 1 if whole else 0

@@ -324,15 +324,11 @@ class _Problem:
 
     def channels(self, dim: int) -> dict:
         """Constants of a kernel that works on blocks of channels."""
-        return {'DIM': dim, 'BLOCK_N': BLOCK_N, 'BLOCK_D': min(BLOCK_D, launch.block(dim))}
+        return {'DIM': dim, 'BLOCK_N': BLOCK_N, 'BLOCK_D': min(BLOCK_D, launch.padded_power_of_two(dim))}
 
 
 def _blocks(dim: int) -> int:
-    return triton.cdiv(dim, min(BLOCK_D, launch.block(dim)))
-
-
-def _grid_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return triton.cdiv(dim, min(BLOCK_D, launch.padded_power_of_two(dim)))
 
 
 def _context(summed: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor]) -> Tensor:
@@ -347,7 +343,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
             patch: Patch, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the output (B, Hv, Wv, D), the softmax statistics (B, P, 2, L) and the summed keys (B, P, C)."""
     query, key, value = (launch.unit_stride(x) for x in (query, key, value))
-    call, out = _Problem(query, value, patch, sampling), _grid_like(value)
+    call, out = _Problem(query, value, patch, sampling), launch.dense_like(value)
     launch.check_grid(query, key, value, out)
     statistics = query.new_empty(len(query), call.places, 2, query.shape[3], dtype=torch.float32)
     summed = key.new_empty(len(key), call.places, key.shape[3], dtype=torch.float32)
@@ -379,7 +375,7 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight
     """Return dense gradients of query, key and value, and the gradient of the context (B, P, D) in float32."""
     grad, query, key, value = (launch.unit_stride(x) for x in (grad, query, key, value))
     call, dim = _Problem(query, value, patch, sampling), value.shape[3]
-    dquery, dkey, dvalue = (_grid_like(x) for x in (query, key, value))
+    dquery, dkey, dvalue = (launch.dense_like(x) for x in (query, key, value))
     launch.check_grid(grad, query, key, value, dquery, dkey, dvalue)
     options = launch.options('separable_attention', value.dtype, BLOCK_D)
     parts = summed.new_empty(len(value), call.places, call.value_chunks, dim)

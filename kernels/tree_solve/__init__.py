@@ -8,11 +8,11 @@ from torch import Tensor
 from ..common.autocast import without_autocast
 from ..dispatch import choose, register
 from ..trees import Tree
-from ..trees.diagnose import explain_tree, is_lost
+from ..trees.diagnose import has_nonfinite, raise_for_singular_tree
 from ..trees.tree_arguments import check_blocks, own_parts
 from . import custom_op, portable, reference, triton
 
-_IMPLEMENTATIONS = register('tree_solve', {
+register('tree_solve', {
     'reference': reference.tree_solve,
     'portable': custom_op.TreeSolve.apply,
     # A tracer takes plain operations, not an autograd Function.
@@ -49,13 +49,13 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
     if backend in ('triton', 'export'):
         raise ValueError(f"tree_solve: backend must be 'auto', 'portable' or 'reference', got {backend!r}")
     a, b, c, u = own_parts(tree, a, b, c, u)
-    solve = choose('tree_solve', _IMPLEMENTATIONS, backend, u)
+    solve = choose('tree_solve', backend, u)
     try:
         with without_autocast(u):
             x = solve(tree, a, b, c, u)
     except torch.linalg.LinAlgError:                    # it names places in a batch, not nodes
-        explain_tree('tree_solve', tree, a, b, c)
+        raise_for_singular_tree('tree_solve', tree, a, b, c)
         raise
-    if is_lost(x.index_select(-3, tree.roots.to(x.device))):
-        explain_tree('tree_solve', tree, a, b, c)
+    if has_nonfinite(x.index_select(-3, tree.roots.to(x.device))):
+        raise_for_singular_tree('tree_solve', tree, a, b, c)
     return x

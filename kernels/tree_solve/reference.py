@@ -22,7 +22,7 @@ def assemble(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> Tuple[Ten
         if parent >= 0:
             dense[..., v, :, parent, :] = b[..., v, :, :]
             dense[..., parent, :, v, :] = c[..., v, :, :]
-    rows = tree.parts(b.device).flatten().nonzero()[:, 0]
+    rows = tree.block_mask(b.device).flatten().nonzero()[:, 0]
     return dense.reshape(*b.shape[:-3], nodes * m, nodes * m)[..., rows[:, None], rows], rows
 
 

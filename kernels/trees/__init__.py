@@ -1,14 +1,14 @@
 """Trees and their matrices, which `tree_solve` and `quadtree_solve` share (Myosotis, arXiv 2509.20503)."""
 from .gaussian import tree_log_determinant, tree_marginal_variances, tree_sample
 from .grid import (
-           Level,
-           common_ancestor_levels,
-           leaf_counts,
-           level_means,
-           quadtree_levels,
-           repeat_to_children,
-           sum_children,
-           third_of_coarsest_cell,
+    Level,
+    common_ancestor_levels,
+    leaf_counts,
+    level_means,
+    quadtree_levels,
+    repeat_to_children,
+    sum_children,
+    third_of_coarsest_cell,
 )
 from .orders import ORDERS, grid_order
 from .parametrize import PARAMETRIZATIONS, RHO, sibling_normalized, tree_blocks

@@ -13,12 +13,12 @@ from .sweeps import eliminate
 from .topology import Generation, Tree
 
 
-def is_lost(top: Tensor) -> bool:
+def has_nonfinite(top: Tensor) -> bool:
     """Whether a result at the roots is not finite; False if its values cannot be read."""
     return not is_traced_or_wrapped(top) and top.device.type == 'cpu' and not bool(top.detach().isfinite().all())
 
 
-def explain_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> None:
+def raise_for_singular_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) -> None:
     """Raise a ValueError for the first node with a coefficient that is not finite or a singular pivot, if any."""
     a, b, c = (None if x is None else x.detach() for x in (a, b, c))
     for name, x in (('a', a), ('b', b), ('c', c)):

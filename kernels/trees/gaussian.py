@@ -7,7 +7,7 @@ from typing import List, Optional
 import torch
 from torch import Tensor
 
-from .sweeps import as_path, dagger, divide, eliminate, product, reduce_path, substitute, whitened
+from .sweeps import as_path, correlated, dagger, divide, eliminate, product, reduce_path, substitute
 from .topology import Tree
 from .tree_arguments import check_blocks, own_parts
 
@@ -29,7 +29,7 @@ def tree_log_determinant(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor) 
     Raises:
         ValueError, TypeError: as for `tree_solve`.
     """
-    a, b, c = _own(tree, a, b, c)
+    a, b, c = _own('tree_log_determinant', tree, a, b, c)
     return sum(torch.linalg.slogdet(pivot)[1].sum(-1) for pivot in _pivots(tree, a, b, c))
 
 
@@ -42,9 +42,9 @@ def tree_marginal_variances(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tenso
     Raises:
         ValueError, TypeError: as for `tree_solve`.
     """
-    a, b, c = _own(tree, a, b, c)
+    a, b, c = _own('tree_marginal_variances', tree, a, b, c)
     m = b.shape[-1]
-    inside = tree.parts(b.device)
+    inside = tree.block_mask(b.device)
     keep = inside[:, :, None] & inside[:, None]
     if tree.chain is not None:
         with torch.enable_grad():
@@ -77,20 +77,21 @@ def tree_sample(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Te
         ValueError, TypeError: as for `tree_solve`.
         torch.linalg.LinAlgError: T is not positive definite.
     """
-    a, b, c, noise = _own(tree, a, b, c, noise)
-    noise = noise * tree.parts(noise.device)[..., None]
+    a, b, c, noise = _own('tree_sample', tree, a, b, c, noise)
+    noise = noise * tree.block_mask(noise.device)[..., None]
     if tree.chain is not None:
         diagonal, lower, upper, order = as_path(tree, a, b, c)
         return reduce_path(diagonal, lower, upper, noise.index_select(-3, order), sample=True
                            ).index_select(-3, order.argsort())
     pivots, down, _ = eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]))
-    local = [whitened(pivot, generation.of(noise)) for pivot, generation in zip(pivots, tree.generations)]
+    local = [correlated(pivot, generation.of(noise)) for pivot, generation in zip(pivots, tree.generations)]
     return substitute(tree, down, local)
 
 
-def _own(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Optional[Tensor] = None):
+def _own(op: str, tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, noise: Optional[Tensor] = None):
     """Return checked arguments in one batch shape, zero outside of each node's block."""
-    check_blocks('tree_solve', tree, {name: x for name, x in (('a', a), ('b', b), ('c', c), ('u', u)) if x is not None})
-    a, b, c, whole = own_parts(tree, a, b, c, b if u is None else u)
+    given = {'a': a, 'b': b, 'c': c, 'noise': noise}
+    check_blocks(op, tree, {name: x for name, x in given.items() if x is not None})
+    a, b, c, whole = own_parts(tree, a, b, c, b if noise is None else noise)
     a, b, c = (None if x is None else x.expand(*whole.shape[:-3], *x.shape[-3:]) for x in (a, b, c))
-    return (a, b, c) if u is None else (a, b, c, whole)
+    return (a, b, c) if noise is None else (a, b, c, whole)

@@ -104,8 +104,11 @@ def repeat_to_children(x: Tensor, level: Level) -> Tensor:
     return x[:, :, top:top + level.height, left:left + level.width]
 
 
-def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = None) -> List[Tensor]:
+def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = None, *,
+                op: str = 'leaf_counts') -> List[Tensor]:
     """Return how many leaves (valid ones with a mask (B, H, W)) each cell covers: (1 or B, 1, H_l, W_l), like's dtype.
+
+    Errors begin with `op`.
 
     Raises:
         TypeError: the mask has another dtype than bool.
@@ -113,8 +116,8 @@ def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = 
     """
     first = levels[0]
     if mask is not None:
-        checks.boolean('quadtree_solve', 'mask', mask, like)
-        checks.shape('quadtree_solve', 'mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf')
+        checks.boolean(op, 'mask', mask, like)
+        checks.shape(op, 'mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf')
     counts = [like.new_ones(1, 1, first.height, first.width) if mask is None else mask[:, None].to(like.dtype)]
     for level in levels[:-1]:
         counts.append(sum_children(counts[-1], level))
@@ -126,7 +129,7 @@ def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = Non
 
     Cells without a valid leaf have mean 0. Sums have at least float32."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
-    counts = leaf_counts(levels, total, mask)
+    counts = leaf_counts(levels, total, mask, op='level_means')
     if mask is not None:
         total = total.masked_fill(counts[0] == 0, 0)     # whatever their values are, NaN too
         x = total.to(x.dtype)

@@ -37,15 +37,15 @@ def _max_children(x: Tensor, level: Level) -> Tensor:
 @checks.renamed(parametrisation='parametrization')
 def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
                 hermitian: bool = False) -> Tuple[Optional[Tensor], Tensor, Tensor]:
-    """Compute A, B and C of `tree_solve` from any z, such that no pivot can vanish.
+    """Compute blocks A, B and C for `tree_solve` whose pivots cannot vanish.
 
     'laplacian': the weight of the edge above v is z_v for blocks of size 1 (z >= 0: softplus of a logit, say) and
         Z_v Z_v^H for larger ones, restricted to the entries that both ends have. A_v = I + weights of v's edges,
-        B = C = -weight.
-        Rows of the inverse sum to 1 (blocks of size 1; in float32 as far as A is exact: 5e-6 for weights of 100, where
-        `quadtree_solve` keeps 1e-6).
-    'symmetric': B_v = rho / 2 * Z_v / sqrt(1 + sum of |Z|_F^2 over the siblings), C = B^T (with `hermitian` B^H), A =
-    I. 'skew': B = Z, C = -B^H, A = I.
+        B = C = -weight. For blocks of size 1, rows of the inverse sum to 1 (to 5e-6 in float32 for weights of 100;
+        `quadtree_solve` reaches 1e-6).
+    'symmetric': B_v = rho / 2 * Z_v / sqrt(1 + sum of |Z|_F^2 over the siblings), C = B^T (with `hermitian` B^H),
+        A = I.
+    'skew': B = Z, C = -B^H, A = I.
 
     Args:
         tree: a tree with V nodes and a largest block size m.
@@ -70,7 +70,7 @@ def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rh
         raise ValueError(f'tree_blocks: rho must be between 0 and 1, got {rho!r}')
     parents = tree.parents.clamp(min=0).to(z.device)
     child = (tree.parents >= 0).to(z.device)[:, None]
-    own = tree.parts(z.device)
+    own = tree.block_mask(z.device)
     both = own & own[parents] & child
     if parametrization == 'laplacian':
         z = z.masked_fill(~(both[:, :, None] & both[:, None]), 0)

@@ -28,7 +28,7 @@ def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
     return list(torch.linalg.solve(blocks, torch.cat(right, -1)).split([y.shape[-1] for y in right], -1))
 
 
-def whitened(blocks: Tensor, noise: Tensor) -> Tensor:
+def correlated(blocks: Tensor, noise: Tensor) -> Tensor:
     """Return samples with precision `blocks` = L L^H from white noise: L^-H noise."""
     return torch.linalg.solve_triangular(dagger(torch.linalg.cholesky(blocks)), noise, upper=True)
 
@@ -87,15 +87,16 @@ def reduce_path(a: Tensor, lower: Tensor, upper: Tensor, u: Tensor, pivots: Opti
     """Solve lower[k] x[k-1] + a[k] x[k] + upper[k] x[k+1] = u[k] by cyclic reduction.
 
     Each step eliminates every second unknown, so there are log2 L steps and O(L) operations. Blocks are (..., L, m, m),
-    u is (..., L, m, r), and lower[0] and upper[L-1] are zero. The inverted blocks are added to `pivots`. With `sample`,
-    u is white noise and x has precision T: given its neighbors, an unknown has the inverted block as precision."""
+    u is (..., L, m, r), and lower[0] and upper[L-1] are zero. The blocks that are inverted are appended to `pivots`.
+    With `sample`, u is white noise and x has precision T: given its neighbors, an unknown has the inverted block as
+    precision."""
     if pivots is not None:
         pivots.append(a[..., ::2, :, :])
     if u.shape[-3] == 1:
-        return whitened(a, u) if sample else divide(a, u)[0]
+        return correlated(a, u) if sample else divide(a, u)[0]
     low, up, local = divide(*(x[..., ::2, :, :] for x in (a, lower, upper, u)))        # unknowns 0, 2, 4, ...
     if sample:
-        local = whitened(a[..., ::2, :, :], u[..., ::2, :, :])
+        local = correlated(a[..., ::2, :, :], u[..., ::2, :, :])
     count = u.shape[-3] // 2
     before, after = slice(0, count), slice(1, count + 1)
 

@@ -148,7 +148,7 @@ class Tree:
         order = torch.cat([generation.nodes for generation in self.generations]).argsort()
         return torch.cat(list(generations), -3).index_select(-3, order.to(generations[0].device))
 
-    def parts(self, device) -> Tensor:
+    def block_mask(self, device) -> Tensor:
         """Return (V, block), true for the entries of each node's block."""
         sizes = self.sizes if self.sizes is not None else torch.full((len(self),), self.block, device='cpu')
         return (torch.arange(self.block, device='cpu') < sizes[:, None]).to(device)
@@ -170,7 +170,8 @@ class Tree:
     def over_sequence(cls, length: int, arity: int, max_levels: Optional[int] = None, **kwargs) -> 'Tree':
         """Return a tree whose leaves are the elements of a sequence; `arity` neighbors share a parent.
 
-        Nodes are numbered by level, leaves first, root last. With max_levels it is a forest with so many levels.
+        Nodes are numbered by level, leaves first, root last. With max_levels it is a forest of at
+        most max_levels levels.
 
         Raises:
             ValueError: the arity is below 2, or the length or the number of levels is below 1.

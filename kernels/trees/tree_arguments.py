@@ -12,17 +12,18 @@ _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
-    """Check a tree and its blocks a, b, c and right-hand sides u: types, dtypes, devices and shapes."""
+    """Check a tree, its blocks a, b, c and right-hand sides u (or `noise`): types, dtypes, devices and shapes."""
     if not isinstance(tree, Tree):
         raise TypeError(f'{op}: tree must be a Tree, got {type(tree).__name__}')
+    right = ('u', 'noise')
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f'{op}: {name} must be a float32, float64, complex64 or complex128 tensor, got {came}')
         checks.dense(op, name, x)
-        expected = (len(tree), tree.block, x.shape[-1] if name == 'u' and x.ndim else tree.block)
+        expected = (len(tree), tree.block, x.shape[-1] if name in right and x.ndim else tree.block)
         if x.ndim < 3 or tuple(x.shape[-3:]) != expected:
-            last = 'r' if name == 'u' else tree.block
+            last = 'r' if name in right else tree.block
             raise ValueError(f'{op}: {name} must be (..., {len(tree)}, {tree.block}, {last}) for {len(tree)} nodes '
                              f'with blocks of {tree.block}, got {tuple(x.shape)}')
     tensors = list(given.values())
@@ -45,7 +46,7 @@ def own_parts(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor
     """Return the arguments in broadcast shapes, with zeros outside of each node's block (ones on a's diagonal)."""
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (a, b, c, u) if x is not None))
     if tree.sizes is not None:
-        own = tree.parts(u.device)
+        own = tree.block_mask(u.device)
         above = own[tree.parents.clamp(min=0).to(u.device)]
         b = b.masked_fill(~(own[:, :, None] & above[:, None]), 0)
         c = c.masked_fill(~(above[:, :, None] & own[:, None]), 0)

@@ -25,7 +25,7 @@ def _check_deviation(values, deviation):
     assert abs(values.std() / deviation - 1) <= 5 / math.sqrt(count)
 
 
-def _check_that_norms_are_identities(model):
+def _check_norms_are_untrained(model):
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
             assert (module.weight == 1).all() and (module.bias == 0).all()
@@ -41,7 +41,7 @@ def test_kaiming_draws_weights_as_the_configurations_name(options):
         assert all((m.bias == 0).all() for m in layers if m.bias is not None)
     _check_deviation(model.head.fc.weight.detach(), 0.02)
     assert (model.head.fc.bias == 0).all()
-    _check_that_norms_are_identities(model)
+    _check_norms_are_untrained(model)
 
 
 def test_authors_draws_weights_as_the_library_does():
@@ -57,7 +57,7 @@ def test_authors_draws_weights_as_the_library_does():
     _check_deviation(torch.cat(biases), 1 / math.sqrt(3))
     assert 0.99 < torch.cat(biases).abs().max() <= 1.0001
     _check_xavier(model.head.fc)
-    _check_that_norms_are_identities(model)
+    _check_norms_are_untrained(model)
     model.reset_classifier(100)
     _check_xavier(model.head.fc)
 

@@ -76,8 +76,8 @@ def test_other_number_of_classes_warns_of_untrained_classifier(published):
     model, said = _create(name, file, num_classes=10)
     _backbone_is(model, state)
     assert model.num_classes == 10 and model.get_classifier().weight.shape[0] == 10
-    assert len(said) == 1 and re.search(r'classifier of 1000 classes is left out, and the model\'s of 10 starts '
-                                        'untrained', said[0])
+    assert len(said) == 1 and re.search(r'classifier of 1000 classes is left out, and the model\'s 10-class classifier '
+                                        'starts untrained', said[0])
 
 
 def test_matching_classifier_loads_although_timm_expects_1000(tmp_path):
@@ -145,7 +145,7 @@ def test_missing_output_norms_warn(published, tmp_path):
     if name == 'test_mobilevitv2':
         pytest.skip('has no output norms')
     model, said = _create(name, file, features_only=True, output_norms=True)
-    assert len(said) == 1 and 'it has no output norms, which start as the identity' in said[0]
+    assert len(said) == 1 and 'it has no output norms; they start untrained' in said[0]
     _backbone_is(model, state, 'model.')
     norms = {key: value for key, value in model.state_dict().items() if 'output_norms' in key}
     assert len(norms) == 8 and all((value == float(key.endswith('weight'))).all() for key, value in norms.items())
@@ -200,7 +200,7 @@ def test_load_weights_warns_of_unloaded_weights(tmp_path):
     save_weights(timm.create_model('test_ppma', num_classes=4), tmp_path / 'w.safetensors')
     with pytest.warns(UserWarning, match='w.safetensors: its classifier of 4 classes is left out, and the model'):
         load_weights(timm.create_model('test_ppma', num_classes=9), tmp_path / 'w.safetensors', new_classifier=True)
-    with pytest.warns(UserWarning, match='no output norms, which start as the identity'):
+    with pytest.warns(UserWarning, match='no output norms; they start untrained'):
         load_weights(timm.create_model('test_ppma', num_classes=0, output_norms=True), tmp_path / 'w.safetensors')
     weights, _, _ = read_checkpoint(tmp_path / 'w.safetensors')
     weights['head.proj.weight'] = weights['head.proj.weight'][:-1]

@@ -33,9 +33,8 @@ def test_why_not():
 
 
 def test_use_backend_selects_triton(monkeypatch):
-    from subquad.kernels.polyline_scan import _IMPLEMENTATIONS
     calls = []
-    monkeypatch.setitem(_IMPLEMENTATIONS, 'triton', lambda *args: calls.append(args))
+    monkeypatch.setitem(dispatch.OPERATORS['polyline_scan'].implementations, 'triton', lambda *args: calls.append(args))
     v, a, b = _inputs(2, 2)[2:]
     with kernels.use_backend('triton'):
         kernels.polyline_scan(v, a, b)
@@ -45,8 +44,9 @@ def test_use_backend_selects_triton(monkeypatch):
 @pytest.mark.parametrize('backend', ['triton', 'reference', 'portable'])
 def test_environment_variable_selects_the_backend(backend, python):
     done = python('import torch\nfrom subquad.kernels import polyline_scan as op\n'
-                  'from subquad.kernels.polyline_scan import _IMPLEMENTATIONS\n'
-                  'for name in list(_IMPLEMENTATIONS): _IMPLEMENTATIONS[name] = lambda *args, name=name: name\n'
+                  'from subquad.kernels.dispatch import OPERATORS\n'
+                  'table = OPERATORS["polyline_scan"].implementations\n'
+                  'for name in list(table): table[name] = lambda *args, name=name: name\n'
                   'x = torch.ones(1, 1, 2, 2, 1); a = -x[..., 0]\n'
                   'print(op(x, a, a))', SUBQUAD_BACKEND=backend)
     assert done.stdout.strip() == backend, done.stderr

@@ -8,6 +8,7 @@ from helpers import assert_close
 from operator_cases import CALLS, TOLERANCE, attention_inputs, run
 
 from subquad import kernels
+from subquad.kernels.dispatch import OPERATORS
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 GRIDS = [(4, 6), (7, 3), (1, 9), (5, 1), (1, 1)]
@@ -178,8 +179,7 @@ def test_old_values_raise_an_error_with_the_new_value(op, name, old, new):
 
 def test_use_backend_overrides_auto_only(monkeypatch):
     calls = []
-    module = importlib.import_module('subquad.kernels.polyline_scan')
-    monkeypatch.setitem(module._IMPLEMENTATIONS, 'reference', lambda *args: calls.append(args))
+    monkeypatch.setitem(OPERATORS['polyline_scan'].implementations, 'reference', lambda *args: calls.append(args))
     v, a, b = attention_inputs(2, 2)[2:]
     with kernels.use_backend('reference'):
         kernels.polyline_scan(v, a, b)

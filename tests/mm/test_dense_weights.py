@@ -28,7 +28,7 @@ from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import predict, test, train
 from subquad.tools.engine.config import find, load
-from subquad.tools.engine.dense.runner import metadata, network
+from subquad.tools.engine.dense.runner import metadata, network_options
 
 CLASSES = ['circle', 'ring', 'triangle', 'square', 'star']
 
@@ -223,7 +223,7 @@ def test_training_other_classes_needs_new_heads_hook(files, data, tmp_path, caps
         same = value.shape == given[key].shape and torch.equal(value, given[key])
         assert same != any(name in key for name in ('fc_cls', 'fc_reg', 'conv_logits')), key
     # Testing and resuming need every weight, also with NewHeadsHook.
-    fails([with_hook, files / 'detector.pth'], 'trained on the classes|shapes differ', test.main)
+    fails([with_hook, files / 'detector.pth'], 'was trained on the classes|shapes differ', test.main)
     fails([with_hook, '--work-dir', tmp_path / 'other', '--resume', files / 'detector.pth'], 'shapes differ')
 
 
@@ -311,7 +311,7 @@ def test_invalid_files_raise_one_line_errors(files, data, tmp_path):
         fails([MASK_RCNN, tmp_path / name, '--data', data], message, test.main)
         fails([MASK_RCNN, tmp_path / name, image, '--out', tmp_path / 'out'], message, predict.main)
     fails([UPERNET, files / 'detector.safetensors', image, '--out', tmp_path / 'out'],
-          'trained on the classes circle, .* the data has background, circle', predict.main)
+          'was trained on the classes circle, .* but the data has background, circle', predict.main)
 
 
 def test_non_finite_weights_load_only_if_allowed(files, data, tmp_path):
@@ -337,15 +337,15 @@ def test_other_network_options_in_the_file_warn(files, tmp_path):
     save_state_dict(read_checkpoint(files / 'detector.pth')[0], tmp_path / 'w.safetensors', trained)
     model = build_small_detector()
     with pytest.warns(UserWarning, match=r"other options: model.backbone.attention was \['crisscross', .* its default"):
-        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network(config))
+        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(config))
     config.model.data_preprocessor.mean = [0., 0., 0.]
     save_state_dict(read_checkpoint(files / 'detector.pth')[0], tmp_path / 'w.safetensors', metadata(load(MASK_RCNN)))
     with pytest.warns(UserWarning, match=r'model.data_preprocessor.mean was \[123.*\] and is \[0.0, 0.0, 0.0\]'):
-        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network(config))
+        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(config))
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network(load(MASK_RCNN)))
-        load_checkpoint(model, files / 'detector.pth', CLASSES, network=network(config))
+        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(load(MASK_RCNN)))
+        load_checkpoint(model, files / 'detector.pth', CLASSES, network=network_options(config))
 
 
 @pytest.mark.slow

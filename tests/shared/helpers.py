@@ -22,3 +22,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5, name
     assert actual.isfinite().all(), f'{name}: not finite'
     error = relative_error(actual, expected)
     assert error <= tolerance, f'{name}: relative error {error:.1e}, allowed {tolerance:.1e}'
+
+
+def listops_text(tokens):
+    """Convert tokens of ListOps to text such as '[MAX 2 9 [MIN 4 7 ] 0 ]', without padding and end token."""
+    from subquad.tools.data.listops import EOS, PAD, VOCABULARY
+    return ' '.join(VOCABULARY[token] for token in tokens if token not in (PAD, EOS))

@@ -9,7 +9,7 @@ import torch
 
 from subquad import kernels
 from subquad.tools import benchmark
-from subquad.tools.bench import baselines, comparisons, measure, metrics, operators, plots, presets, processes
+from subquad.tools.bench import baselines, comparisons, jobs, measure, metrics, operators, plots, presets, processes
 from subquad.tools.bench.attention_units import attention_units
 from subquad.tools.bench.comparisons import compare_models, compare_operator
 from subquad.tools.bench.polyline_growth import scan_against_mask, scan_growth
@@ -306,7 +306,7 @@ def test_append_after_a_truncated_line(tmp_path):
     (['zzz'], '--list'),
     (['--threads', '0'], '--threads must be at least 1'),
     (['--repeats', '-1'], '--repeats must be at least 1'),
-    (['--size', '14', '--operator', 'polyline_scan'], "--size takes 224, 800x1280, .* got '14'"),
+    (['--size', '14x', '--operator', 'polyline_scan'], "--size must be imagenet, coco, .* got '14x'"),
     (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
     (['--operator', 'polyline_scan', '--implementations', 'portabel'], 'did you mean portable'),
     (['--operator', 'polyline_scan', '--contestants', 'portable'], '--contestants has a new name: --implementations'),
@@ -379,7 +379,14 @@ def test_fresh_process_measures_a_preset(tmp_path, monkeypatch):
 
 def test_operator_and_model_options(without_measuring, tmp_path):
     out = ['--out', str(tmp_path)]
-    assert not benchmark.main(['--operator', 'polyline_scan', '--size', '800x1280', '--backward', *out])
+    assert not benchmark.main(['--operator', 'polyline_scan', '--size', 'coco', '--backward', *out])
     assert not benchmark.main(['--model', 'test_ppma@portable', 'mobilevitv2_050', '--size', '64x96', '--train', *out])
     assert [name for name, _ in without_measuring] == ['polyline_scan-50x80-float32-backward',
                                                        'test_ppma@portable-64x96-float32-train']
+
+
+@pytest.mark.parametrize('text, tokens, expected', [
+    ('coco', False, (800, 1280)), ('coco', True, (50, 80)), ('imagenet', True, (14, 14)), ('long', True, (256, 256)),
+    ('800x1280', False, (800, 1280)), ('800x1280', True, (800, 1280)), ('64', True, (64, 64))])
+def test_named_sizes_are_images_and_numbers_are_tokens_for_operators(text, tokens, expected):
+    assert jobs.size(text, tokens) == expected

@@ -13,7 +13,7 @@ from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.engine.classification.weight_files import config_metadata, load_classifier
+from subquad.tools.engine.classification.weight_files import classifier_from_file, config_metadata
 
 OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
@@ -103,7 +103,7 @@ def test_config_beside_a_checkpoint_is_not_executed(tmp_path):
 def test_classifier_files_with_any_number_of_classes(name, classes, tmp_path):
     model = timm.create_model(name, num_classes=classes)
     torch.save({'model': model.state_dict()}, tmp_path / 'w.pth')
-    loaded, _, names = load_classifier(str(tmp_path / 'w.pth'), name)
+    loaded, _, names = classifier_from_file(str(tmp_path / 'w.pth'), name)
     assert len(names) == classes == loaded.num_classes
 
 
@@ -112,7 +112,7 @@ def test_authors_files_with_any_number_of_classes(tmp_path):
     theirs = {key.replace('stem.conv1.conv', 'patch_embed.proj.0').replace('head.fc.', 'head.'): value
               for key, value in state.items()}
     torch.save({'model': theirs}, tmp_path / 'w.pth')
-    assert load_classifier(str(tmp_path / 'w.pth'), 'test_ppma')[0].num_classes == 37
+    assert classifier_from_file(str(tmp_path / 'w.pth'), 'test_ppma')[0].num_classes == 37
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('-inf')])
@@ -122,7 +122,7 @@ def test_nonfinite_weights_need_allow_nonfinite(value, model, image, tmp_path, c
     save_weights(model, tmp_path / 'w.safetensors', _metadata())
     message = _error(capsys, tmp_path / 'w.safetensors', image)
     assert all(part in message for part in ('NaN or infinite values in 1 of', 'head.fc.weight', '--allow-nonfinite'))
-    model, _, _ = load_classifier(str(tmp_path / 'w.safetensors'), allow_nonfinite=True)
+    model, _, _ = classifier_from_file(str(tmp_path / 'w.safetensors'), allow_nonfinite=True)
     assert not model.head.fc.weight.isfinite().all()
 
 

@@ -222,7 +222,7 @@ def test_errors_take_one_line(capsys):
 @pytest.mark.parametrize('main, arguments, message', [
     (kernels.main, ['--only', 'additive'], '--only needs --compile'),
     (kernels.main, ['--compile', ''], '(target must be like cuda:90|TRITON_INTERPRET is set)'),
-    (stats.main, ['test_ppma', '--size', '9' * 30], 'a side has at most 100,000 pixels'),
+    (stats.main, ['test_ppma', '--size', '9' * 30], '--size must be .* with sides from 1 to 100,000'),
     (stats.main, ['[red]x[/blue]'], r"no config file '\[red\]x\[/blue\]'.*subquad configs lists them"),
     (train.main, ['x' * 5000], 'File name too long'),
     (test.main, ['x' * 5000, 'y'], 'File name too long'),

@@ -116,7 +116,7 @@ def test_models_and_stats(capsys):
     stats.main(['ppma_tiny', 'resnet18', '--size', '224x224', '--json'])
     ours, other = json.loads(capsys.readouterr().out)
     assert ours['reported_by_authors']['top1'] == 82.6 and other['reported_by_authors'] == {}
-    assert other['macs'] / 1e9 == pytest.approx(1.82, rel=0.01) and other['macs'] == other['macs_of_weights']
+    assert other['macs'] / 1e9 == pytest.approx(1.82, rel=0.01) and other['macs'] == other['macs_without_attention']
     stats.main(['ppma_tiny', '--set', 'paths=none', 'drop_path_rate=0.2'])
     assert '14,334,216' in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import listops_text
 from mmengine.registry import DATASETS
 from PIL import Image
 from user_errors import user_error
@@ -61,9 +62,9 @@ def test_damaged_mnist(mnist):
         return released_files.mnist_arrays(str(folder), split)
     images, answers = folder / 't10k-images.idx3-ubyte', folder / 't10k-labels-idx1-ubyte'
     for content, words in (
-            (_idx(pixels[40:])[:-1], ('cut off', '10 x 28 x 28')), (_idx(pixels[40:])[:9], ('cut off',)),
+            (_idx(pixels[40:])[:-1], ('truncated', '10 x 28 x 28')), (_idx(pixels[40:])[:9], ('truncated',)),
             (b'', ('nothing',)), (b'\x89PNG1234', ('89504e47',)), (b'\0\0\x08\3' + b'\xff' * 12, ('damaged',)),
-            (_idx(pixels[40:]) + b'\0', ('more values than it announces',)), (_idx(labels), ('00000801', '00000803')),
+            (_idx(pixels[40:]) + b'\0', ('more values than it declares',)), (_idx(labels), ('00000801', '00000803')),
             (_idx(pixels[:3]), ('3 images', '10 labels')), (_idx(pixels[:0]), ('0 images',))):
         images.write_bytes(content)
         user_error(read, str(images), *words)
@@ -75,7 +76,7 @@ def test_damaged_mnist(mnist):
     packed = folder / 'train-images-idx3-ubyte.gz'
     for content in (packed.read_bytes()[:-20], b'no gzip', packed.read_bytes()[:200] + b'\xff' * 300):
         packed.write_bytes(content)
-        user_error(lambda: read('train'), str(packed), 'fetch it again')
+        user_error(lambda: read('train'), str(packed), 'download it again')
     user_error(lambda: read('training'), "'train', 'val', 'all', 'test', got 'training'")
     user_error(lambda: released_files.mnist_arrays(str(folder / 'none'), 'test'), 'no folder',
                'train-images-idx3-ubyte')
@@ -144,14 +145,14 @@ def test_damaged_cifar(cifar):
         return released_files.cifar10_arrays(str(folder), 'test')
     for content in (whole[:-1], whole[:1000], b'', b'no pickle', whole[:300] + whole[301:], b'\x80\x04K'):
         file.write_bytes(content)
-        user_error(read, str(file), 'fetch it again')
+        user_error(read, str(file), 'download it again')
     for change in (dict(labels=[1, 10]), dict(labels=np.array([1, 2])), dict(labels=[True, 2]), dict(data=[1, 2]),
                    dict(data=good['data'].astype(np.float32)), dict(data=good['data'][:, :-1]),
                    dict(data=np.asfortranarray(good['data'])), dict(data=np.array([None, None]))):
         file.write_bytes(pickle.dumps({**good, **change}, 2))
-        user_error(read, str(file), 'is no CIFAR-10 batch')
+        user_error(read, str(file), 'is not a CIFAR-10 batch')
     file.write_bytes(pickle.dumps([1, 2]))
-    user_error(read, str(file), 'is no CIFAR-10 batch')
+    user_error(read, str(file), 'is not a CIFAR-10 batch')
     file.write_bytes(pickle.dumps({**good, 'labels': [1]}))
     user_error(read, '2 images, but 1 labels')
     for protocol in range(2, 6):
@@ -190,7 +191,7 @@ def tables(tmp_path):
     made = listops.listops(9, 0, 10, 60)
     (tmp_path / 'listops-1000').mkdir()
     for n, split in enumerate(('train', 'val', 'test')):
-        rows = [f'{_bracketed(listops.to_text(made.sequence(i)))}\t{made.answers[i]}\r\n'
+        rows = [f'{_bracketed(listops_text(made.sequence(i)))}\t{made.answers[i]}\r\n'
                 for i in range(3 * n, 3 * n + 3)]
         (tmp_path / 'listops-1000' / f'basic_{split}.tsv').write_text('Source\tTarget\r\n' + ''.join(rows), newline='')
     return tmp_path, made
@@ -215,7 +216,7 @@ def test_damaged_lra_listops(tables):
     for line, words in (
             ('( ( ( [MAX 2 ) 3 )\t3', 'brackets'), ('[MAX 2 3 ]', '1 columns'), ('[MAX 2 3 ]\t', 'Target'),
             ('\t3', 'brackets'),
-            ('[MAX 2 3 ]\t13', 'Target'), ('[MAX 2 3 ]\tx', 'Target'), ('[FIRST 2 3 ]\t2', 'no digit, no operator'),
+            ('[MAX 2 3 ]\t13', 'Target'), ('[MAX 2 3 ]\tx', 'Target'), ('[FIRST 2 3 ]\t2', 'not a digit, an operator'),
             ('[MAX 2 13 ]\t2', 'without a space'), ('2 3\t2', 'brackets'), ('[MAX 2 ] ]\t2', 'brackets'),
             ('\1 2 ]\t2', 'control'), ('[MAX 2 3 ]\t3\t3', '3 columns')):
         file.write_text(head + good + line + '\n')
@@ -280,7 +281,7 @@ def test_damaged_lra_pathfinder(tree):
         metadata.write_text(text)
         user_error(read, str(metadata), f'line {line}')
     np.save(metadata, np.arange(3))
-    user_error(read, "array of numpy's")
+    user_error(read, 'is a NumPy array')
     for file in (folder / 'metadata').glob('*'):
         file.unlink()
     user_error(read, 'no metadata/0.npy')

@@ -12,7 +12,7 @@ pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 from mmengine.config import ConfigDict
 from mmengine.registry import MODELS, init_default_scope
-from user_errors import user_error
+from user_errors import command_error, user_error
 
 import subquad.backbones.mm  # noqa: F401  (registers)
 from subquad.backbones.weights import save_weights
@@ -35,7 +35,7 @@ def shapes(tmp_path_factory):
 
 @pytest.fixture
 def data(shapes, tmp_path):
-    """A copy to spoil."""
+    """A writable copy of the data set."""
     return shutil.copytree(shapes, tmp_path / 'shapes')
 
 
@@ -46,14 +46,15 @@ def _dataset(config, data, part='val'):
 
 
 @pytest.mark.parametrize('content, message', [
-    (None, 'is damaged or no JSON file'), ('', 'is damaged or no JSON file'), ('\0\1\2', 'is damaged or no JSON file'),
-    ('[' * 100_000, 'is damaged or no JSON file'),
-    ('[1, 2]', 'no COCO annotation file: it holds a list'), ('{}', "no COCO annotation file: it has no list 'images'"),
-    ('{"images": [], "annotations": 3, "categories": []}', "it has no list 'annotations'"),
+    (None, 'is not valid JSON'), ('', 'is not valid JSON'), ('\0\1\2', 'is not valid JSON'),
+    ('[' * 100_000, 'is not valid JSON'),
+    ('[1, 2]', 'is not a COCO annotation file: it holds a list'),
+    ('{}', "is not a COCO annotation file: the list 'images' is missing"),
+    ('{"images": [], "annotations": 3, "categories": []}', "the list 'annotations' is missing"),
     ('{"images": [{"id": 1}], "annotations": [], "categories": [{"id": 1, "name": "circle"}]}',
      "no '(file_name|height)'")])
 def test_errors_name_the_annotation_file(content, message, data, tmp_path):
-    """None: cut in the middle."""
+    """A truncated annotation file (content=None), and files of other content."""
     config = load(MASK_RCNN)
     for part in ('train', 'val'):
         path = data / 'annotations' / f'instances_{part}.json'
@@ -73,12 +74,31 @@ def test_errors_name_files_of_nested_data_sets_and_evaluators(data):
     for dataset in (dict(type='RepeatDataset', times=2, dataset=inner),
                     dict(type='ConcatDataset', datasets=[fine, inner])):
         assert str(path) in user_error(lambda dataset=dataset: build_dataset(dataset, 'x'),
-                                       match='damaged or no JSON file')
+                                       match='is not valid JSON')
     for evaluator in (dict(type='CocoMetric', ann_file=str(path)), [dict(type='CocoMetric', ann_file=str(path))]):
         assert str(path) in user_error(lambda evaluator=evaluator: check_evaluator(evaluator, []),
                                        match='evaluator CocoMetric')
     user_error(lambda: check_evaluator(dict(type='CocoMetric', ann_file='none.json'), []), match='no file none.json')
     check_evaluator(dict(type='IoUMetric', iou_metrics=['mIoU']), [])
+
+
+def test_unlisted_categories_are_rejected(data, tmp_path):
+    """Categories that the config does not list: mmdet would ignore them, and mmseg would stop during an epoch."""
+    path, work = data / 'annotations' / 'instances_train.json', tmp_path / 'work'
+    annotations = json.loads(path.read_text())
+    annotations['categories'].append(dict(id=9, name='hexagon'))
+    path.write_text(json.dumps(annotations))
+    label_map = sorted((data / 'annotations_seg' / 'train').iterdir())[0]
+    Image.fromarray(np.full((64, 64), 6, np.uint8)).save(label_map)
+    command_error(train.main, [MASK_RCNN, '--data', data, '--work-dir', work],
+                  match="has a category 'hexagon' that metainfo")
+    command_error(train.main, [UPERNET, '--data', data, '--work-dir', work],
+                  match='has label 6, the data set has 6 classes')
+    assert not work.exists()
+    annotations['categories'] = annotations['categories'][1:5]
+    path.write_text(json.dumps(annotations))
+    command_error(train.main, [MASK_RCNN, '--data', data, '--work-dir', work],
+                  match="has no category 'circle'; it has ring")
 
 
 def test_a_truncated_file_ends_training_and_testing_at_once(data, tmp_path):
@@ -87,7 +107,7 @@ def test_a_truncated_file_ends_training_and_testing_at_once(data, tmp_path):
     path.write_text(path.read_text()[:500])
     for call in (lambda: train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work')]),
                  lambda: test.main([MASK_RCNN, str(tmp_path / 'w.safetensors'), '--data', str(data)])):
-        assert str(path) in user_error(call, match='damaged or no JSON file')
+        assert str(path) in user_error(call, match='is not valid JSON')
     assert not (tmp_path / 'work').exists()
 
 

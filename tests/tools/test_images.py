@@ -65,7 +65,7 @@ def test_images_with_damaged_exif_are_read(photograph, tmp_path):
     ('a.tif', np.int32, 255), ('b.tif', np.int32, 65535), ('c.tif', np.int32, 2_000_000_000),
     ('a.tif', np.float32, 1), ('b.tif', np.float32, 255), ('c.tif', np.float32, 1e6)])
 def test_deep_images_are_scaled(name, dtype, white, ramp, tmp_path, capsys, monkeypatch):
-    """0 is black, the largest number white, and what is between lies between; nothing is clipped."""
+    """0 is black, the largest number white, and intermediate values keep their order; nothing is clipped."""
     monkeypatch.setattr(images, '_noted', images._Reported())
     Image.fromarray((ramp * white).astype(dtype)).save(tmp_path / name)
     assert Image.open(tmp_path / name).mode[0] in 'IF'

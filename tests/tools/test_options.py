@@ -1,4 +1,4 @@
-"""--cfg-options and the keys of config files: nothing that is written is without effect and without a word."""
+"""--cfg-options and the keys of config files: keys without effect are reported."""
 from importlib.util import find_spec
 from pathlib import Path
 

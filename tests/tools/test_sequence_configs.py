@@ -33,7 +33,7 @@ def test_configs_of_the_papers_tables_exist():
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_network_and_control_take_the_data(name):
+def test_network_and_baseline_take_the_data(name):
     config = load(name)
     dataset = config.train_dataloader.dataset
     if 'root' in dataset:

@@ -95,7 +95,8 @@ def test_classifier_for_other_classes_starts_at_random(ready, images, tmp_path, 
                  dict(model='test_ppma', options=dict(num_classes=2), classes=['cat', 'dog']))
     started = _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', named])
     assert not torch.equal(started['head.fc.weight'], read_checkpoint(named)[0]['head.fc.weight'])
-    assert 'trained on the classes cat, dog, but the data has dark, light: the classifier' in capsys.readouterr().err
+    told = 'was trained on the classes cat, dog, but the data has dark, light: the classifier'
+    assert told in capsys.readouterr().err
     headless = tmp_path / 'headless.safetensors'
     save_state_dict({key: value for key, value in weights.items() if not key.startswith('head.fc')}, headless)
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', headless])
@@ -137,7 +138,8 @@ def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypa
                       classes=[*map(str, range(10))]))
     from subquad.tools.engine.classification import runner as module
     seen = []
-    monkeypatch.setattr(module, 'load_classifier', lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask_mode))
+    monkeypatch.setattr(module, 'load_starting_weights',
+                        lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask_mode))
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
     _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work', 'model.mask_mode=additive'), '--weights', path])
     assert seen == ['multiplicative', 'additive']

@@ -73,7 +73,7 @@ def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkey
 
 
 def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypatch):
-    """The last step's loss may be fine and what it does to the weights not."""
+    """A finite loss can still give non-finite weights."""
     from mmengine.optim import OptimWrapper
     step, count = OptimWrapper.step, []
 
@@ -265,7 +265,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
     assert not list(tmp_path.glob('*.part')) and not list(tmp_path.glob('last.safetensors'))
     kept = sorted(tmp_path.glob('*.pth'))
     if where != 'weights':                                       # which are written at the first validation
-        assert f'{kept[-1]} holds the state; resume with: subquad train ppma-tiny_folder --work-dir ' in message
+        assert f'training state saved in {kept[-1]}; resume with: subquad train ppma-tiny_folder --work-dir ' in message
     assert kept
     for path in kept:
         read_checkpoint(path)
@@ -274,8 +274,8 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
 
 
 def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
-    from subquad.tools.engine.runner_checkpoints import WholeFilesBackend
-    backend = WholeFilesBackend(str(tmp_path))
+    from subquad.tools.engine.runner_checkpoints import AtomicFilesBackend
+    backend = AtomicFilesBackend(str(tmp_path))
     for name in ('a.pth', 'b.pth'):
         backend.put(b'1', tmp_path / name)
     (tmp_path / 'other').mkdir()
@@ -303,7 +303,7 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
     with pytest.raises(KeyboardInterrupt):
         train.main(arguments)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'{work}/epoch_1.pth holds the state; resume with: subquad train ppma-tiny_folder ')
+    assert line.startswith(f'training state saved in {work}/epoch_1.pth; resume with: subquad train ppma-tiny_folder ')
     monkeypatch.undo()
     import shlex
     command = shlex.split(line.split('resume with: ')[1])
@@ -343,5 +343,5 @@ def test_ctrl_c_in_a_process(images, tmp_path):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and 'Traceback' not in error
-    assert 'holds the state; resume with: subquad train' in error
+    assert 'training state saved in' in error and '; resume with: subquad train' in error
     assert not (tmp_path / 'training.lock').exists() and not list(tmp_path.glob('*.part'))

@@ -77,7 +77,7 @@ def test_a_detector_starts_from_a_classifier(data, tmp_path, monkeypatch, capsys
         assert torch.equal(state[f'backbone.{key}'], value) and torch.equal(average[f'backbone.{key}'], value), key
     text = capsys.readouterr().err
     assert f'{path} is a classifier: the backbone starts from it, neck and heads with random weights; its class' in text
-    assert 'the output norms start as identities' in text and "backbone's init_cfg (none.pth) is not used" in text
+    assert 'the output norms start untrained' in text and "backbone's init_cfg (none.pth) is not used" in text
     assert 'training MaskRCNN on PPMA (' in text and f'from the weights in {path}' in text
     # A file that lacks one of its weights starts nothing.
     weights = model.state_dict()

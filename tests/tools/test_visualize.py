@@ -68,7 +68,7 @@ def test_decay_factors_equal_those_of_the_mixers(folder):
     assert not torch.allclose(*found['stages.2.blocks.1'])
 
 
-def test_pictures_are_labelled(folder, monkeypatch):
+def test_pictures_are_labeled(folder, monkeypatch):
     """A title, a color bar with a label, and layers above the maps, in all three families."""
     figures = []
     monkeypatch.setattr(pictures, 'save', lambda figure, path: figures.append(figure))

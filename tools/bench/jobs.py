@@ -5,6 +5,7 @@ from typing import Dict, List
 import torch
 
 from ..common.cli import UserError, nearest
+from ..common.sizes import parse_size
 from . import networks
 from . import operators as ops
 from .comparisons import compare_models, compare_operator
@@ -92,19 +93,17 @@ def _model_job(args: argparse.Namespace) -> Preset:
 
 
 def size(text: str, tokens: bool) -> ops.Grid:
-    """Read a size by name or as HEIGHTxWIDTH.
+    """Read a named size, one number or HEIGHTxWIDTH.
 
     Args:
-        text: The name of a size, or HEIGHTxWIDTH.
-        tokens: Return tokens; a name then stands for the grid of its image at stride 16.
+        text: Value of --size.
+        tokens: Return tokens, for an operator. A name then stands for the token grid of its image at stride 16, and
+            numbers are tokens.
 
     Raises:
-        UserError: The text is neither.
+        UserError: The text is none of these.
     """
-    if text in ops.SIZES:
-        height, width = ops.SIZES[text]
-        return (-(-height // ops.STRIDE), -(-width // ops.STRIDE)) if tokens else (height, width)
-    parts = text.lower().split('x')
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--size takes {', '.join(ops.SIZES)} or HEIGHTxWIDTH, got {text!r}")
-    return int(parts[0]), int(parts[1])
+    if text not in ops.SIZES:
+        return parse_size(text, list(ops.SIZES))
+    height, width = ops.SIZES[text]
+    return (-(-height // ops.STRIDE), -(-width // ops.STRIDE)) if tokens else (height, width)

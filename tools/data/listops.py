@@ -1,33 +1,34 @@
-"""ListOps expressions by their grammar: nested MIN, MAX, MED and SM over digits, a digit as the answer.
+"""Generate ListOps expressions: nested MIN, MAX, MED and SM over digits, whose answer is a digit.
 
-The task is Nangia and Bowman's (2018) in Long Range Arena's form (Tay et al., 2021; `lra_benchmarks/data/listops.py`):
-at depths 1 to 9 a node is an operator of 2 to 10 arguments with probability 1/4 and a digit otherwise, at depth 10 a
-digit. MED answers the median truncated to an integer, SM the sum modulo 10. A digit is one token, an operator two: the
-opening bracket with its name, and the closing bracket. Expressions of 500 < tokens < 2000 are kept.
+The task is from Nangia and Bowman (2018), in the form of Long Range Arena (Tay et al., 2021;
+`lra_benchmarks/data/listops.py`). At depths 1 to 9 a node is an operator of 2 to 10 arguments with probability 1/4 and
+a digit otherwise; at depth 10 it is a digit. MED returns the median truncated to an integer, SM the sum modulo 10. A
+digit is one token. An operator is two tokens: the opening bracket with its name, and the closing bracket. Expressions
+of 500 < tokens < 2000 are kept, which are one in eleven.
 
-One draw in eleven is kept. To draw trees depth by depth follows the same law as from left to right, and lets thousands
-grow at once by operations on whole arrays; a tree that is too long already grows no further.
+Trees are sampled breadth first. This gives the same distribution as depth first and allows thousands of trees to be
+sampled at once with array operations. A tree that exceeds max_length is abandoned.
 """
 from dataclasses import dataclass
 from typing import List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
-# In the number of S4's and S5's vocabularies, which have <unk> too: it never occurs here.
+# As many tokens as the vocabularies of S4 and S5, which have <unk>, too; it never occurs here.
 VOCABULARY = ('<pad>', '<unk>', '<eos>', *'0123456789', '[MIN', '[MAX', '[MED', '[SM', ']')
 PAD, EOS, DIGIT, OPERATOR, CLOSE = 0, 2, 3, 13, 17
 
 _OPERATOR_PROBABILITY = 0.25
-_TREES = 4096           # drawn at once: a part of what a seed means
-_PATIENCE = 64          # after so many times _TREES without one to keep, there is none
+_TREES = 4096           # batch size of the sampling; changing it changes the data of a seed
+_PATIENCE = 64          # give up after this many batches without a valid tree
 
 
 @dataclass(frozen=True)
 class Expressions:
-    """Sequences of tokens end to end, and their answers.
+    """Concatenated sequences of tokens, and their answers.
 
     Attributes:
-        tokens: uint8 (sum of the lengths,), indices in VOCABULARY.
+        tokens: uint8 (sum of the lengths,), indices into VOCABULARY.
         starts: int64 (n + 1,); sequence i is tokens[starts[i]:starts[i + 1]].
         answers: int64 (n,), from 0 to 9.
     """
@@ -40,29 +41,30 @@ class Expressions:
         return len(self.answers)
 
     def sequence(self, index: int) -> np.ndarray:
-        """uint8 (length,): the tokens of one expression."""
+        """Return the tokens of one expression, uint8 (length,)."""
         return self.tokens[self.starts[index]:self.starts[index + 1]]
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 (n,): tokens of each expression."""
+        """Number of tokens of each expression, int64 (n,)."""
         return np.diff(self.starts)
 
 
 def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 500, max_length: int = 2000,
             max_depth: int = 10, max_args: int = 10) -> Expressions:
-    """`count` expressions of min_length < tokens < max_length; min_length 50 and max_length 128 make a short version.
+    """Generate expressions with min_length < tokens < max_length.
 
-    The first k of them do not depend on `count`. Repetitions are not sought for: beyond 20 tokens or so there are none.
+    The first k expressions do not depend on `count`. Duplicates are not removed; beyond about 20 tokens there are none.
 
     Args:
-        count: how many, at least 1.
-        seed: anything numpy.random.default_rng takes.
-        max_depth: of the tree, where the outermost operator has depth 1.
-        max_args: an operator has 2 to so many arguments.
+        count: number of expressions, at least 1.
+        seed: any seed that numpy.random.default_rng accepts.
+        min_length, max_length: bounds of the number of tokens, both excluded; 50 and 128 give a short version.
+        max_depth: largest depth of a tree; the outermost operator has depth 1.
+        max_args: largest number of arguments of an operator; the smallest is 2.
 
     Raises:
-        ValueError: an argument out of range, or lengths that these trees do not have.
+        ValueError: an argument is out of range, or no tree has a length within the bounds.
     """
     for name, value, least in (('count', count, 1), ('min_length', min_length, 1), ('max_depth', max_depth, 2),
                                ('max_args', max_args, 2)):
@@ -91,20 +93,20 @@ def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 5
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth in all trees. The arguments of an operator stand together on the next level."""
+    """The nodes of one depth in all trees. The arguments of an operator are consecutive nodes of the next level."""
 
-    owner: np.ndarray           # int64 (nodes,): the node's tree
+    owner: np.ndarray           # int64 (nodes,): index of the node's tree
     is_operator: np.ndarray     # bool (nodes,)
-    arguments: np.ndarray       # int64 (operators,): how many each has
+    arguments: np.ndarray       # int64 (operators,): number of arguments of each operator
 
     def of(self, kept: np.ndarray) -> '_Level':
-        """The nodes of the trees that are kept; bool (trees,)."""
+        """Return the nodes of the trees for which `kept`, bool (trees,), is true."""
         nodes = kept[self.owner]
         return _Level(self.owner[nodes], self.is_operator[nodes], self.arguments[nodes[self.is_operator]])
 
 
 def _grow(rng: np.random.Generator, min_length: int, max_length: int, max_depth: int, max_args: int) -> List[_Level]:
-    """The shapes of those of _TREES random trees that have a length to keep, level by level."""
+    """Sample the shapes of _TREES random trees; return those with a valid length, level by level."""
     levels: List[_Level] = []
     owner = np.arange(_TREES)
     length = np.zeros(_TREES, np.int64)
@@ -114,7 +116,7 @@ def _grow(rng: np.random.Generator, min_length: int, max_length: int, max_depth:
         levels.append(_Level(owner, is_operator, arguments))
         parents = owner[is_operator]
         length += np.bincount(owner, minlength=_TREES) + np.bincount(parents, minlength=_TREES)
-        # Every argument is a token at least. A tree given up here keeps a length that is not kept.
+        # Every argument is at least one token. The length of an abandoned tree becomes an invalid one.
         length_at_least = length + np.bincount(parents, arguments, _TREES).astype(np.int64)
         length[length_at_least >= max_length] = max_length
         growing = length[parents] < max_length
@@ -126,7 +128,7 @@ def _grow(rng: np.random.Generator, min_length: int, max_length: int, max_depth:
 
 
 def _lay_out(rng: np.random.Generator, levels: List[_Level]) -> Expressions:
-    """Digits and operators for the nodes; upwards sizes and answers, downwards the place of each node."""
+    """Sample the symbols of the nodes; compute sizes and answers bottom up, then the position of each node top down."""
     symbols: List[np.ndarray] = []
     sizes: List[np.ndarray] = []
     answer = np.zeros(0, np.int64)
@@ -150,18 +152,18 @@ def _lay_out(rng: np.random.Generator, levels: List[_Level]) -> Expressions:
         place, size = place[level.is_operator], size[level.is_operator]
         tokens[place + size - 1] = CLOSE
         if len(level.arguments):
-            before = _firsts(sizes[-1])                  # tokens of all nodes before this one, then of siblings only
+            before = _firsts(sizes[-1])                  # tokens before this node: of all nodes, then of siblings only
             place = before + np.repeat(place + 1 - before[_firsts(level.arguments)], level.arguments)
     return Expressions(tokens, starts, answer)
 
 
 def _firsts(counts: np.ndarray) -> np.ndarray:
-    """Where each of the groups of these sizes begins."""
+    """Return the start of each group from the sizes of the groups."""
     return np.cumsum(counts) - counts
 
 
 def _evaluate(kind: np.ndarray, values: np.ndarray, arguments: np.ndarray) -> np.ndarray:
-    """Answers of operators (n,), kinds 0 to 3 in the vocabulary's order; their arguments stand group by group."""
+    """Evaluate operators (n,) of kinds 0 to 3, in the vocabulary's order; `values` are their arguments in groups."""
     firsts = _firsts(arguments)
     group = np.repeat(np.arange(len(arguments)), arguments)
     ordered = np.sort(group * 10 + values) % 10                                # by value within each group
@@ -170,12 +172,7 @@ def _evaluate(kind: np.ndarray, values: np.ndarray, arguments: np.ndarray) -> np
     return np.choose(kind, [ordered[firsts], ordered[last], median, np.add.reduceat(values, firsts) % 10])
 
 
-def to_text(tokens: Sequence[int]) -> str:
-    """'[MAX 2 9 [MIN 4 7 ] 0 ]' for its tokens; padding and the end mark are left out."""
-    return ' '.join(VOCABULARY[token] for token in tokens if token not in (PAD, EOS))
-
-
-# Spaces for parentheses, which Long Range Arena's files have around each application and its vocabularies leave out.
+# Long Range Arena's files have parentheses around each application, which its vocabularies lack: read them as spaces.
 _SPACED = bytes.maketrans(b'()', b'  ')
 _NO_TOKEN, _SPACE = 255, 254
 _CODES = np.full(256, _NO_TOKEN, np.uint8)
@@ -186,10 +183,10 @@ _NAMES: Tuple[Tuple[bytes, bytes], ...] = ((b'[MIN', b'\1'), (b'[MAX', b'\2'), (
 
 
 def from_text(text: bytes) -> np.ndarray:
-    """uint8 (length,): the tokens of an expression as it stands in Long Range Arena's files, parentheses or not.
+    """Convert an expression of Long Range Arena's files to tokens, uint8 (length,); parentheses are optional.
 
     Raises:
-        ValueError: something else than one whole expression.
+        ValueError: the text is not exactly one complete expression.
     """
     for control in (b'\1', b'\2', b'\3', b'\4'):
         if control in text:
@@ -198,7 +195,7 @@ def from_text(text: bytes) -> np.ndarray:
         text = text.replace(name, code)
     codes = _CODES[np.frombuffer(text.translate(_SPACED), np.uint8)]
     if (codes == _NO_TOKEN).any():
-        raise ValueError('a token that is no digit, no operator and no bracket')
+        raise ValueError('a token that is not a digit, an operator or a bracket')
     is_token = codes != _SPACE
     if (is_token[1:] & is_token[:-1]).any():
         raise ValueError('tokens without a space between them')

@@ -1,7 +1,7 @@
-"""A user's own files of Long Range Arena (Tay et al., 2021), as in lra_release: ListOps, and the Pathfinder images.
+"""Read ListOps and Pathfinder from local files of Long Range Arena (Tay et al., 2021), laid out as in lra_release.
 
-Nothing is downloaded. The splits are those of its code (`input_pipeline.py` in `lra_benchmarks/listops` and in
-`lra_benchmarks/image`): three files for ListOps; 80, 10 and 10 % of the images, in order, for Pathfinder.
+Nothing is downloaded. The splits are those of the benchmark's code (`input_pipeline.py` in `lra_benchmarks/listops` and
+`lra_benchmarks/image`): one file per split for ListOps; 80, 10 and 10 % of the images, in order, for Pathfinder.
 """
 import os
 import re
@@ -17,18 +17,18 @@ from .released_files import check_split, folder_with
 SPLITS = ('train', 'val', 'test')
 SIZES = (32, 64, 128, 256)
 DIFFICULTIES = ('curv_baseline', 'curv_contour_length_9', 'curv_contour_length_14')
-# 'imgs/0 sample_0.png 0 1 1.0 14 4 2 0.5 1 1', and no way out of the folder.
+# 'imgs/0 sample_0.png 0 1 1.0 14 4 2 0.5 1 1'; the pattern allows no path outside of the folder.
 _METADATA = re.compile(r'(imgs/\d+)\s+(\w+\.png)\s+\d+\s+([01])(?:\s.*)?')
 
 
 def lra_listops(root: str, split: str) -> Expressions:
-    """The expressions of basic_train.tsv, basic_val.tsv or basic_test.tsv in `root` or root/listops-1000.
+    """Read the expressions of basic_train.tsv, basic_val.tsv or basic_test.tsv in `root` or root/listops-1000.
 
-    The files have the columns Source and Target, separated by a tab. Source's parentheses are left out, as by their own
-    tokenizer.
+    The files have the columns Source and Target, separated by a tab. The parentheses of Source are dropped, as the
+    benchmark's tokenizer does.
 
     Raises:
-        UserError: a file that is missing, cut off or something else, with the number of the line; an unknown split.
+        UserError: a file is missing, truncated or of another format, or the split is unknown. The error names the line.
     """
     check_split(split, SPLITS)
     folder = folder_with(root, ('listops-1000', '.'), 'give the one with basic_train.tsv')
@@ -40,12 +40,12 @@ def lra_listops(root: str, split: str) -> Expressions:
     try:
         with file.open('rb') as stream:
             if stream.readline().rstrip(b'\r\n') != b'Source\tTarget':
-                raise UserError(f"{file} does not begin with the columns' names, Source and Target, and a tab between")
+                raise UserError(f'{file} does not begin with the column names Source and Target, separated by a tab')
             for number, line in enumerate(stream, 2):
                 try:
                     sequence, answer = _listops_line(line)
                 except ValueError as error:
-                    raise UserError(f'{file}, line {number} has {error}: it is cut off or damaged') from error
+                    raise UserError(f'{file}, line {number} has {error}: the file is truncated or damaged') from error
                 sequences.append(sequence)
                 answers.append(answer)
     except OSError as error:
@@ -57,35 +57,36 @@ def lra_listops(root: str, split: str) -> Expressions:
 
 
 def _listops_line(line: bytes) -> Tuple[np.ndarray, int]:
-    """Tokens and answer. A ValueError says what is wrong with the line."""
+    """Return tokens and answer of a line. Raise a ValueError that says what is wrong with the line."""
     columns = line.rstrip(b'\r\n').split(b'\t')
     if len(columns) != 2:
         raise ValueError(f'{len(columns)} columns, not 2')
     source, target = columns
     if len(target) != 1 or not target.isdigit():
-        raise ValueError('a Target that is no digit')
+        raise ValueError('a Target that is not a digit')
     return from_text(source), int(target)
 
 
 def lra_pathfinder(root: str, split: str, size: int = 32,
                    difficulty: str = 'curv_contour_length_14') -> Tuple[List[Path], np.ndarray]:
-    """Image files and labels, 1 where the two dots are on one curve, of one split of the Pathfinder images.
+    """List the image files and labels of one split of Pathfinder.
 
-    They lie in root/pathfinder32/curv_contour_length_14/imgs/N/sample_M.png; Path-X is pathfinder128. A line of the
-    text files metadata/N.npy, beside imgs, has an image's folder, name, number and label, and how it was drawn. The
-    images in order of N and line are split 80 / 10 / 10; then empty files, which the release has, are left out.
+    Images are root/pathfinder32/curv_contour_length_14/imgs/N/sample_M.png; Path-X is pathfinder128. Each line of the
+    text files metadata/N.npy, beside imgs, holds the folder, name, number, label and drawing parameters of an image.
+    The images are ordered by N and line and split 80 / 10 / 10. Empty files, which the release contains, are then
+    skipped.
 
     Args:
-        root: the folder with pathfinder32, pathfinder64 and so on.
+        root: folder that contains pathfinder32, pathfinder64 and so on.
         split: 'train', 'val' or 'test'.
         size: 32, 64, 128 or 256.
-        difficulty: of the contours, the folder's name.
+        difficulty: difficulty of the contours, the name of a folder.
 
     Returns:
-        n paths and int64 (n,).
+        n paths, and labels, int64 (n,): 1 if both dots are on one curve.
 
     Raises:
-        UserError: something that is missing, cut off or something else; an unknown split, size or difficulty.
+        UserError: a file is missing, truncated or of another format, or the split, size or difficulty is unknown.
     """
     check_split(split, SPLITS)
     if size not in SIZES:
@@ -109,23 +110,23 @@ def lra_pathfinder(root: str, split: str, size: int = 32,
         try:
             empty = os.stat(path).st_size == 0
         except OSError as error:
-            raise UserError(f'no image {path}, which the metadata name: unpack the release again') from error
+            raise UserError(f'no image {path}, which the metadata list: unpack the release again') from error
         if not empty:
             images.append(path)
             labels.append(label)
     if not images:
-        raise UserError(f'{folder} has no images for the split {split!r}: the metadata name {len(rows)} in all')
+        raise UserError(f'{folder} has no images for the split {split!r}: the metadata list {len(rows)} in all')
     return images, np.array(labels, np.int64)
 
 
 def _metadata(file: Path) -> List[Tuple[str, int]]:
-    """(imgs/N/sample_M.png, label) for each line."""
+    """Return (imgs/N/sample_M.png, label) for each line of a metadata file."""
     try:
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f'{file} cannot be read ({one_line(error)})') from error
     if content.startswith(b'\x93NUMPY'):
-        raise UserError(f"{file} is an array of numpy's; the release has lines of text under this name")
+        raise UserError(f'{file} is a NumPy array; in the release, the file of this name is text')
     rows: List[Tuple[str, int]] = []
     fields = 0
     for number, line in enumerate(content.decode('ascii', 'replace').splitlines(), 1):
@@ -133,6 +134,6 @@ def _metadata(file: Path) -> List[Tuple[str, int]]:
         fields = fields or len(line.split())
         if not match or len(line.split()) != fields:
             raise UserError(f"{file}, line {number} is not 'imgs/N sample_M.png number label ...': "
-                            'it is cut off or damaged')
+                            'the file is truncated or damaged')
         rows.append((f'{match[1]}/{match[2]}', int(match[3])))
     return rows

@@ -1,13 +1,13 @@
-"""Pathfinder-like images: do two dots mark the ends of one dashed curve, or of two?
+"""Generate Pathfinder-like images: do two dots mark the ends of the same dashed curve?
 
-NOT the data of Linsley et al. (2018) nor of Long Range Arena, whose generator cannot be run again to the same bits, but
-a simpler drawing of the same task at the sizes of Pathfinder (32 x 32) and Path-X (128 x 128). As in theirs, two curves
-of 14 dashes and shorter distractors keep away from themselves, each other and the frame, and the answer decides nothing
-but which two of the four ends get a dot.
+This is NOT the data of Linsley et al. (2018) or of Long Range Arena, whose generator cannot reproduce its output. It is
+a simpler version of the same task at the sizes of Pathfinder (32 x 32) and Path-X (128 x 128). As in the original, two
+curves of 14 dashes and shorter distractors keep clear of themselves, of each other and of the frame, and the label only
+decides which two of the four ends are marked.
 
-The dots must not tell by themselves. An image is kept only if it has two ends of one curve and two ends of different
-curves that nearly agree in their distance, in how much they face each other and in how central they are; it is drawn
-with the one pair or the other.
+The positions of the dots must not reveal the answer. An image is kept only if two ends of one curve and two ends of
+different curves have similar distances, face each other to a similar degree and are similarly central. One of the two
+pairs is drawn.
 """
 from dataclasses import dataclass
 from typing import List, Sequence, Tuple, Union
@@ -15,31 +15,31 @@ from typing import List, Sequence, Tuple, Union
 import numpy as np
 from PIL import Image, ImageDraw
 
-_IMAGES = 256                   # grown at once: a part of what a seed means
+_IMAGES = 256                   # batch size of the sampling; changing it changes the data of a seed
 _TRIALS = 16                    # directions tried for each dash
-_TURNS = np.linspace(0.4, 1.0, _TRIALS)     # radians, standard deviation of the turn in each trial: smooth ones first
-_SHARPEST = 1.2                 # radians
-_DELAY = 2                      # a curve's own dashes are in its way from so many dashes on
-_FINENESS = 6                   # cells for a margin
-_ATTEMPTS = 4                   # at a curve, which may find no way
-_SECONDS = 4                    # second curves for a first one, until the scene can be used
-_DISTANCE, _FACING, _CENTRAL = 1 / 20, 0.4, 1 / 16      # how nearly pairs agree; lengths in parts of the image's side
+_TURNS = np.linspace(0.4, 1.0, _TRIALS)     # standard deviation of the turn in each trial, radians; smooth turns first
+_SHARPEST = 1.2                 # largest turn, radians
+_DELAY = 2                      # a curve must keep clear of its own dashes, except the last _DELAY
+_FINENESS = 6                   # cells per margin
+_ATTEMPTS = 4                   # attempts to grow a curve
+_SECONDS = 4                    # second curves tried for each first one
+_DISTANCE, _FACING, _CENTRAL = 1 / 20, 0.4, 1 / 16      # tolerances of the pairs; lengths in units of the image side
 
 
 @dataclass(frozen=True)
 class Style:
-    """What an image looks like; lengths in pixels."""
+    """Appearance of an image; lengths in pixels."""
 
-    size: int               # of the square image
-    dash: float
-    gap: float
-    thickness: float        # of dashes
-    radius: float           # of dots
-    margin: float           # between curves, and from a dot's rim to another curve: from center line to center line
+    size: int               # side of the square image
+    dash: float             # length of a dash
+    gap: float              # length of a gap
+    thickness: float        # thickness of dashes
+    radius: float           # radius of dots
+    margin: float           # smallest distance between center lines of curves, and from a dot's rim to other curves
     dashes: int = 14
     distractors: int = 5
     distractor_dashes: int = 4
-    oversampling: int = 4   # drawn at so many times the size
+    oversampling: int = 4   # the image is drawn at this multiple of its size
 
 
 PATHFINDER = Style(size=32, dash=2., gap=1., thickness=0.75, radius=1.5, margin=2.25)
@@ -47,12 +47,12 @@ PATH_X = Style(size=128, dash=5., gap=2.5, thickness=1.5, radius=3., margin=6., 
 
 
 def _clearance(style: Style) -> float:
-    """Pixels from a dot's center to another curve."""
+    """Return the smallest distance in pixels from a dot's center to another curve."""
     return style.radius + style.margin - style.thickness / 2
 
 
 class _Canvas:
-    """For each of many images, the cells of a fine grid that are too close to a curve or to the frame."""
+    """Occupancy grids of a batch of images: the cells that are too close to a curve or to the frame."""
 
     def __init__(self, style: Style):
         self.style = style
@@ -64,37 +64,40 @@ class _Canvas:
         self.disc = (y * self.cells + x)[np.hypot(y, x) <= _FINENESS]
 
     def _cells(self, images: np.ndarray, points: np.ndarray) -> np.ndarray:
-        """Where the points (n, ..., 2) of these images (n,) are in `taken`, seen as flat."""
+        """Return the flat indices into `taken` of points (n, ..., 2) in the images (n,)."""
         cells = np.clip((points * self.per_pixel).astype(np.int64), 0, self.cells - 1)
         rows = images.reshape(-1, *[1] * (points.ndim - 2)) * self.cells + cells[..., 1]
         return rows * self.cells + cells[..., 0]
 
     def free(self, images: np.ndarray, points: np.ndarray) -> np.ndarray:
-        """bool (n, T): whether none of points, (n, T, P, 2) in the order x, y, is too close to anything."""
+        """Return bool (n, T): whether all of the points (n, T, P, 2), as (x, y), are in free cells."""
         return ~self.taken.reshape(-1)[self._cells(images, points)].any(-1)
 
     def take(self, images: np.ndarray, points: np.ndarray) -> None:
-        """Takes the cells nearer than the margin to points (n, P, 2), all of which were free."""
+        """Occupy the cells nearer than the margin to points (n, P, 2), all of which were free."""
         self.taken.reshape(-1)[self._cells(images, points)[..., None] + self.disc] = True
 
     def take_dot(self, images: np.ndarray, centers: np.ndarray) -> None:
-        """Takes what is within _clearance of centers (n, 2)."""
+        """Occupy the cells within _clearance of centers (n, 2)."""
         angle = np.arange(12) * np.pi / 6
         rim = np.stack([np.cos(angle), np.sin(angle)], 1) * (_clearance(self.style) - self.style.margin)
-        inner = (_FINENESS + 0.5) / self.per_pixel                      # beyond it the frame has been taken anyway
+        inner = (_FINENESS + 0.5) / self.per_pixel                      # the frame beyond is occupied anyway
         self.take(images, np.clip(centers[:, None] + rim, inner, self.style.size - inner))
 
 
 def _grow(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
           dashes: int) -> Tuple[np.ndarray, np.ndarray]:
-    """One more curve in each of these images, dash by dash, each in the first of some random directions that is free.
+    """Grow one more curve in each of these images, dash by dash, each in the first free one of some random directions.
 
     Args:
-        images: int64 (n,), in ascending order.
+        rng: random numbers.
+        canvas: occupancy of the images, which is updated.
+        images: indices of images, int64 (n,), in ascending order.
+        dashes: number of dashes.
 
     Returns:
-        the images where it found its way, int64 (k,), in ascending order, whose canvas it has taken; and the two ends
-        (x, y) of all dashes there, float (k, dashes, 2, 2).
+        indices of the images in which the curve is complete, int64 (k,), in ascending order; and the two ends (x, y) of
+        all dashes there, float (k, dashes, 2, 2).
     """
     lines = np.zeros((_IMAGES, dashes, 2, 2))
     waiting = images
@@ -108,7 +111,7 @@ def _grow(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
 
 def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
              dashes: int) -> Tuple[np.ndarray, np.ndarray]:
-    """As _grow, for those whose curve finds its way at once."""
+    """Make one attempt of `_grow`."""
     style, before, all_images = canvas.style, canvas.taken[images], images
     traveled = (style.dash + style.gap) * np.array([0, 1 / 3, 2 / 3, 1])[:, None]
     lines = np.zeros((len(images), 0, 2, 2))
@@ -131,7 +134,7 @@ def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
         line = np.stack([points[:, 0], points[:, 0] + style.dash * along[rows, first, 0]], 1)
         lines = np.concatenate([lines[found], line[:, None]], 1)
         passed = np.concatenate([passed[found], points[:, None]], 1)
-        # Its own last dashes are nearer than the margin by nature.
+        # The last dashes of the curve itself are always nearer than the margin.
         if n + 1 >= _DELAY:
             canvas.take(images, passed[:, n + 1 - _DELAY])
     for n in range(max(0, dashes - _DELAY + 1), dashes):
@@ -141,13 +144,13 @@ def _attempt(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
     return images, lines
 
 
-# Pairs of the ends: the curves' first and last, in the order first of A, last of A, first of B, last of B.
+# Pairs of the ends, which are numbered first of A, last of A, first of B, last of B.
 _PAIRS = np.array([(0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (1, 3)])
-_TOGETHER = 2                   # so many of them are of one curve
+_TOGETHER = 2                   # the first two pairs belong to one curve
 
 
 def _clear(style: Style, curves: np.ndarray) -> np.ndarray:
-    """bool (n, 4): whether nothing is near a dot at this end, but for the first dashes of its own curve."""
+    """Return bool (n, 4): whether a dot at each end is clear of all dashes except the nearest ones of its own curve."""
     ends = curves[:, :, [0, -1], [0, 1]].reshape(-1, 4, 1, 1, 2)
     points = np.concatenate([curves, curves.mean(3, keepdims=True)], 3).reshape(-1, 1, 2, style.dashes * 3, 2)
     distance = np.linalg.norm(points - ends, axis=-1)                   # (n, 4, 2, points)
@@ -158,13 +161,16 @@ def _clear(style: Style, curves: np.ndarray) -> np.ndarray:
 
 
 def _marks(rng: np.random.Generator, style: Style, curves: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """The ends to mark for either answer.
+    """Choose the ends to mark for either answer.
 
     Args:
+        rng: random numbers.
+        style: appearance of the images.
         curves: (n, 2, dashes, 2, 2), as `_grow` returns them.
 
     Returns:
-        bool (n,), whether there are pairs that agree; and, for those, float (k, 2, 2, 2): answer, end, (x, y).
+        whether an image has two similar pairs, bool (n,); and the ends of these pairs, float (k, 2, 2, 2): answer, end,
+        (x, y).
     """
     ends = curves[:, :, [0, -1], [0, 1]].reshape(-1, 4, 2)
     inwards = (curves[:, :, [0, -1], [1, 0]] - curves[:, :, [0, -1], [0, 1]]).reshape(-1, 4, 2) / style.dash
@@ -186,7 +192,7 @@ def _marks(rng: np.random.Generator, style: Style, curves: np.ndarray) -> Tuple[
 
 
 def _scenes(rng: np.random.Generator, style: Style) -> List[Tuple[np.ndarray, np.ndarray]]:
-    """Those of _IMAGES random scenes that can be used: dashes, float (d, 2, 2), and marks, float (2, 2, 2)."""
+    """Sample _IMAGES scenes; return the dashes, float (d, 2, 2), and marks, float (2, 2, 2), of each valid one."""
     canvas = _Canvas(style)
     curves = np.zeros((_IMAGES, 2, style.dashes, 2, 2))
     marks = np.zeros((_IMAGES, 2, 2, 2))
@@ -211,7 +217,7 @@ def _scenes(rng: np.random.Generator, style: Style) -> List[Tuple[np.ndarray, np
 
 
 def _draw(style: Style, dashes: np.ndarray, marks: np.ndarray) -> np.ndarray:
-    """uint8 (size, size): light on dark, smoothed by drawing it larger. marks: (2, 2), the dots' (x, y)."""
+    """Draw an image, uint8 (size, size), light on dark and antialiased; marks (2, 2) are the (x, y) of the dots."""
     scale = style.oversampling
     image = Image.new('L', (style.size * scale,) * 2)
     pen = ImageDraw.Draw(image)
@@ -225,19 +231,20 @@ def _draw(style: Style, dashes: np.ndarray, marks: np.ndarray) -> np.ndarray:
 
 def pathfinder_like(count: int, seed: Union[int, Sequence[int]] = 0,
                     style: Style = PATHFINDER) -> Tuple[np.ndarray, np.ndarray]:
-    """Images and answers, 1 where the dots are on one curve; of images 2i and 2i + 1 exactly one has the answer 1.
+    """Generate images and labels. Exactly one of the images 2i and 2i + 1 has the label 1.
 
-    The first k do not depend on `count`. style=PATH_X gives the Path-X-like ones.
+    The first k images do not depend on `count`.
 
     Args:
-        count: how many, at least 1.
-        seed: anything numpy.random.SeedSequence takes.
+        count: number of images, at least 1.
+        seed: any seed that numpy.random.SeedSequence accepts.
+        style: PATHFINDER, or PATH_X for images like Path-X.
 
     Returns:
-        uint8 (count, size, size) and int64 (count,).
+        images, uint8 (count, size, size), and labels, int64 (count,): 1 if both dots are on one curve.
 
     Raises:
-        ValueError: count out of range.
+        ValueError: count is out of range.
     """
     if not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(f'count must be an integer of at least 1, got {count!r}')

@@ -1,6 +1,7 @@
-"""A user's own MNIST and CIFAR-10 files, as their authors released them, into arrays.
+"""Read MNIST and CIFAR-10 from local files in the format of their release.
 
-Nothing is downloaded, and no pickle is executed: of a CIFAR-10 batch only plain values and an array's bytes are read.
+Nothing is downloaded, and no pickle is executed: only plain values and the bytes of an array are read from a CIFAR-10
+batch.
 """
 import gzip
 import math
@@ -16,14 +17,19 @@ from ..common.cli import UserError, one_line
 from ..common.paths import expanded
 
 _IDX_NAMES = {'train': 'train', 'test': 't10k'}
-_LARGEST = 1 << 30              # bytes of an array that a file may announce; MNIST's have 47 million
+_LARGEST = 1 << 30              # largest array that a file may declare, in bytes; MNIST's have 47 million
 
 
 def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
-    """The first of root/subfolder that exists, '.' for root itself.
+    """Return the first of root/subfolder that exists, or root if none does.
+
+    Args:
+        root: folder that the user gave.
+        subfolders: names of subfolders; '.' stands for root itself.
+        what: hint for the error message.
 
     Raises:
-        UserError: root is no folder.
+        UserError: root is not a folder.
     """
     path = expanded(str(root))
     if not path.is_dir():
@@ -32,33 +38,36 @@ def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
 
 
 def part_of(count: int, split: str) -> slice:
-    """Of `count` training images the first 90 % ('train'), the last 10 % ('val') or all ('all'), in the files' order.
+    """Return the slice of `count` training images, in file order, that a split takes.
 
-    That is 45,000 and 5,000 of CIFAR-10's 50,000, and 54,000 and 6,000 of MNIST's 60,000.
+    'train' is the first 90 %, 'val' the last 10 %, and 'all' everything: 45,000 and 5,000 of CIFAR-10's 50,000 images,
+    54,000 and 6,000 of MNIST's 60,000.
     """
     train = count * 9 // 10
     return {'train': slice(0, train), 'val': slice(train, count), 'all': slice(0, count)}[split]
 
 
 def check_split(split: str, splits: Sequence[str]) -> None:
-    """Raises UserError unless split is one of splits."""
+    """Raise a UserError unless split is one of splits."""
     if split not in splits:
         raise UserError(f"split must be one of {', '.join(map(repr, splits))}, got {split!r}")
 
 
 def mnist_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """MNIST, or another data set of digits in its format, from train-images-idx3-ubyte, train-labels-idx1-ubyte and the
-    same with t10k, plain or .gz, in `root` or where torchvision puts them (root/MNIST/raw).
+    """Read MNIST, or another data set of digits in its format.
+
+    The files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
+    plain or .gz, in `root` or where torchvision puts them (root/MNIST/raw).
 
     Args:
-        root: the folder.
+        root: folder of the files.
         split: 'train' (the first 90 %: 54,000), 'val' (the last 10 %: 6,000), 'all' of both, or 'test' (10,000).
 
     Returns:
-        uint8 (n, 28, 28), 255 for ink, and int64 (n,), from 0 to 9.
+        images, uint8 (n, 28, 28), where ink is 255, and labels, int64 (n,), from 0 to 9.
 
     Raises:
-        UserError: a file that is missing, cut off or something else; an unknown split.
+        UserError: a file is missing, truncated or of another format, or the split is unknown.
     """
     check_split(split, ('train', 'val', 'all', 'test'))
     folder = folder_with(root, ('MNIST/raw', 'raw', '.'), 'give the one with train-images-idx3-ubyte')
@@ -76,7 +85,7 @@ def mnist_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
 
 
 def _idx_file(folder: Path, name: str, kind: str) -> Path:
-    """folder/train-images-idx3-ubyte in the spellings that are about."""
+    """Find folder/train-images-idx3-ubyte under any of its usual file names."""
     stems = (f'{name}-{kind}-ubyte', f"{name}-{kind.replace('-', '.')}-ubyte")
     for file in (folder / (stem + ending) for stem in stems for ending in ('', '.gz')):
         if file.is_file():
@@ -85,31 +94,34 @@ def _idx_file(folder: Path, name: str, kind: str) -> Path:
 
 
 def _read_idx(file: Path, dimensions: int) -> np.ndarray:
-    """uint8 array of an idx file: two zeros, the type (8: uint8), the number of dimensions, their sizes as big-endian
-    32-bit integers, the values."""
+    """Read the uint8 array of an idx file.
+
+    The file holds two zero bytes, the type (8: uint8), the number of dimensions, their sizes as big-endian 32-bit
+    integers, and the values.
+    """
     try:
         with (gzip.open if file.suffix == '.gz' else open)(file, 'rb') as stream:
             return _read_idx_stream(stream, file, dimensions)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f'{file} cannot be read ({one_line(error)}): fetch it again') from error
+        raise UserError(f'{file} cannot be read ({one_line(error)}): download it again') from error
 
 
 def _read_idx_stream(stream: BinaryIO, file: Path, dimensions: int) -> np.ndarray:
     magic = stream.read(4)
     if magic != bytes([0, 0, 8, dimensions]):
-        raise UserError(f'{file} is no idx file of bytes in {dimensions} dimensions: it begins with '
+        raise UserError(f'{file} is not an idx file of bytes in {dimensions} dimensions: it begins with '
                         f"{magic.hex() or 'nothing'}, not 00000{800 + dimensions}")
     sizes = stream.read(4 * dimensions)
     if len(sizes) < 4 * dimensions:
-        raise UserError(f'{file} is cut off: fetch it again')
+        raise UserError(f'{file} is truncated: download it again')
     shape = struct.unpack(f'>{dimensions}I', sizes)
     size = math.prod(shape)
     if size > _LARGEST:
-        raise UserError(f"{file} announces {' x '.join(map(str, shape))} values: it is damaged, fetch it again")
+        raise UserError(f"{file} declares {' x '.join(map(str, shape))} values, which is too large; download it again")
     values = stream.read(size + 1)
     if len(values) != size:
-        problem = 'is cut off' if len(values) < size else 'has more values than it announces'
-        raise UserError(f"{file} {problem} ({' x '.join(map(str, shape))}): fetch it again")
+        problem = 'is truncated' if len(values) < size else 'has more values than it declares'
+        raise UserError(f"{file} {problem} ({' x '.join(map(str, shape))}): download it again")
     return np.frombuffer(values, np.uint8).reshape(shape)
 
 
@@ -117,18 +129,18 @@ CIFAR10_CLASSES = ['airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog
 
 
 def cifar10_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """CIFAR-10 from the "python version": data_batch_1 to 5 and test_batch, in `root` or root/cifar-10-batches-py.
+    """Read the Python version of CIFAR-10: data_batch_1 to 5 and test_batch, in `root` or root/cifar-10-batches-py.
 
     Args:
-        root: the folder.
+        root: folder of the files.
         split: 'train' (the first 45,000), 'val' (the last 5,000: the second half of data_batch_5), 'all' of both, or
             'test' (10,000).
 
     Returns:
-        uint8 (n, 32, 32, 3), red, green and blue, and int64 (n,), indices in CIFAR10_CLASSES.
+        RGB images, uint8 (n, 32, 32, 3), and labels, int64 (n,), indices into CIFAR10_CLASSES.
 
     Raises:
-        UserError: a file that is missing, cut off or something else; an unknown split.
+        UserError: a file is missing, truncated or of another format, or the split is unknown.
     """
     check_split(split, ('train', 'val', 'all', 'test'))
     folder = folder_with(root, ('cifar-10-batches-py', '.'), 'give the one with data_batch_1 to 5 and test_batch')
@@ -140,7 +152,7 @@ def cifar10_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
 
 
 def _read_cifar_batch(file: Path) -> Tuple[np.ndarray, np.ndarray]:
-    """uint8 (n, 3072), planes of red, green and blue, and int64 (n,)."""
+    """Return images, uint8 (n, 3072), as planes of red, green and blue, and labels, int64 (n,)."""
     if not file.is_file():
         raise UserError(f'no {file.name} in {file.parent} (unpack cifar-10-python.tar.gz there)')
     try:
@@ -151,20 +163,22 @@ def _read_cifar_batch(file: Path) -> Tuple[np.ndarray, np.ndarray]:
     except OSError as error:
         raise UserError(f'{file} cannot be read ({one_line(error)})') from error
     except Exception as error:                      # a damaged pickle can raise anything
-        raise UserError(f'{file} is cut off or no CIFAR-10 batch ({one_line(error)}): fetch it again') from error
+        raise UserError(f'{file} is truncated or not a CIFAR-10 batch ({one_line(error)}): '
+                        'download it again') from error
     batch = batch if isinstance(batch, dict) else {}
-    # Keys are bytes where someone has loaded the batch with encoding='bytes' and saved it again.
+    # Keys are bytes if the batch was loaded with encoding='bytes' and saved again.
     images, labels = (batch.get(key, batch.get(key.encode())) for key in ('data', 'labels'))
     pixels = images.values() if isinstance(images, _Array) else None
     if pixels is None or not isinstance(labels, list) or not all(type(n) is int and 0 <= n <= 9 for n in labels):
-        raise UserError(f'{file} is no CIFAR-10 batch: it wants data, uint8 (n, 3072), and labels, n integers 0 to 9')
+        raise UserError(f'{file} is not a CIFAR-10 batch: expected `data`, uint8 (n, 3072), and `labels`, n integers '
+                        'from 0 to 9')
     if len(pixels) != len(labels):
         raise UserError(f'{file} has {len(pixels)} images, but {len(labels)} labels')
     return pixels, np.array(labels, np.int64)
 
 
 class _Dtype:
-    """In the place of numpy.dtype(name, ...)."""
+    """Stand-in for numpy.dtype(name, ...)."""
 
     def __init__(self, name: Any = None, *rest: Any):
         self.name = name
@@ -174,7 +188,7 @@ class _Dtype:
 
 
 class _Array:
-    """In the place of numpy.ndarray, whose state is (version, shape, dtype, Fortran order, bytes)."""
+    """Stand-in for numpy.ndarray, whose state is (version, shape, dtype, Fortran order, bytes)."""
 
     state: Any = None
 
@@ -185,11 +199,11 @@ class _Array:
         self.state = state
 
     def values(self) -> Optional[np.ndarray]:
-        """uint8 (n, 3072), or None where the state is anything else."""
+        """Return the array, uint8 (n, 3072), or None if the state is that of another array."""
         if not isinstance(self.state, tuple) or len(self.state) != 5:
             return None
         _, shape, dtype, fortran, content = self.state
-        if isinstance(content, str):                # Python 2's strings
+        if isinstance(content, str):                # a string of Python 2
             content = content.encode('latin1', 'replace')
         fits = (isinstance(dtype, _Dtype) and dtype.name in ('u1', '|u1') and not fortran
                 and isinstance(content, (bytes, bytearray)) and isinstance(shape, tuple)
@@ -199,14 +213,14 @@ class _Array:
 
 
 class _BufferArray(_Array):
-    """In the place of numpy's _frombuffer, which Python 3.8 and later write."""
+    """Stand-in for NumPy's _frombuffer, which pickles of Python 3.8 and later call."""
 
     def __init__(self, content: Any, dtype: Any, shape: Any, order: Any):
         self.state = (1, shape, dtype, order != 'C', content)
 
 
 class _Bytes(bytes):
-    """In the place of _codecs.encode, by which Python 3 writes bytes for Python 2."""
+    """Stand-in for _codecs.encode, with which Python 3 writes bytes for Python 2."""
 
     def __new__(cls, text: Any = '', encoding: Any = 'latin1'):
         return super().__new__(cls, str(text), 'latin1')
@@ -216,8 +230,10 @@ class _Bytes(bytes):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows nothing but stand-ins for what numpy's arrays are made with. They only keep values; all of them are classes
-    with a __setstate__, since a pickle could set attributes of anything else, of a function for one."""
+    """Unpickler that maps NumPy's constructors to inert stand-ins and refuses everything else.
+
+    Each stand-in is a class with `__setstate__`, so that a pickle cannot set attributes on it.
+    """
 
     _KNOWN = {('numpy', 'ndarray'): _Array, ('numpy', 'dtype'): _Dtype, ('_codecs', 'encode'): _Bytes,
               **{(f'numpy.{core}.multiarray', '_reconstruct'): _Array for core in ('core', '_core')},

@@ -1,11 +1,11 @@
-"""Data sets for sequence models and flattened images, under names for configs.
+"""Data sets for sequence models, registered for configs.
 
-Items are dict(inputs, label), as in data.py. inputs is a float tensor (C, H, W) for images, whatever order a model then
-reads the pixels in, and an int64 tensor (L,) for expressions.
+Items are dict(inputs, label), as in image_sets.py. inputs is a float tensor (C, H, W) for images, which the model reads
+as a sequence of pixels, and an int64 tensor (L,) for expressions.
 
-    ListOps, PathfinderLike, PathXLike    made by a program; the last two are not the data of the benchmark of that name
-    MNIST, CIFAR10                        the user's own files
-    LRAListOps, LRAPathfinder             the user's own files of Long Range Arena
+    ListOps, PathfinderLike, PathXLike    generated; the last two are not the data of the benchmarks of these names
+    MNIST, CIFAR10                        read from local files
+    LRAListOps, LRAPathfinder             read from local files of Long Range Arena
 """
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -27,7 +27,7 @@ SPLITS = {'train': 0, 'val': 1, 'test': 2}
 
 
 def _made_by_program(split: str, count: Optional[int], sizes: Sequence[int], seed: int) -> Dict[str, Any]:
-    """count and seed for a generator: the splits are different streams of one seed."""
+    """Return the arguments count and seed of a generator. Each split is a stream of its own of the seed."""
     check_split(split, list(SPLITS))
     return dict(count=sizes[SPLITS[split]] if count is None else count, seed=[seed, SPLITS[split]])
 
@@ -36,9 +36,9 @@ class _Expressions(_Classified):
     """Expressions padded at the end.
 
     Attributes:
-        length: L, of every item.
-        lengths: int64 (n,), of the expressions without padding and end mark.
-        vocabulary: the tokens' names.
+        length: L, the padded length of every item.
+        lengths: lengths of the expressions without padding and end token, int64 (n,).
+        vocabulary: names of the tokens.
     """
 
     classes = [str(n) for n in range(10)]
@@ -67,20 +67,22 @@ class _Expressions(_Classified):
 
 @DATASETS.register_module()
 class ListOps(_Expressions):
-    """ListOps by its grammar, 10 classes; min_length=50, max_length=128 make a short version.
+    """Generated ListOps expressions, 10 classes; min_length=50, max_length=128 give a short version.
 
-    Made when the data set is, in seconds. By default in Long Range Arena's sizes: 96,000, 2,000 and 2,000.
+    Generated when the data set is built, which takes seconds. The default sizes are those of Long Range Arena: 96,000,
+    2,000 and 2,000.
 
     Args:
         split: 'train', 'val' or 'test'.
-        count: how many expressions.
-        min_length, max_length: tokens, both excluded.
+        count: number of expressions.
+        min_length, max_length: bounds of the number of tokens, both excluded.
         max_depth, max_args: as in `listops`.
-        length: L of all items, `inputs` being padded with 0 at the end; by default the power of two that holds
-            max_length.
-        append_eos: end expressions with a token of its own, as S4 and S5 do.
-        with_length: items have `length` too, the tokens that are not padding: int. (inputs != 0).sum() says the same.
-        seed: of the whole data set.
+        length: length L of all items, whose `inputs` are padded with 0 at the end; by default the smallest power of two
+            that holds max_length.
+        append_eos: append an end token to each expression, as S4 and S5 do.
+        with_length: add the number of tokens without padding to the items as `length`, an int. It equals
+            (inputs != 0).sum().
+        seed: seed of the data set.
     """
 
     def __init__(self, split: str, count: Optional[int] = None, min_length: int = 500, max_length: int = 2000,
@@ -88,7 +90,7 @@ class ListOps(_Expressions):
                  with_length: bool = False, seed: int = 0):
         expressions = listops(min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args,
                               **_made_by_program(split, count, (96_000, 2_000, 2_000), seed))
-        # From the bound, not from what was drawn: the splits must agree.
+        # Use the bound, not the longest sample, so that all splits have the same length.
         longest = max_length - 1 + append_eos
         default = 1 << (longest - 1).bit_length()
         super().__init__(expressions, default if length is None else length, append_eos, with_length)
@@ -99,7 +101,7 @@ class LRAListOps(_Expressions):
     """ListOps from Long Range Arena's basic_train.tsv, basic_val.tsv and basic_test.tsv, 10 classes.
 
     Args:
-        root: the folder with the files, or with listops-1000.
+        root: folder of the files, or the folder that contains listops-1000.
         split: 'train', 'val' or 'test'.
         length, append_eos, with_length: as in ListOps; 2048 holds all expressions of the release.
     """
@@ -110,9 +112,9 @@ class LRAListOps(_Expressions):
 
 
 class _Pictures(_Classified):
-    """Gray or colored images: through timm's transform, or scaled by `mean` and `std`, of values from 0 to 1.
+    """Gray or color images, prepared by timm's transform, or scaled to [0, 1] and normalized by `mean` and `std`.
 
-    A transform gets three channels, as in data.py, or one where its input_size is (1, H, W).
+    A transform receives three channels, as in image_sets.py, or one channel if its input_size is (1, H, W).
     """
 
     mean: Sequence[float]
@@ -125,13 +127,13 @@ class _Pictures(_Classified):
         size = (transform or {}).get('input_size', 224)
         self.mode = 'L' if isinstance(size, Sequence) and len(size) == 3 and size[0] == 1 else 'RGB'
         if self.mode == 'L' and not len(transform.get('mean', ())) == len(transform.get('std', ())) == 1:
-            raise UserError(f'transform: input_size {tuple(size)} wants a mean and a std of one value each')
+            raise UserError(f'transform: input_size {tuple(size)} requires a mean and a std of one value each')
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def picture(self, index: int) -> np.ndarray:
-        """uint8 (H, W) or (H, W, 3)."""
+        """Return an image, uint8 (H, W) or (H, W, 3)."""
         return self.images[index]
 
     def __getitem__(self, index: int) -> Dict[str, Any]:
@@ -147,12 +149,12 @@ class _Pictures(_Classified):
 
 @DATASETS.register_module()
 class MNIST(_Pictures):
-    """The user's own MNIST files, 28 x 28, one channel, 10 classes; see `mnist_arrays`.
+    """MNIST from local files, 28 x 28, one channel, 10 classes; see `mnist_arrays`.
 
     Args:
-        root: the folder with the files.
+        root: folder of the files.
         split: 'train' (54,000), 'val' (6,000), 'all' of both, or 'test' (10,000).
-        transform: for timm.data.create_transform.
+        transform: arguments of timm.data.create_transform.
     """
 
     mean, std = (0.1307,), (0.3081,)
@@ -163,12 +165,12 @@ class MNIST(_Pictures):
 
 @DATASETS.register_module()
 class CIFAR10(_Pictures):
-    """The user's own CIFAR-10 files, 32 x 32, three channels, 10 classes; see `cifar10_arrays`.
+    """CIFAR-10 from local files, 32 x 32, three channels, 10 classes; see `cifar10_arrays`.
 
     Args:
-        root: the folder with the files.
+        root: folder of the files.
         split: 'train' (45,000), 'val' (5,000), 'all' of both, or 'test' (10,000).
-        transform: for timm.data.create_transform.
+        transform: arguments of timm.data.create_transform.
     """
 
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -182,15 +184,15 @@ _PATHFINDER_CLASSES = ['two curves', 'one curve']
 
 @DATASETS.register_module()
 class PathfinderLike(_Pictures):
-    """Drawn images of 32 x 32, one channel: do the two dots mark one curve? Not the original data; see pathfinder.py.
+    """Generated images of 32 x 32, one channel: do the dots mark one curve? Not the original data; see pathfinder.py.
 
-    Made when the data set is, in some milliseconds an image.
+    Generated when the data set is built, which takes a few milliseconds per image.
 
     Args:
         split: 'train', 'val' or 'test'.
-        count: how many; by default 20,000, 2,000 and 2,000.
-        transform: for timm.data.create_transform.
-        seed: of the whole data set.
+        count: number of images; by default 20,000, 2,000 and 2,000.
+        transform: arguments of timm.data.create_transform.
+        seed: seed of the data set.
     """
 
     style: Style = PATHFINDER
@@ -204,7 +206,7 @@ class PathfinderLike(_Pictures):
 
 @DATASETS.register_module()
 class PathXLike(PathfinderLike):
-    """The same at 128 x 128. Not the original Path-X."""
+    """`PathfinderLike` at 128 x 128. Not the original Path-X."""
 
     style = PATH_X
     mean, std = (0.0317,), (0.1544,)
@@ -212,16 +214,16 @@ class PathXLike(PathfinderLike):
 
 @DATASETS.register_module()
 class LRAPathfinder(_Pictures):
-    """The user's own Pathfinder images of Long Range Arena, one channel, 2 classes; Path-X with size=128.
+    """Pathfinder from local files of Long Range Arena, one channel, 2 classes; Path-X with size=128.
 
-    Files are read when their turn comes. Without a transform, images are scaled by the mean and standard deviation of
-    500 training images, whatever the split.
+    Files are read on access. Without a transform, images are normalized by the mean and standard deviation of 500
+    training images, for every split.
 
     Args:
-        root: the folder with pathfinder32 and so on.
+        root: folder that contains pathfinder32 and so on.
         split: 'train' (80 %), 'val' (10 %) or 'test' (10 %).
         size, difficulty: as in `lra_pathfinder`.
-        transform: for timm.data.create_transform.
+        transform: arguments of timm.data.create_transform.
     """
 
     def __init__(self, root: str, split: str, size: int = 32, difficulty: str = 'curv_contour_length_14',

@@ -1,8 +1,8 @@
-"""Colored shapes on real photographs, each pixel's owner known: images with instance masks and class labels.
+"""Generate images of colored shapes on photographs, with instance masks and class labels.
 
-The photographs come inside the wheels of scikit-learn and scikit-image, so nothing is downloaded. The left 70 % of each
-is background of training images, the rest of validation images: no pixel is in both. Every image has random numbers of
-its own, from (seed, part, index): the first images of a larger data set are those of a smaller one.
+The photographs are part of the wheels of scikit-learn and scikit-image, so nothing is downloaded. The left 70 % of each
+photograph is background for training images, the rest for validation images, so no pixel is in both. The random numbers
+of an image depend on (seed, part, index) only, so a smaller data set is the beginning of a larger one.
 """
 import hashlib
 import importlib.util
@@ -15,18 +15,18 @@ from PIL import Image, ImageDraw
 
 CLASSES = ('circle', 'ring', 'triangle', 'square', 'star')      # category ids and labels 1 to 5; 0 is the background
 PARTS = ('train', 'val')
-SIZES = (48, 1024)              # least and largest height and width: the smallest shapes still have a form; memory
-TRAIN_SHARE = 0.7               # of a photograph's width
-EMPTY_EVERY = 20                # images 1, 21, 41, ... have no shape
+SIZES = (48, 1024)              # smallest and largest side; limited by the smallest recognizable shape and by memory
+TRAIN_SHARE = 0.7               # fraction of a photograph's width
+EMPTY_EVERY = 20                # images 1, 21, 41, ... have no shapes
 MOST_SHAPES = 6
-RADII = (0.07, 0.22)            # of the image's shorter side
-LEAST_VISIBLE = 0.4             # of a shape's area: one that would show less, or leave another less, is not drawn
-LEAST_CONTRAST = 50             # of 255, in at least one channel, from the mean of what a shape covers
-OVERSAMPLING = 4                # of the drawing, for smooth edges
-HOLE = 0.55                     # a ring's inner radius, of its outer one
-NOTCH = 0.45                    # a star's inner radius, of its outer one
+RADII = (0.07, 0.22)            # smallest and largest radius, as fractions of the image's shorter side
+LEAST_VISIBLE = 0.4             # fraction of a shape's area that must be visible, also after later shapes are drawn
+LEAST_CONTRAST = 50             # difference (of 255) to the mean of the covered pixels in at least one channel
+OVERSAMPLING = 4                # shapes are drawn at this multiple of their size, for smooth edges
+HOLE = 0.55                     # inner radius of a ring, as a fraction of the outer one
+NOTCH = 0.45                    # inner radius of a star, as a fraction of the outer one
 DISTRIBUTIONS = {'sklearn': 'scikit-learn', 'skimage': 'scikit-image'}
-PHOTOGRAPHS = {                 # module, file inside it, whose it is
+PHOTOGRAPHS = {                 # module, file in the module, credit
     'china': ('sklearn.datasets', 'images/china.jpg', 'danielbuechele on Flickr, CC BY 2.0'),
     'flower': ('sklearn.datasets', 'images/flower.jpg', 'vultilion on Flickr, CC BY 2.0'),
     'astronaut': ('skimage', 'data/astronaut.png', 'NASA, public domain'),
@@ -39,23 +39,28 @@ PHOTOGRAPHS = {                 # module, file inside it, whose it is
 
 
 class Scene(NamedTuple):
-    """An image (H, W, 3) uint8, the owner of each pixel (H, W) uint8 (0: background, n: the n-th shape drawn), and the
-    category id of each shape."""
+    """An image with its shapes.
+
+    Attributes:
+        image: uint8 (H, W, 3).
+        owner: index of the shape that each pixel belongs to, uint8 (H, W): 0 is the background, n the n-th shape drawn.
+        categories: category id of each shape.
+    """
     image: np.ndarray
     owner: np.ndarray
     categories: List[int]
 
 
 def photograph_files() -> Dict[str, Path]:
-    """Where the photographs lie.
+    """Return the paths of the photographs by name.
 
     Raises:
-        FileNotFoundError: a package, or a photograph in it, is missing; says which.
+        FileNotFoundError: a package or a photograph is missing; the error names it.
     """
     files = {}
     for name, (module, inside, _) in PHOTOGRAPHS.items():
         package = module.split('.')[0]
-        # The top package's spec alone is found without importing it, which takes a second.
+        # Look up the top-level package only: for a submodule, find_spec imports the package, which takes a second.
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise FileNotFoundError(f'{DISTRIBUTIONS[package]} is not installed')
@@ -67,7 +72,7 @@ def photograph_files() -> Dict[str, Path]:
 
 
 def photograph_metadata() -> Dict[str, Dict[str, str]]:
-    """Of each photograph: whose it is, where it comes from, sha256.
+    """Return credit, origin and sha256 of each photograph.
 
     Raises:
         FileNotFoundError: as for `photograph_files`.
@@ -78,7 +83,7 @@ def photograph_metadata() -> Dict[str, Dict[str, str]]:
 
 
 def backgrounds(part: str) -> List[Image.Image]:
-    """The share of each photograph that belongs to a part ('train' or 'val').
+    """Return the region of each photograph that belongs to a part ('train' or 'val').
 
     Raises:
         FileNotFoundError: as for `photograph_files`.
@@ -94,7 +99,7 @@ def backgrounds(part: str) -> List[Image.Image]:
 
 
 def random_crop(rng: np.random.Generator, photograph: Image.Image, size: Tuple[int, int]) -> np.ndarray:
-    """A crop of one to two times `size` (H, W), or what the photograph allows, resized to it: (H, W, 3) uint8."""
+    """Crop one to two times `size` (H, W), at most the photograph, and resize the crop to `size`: uint8 (H, W, 3)."""
     height, width = size
     zoom = min(rng.uniform(1, 2), photograph.width / width, photograph.height / height)
     left = rng.uniform(0, photograph.width - zoom * width)
@@ -104,15 +109,15 @@ def random_crop(rng: np.random.Generator, photograph: Image.Image, size: Tuple[i
 
 
 def coverage(kind: str, radius: float, angle: float) -> np.ndarray:
-    """How much of each pixel a shape covers.
+    """Return the fraction of each pixel that a shape covers.
 
     Args:
         kind: one of CLASSES.
-        radius: of the circle around it, in pixels.
+        radius: radius of the circumscribed circle in pixels.
         angle: rotation in radians.
 
     Returns:
-        (2h, 2h) uint8, 255 for the whole pixel, h = ceil(radius) + 1, the shape's center in the middle.
+        uint8 (2h, 2h) with h = ceil(radius) + 1, 255 for a fully covered pixel; the shape is centered.
     """
     half = math.ceil(radius) + 1
     canvas = Image.new('L', (2 * half * OVERSAMPLING,) * 2)
@@ -133,8 +138,8 @@ def coverage(kind: str, radius: float, angle: float) -> np.ndarray:
 def draw_scene(rng: np.random.Generator, background: np.ndarray, count: int) -> Scene:
     """Draw up to `count` random shapes over a background (H, W, 3); later ones cover earlier ones.
 
-    A pixel belongs to a shape that covers at least half of it. A shape that finds no place, where enough is seen of it
-    and of those before, is left out.
+    A pixel belongs to the last shape that covers at least half of it. A shape is skipped if it, or an earlier shape,
+    would be mostly hidden.
     """
     image, owner = background.astype(np.float32), np.zeros(background.shape[:2], np.uint8)
     categories, areas = [], []
@@ -147,14 +152,14 @@ def draw_scene(rng: np.random.Generator, background: np.ndarray, count: int) -> 
 
 def _try_shape(rng: np.random.Generator, image: np.ndarray, owner: np.ndarray, categories: List[int],
                areas: List[int]) -> bool:
-    """Draw one random shape into image and owner, and append to categories and areas, where there is place for it."""
+    """Draw one random shape into image and owner, and append to categories and areas; False if it does not fit."""
     height, width = owner.shape
     shorter = min(height, width)
     category = int(rng.integers(len(CLASSES))) + 1
     radius = math.exp(rng.uniform(*np.log(RADII))) * shorter
     cover = coverage(CLASSES[category - 1], radius, rng.uniform(0, 2 * math.pi))
     area, half = int((cover >= 128).sum()), len(cover) // 2
-    y, x = int(rng.integers(height)) - half, int(rng.integers(width)) - half        # the patch's corner
+    y, x = int(rng.integers(height)) - half, int(rng.integers(width)) - half       # top left corner of the patch
     color = rng.uniform(0, 255, 3).astype(np.float32)
 
     rows, columns = slice(max(y, 0), y + 2 * half), slice(max(x, 0), x + 2 * half)
@@ -177,21 +182,21 @@ def _try_shape(rng: np.random.Generator, image: np.ndarray, owner: np.ndarray, c
 
 
 def random_scene(seed: int, part: str, index: int, photographs: List[Image.Image], size: Tuple[int, int]) -> Scene:
-    """Image `index` (from 0) of a part, of size (H, W), over crops of that part's `backgrounds`."""
+    """Generate image `index` (from 0) of a part, of size (H, W), on crops of `photographs`, its backgrounds."""
     rng = np.random.default_rng([seed, PARTS.index(part), index])
     background = random_crop(rng, photographs[rng.integers(len(photographs))], size)
     return draw_scene(rng, background, 0 if index % EMPTY_EVERY == 1 else int(rng.integers(1, MOST_SHAPES + 1)))
 
 
 def run_lengths(mask: np.ndarray) -> List[int]:
-    """COCO's uncompressed RLE of a mask (H, W): lengths of runs down the columns, the first of zeros."""
+    """Return COCO's uncompressed RLE of a mask (H, W): lengths of runs in column-major order, zeros first."""
     flat = np.concatenate([[0], mask.ravel(order='F').astype(np.int8)])
     starts = np.flatnonzero(np.diff(flat))
     return np.diff(starts, prepend=0, append=mask.size).tolist()
 
 
 def annotations(scene: Scene) -> List[Dict[str, Any]]:
-    """A scene's shapes as COCO annotations of what is seen of them, without ids: RLE, for a ring has a hole."""
+    """Return COCO annotations, without ids, of the visible parts of shapes; as RLE, because a ring has a hole."""
     height, width = scene.owner.shape
     found = []
     for number, category in enumerate(scene.categories, 1):
@@ -204,5 +209,5 @@ def annotations(scene: Scene) -> List[Dict[str, Any]]:
 
 
 def label_map(scene: Scene) -> np.ndarray:
-    """The class of each pixel: (H, W) uint8, 0 for background, else the category id."""
+    """Return the class of each pixel, uint8 (H, W): 0 for the background, otherwise the category id."""
     return np.array([0, *scene.categories], np.uint8)[scene.owner]

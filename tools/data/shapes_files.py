@@ -1,4 +1,4 @@
-"""Write the generated dataset of shapes: images, COCO annotations and label maps, whole or not at all."""
+"""Write the generated dataset of shapes: images, COCO annotations and label maps."""
 import json
 import os
 import shutil
@@ -8,8 +8,8 @@ from typing import Any, Dict, Optional, Set
 
 from ..common.cli import UserError
 
-FORMAT = 1                                      # increases when the same options give other files
-MOST_IMAGES = 100_000                           # per part
+FORMAT = 1                                      # increases if the same options generate other files
+MOST_IMAGES = 100_000                           # largest number of images per part
 METADATA_FILE = 'dataset.json'
 LAYOUT = {
     'images/{train,val}/*.jpg': 'the images',
@@ -110,7 +110,7 @@ def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
 
 
 def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
-    """Write a dataset of shapes, whole or not at all, to an empty folder or over an older dataset.
+    """Write a dataset of shapes atomically, to an empty folder or over an older dataset.
 
     Args:
         folder: Folder that `already_there` has checked.
@@ -127,10 +127,10 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
     try:
         labels = {name: n for n, name in enumerate(('background', *CLASSES))}
         metadata = dict(dataset='shapes', format=FORMAT, options=options, layout=LAYOUT, labels=labels,
-                     photographs=photograph_metadata())
+                        photographs=photograph_metadata())
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f'.{folder.name}.'))
-        new = temporary / 'new'         # made by mkdir, for mkdtemp's own folder is closed to others
+        new = temporary / 'new'         # mkdtemp's folder is private (mode 0700)
         new.mkdir()
         counts = {part: write_part(new, part, options) for part in ('train', 'val')}
         (new / METADATA_FILE).write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from subquad_cli import config_names, package_folder
+
 from ..common.cli import UserError, nearest, one_line, quiet
 from ..common.paths import expanded
 from .config_options import check_options, read_entries
@@ -23,13 +25,12 @@ _MOVED = {'subquad.tools.classification': ('subquad.tools.data.registry', 'subqu
 
 def configs_folder() -> Path:
     """Return the folder of the package's own configs."""
-    import subquad.configs
-    return Path(subquad.configs.__path__[0])
+    return package_folder('configs')
 
 
 def known_configs() -> List[str]:
     """Return the names of the package's configs, without folder and suffix."""
-    return sorted(path.stem for path in configs_folder().glob('*/*.py'))
+    return config_names()
 
 
 def find(name: str) -> Path:
@@ -85,13 +86,13 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
     except (Exception, SystemExit) as error:       # a config is a program and can raise anything
         for old, new in _MOVED.items():
             if f"'{old}'" in str(error) or f"'{old}." in str(error):
-                raise _moved(path, old, new) from error
+                raise _moved_error(path, old, new) from error
         raise UserError(f'{path}: {one_line(error)}') from error
     check_types(config, path)
     return config
 
 
-def _moved(path: Path, old: str, new: Sequence[str]) -> UserError:
+def _moved_error(path: Path, old: str, new: Sequence[str]) -> UserError:
     return UserError(f'{path}: {old} has moved: custom_imports must name {" and ".join(new)}')
 
 
@@ -101,7 +102,7 @@ def _check_imports(config, path: Path) -> None:
     for name in [imports] if isinstance(imports, str) else imports:
         for old, new in _MOVED.items():
             if str(name) == old or str(name).startswith(f'{old}.'):
-                raise _moved(path, old, new)
+                raise _moved_error(path, old, new)
 
 
 def check_keys(config, path: Path) -> None:

@@ -71,7 +71,7 @@ def _move_data(config, args: argparse.Namespace) -> None:
         old, new = str(config.data_root).rstrip('/'), str(Path(args.data).expanduser())
         if not old:
             raise UserError(f'--data is not supported: the data_root of {args.config} is empty')
-        config.merge_from_dict(_moved(config.to_dict(), old, new))
+        config.merge_from_dict(_with_data_root(config.to_dict(), old, new))
         return
     loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
     if not any('root' in loader.dataset for loader in loaders):
@@ -80,11 +80,11 @@ def _move_data(config, args: argparse.Namespace) -> None:
         loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
 
 
-def _moved(value: Any, old: str, new: str) -> Any:
+def _with_data_root(value: Any, old: str, new: str) -> Any:
     """Replace the folder `old` by `new` in every path of a value; evaluators have paths, too."""
     if isinstance(value, dict):
-        return {key: _moved(item, old, new) for key, item in value.items()}
+        return {key: _with_data_root(item, old, new) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, old, new) for item in value)
+        return type(value)(_with_data_root(item, old, new) for item in value)
     below = isinstance(value, str) and (value == old or value.startswith(old + '/'))
     return new + value[len(old):] if below else value

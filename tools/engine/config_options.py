@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ..common.cli import UserError
 
@@ -26,8 +26,22 @@ _REGISTRIES = ('MODELS', 'DATASETS', 'DATA_SAMPLERS', 'TRANSFORMS', 'HOOKS', 'ME
                'WEIGHT_INITIALIZERS', 'TASK_UTILS')
 # Entries of the top level that are True or False.
 _SWITCHES = ('resume', 'find_unused_parameters', 'allow_other_classes', 'strict_images')
-_ANY: Set[str] = set()
 _HOOKS = {'runtime_info', 'timer', 'sampler_seed', 'logger', 'param_scheduler', 'checkpoint', 'visualization'}
+
+
+class Accepted(NamedTuple):
+    """The keys that the reader of a dict accepts.
+
+    Attributes:
+        names: The accepted keys; None for any key.
+        known: Whether the reader of the dict is known.
+    """
+    names: Optional[Set[str]] = None
+    known: bool = True
+
+
+# The reader checks its own **kwargs; nothing is known about the reader.
+_ANY, _UNKNOWN = Accepted(), Accepted(known=False)
 
 
 def runner_arguments() -> List[str]:
@@ -81,7 +95,7 @@ def _check_absent(root: str, rest: List[str], key: str, options: Dict[str, Any],
     """Refuse a key below an entry that the config does not have, unless its reader is known."""
     if rest[0].isdigit():
         raise UserError(f'--cfg-options {key}: {name} has no {root!r}; write the list in a config file')
-    if rest != ['type'] and _accepted({}, options.get(f'{root}.type'), root) == (None, False):
+    if rest != ['type'] and not _accepted({}, options.get(f'{root}.type'), root).known:
         raise UserError(f'--cfg-options {key}: {name} has no {root!r}; write it in a config file')
 
 
@@ -127,7 +141,7 @@ def _check_entry(node: Any, path: List[str], rest: List[str], key: str, options:
         elif isinstance(node, dict):
             if part not in node and part != '_delete_':
                 _check_new(node, above, part, key, options)
-            node = node.get(part, {}) if part in node else {}
+            node = node.get(part, {})
         elif node is not None:
             raise UserError(f'--cfg-options {key}: {above} is {node!r}, which has no entries')
         else:
@@ -142,14 +156,14 @@ def _check_new(node: Dict[str, Any], above: str, part: str, key: str, options: D
     if part == 'type' or above == 'default_hooks' and (f'{above}.{part}.type' in options
                                                        or 'type' in _as_dict(options.get(key))):
         return                                    # the class itself checks its arguments
-    known, checked = _accepted(node, kind, above)
-    if known is not None:
-        if part not in known:
-            near = difflib.get_close_matches(part, sorted({*known, *node}), n=3, cutoff=0.5)
+    accepted = _accepted(node, kind, above)
+    if accepted.names is not None:
+        if part not in accepted.names:
+            near = difflib.get_close_matches(part, sorted({*accepted.names, *node}), n=3, cutoff=0.5)
             raise UserError(f"--cfg-options {key}: {above} accepts no {part!r}"
                             f"{'; did you mean ' + ', '.join(near) + '?' if near else ''} ({RULE})")
         return
-    if checked:                                   # a class that checks its own **kwargs
+    if accepted.known:
         return
     near = difflib.get_close_matches(part, list(node), n=1, cutoff=0.75)
     if near:
@@ -163,24 +177,12 @@ def _as_dict(value: Any) -> Dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _accepted(node: Dict[str, Any], kind: Any, above: str) -> Tuple[Optional[Set[str]], bool]:
-    """Return (names that the reader of the dict accepts, or None for any; whether the reader is known)."""
-    for matches, names in _READERS:
+def _accepted(node: Dict[str, Any], kind: Any, above: str) -> Accepted:
+    """Return the keys that the reader of the dict at the path `above` accepts."""
+    for matches, accepted in _READERS:
         if matches(above):
-            known = names(node, kind)
-            return (None, True) if known is _ANY else (known, known is not None or bool(kind and _registered(kind)))
-    if kind is None:
-        return None, False
-    classes = _registered(kind)
-    if not classes:
-        return None, False
-    names = {'type', '_scope_'}
-    for each in classes:
-        more = parameters(each)
-        if more is None:
-            return None, True
-        names |= more
-    return names, True
+            return accepted(node, kind)
+    return _UNKNOWN if kind is None else _of_types(kind)
 
 
 def parameters(reader: Callable[..., Any]) -> Optional[Set[str]]:
@@ -214,74 +216,81 @@ def _registered(kind: Any) -> List[Any]:
     return [each for each in found if each is not None]
 
 
-def _loop(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _of_types(kind: Any, *more: str) -> Accepted:
+    """Return the arguments of the classes with this name, and `more`."""
+    classes = _registered(kind)
+    if not classes:
+        return _UNKNOWN
+    names: Set[str] = {'type', '_scope_', *more}
+    for each in classes:
+        arguments = parameters(each)
+        if arguments is None:
+            return _ANY
+        names |= arguments
+    return Accepted(names)
+
+
+def _loop(node: Dict[str, Any], kind: Any) -> Accepted:
     from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
     if kind is not None:
         return _of_types(kind, 'by_epoch')
     loop = EpochBasedTrainLoop if node.get('by_epoch', True) else IterBasedTrainLoop
-    return {*parameters(loop), 'by_epoch', 'type'} - {'runner', 'dataloader'}
+    return Accepted({*parameters(loop), 'by_epoch', 'type'} - {'runner', 'dataloader'})
 
 
-def _evaluation_loop(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _evaluation_loop(node: Dict[str, Any], kind: Any) -> Accepted:
     from mmengine.runner import ValLoop
-    return {*parameters(ValLoop), 'type'} - {'runner', 'dataloader', 'evaluator'} if kind is None else _of_types(kind)
+    if kind is not None:
+        return _of_types(kind)
+    return Accepted({*parameters(ValLoop), 'type'} - {'runner', 'dataloader', 'evaluator'})
 
 
-def _of_types(kind: Any, *more: str) -> Optional[Set[str]]:
-    names: Set[str] = {'type', '_scope_', *more}
-    for each in _registered(kind):
-        taken = parameters(each)
-        if taken is None:
-            return None
-        names |= taken
-    return names if len(names) > 2 + len(more) else None
-
-
-def _dataloader(node: Dict[str, Any], kind: Any) -> Set[str]:
+def _dataloader(node: Dict[str, Any], kind: Any) -> Accepted:
     from torch.utils.data import DataLoader
-    return {*parameters(DataLoader), 'num_batch_per_epoch'}
+    return Accepted({*parameters(DataLoader), 'num_batch_per_epoch'})
 
 
-def _optim_wrapper(node: Dict[str, Any], kind: Any) -> Set[str]:
+def _optim_wrapper(node: Dict[str, Any], kind: Any) -> Accepted:
     from mmengine.optim import OptimWrapper
-    names = {*parameters(OptimWrapper), 'type', 'constructor', 'paramwise_cfg', 'dtype', 'loss_scale',
-             'use_fsdp'}
-    return names | (_of_types(kind) or set() if kind else set())
+    names = {*parameters(OptimWrapper), 'type', 'constructor', 'paramwise_cfg', 'dtype', 'loss_scale', 'use_fsdp'}
+    return Accepted(names | (_of_types(kind).names or set() if kind else set()))
 
 
-def _clip_grad(node: Dict[str, Any], kind: Any) -> Set[str]:
+def _clip_grad(node: Dict[str, Any], kind: Any) -> Accepted:
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-    return ({*parameters(clip_grad_value_ if kind == 'value' else clip_grad_norm_), 'type'}) - {'parameters'}
+    return Accepted({*parameters(clip_grad_value_ if kind == 'value' else clip_grad_norm_), 'type'} - {'parameters'})
 
 
-def _optimizer(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _optimizer(node: Dict[str, Any], kind: Any) -> Accepted:
     return _of_types(kind) if kind else _ANY                 # timm's factory refuses unknown arguments
 
 
-def _randomness(node: Dict[str, Any], kind: Any) -> Set[str]:
+def _randomness(node: Dict[str, Any], kind: Any) -> Accepted:
     from mmengine.runner import Runner
-    return parameters(Runner.set_randomness)
+    return Accepted(parameters(Runner.set_randomness))
 
 
-def _hook(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _hook(node: Dict[str, Any], kind: Any) -> Accepted:
     if kind is None:
-        return None
+        return _UNKNOWN
     from mmengine.hooks import CheckpointHook
     from mmengine.runner import Runner
     if any(inspect.isclass(each) and issubclass(each, CheckpointHook) for each in _registered(kind)):
         # CheckpointHook passes other arguments to save_checkpoint, after an epoch.
-        return {*_named_parameters(CheckpointHook), *_named_parameters(Runner.save_checkpoint), 'type', 'priority'}
+        return Accepted({*_named_parameters(CheckpointHook), *_named_parameters(Runner.save_checkpoint), 'type',
+                         'priority'})
     return _of_types(kind, 'priority')
 
 
-def _scheduler(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _scheduler(node: Dict[str, Any], kind: Any) -> Accepted:
     """MMEngine's schedulers accept any argument and pass it to the class that computes the values."""
+    classes = [each for each in _registered(kind) if inspect.isclass(each)] if kind else []
+    if not classes:
+        return _UNKNOWN
     names = {'type', '_scope_', 'convert_to_iter_based'}
-    for each in _registered(kind) if kind else ():
-        for base in each.__mro__ if inspect.isclass(each) else ():
-            if '__init__' in vars(base):
-                names |= _named_parameters(base)
-    return names - {'optimizer', 'param_name'} if len(names) > 3 else None
+    for base in (base for each in classes for base in each.__mro__ if '__init__' in vars(base)):
+        names |= _named_parameters(base)
+    return Accepted(names - {'optimizer', 'param_name'})
 
 
 def _named_parameters(reader: Callable[..., Any]) -> Set[str]:
@@ -290,13 +299,13 @@ def _named_parameters(reader: Callable[..., Any]) -> Set[str]:
     return {p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {'self'}
 
 
-def _transform(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+def _transform(node: Dict[str, Any], kind: Any) -> Accepted:
     from timm.data import create_transform
-    return parameters(create_transform) if kind is None else _of_types(kind)
+    return Accepted(parameters(create_transform)) if kind is None else _of_types(kind)
 
 
-def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Set[str]]:
-    return lambda node, kind: set(names)
+def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Accepted]:
+    return lambda node, kind: Accepted(set(names))
 
 
 def _named(*paths: str) -> Callable[[str], bool]:
@@ -307,8 +316,8 @@ def _in_list(*lists: str) -> Callable[[str], bool]:
     return lambda above: above.rsplit('.', 1)[0] in lists and above.count('.') == 1
 
 
-# (predicate of the path of a dict; function that returns the names its reader accepts).
-_READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Optional[Set[str]]]], ...] = (
+# (predicate of the path of a dict; function that returns what its reader accepts).
+_READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Accepted]], ...] = (
     (_named('train_cfg'), _loop),
     (_named('val_cfg', 'test_cfg'), _evaluation_loop),
     (_named('train_dataloader', 'val_dataloader', 'test_dataloader'), _dataloader),

@@ -1,7 +1,7 @@
 """Count parameters and MACs of timm models.
 
 Papers differ in what they count, so there are three counts. `macs` is every multiply-add of convolutions, linear
-layers, attention and scans. `macs_of_weights` leaves out the products of tokens with tokens (attention, scans).
+layers, attention and scans. `macs_without_attention` leaves out the products of tokens with tokens (attention, scans).
 `macs_with_norms` adds to the second count what fvcore, a common counting tool, adds for norms (2 per element for
 BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
 """
@@ -34,7 +34,8 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
         options: Options of the model. (An option `width` is not the image's: the arguments above are positional.)
 
     Returns:
-        {'model', 'size', 'options', 'parameters', 'macs', 'macs_of_weights', 'macs_with_norms', 'reported_by_authors'}.
+        {'model', 'size', 'options', 'parameters', 'macs', 'macs_without_attention', 'macs_with_norms',
+        'reported_by_authors'}.
 
     Raises:
         UserError: The name is unknown, or the model refuses an option or the size.
@@ -55,7 +56,7 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
 
 
 def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
-    """Count `macs`, `macs_of_weights` and `macs_with_norms` of one image. The model stays in training mode.
+    """Count `macs`, `macs_without_attention` and `macs_with_norms` of one image. The model stays in training mode.
 
     Args:
         model: An nn.Module.
@@ -77,7 +78,7 @@ def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
         module.training = True
     norms = flops_of(2, custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
     weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS) // 2
-    return dict(macs=sum(flops.values()) // 2, macs_of_weights=weights,
+    return dict(macs=sum(flops.values()) // 2, macs_without_attention=weights,
                 macs_with_norms=weights + sum(norms.get(op, 0) for op in _NORMS) // 2)
 
 

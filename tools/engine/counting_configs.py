@@ -26,7 +26,7 @@ from .config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
-COUNTS = {'macs': 'all', 'macs_of_weights': 'without attention products',
+COUNTS = {'macs': 'all', 'macs_without_attention': 'without attention products',
           'macs_with_norms': 'without attention products, with norms'}
 
 

@@ -97,7 +97,7 @@ class ProgressHook(Hook):
 
 
 @FUNCTIONS.register_module()
-def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
+def keep_torch_worker_seeds(worker_id: int, **kwargs: Any) -> None:
     """Do nothing: torch seeds its workers from the generator that SeedHook sets at each epoch.
 
     MMEngine's own function would give every epoch the same augmentations.
@@ -108,8 +108,9 @@ def workers_as_torch_seeds_them(worker_id: int, **kwargs: Any) -> None:
 class SeedHook(Hook):
     """Seeds torch, numpy and random from (seed, epoch, rank) at the start of each epoch.
 
-    A resumed run therefore repeats an unbroken one, if its workers are seeded by `workers_as_torch_seeds_them`. A loop
-    that counts iterations is a single epoch: after resuming it draws other augmentations than an unbroken run.
+    A resumed run therefore reproduces an uninterrupted one, if its `worker_init_fn` is `keep_torch_worker_seeds`. A
+    loop that counts iterations is a single epoch: after resuming it draws other augmentations than an uninterrupted
+    run.
     """
 
     priority = 'VERY_HIGH'

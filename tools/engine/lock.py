@@ -71,7 +71,7 @@ def _acquire(path: Path) -> int | None:
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
                 raise UserError(f'another run is writing to {path.parent} ({holder or "just started"}); wait '
-                                'for its end, or use another --work-dir') from error
+                                'until it finishes, or use another --work-dir') from error
             path.unlink(missing_ok=True)
             return _without(path, error.strerror)
         if _is_at(descriptor, path):

@@ -114,7 +114,7 @@ def resume_command(args: Any, work_dir: str) -> str:
     return shlex.join([*words, '--resume'])
 
 
-def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
+def resume_hint(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
     """Say how to continue after training has stopped.
 
     Args:
@@ -126,7 +126,7 @@ def how_to_go_on(folder: Path, command: str, earlier: Optional[Tuple[Path, int]]
     path = checkpoint_since(folder, earlier)
     if path is None:
         return f'no checkpoint has been written to {folder} yet; start the training again'
-    return f'{path} holds the state; resume with: {command}' if command else f'{path} holds the state'
+    return f'training state saved in {path}' + (f'; resume with: {command}' if command else '')
 
 
 def disk_full(error: BaseException) -> str:

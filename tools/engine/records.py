@@ -20,20 +20,21 @@ def append(path: Path, record: Dict[str, Any]) -> None:
     The line is written at once, so that another process that appends or reads sees whole lines only.
 
     Raises:
-        UserError: The line cannot be written, or the disk is full.
+        UserError: The file cannot be opened or written, or the disk is full.
     """
     line = dumps(record).encode() + b'\n'
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        with os.fdopen(os.dup(descriptor), 'rb') as file:
-            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
-                line = b'\n' + line                              # after a line that was cut short
-        if os.write(descriptor, line) != len(line):
-            raise UserError(f'{path}: the disk is full; the last line is incomplete')
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            with os.fdopen(os.dup(descriptor), 'rb') as file:
+                if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
+                    line = b'\n' + line                          # after a line that was cut short
+            if os.write(descriptor, line) != len(line):
+                raise UserError(f'{path}: the disk is full; the last line is incomplete')
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror}') from error
-    finally:
-        os.close(descriptor)
 
 
 def _cpu_model() -> str:

@@ -5,7 +5,7 @@ config:
 
     EMA                custom_hooks=[dict(type='EMAHook', ...)]
     mixup, cutmix      the model's data_preprocessor, which receives whole batches on the device
-    resuming           Runner(resume=True); SeedHook makes a resumed run repeat an unbroken one
+    resuming           Runner(resume=True); SeedHook makes a resumed run reproduce an uninterrupted one
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
 from . import hooks  # noqa: F401

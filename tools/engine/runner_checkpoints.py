@@ -1,4 +1,4 @@
-"""Write checkpoints of a Runner whole or not at all, and find them after a folder has moved."""
+"""Write checkpoints of a Runner atomically, and find them after a folder has moved."""
 import contextlib
 import os
 import re
@@ -13,8 +13,8 @@ from ...backbones.weights import write_atomically
 from ..common.cli import UserError
 
 
-class WholeFilesBackend(LocalBackend):
-    """The local file system, with files that are written whole or not at all.
+class AtomicFilesBackend(LocalBackend):
+    """The local file system, with files that are written atomically.
 
     `remove` waits for `remove_now`, because MMEngine removes the old checkpoint before it writes the new one and would
     leave none on a full disk.
@@ -49,12 +49,12 @@ class WholeFilesBackend(LocalBackend):
                     path.unlink()
 
 
-register_backend('subquad_whole_files', WholeFilesBackend, force=True)
+register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
 
 
 @HOOKS.register_module()
-class WholeCheckpointHook(CheckpointHook):
-    """MMEngine's CheckpointHook with whole local files (`WholeFilesBackend`).
+class AtomicCheckpointHook(CheckpointHook):
+    """MMEngine's CheckpointHook, which writes local files atomically (`AtomicFilesBackend`).
 
     It looks for the best checkpoint so far in the current folder of the run.
     """
@@ -62,11 +62,11 @@ class WholeCheckpointHook(CheckpointHook):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if '://' not in str(self.out_dir) and not self.backend_args and not self.file_client_args:
-            self.backend_args = dict(backend='subquad_whole_files')
+            self.backend_args = dict(backend='subquad_atomic_files')
 
     def before_train(self, runner) -> None:
         super().before_train(runner)
-        if self._whole:
+        if self._is_atomic:
             self.file_backend.folder = self.out_dir
             here = Path(self.out_dir)
             if getattr(self, 'best_ckpt_path', None):
@@ -88,21 +88,21 @@ class WholeCheckpointHook(CheckpointHook):
         self._remove_replaced()
 
     @property
-    def _whole(self) -> bool:
-        return isinstance(self.file_backend, WholeFilesBackend)
+    def _is_atomic(self) -> bool:
+        return isinstance(self.file_backend, AtomicFilesBackend)
 
     def _remove_replaced(self) -> None:
-        if self._whole and self.file_backend.pending:
+        if self._is_atomic and self.file_backend.pending:
             self.file_backend.remove_now()
 
 
-def whole_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return the default hooks of a config with WholeCheckpointHook in place of MMEngine's CheckpointHook."""
+def atomic_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    """Return the default hooks of a config with AtomicCheckpointHook in place of MMEngine's CheckpointHook."""
     hooks = dict(default_hooks or {})
     checkpoint = hooks.get('checkpoint', dict(type='CheckpointHook', interval=1))
     kind = checkpoint.get('type') if isinstance(checkpoint, dict) else None
     if kind in ('CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook):
-        hooks['checkpoint'] = {**checkpoint, 'type': 'mmengine.WholeCheckpointHook'}
+        hooks['checkpoint'] = {**checkpoint, 'type': 'mmengine.AtomicCheckpointHook'}
     return hooks
 
 

@@ -66,7 +66,7 @@ def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
         raise UserError(str(error)) from error
 
 
-def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
+def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> None:
     """Load every weight of a file into a timm model.
 
     The classifier may stay random if the file has none or one for other classes; a message on stderr says so.
@@ -208,7 +208,7 @@ class StartHook(Hook):
         self.what, self.weights = 'the backbone', {f'backbone.{key}': value for key, value in weights.items()}
         text = f'{self.path} is a classifier: the backbone starts from it, neck and heads with random weights'
         more = [f"its classifier ({some(spare)}) is not used"] if spare else []
-        more += ['the output norms start as identities'] if norms else []
+        more += ['the output norms start untrained (weight 1, bias 0)'] if norms else []
         say('; '.join([text, *more]))
 
     def before_train(self, runner) -> None:

@@ -1,4 +1,4 @@
-"""Run training from a config, explain its errors, and leave nothing behind where it did not start."""
+"""Run training from a config, explain its errors, and clean up if it fails before the first step."""
 import contextlib
 import os
 import re
@@ -49,7 +49,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from mmengine.dist import is_main_process
 
     from .hooks import ProgressHook, WeightsHook
-    from .messages import how_to_go_on, starting_point
+    from .messages import resume_hint, starting_point
     from .runner_checkpoints import latest_checkpoint, stamp
     from .starting_weights import StartHook
     hooks = [ProgressHook(starting_point(config, weights)), WeightsHook()]
@@ -69,7 +69,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     except KeyboardInterrupt:
         progress.stop()
         if is_main_process():
-            print(how_to_go_on(folder, command, earlier), file=sys.stderr)
+            print(resume_hint(folder, command, earlier), file=sys.stderr)
             if not progress.started:
                 _undo(folder, before)
         raise
@@ -78,7 +78,8 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
         if is_main_process() and not progress.started:
             # MMEngine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)
-        explained = _explained(error, folder, how_to_go_on(folder, command, earlier) if progress.started else '')
+        hint = resume_hint(folder, command, earlier) if progress.started else ''
+        explained = _explained(error, folder, progress.started, hint)
         if explained is error:
             raise
         raise explained from error
@@ -88,10 +89,14 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     return folder / (kept.best_file or kept.last_file).name
 
 
-def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
-    """Convert the error of a training run to a UserError.
+def _explained(error: Exception, folder: Path, started: bool, hint: str) -> Exception:
+    """Convert the error of a training run to a UserError. Other errors are returned unchanged if training had started.
 
-    An unknown error is returned as it is if training had begun, which a sentence `go_on` on how to continue shows.
+    Args:
+        error: Error of the run.
+        folder: Folder of the run.
+        started: Whether a training step has run.
+        hint: How to resume; '' for a run that has not started.
     """
     from .messages import disk_full
     outside = re.search(r'Target (\d+) is out of bounds', str(error))
@@ -99,8 +104,8 @@ def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
         return UserError(f'a label map has label {outside[1]}, but the data set has fewer classes')
     full = disk_full(error)
     if full:
-        return UserError(f"{full} while writing to {folder}; free some space{go_on and f'; {go_on}'}")
-    if go_on or isinstance(error, UserError):
+        return UserError(f"{full} while writing to {folder}; free some space{hint and f'; {hint}'}")
+    if started or isinstance(error, UserError):
         return error
     return UserError(f'training cannot start: {one_line(error)}')
 

@@ -13,8 +13,8 @@ from ....backbones.weights import (
 from ...common.cli import UserError
 from ..building import close_log
 from ..starting_weights import network_options
-from .runner import build_runner, network
-from .weight_files import NOT_OF_THE_NETWORK
+from .runner import build_runner, timm_model
+from .weight_files import WRAPPER_ARGUMENTS
 
 
 def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True) -> Dict[str, float]:
@@ -48,7 +48,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
             raise UserError(f"{checkpoint} was trained on the classes {some(metadata['classes'])}, but the data has "
                             f'{some(classes)}')
         try:
-            load_weights(network(runner), checkpoint)
+            load_weights(timm_model(runner), checkpoint)
         except WeightsError as error:
             raise UserError(str(error)) from error
         metrics = runner.test()
@@ -61,7 +61,7 @@ def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configur
     if metadata.get('model') != config.model.name:
         raise UserError(f"{checkpoint} was trained as {metadata.get('model')}, but the config builds "
                         f'{config.model.name} (--model NAME changes it)')
-    given = {key: value for key, value in config.model.items() if key not in NOT_OF_THE_NETWORK}
+    given = {key: value for key, value in config.model.items() if key not in WRAPPER_ARGUMENTS}
     options = network_options(metadata, checkpoint)
     other = [key for key in {**given, **options} if given.get(key) != options.get(key)]
     if as_configured and other:

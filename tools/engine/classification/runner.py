@@ -14,10 +14,10 @@ from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
-from ..runner_checkpoints import whole_checkpoints
-from ..starting_weights import adopt_options, load_classifier, refuse_other_state
+from ..runner_checkpoints import atomic_checkpoints
+from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .model import TimmClassifier
-from .weight_files import NOT_OF_THE_NETWORK
+from .weight_files import WRAPPER_ARGUMENTS
 
 
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
@@ -55,7 +55,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if start and resume:
         refuse_other_state(model.net, start)
     elif start:
-        load_classifier(model.net, start, classes)
+        load_starting_weights(model.net, start, classes)
         model.has_weights, start = True, None                 # MMEngine's loading would skip weights that do not match
     if training:
         hooks.append(FiniteHook())
@@ -64,7 +64,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             raise UserError('the config has no optim_wrapper')
         arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
-                         default_hooks=whole_checkpoints(config.get('default_hooks')))
+                         default_hooks=atomic_checkpoints(config.get('default_hooks')))
         for hook in hooks:
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)
@@ -112,11 +112,11 @@ def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[st
 def _metadata(config: Config, classes) -> Dict[str, Any]:
     """Return what `subquad predict` needs: the model, its options, its classes and its transform."""
     part = config.get('test_dataloader') or config.get('val_dataloader') or config.train_dataloader
-    options = {k: v for k, v in config.model.to_dict().items() if k not in NOT_OF_THE_NETWORK}
+    options = {k: v for k, v in config.model.to_dict().items() if k not in WRAPPER_ARGUMENTS}
     transform = {k: v for k, v in part.dataset.to_dict().get('transform', {}).items() if k != 'is_training'}
     return dict(model=config.model.name, options=options, classes=list(classes), transform=transform)
 
 
-def network(runner: Runner) -> TimmClassifier:
+def timm_model(runner: Runner) -> TimmClassifier:
     """Return the timm model inside the runner's model."""
     return getattr(runner.model, 'module', runner.model).net

@@ -7,11 +7,11 @@ from typing import Any, Dict, List, Optional, Tuple
 from ...common.cli import UserError, one_line
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
-NOT_OF_THE_NETWORK = ('type', 'name', 'label_smoothing', 'data_preprocessor')
+WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 _CONFIG_BYTES = 2_000_000
 
 
-def load_classifier(checkpoint: str, name: Optional[str] = None,
+def classifier_from_file(checkpoint: str, name: Optional[str] = None,
                     allow_nonfinite: bool = False) -> Tuple[Any, Any, List[str]]:
     """Load a classifier: (model in eval mode, transform of PIL images, class names).
 
@@ -172,7 +172,7 @@ def config_metadata(text: str) -> Dict[str, Any]:
     dataset = loader.get('dataset')
     transform = dataset.get('transform') if isinstance(dataset, dict) else None
     return dict(model=model['name'],
-                options={key: value for key, value in model.items() if key not in NOT_OF_THE_NETWORK},
+                options={key: value for key, value in model.items() if key not in WRAPPER_ARGUMENTS},
                 transform={key: value for key, value in transform.items() if key != 'is_training'}
                 if isinstance(transform, dict) else None)
 

@@ -12,8 +12,8 @@ from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
 from ..building import close_log, made
 from .photographs import pixels
-from .prediction import PictureNames, drawable
-from .runner import build_runner, classes_of, network
+from .prediction import PictureNames, as_arrays
+from .runner import build_runner, classes_of, network_options
 
 
 class PicturesHook(Hook):
@@ -31,7 +31,7 @@ class PicturesHook(Hook):
         for sample in outputs or ():
             image = pixels(sample.img_path, sample.ori_shape)
             path = self.folder / self.names(Path(sample.img_path))
-            runner.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=True, show=False,
+            runner.visualizer.add_datasample(path.stem, image, as_arrays(sample), draw_gt=True, show=False,
                                              out_file=str(path))
 
 
@@ -65,7 +65,7 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
         model = getattr(runner.model, 'module', runner.model)        # inside a distributed wrapper
         try:
             load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
-                            allow_nonfinite, network(config))
+                            allow_nonfinite, network_options(config))
         except NonFiniteError as error:
             raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
         except WeightsError as error:

@@ -105,14 +105,14 @@ def _coco_fault(path: Path, keys: Tuple[str, ...] = _COCO_KEYS) -> Optional[str]
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        return f'{path} is damaged or no JSON file ({one_line(error)})'
+        return f'{path} is not valid JSON ({one_line(error)})'
     if not keys:
         return None
     if not isinstance(content, dict):
-        return f'{path} is no COCO annotation file: it holds a {type(content).__name__}, not an object'
+        return f'{path} is not a COCO annotation file: it holds a {type(content).__name__}, not an object'
     missing = [key for key in keys if not isinstance(content.get(key), list)]
     if missing:
-        return f'{path} is no COCO annotation file: it has no list {missing[0]!r}'
+        return f'{path} is not a COCO annotation file: the list {missing[0]!r} is missing'
     return None if content.get('images', True) else f'{path} lists no images'
 
 

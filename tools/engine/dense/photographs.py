@@ -1,4 +1,4 @@
-"""Load images in the pipelines of MMDetection and MMSegmentation as the classifiers' are loaded."""
+"""Load images in the pipelines of MMDetection and MMSegmentation in the same way as for classifiers."""
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple, Union
@@ -16,8 +16,10 @@ _COLORS = ('color', 'color_ignore_orientation')
 
 @TRANSFORMS.register_module()
 class LoadPhotograph(LoadImageFromFile):
-    """Read an image by `subquad.tools.common.images.open_image` as BGR. OpenCV, which mmcv's own transform uses, gives
-    a half-gray image for a JPEG that is cut off, does not rotate WebP, and reads no image of 32 bits.
+    """Read an image as BGR with `subquad.tools.common.images.open_image`.
+
+    OpenCV, which mmcv's own transform uses, returns a half-gray image for a truncated JPEG, does not rotate WebP, and
+    cannot read images of 32 bits.
 
     Args:
         unreadable: Result for an image that cannot be read, which is reported on stderr. 'replace' returns None, and
@@ -26,7 +28,8 @@ class LoadPhotograph(LoadImageFromFile):
         kwargs: Arguments of LoadImageFromFile. color_type 'color_ignore_orientation' ignores the EXIF orientation.
 
     Raises:
-        UnreadableImage: 'raise'; or the file does not exist; or 'blank' where no annotation says how large it is.
+        UnreadableImage: The image cannot be read, and `unreadable` is 'raise', or it is 'blank' and no annotation gives
+            the size. Also if the file does not exist.
     """
 
     def __init__(self, unreadable: str = 'raise', **kwargs: Any):
@@ -37,7 +40,7 @@ class LoadPhotograph(LoadImageFromFile):
         try:
             image = np.asarray(open_image(results['img_path'], upright=self.color_type == 'color'))
         except UnreadableImage as error:
-            # Files that are not there mean a wrong folder, not damage.
+            # A missing file means a wrong folder, not damage.
             if self.unreadable == 'raise' or isinstance(error.__cause__, FileNotFoundError):
                 raise
             if self.unreadable == 'replace':
@@ -60,7 +63,7 @@ class LoadPhotograph(LoadImageFromFile):
 
 
 def _annotated_size(results: Dict[str, Any]) -> Optional[Tuple[int, int]]:
-    """(height, width) that COCO's annotations, or a label map, say."""
+    """Return (height, width) as COCO's annotations or the label map give it, or None."""
     if results.get('height') and results.get('width'):
         return int(results['height']), int(results['width'])
     if not results.get('seg_map_path'):
@@ -73,8 +76,10 @@ def _annotated_size(results: Dict[str, Any]) -> Optional[Tuple[int, int]]:
 
 
 def with_photographs(config: Any, unreadable: str) -> Any:
-    """A copy of a config, or of a part of one, whose LoadImageFromFile are LoadPhotograph. Those that read other files
-    than local ones, or other channels than colors, stay."""
+    """Return a copy of a config, or of a part of it, in which LoadPhotograph replaces LoadImageFromFile.
+
+    Loaders of remote files or of other color types are kept.
+    """
     if not isinstance(config, (dict, list, tuple)):
         return config
     config = deepcopy(config)
@@ -93,8 +98,18 @@ def with_photographs(config: Any, unreadable: str) -> Any:
 
 
 def pixels(file: Union[str, Path], size: Optional[Tuple[int, int]] = None) -> np.ndarray:
-    """An image as RGB (H, W, 3), as a pipeline saw it whose result is of `size` (height, width): unrotated where only
-    that fits, black where it cannot be read."""
+    """Read an image as RGB (H, W, 3), in the orientation in which a pipeline that returned `size` read it.
+
+    Args:
+        file: Image file.
+        size: Height and width of the pipeline's result; None for an upright image.
+
+    Returns:
+        The image; with `size`, a black image if the file cannot be read.
+
+    Raises:
+        UnreadableImage: The image cannot be read, and `size` is None.
+    """
     try:
         image = open_image(file)
         if size is not None and (image.height, image.width) != tuple(size):

@@ -21,7 +21,7 @@ from ...common.output import add_row, print_table, progress
 from ..building import build
 from .inputs import accept_tiny_images
 from .photographs import pixels, with_photographs
-from .runner import classes_of, known_metainfo, network
+from .runner import classes_of, known_metainfo, network_options
 
 
 class Predictor:
@@ -45,7 +45,7 @@ class Predictor:
         dataset = config.test_dataloader.dataset
         self.classes = classes_of(dataset)
         try:
-            load_checkpoint(model, checkpoint, self.classes, allow_nonfinite, network(config))
+            load_checkpoint(model, checkpoint, self.classes, allow_nonfinite, network_options(config))
         except NonFiniteError as error:
             raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
         except WeightsError as error:
@@ -82,7 +82,7 @@ class Predictor:
         """Write the image with its predictions as a picture; objects below `score` are left out."""
         image = pixels(file, sample.ori_shape)
         options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
-        self.visualizer.add_datasample(path.stem, image, drawable(sample), draw_gt=False, show=False,
+        self.visualizer.add_datasample(path.stem, image, as_arrays(sample), draw_gt=False, show=False,
                                        out_file=str(path), **options)
 
     def describe(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
@@ -107,7 +107,7 @@ class Predictor:
         return result
 
 
-def drawable(sample: Any) -> Any:
+def as_arrays(sample: Any) -> Any:
     """Convert a sample for mmseg's visualizer, which needs an array for a label map of one pixel."""
     return sample.numpy() if 'pred_sem_seg' in sample else sample
 

@@ -26,7 +26,7 @@ from ...common.paths import expanded, writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
-from ..runner_checkpoints import whole_checkpoints
+from ..runner_checkpoints import atomic_checkpoints
 from ..starting_weights import StartHook
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
 from .photographs import with_photographs
@@ -96,7 +96,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     arguments = {key: config[key] for key in keys if config.get(key) is not None}
     if training:
         hooks = [FiniteHook(), *hooks]
-        arguments['default_hooks'] = whole_checkpoints(config.get('default_hooks'))
+        arguments['default_hooks'] = atomic_checkpoints(config.get('default_hooks'))
     # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
     arguments.update(_photographs(config, arguments))
     runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')
@@ -167,7 +167,7 @@ def _seed_workers(loader: Dict[str, Any]) -> None:
     MMEngine's own function gives workers the same seeds in every epoch, and persistent workers cannot be resumed.
     """
     if loader.get('num_workers'):
-        loader.setdefault('worker_init_fn', dict(type='workers_as_torch_seeds_them'))
+        loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
         loader['persistent_workers'] = False
 
 
@@ -249,21 +249,22 @@ def metadata(config: Config) -> Dict[str, Any]:
     """Return what is stored with the weights: config name, classes, and options that no shape of a weight reveals."""
     loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
                   if (loader := config.get(key)) is not None)
-    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset), network=network(config))
+    return dict(config=Path(config.filename or '').stem, classes=classes_of(loader.dataset),
+                network=network_options(config))
 
 
-def network(config: Config) -> Dict[str, Any]:
+def network_options(config: Config) -> Dict[str, Any]:
     """Return the options of backbone and preprocessor that change the computation: {path in the model: value}."""
     found = {}
     model = config.model.get('module', config.model)             # of test-time augmentation
     for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
         for key, value in dict(model.get(part) or {}).items():
+            if key in left_out:
+                continue
             try:
                 found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as JSON in a file returns it
             except (TypeError, ValueError):                       # classes and functions are skipped
                 continue
-            if key in left_out:
-                del found[f'{part}.{key}']
     return found
 
 

@@ -1,1 +1,1 @@
-"""Pictures of what models compute for images."""
+"""Draw what models compute for images."""

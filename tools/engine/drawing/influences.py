@@ -1,4 +1,4 @@
-"""Pictures of a Myo's layers: which tokens reach one of them, over what distance, and the edges that let them."""
+"""Draw the influences of Myo's layers."""
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
@@ -6,19 +6,21 @@ from .pictures import draw_overlay, grid, overlay_bar, save, text
 
 
 def draw(path: Path, names: Sequence[str], images, layers: Dict[str, Any], titles: Sequence[str], title: str) -> None:
-    """Three rows for each image: what every token contributes to the one under the cross (mean over heads, of its
-    size), the finest level's edges, and the contributions' share by the height at which the trees of two tokens meet.
+    """Draw three rows per image: influences, edges and shares.
+
+    The rows are the mean absolute influence of each token on the query token, which a cross marks; the edges of the
+    finest level; and the share of the influence per tree level.
 
     Args:
-        path: of the picture.
-        names: of the images.
-        images: (B, 3, H, W) tensor of 0 to 1.
-        layers: by name, a `backbones.myo.Influence`.
-        titles: of the layers.
-        title: of the picture.
+        path: Output file.
+        names: Image names.
+        images: Tensor (B, 3, H, W) of values from 0 to 1.
+        layers: `backbones.myo.Influence` by layer.
+        titles: Titles of the layers.
+        title: Title of the figure.
 
     Raises:
-        UserError: the picture cannot be written.
+        UserError: The output file cannot be written.
     """
     page, axes = grid(3 * len(images), 1 + len(layers), images, title, width=1.5, labels=0.3)
     for n, image in enumerate(images):
@@ -49,7 +51,7 @@ def draw(path: Path, names: Sequence[str], images, layers: Dict[str, Any], title
 
 
 def _draw_shares(axis, share: Sequence[float], first: bool) -> None:
-    """Bars by height; the scale from 0 to 1 stands at the first of a row."""
+    """Draw bars of the shares by level; only the first column has labels from 0 to 1."""
     axis.bar(range(len(share)), share, color='tab:blue')
     axis.set_ylim(0, 1)
     axis.set_yticks([0, 0.5, 1], ['0', '', '1'] if first else ['', '', ''], fontsize=6)

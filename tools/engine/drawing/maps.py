@@ -11,7 +11,7 @@ TITLES = {'influences': 'influence on the token under the cross, mean over heads
           'decay_factors': 'how attention paths fade with each step, mean over heads'}
 
 
-def drawable(model: Any) -> str:
+def map_kind(model: Any) -> str:
     """Return the kind of maps that a model has, a key of TITLES.
 
     Raises:
@@ -29,23 +29,23 @@ def drawable(model: Any) -> str:
 
 def draw_maps(out: Path, what: str, model: Any, transform: Any, images: Sequence[Tuple[Path, Any]],
               wanted: Optional[List[str]] = None, at: Tuple[float, ...] = (0.5, 0.5)) -> int:
-    """Draw a model's maps over images into one picture.
+    """Draw a model's maps over images into one figure.
 
     Args:
-        out: the picture's file.
-        what: as `drawable` returns it.
-        model: a classifier in eval mode.
-        transform: how the images were prepared.
+        out: Output file.
+        what: Kind of maps, as `map_kind` returns it.
+        model: Classifier in eval mode.
+        transform: Transform that prepared the images.
         images: (file, tensor) of each image.
         wanted: Names or parts of names of layers (None: all).
-        at: Myo's token, as shares of height and width.
+        at: Position of Myo's query token, as fractions of height and width.
 
     Returns:
-        The number of layers that are drawn.
+        Number of drawn layers.
 
     Raises:
-        UserError: the model refuses the images or the token, no layer has a wanted name, or the picture cannot be
-            written.
+        UserError: The model does not accept the images or the position, no layer has a wanted name, or the output file
+            cannot be written.
     """
     import torch
     inputs = torch.stack([image for _, image in images])
@@ -69,8 +69,8 @@ def _chosen(layers: Sequence[str], wanted: Optional[List[str]]) -> List[str]:
     """
     for text in wanted or []:
         if not any(text in layer for layer in layers):
-            raise UserError(f"--layers {text}: no such layer{nearest(text, list(layers)) or '; there are '}"
-                            f"{'' if nearest(text, list(layers)) else ', '.join(layers)}")
+            hint = nearest(text, list(layers)) or f"; there are {', '.join(layers)}"
+            raise UserError(f'--layers {text}: no such layer{hint}')
     return [layer for layer in layers if not wanted or any(text in layer for text in wanted)]
 
 

@@ -1,5 +1,4 @@
-"""Pictures of what models look at: context scores of MobileViTv2, decay factors of PPMA, and what both share with those
-of Myo (influences.py)."""
+"""Draw the context scores of MobileViTv2 and the decay factors of PPMA; helpers for these and for Myo's influences."""
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
@@ -80,15 +79,15 @@ def draw_scores(path: Path, names: Sequence[str], images, maps: Dict[str, Any], 
     """Draw one row for each image: the image, then its maps of context scores.
 
     Args:
-        path: File of the picture.
-        names: Names of the images.
+        path: Output file.
+        names: Image names.
         images: Tensor (B, 3, H, W) of values from 0 to 1.
         maps: Scores (B, L, h, w) by layer; the mean over latent tokens is drawn.
         titles: Titles of the layers.
-        title: Title of the picture.
+        title: Title of the figure.
 
     Raises:
-        UserError: The picture cannot be written.
+        UserError: The output file cannot be written.
     """
     page, axes = grid(len(images), 1 + len(maps), images, title)
     for row, image in enumerate(images):
@@ -104,15 +103,17 @@ def draw_scores(path: Path, names: Sequence[str], images, maps: Dict[str, Any], 
 
 
 def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
-    """Of a PPMA, in evaluation mode: by block ('stages.0.blocks.0', ...) the mean over heads of the factors by which
-    attention paths fade with a horizontal and with a vertical step, (B, h, w) each, on the stage's map.
+    """Return the decay factors of each block of a PPMA, averaged over heads.
 
     Args:
-        model: a PPMA.
-        inputs: (B, 3, H, W).
+        model: A PPMA in evaluation mode.
+        inputs: Images (B, 3, H, W).
+
+    Returns:
+        The factors of a horizontal and of a vertical step, (B, h, w) each, by block ('stages.0.blocks.0', ...).
 
     Raises:
-        ValueError: its attention has no decay.
+        ValueError: The attention of the model does not decay.
     """
     import torch
 
@@ -131,9 +132,11 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
 
 def draw_decays(path: Path, names: Sequence[str], images, layers: Dict[str, Tuple[Any, Any]], titles: Sequence[str],
                 title: str) -> None:
-    """Two rows for each image: the image, then the factors of horizontal, beneath them of vertical steps, each block in
-    colors of its own, whose range stands above it; arguments as for `draw_scores`, `layers` as from
-    `decay_factors`."""
+    """Draw two rows per image: horizontal, then vertical decay factors.
+
+    Each block has its own color range, given in its title. `layers` are the factors that `decay_factors` returns; the
+    other arguments are those of `draw_scores`.
+    """
     page, axes = grid(2 * len(images), 1 + len(layers), images, title)
     ranges = [tuple(f(float(f(x.flatten().tolist())) for x in pair) for f in (min, max)) for pair in layers.values()]
     for n, image in enumerate(images):
@@ -170,15 +173,15 @@ def layer_titles(layers: Sequence[str]) -> List[str]:
 
 
 def save(figure, path: Path) -> None:
-    """Write a picture and close the figure.
+    """Write a figure and close it.
 
     Raises:
-        UserError: The picture cannot be written.
+        UserError: The output file cannot be written.
     """
     import matplotlib.pyplot as plt
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'Glyph')       # a font without the letters of a file's name
+            warnings.filterwarnings('ignore', 'Glyph')       # the font lacks letters of a file name
             figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write {shown(path)}: {getattr(error, 'strerror', None) or error}") from error
