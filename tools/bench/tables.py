@@ -1,7 +1,7 @@
 """Write the tables of README, docs and model cards.
 
 A table stands between `<!-- table: NAME -->` or `<!-- table: NAME FAMILY -->` and `<!-- end of table -->`. Its content
-is counted, or read from committed records.
+is counted, or read from committed records and from the papers' figures in model_cards/claims.
 """
 import argparse
 import re
@@ -14,7 +14,7 @@ from . import measurement_tables as measurements
 from . import model_tables as models
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo')
-# The families of tables about papers, which also include a paper without models here.
+# Tables of figures from papers. They also take papers of which this package has no models.
 _PAPER_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'claims': claims.claims_table,
     'own_claims': claims.own_claims_table,
