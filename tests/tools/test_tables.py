@@ -1,10 +1,15 @@
 """The tables of README, docs and model cards are those that `subquad tables` writes."""
 import json
+import re
 
 import pytest
+from helpers import ROOT
 
-from subquad.tools.bench import tables
+import subquad_cli
+from subquad.tools import stats
+from subquad.tools.bench import claims, tables
 from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find
 
 END = '\n<!-- end of table -->\n'
 
@@ -30,6 +35,7 @@ def test_models_table_leaves_test_models_out(tmp_path):
 @pytest.mark.parametrize('marker, message', [
     ('modles', "unknown table 'modles'; did you mean models"),
     ('models lcsm', "one of ppma, mobilevitv2, myo, got 'lcsm'"),
+    ('claims resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
     ('gpu ppma', "'gpu' takes no family"), ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
 def test_wrong_marker_raises(marker, message, tmp_path):
     with pytest.raises(UserError, match=message):
@@ -65,3 +71,112 @@ def test_record_that_no_table_can_show_raises(line, message, tmp_path):
     (folder / 'cpu.jsonl').write_text(line + '\n')
     with pytest.raises(UserError, match=message):
         tables.content('cpu ppma', tmp_path)
+
+
+def own_claims():
+    """(paper, title, row) of every row about a network of this package, in the committed files."""
+    for paper in claims.PAPERS:
+        for table in claims.tables(ROOT, paper):
+            for row in claims.rows(ROOT, table):
+                if row.own:
+                    yield paper, table['title'].split(':')[0], row
+
+
+def test_counts_of_reported_networks_agree_except_for_known_rows():
+    """Figures that are marked as checked here are compared here. Four MACs are known to differ."""
+    differing, checked = set(), 0
+    for paper, title, row in own_claims():
+        checked += sum(claim.mark == claims.CHECKED for claim in row.claims)
+        differing |= {(paper, title, row.name.split(':')[0], claim.column) for claim in row.claims
+                      if claim.mark == claims.DIFFERS}
+    assert checked > 100
+    assert differing == {(*row, 'GFLOPs') for row in (
+        ('ppma', 'Table 9', 'cross scan'), ('ppma', 'Table 9', 'V2H polyline path'),
+        ('mobilevitv2', 'Table 2', 'R11'), ('mobilevitv2', 'Table 2', 'R15'))}
+
+
+def test_every_figure_has_a_mark_with_a_command_or_a_reason():
+    for _, title, row in own_claims():
+        for claim in row.claims:
+            assert claim.mark in claims.MARKS
+            if claim.mark in (claims.CHECKED, claims.DIFFERS):
+                assert claim.detail.startswith('subquad stats '), (title, row.name)
+            elif claim.mark == claims.CANNOT:
+                assert claim.detail and 'subquad' not in claim.detail, (title, row.name)
+
+
+def test_commands_on_the_claims_page_exist(capsys):
+    """Commands, configs, models and options; MobileViTv2 has no config for ImageNet."""
+    import timm
+    commands = set(re.findall(r'`subquad ([^`]*)`', (ROOT / 'model_cards' / 'CLAIMS.md').read_text()))
+    assert {words.split()[0] for words in commands} == {'benchmark', 'stats', 'tables', 'test', 'train'}
+    options = {}
+    for words in commands:
+        command, *rest = words.split()
+        if command not in options:
+            with pytest.raises(SystemExit):
+                subquad_cli.main([command, '--help'])
+            options[command] = capsys.readouterr().out
+        assert all(word in options[command] for word in rest if word.startswith('--')), words
+        if command in ('stats', 'test', 'train') and rest:
+            assert timm.is_model(rest[0]) or find(rest[0]).is_file()
+        if '--model' in rest:
+            assert timm.is_model(rest[rest.index('--model') + 1])
+
+
+@pytest.mark.parametrize('paper, row, gmacs', [('mobilevitv2', 'R2: width 0.50, 384 x 384', 1.045),
+                                               ('mobilevitv2', 'width 1.50', 4.05), ('ppma', 'without mask', 2.65)])
+def test_command_of_a_row_counts_what_the_mark_says(paper, row, gmacs, capsys):
+    claim = next(claim for _, _, each in own_claims() if each.name == row
+                 for claim in each.claims if claim.column == 'GFLOPs')
+    assert claim.mark == claims.CHECKED
+    stats.main([*claim.detail.removeprefix('subquad stats ').split(), '--json'])
+    counted, = json.loads(capsys.readouterr().out)
+    assert counted['macs'] / 1e9 == pytest.approx(gmacs, rel=0.005)
+    assert any(claims.agree(claim.figure, counted[key] / 1e9) for key in ('macs', 'macs_of_weights', 'macs_with_norms'))
+
+
+def test_no_figure_that_the_package_has_is_written_again():
+    for paper in claims.PAPERS:
+        for table in claims.tables(ROOT, paper):
+            for entry in table['rows']:
+                if isinstance(entry, dict) and 'subject' in entry and not {'size', 'options'} & set(entry):
+                    for column, figure in zip(table['columns'], entry.get('figures', [])):
+                        spec = table['columns'][column]
+                        if 'from' in spec and figure != '=':
+                            assert figure != claims.known_figure(ROOT, entry['subject'], spec), (entry['row'], column)
+
+
+@pytest.mark.parametrize('figure, count, agrees', [
+    ('2.7', 2.704, True), ('1.0', 1.0450, True), ('1.0', 1.0551, False), ('18.5', 18.449, True), ('7.5', 7.22, False),
+    ('374', 373.4, True), ('43', 43.6, False), ('983', 982.15, True)])
+def test_agreement_is_rounding_or_one_percent(figure, count, agrees):
+    assert claims.agree(figure, count) == agrees
+
+
+def claims_file(root, rows, columns='{top-1 (%): {from: top1, check: data}, ms: {cannot: a phone}}', more=''):
+    folder = root / claims.CLAIMS
+    folder.mkdir(parents=True)
+    (folder / 'lcsm.yml').write_text(f"- title: 'Table 1: T'\n  columns: {columns}\n{more}  rows:\n{rows}")
+
+
+def test_claims_table_follows_its_file(tmp_path):
+    claims_file(tmp_path, "  - [A, 1.50, '-']\n  - {row: B, subject: ppma_tiny, figures: ['=', 7]}\n",
+                more='  test: subquad test x --model {subject}\n  data: D\n  note: N.\n')
+    lines = tables.content('claims lcsm', tmp_path).splitlines()
+    assert '**Table 1: T.** N. The data are D.' in lines
+    assert '| A | 1.50 | - | cannot be checked (another network) |' in lines
+    assert ('| B | 82.6 | 7 | can be checked with the data: top-1 (`subquad test x --model ppma_tiny`); '
+            'cannot be checked: ms (a phone) |') in lines
+    assert not any('| A |' in line for line in tables.content('own_claims lcsm', tmp_path).splitlines())
+    assert '| LCSM | 0 | 0 | 1 | 1 | 1 |' in tables.content('claims_summary lcsm', tmp_path)
+
+
+@pytest.mark.parametrize('row, message', [
+    ('[A, 1]', 'Table 1: T: A needs 2 figures, got 1'), ('{row: B, subject: ppma_tiny, figures: [1, 2, 3]}', 'got 3'),
+    ("{row: B, subject: test_ppma, figures: ['=', 2]}", "test_ppma has no figure 'top1'"),
+    ('[A, 1', 'lcsm.yml: while parsing')])
+def test_wrong_claim_raises(row, message, tmp_path):
+    claims_file(tmp_path, f'  - {row}\n')
+    with pytest.raises(UserError, match=message):
+        tables.content('claims lcsm', tmp_path)

@@ -2,7 +2,7 @@
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from ..engine.counting import count
 from ..engine.zoo import our_models
@@ -18,8 +18,9 @@ def of_family(names: Sequence[str], family: str) -> List[str]:
 
 
 @lru_cache        # several tables show the same counts, and counting takes time
-def _count(name: str) -> Dict[str, Any]:
-    return count(name)
+def counted(name: str, side: Optional[int] = None, **options: Any) -> Dict[str, Any]:
+    """The counts of a model, at its own input size or for square images, with options of the model."""
+    return count(name, side, side, **options)
 
 
 def models_table(root: Path, family: str) -> str:
@@ -28,7 +29,7 @@ def models_table(root: Path, family: str) -> str:
     for name in of_family(our_models(), family):
         if name.startswith('test_'):
             continue
-        row = _count(name)
+        row = counted(name)
         top1 = row['reported_by_authors'].get('top1')
         rows.append([f'`{name}`', str(row['size'][0]), f"{row['parameters'] / 1e6:.1f}", f"{row['macs'] / 1e9:.2f}",
                      '-' if top1 is None else str(top1)])
@@ -40,7 +41,7 @@ def counts_table(root: Path, family: str) -> str:
     """All counts of the models, and the numbers that the authors report."""
     rows = []
     for name in of_family(our_models(), family):
-        row = _count(name)
+        row = counted(name)
         theirs = row['reported_by_authors']
         rows.append([f'`{name}`', str(row['size'][0]), f"{row['parameters']:,}", *_counts(row),
                      f"{theirs['parameters_M']} M, {theirs['gmacs']} G" if theirs else '-'])
@@ -52,7 +53,12 @@ def _counts(row: Dict[str, Any]) -> List[str]:
 
 
 @lru_cache
-def _count_config(name: str) -> Dict[str, Any]:
+def counted_config(name: str) -> Dict[str, Any]:
+    """The counts of a detection or segmentation config.
+
+    Raises:
+        UserError: MMDetection or MMSegmentation is not installed.
+    """
     from ..engine.counting_configs import count_config
     return count_config(name)
 
@@ -66,7 +72,7 @@ def dense_table(root: Path, family: str) -> str:
     from ..engine.counting_configs import COUNTS, REPORTED
     rows = []
     for name in of_family([name for name, theirs in REPORTED.items() if 'gmacs' in theirs], family):
-        row, theirs = _count_config(name), REPORTED[name]
+        row, theirs = counted_config(name), REPORTED[name]
         auxiliary = row.get('parameters_of_auxiliary_head')
         rows.append([f'`{name}`', '{} x {}'.format(*row['size']),
                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''), *_counts(row),

@@ -1,7 +1,7 @@
 """Write the tables of README, docs and model cards.
 
 A table stands between `<!-- table: NAME -->` or `<!-- table: NAME FAMILY -->` and `<!-- end of table -->`. Its content
-is counted, or read from committed records.
+is counted, or read from committed records and from the papers' figures in model_cards/claims.
 """
 import argparse
 import re
@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from ..common.cli import UserError, nearest
+from . import claims
 from . import measurement_tables as measurements
 from . import model_tables as models
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo')
+# Tables of figures from papers. They also take papers of which this package has no models.
+_PAPER_TABLES: Dict[str, Callable[[Path, str], str]] = {
+    'claims': claims.claims_table,
+    'own_claims': claims.own_claims_table,
+    'claims_summary': claims.claims_summary_table,
+}
 # Tables of all families, or of one.
 FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'models': models.models_table,
@@ -22,6 +29,7 @@ FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'trained': models.trained_table,
     'cpu': measurements.cpu_table,
     'cpu_times': measurements.cpu_times_table,
+    **_PAPER_TABLES,
 }
 TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
@@ -48,8 +56,9 @@ def content(marker: str, root: Path) -> str:
         raise UserError(f"unknown table {name!r}{nearest(name, known)}; there are {', '.join(known)}")
     if family and name in TABLES:
         raise UserError(f'the table {name!r} takes no family, got {family!r}')
-    if family and family not in FAMILIES:
-        raise UserError(f"the family of a table is one of {', '.join(FAMILIES)}, got {family!r}")
+    families = claims.PAPERS if name in _PAPER_TABLES else FAMILIES
+    if family and family not in families:
+        raise UserError(f"the family of a table is one of {', '.join(families)}, got {family!r}")
     return FAMILY_TABLES[name](root, family) if name in FAMILY_TABLES else TABLES[name](root)
 
 

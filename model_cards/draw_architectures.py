@@ -1,0 +1,215 @@
+"""Draw the architecture pictures of the model cards, with the sizes of the models that timm creates.
+
+    python model_cards/draw_architectures.py [FOLDER]
+
+Each picture has the stages of the networks, one block, and the token mixer.
+"""
+import sys
+from pathlib import Path
+
+import subquad  # noqa: F401  (before timm, with which it registers its models)
+
+# isort: split
+import timm
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+VARIANTS = {'ppma': ('tiny', 'small', 'base'), 'mobilevitv2': ('050', '100', '200'), 'myo': ('tiny', 'small', 'base')}
+PREFIXES = {'ppma': 'ppma_', 'mobilevitv2': 'subquad_mobilevitv2_', 'myo': 'myo_'}
+CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
+DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
+
+
+def box(axes, x, y, width, height, text, color, size=8):
+    """Draw a box with a text, centered at (x, y)."""
+    axes.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=color, edgecolor=DARK,
+                                  boxstyle='round,pad=0,rounding_size=0.06', linewidth=0.8))
+    axes.text(x, y, text, ha='center', va='center', fontsize=size)
+
+
+def arrow(axes, start, end, color=DARK, bend=0.):
+    """Draw an arrow between two points."""
+    axes.annotate('', end, start, arrowprops=dict(arrowstyle='-|>', color=color, linewidth=1, shrinkA=0, shrinkB=0,
+                                                  connectionstyle=f'arc3,rad={bend}'))
+
+
+def chain(axes, y, steps, widths, height=0.62, gap=0.34, start=0.):
+    """Draw boxes from left to right with arrows between them, and return the x of their centers."""
+    centers, x = [], start
+    for (text, color), width in zip(steps, widths):
+        box(axes, x + width / 2, y, width, height, text, color)
+        if centers:
+            arrow(axes, (x - gap, y), (x, y))
+        centers.append(x + width / 2)
+        x += width + gap
+    return centers
+
+
+def description(stage):
+    """Describe the blocks of a stage of a model in one or two lines."""
+    if hasattr(stage, 'blocks'):
+        kind = getattr(stage.blocks[0].mixer, 'attention', None)
+        words = {'crisscross': 'criss-cross', None: ''}.get(kind, kind)
+        return f"{len(stage.blocks)} block{'s' * (len(stage.blocks) > 1)}" + (f', {words}' if words else '')
+    layers = [len(block.transformer) for block in stage if hasattr(block, 'transformer')]
+    residuals = len(stage) - len(layers)
+    return f'{residuals} MV2' + ''.join(f' + {n} layers' for n in layers)
+
+
+def draw_stages(axes, family):
+    """Draw the chain of stages, and below it a line of sizes for each variant."""
+    models = {f'{PREFIXES[family]}{name}': timm.create_model(f'{PREFIXES[family]}{name}', device='meta')
+              for name in VARIANTS[family]}
+    first = next(iter(models.values()))
+    side = first.pretrained_cfg['input_size'][1]
+    steps = [('image', PLAIN), ('stem', CONV)]
+    for n, info in enumerate(first.feature_info, 1):
+        size = -(-side // info['reduction'])
+        mixes = hasattr(first.stages[n - 1], 'blocks') or n > 2      # MobileViTv2 mixes tokens from stage 3 on
+        steps.append((f'stage {n}\n{size} x {size}', MIXER if mixes else CONV))
+    steps.append(('head', DENSE))
+    widths = [0.9, 0.9] + [1.5 if len(first.feature_info) == 5 else 1.9] * len(first.feature_info) + [0.9]
+    centers = chain(axes, 1.9, steps, widths)
+    for row, (name, model) in enumerate(models.items()):
+        y = 1.15 - 0.5 * row
+        axes.text(0, y, name, fontsize=7.5, va='center', family='monospace')
+        for x, info, stage in zip(centers[2:], model.feature_info, model.stages):
+            axes.text(x, y, f"{info['num_chs']} channels\n{description(stage)}", fontsize=7, ha='center', va='center')
+    axes.set(xlim=(-0.1, centers[-1] + 0.6), ylim=(-0.3, 2.4))
+    axes.set_title(f'Stages, for images of {side} x {side}', fontsize=9, loc='left')
+
+
+def draw_block(axes, mixer, title):
+    """Draw one block of the hierarchical backbones, from left to right."""
+    steps = [('DWConv\n3 x 3', CONV), ('LayerNorm', PLAIN), (mixer, MIXER), ('LayerNorm', PLAIN),
+             ('FFN, with a\nDWConv 3 x 3', DENSE)]
+    x, y, ends = 0.4, 0., []
+    arrow(axes, (0, y), (x, y))
+    for part in (steps[:1], steps[1:3], steps[3:]):
+        start = x - 0.2
+        for text, color in part:
+            width = 1.05 if text == 'LayerNorm' else 1.45
+            box(axes, x + width / 2, y, width, 0.62, text, color, 6.5)
+            arrow(axes, (x + width, y), (x + width + 0.25, y))
+            x += width + 0.25
+        axes.text(x + 0.1, y, '+', ha='center', va='center', fontsize=9,
+                  bbox=dict(boxstyle='circle,pad=0.12', facecolor='white', edgecolor=DARK, linewidth=0.8))
+        axes.plot([start, start, x + 0.1], [y, 0.65, 0.65], color=DARK, linewidth=1)
+        arrow(axes, (x + 0.1, 0.65), (x + 0.1, y + 0.1))
+        x += 0.2
+        ends.append(x)
+        arrow(axes, (x, y), (x + 0.4, y))
+        x += 0.4
+    axes.set(xlim=(-0.1, x + 0.1), ylim=(-0.7, 1.))
+    axes.set_title(title, fontsize=9, loc='left')
+
+
+def draw_mobilevitv2_block(axes):
+    """Draw an inverted residual (MV2) and the block with transformer layers."""
+    for y, name, steps in (
+            (0.75, 'MV2', [('Conv 1 x 1\nto 2 C', CONV), ('DWConv\n3 x 3', CONV), ('Conv 1 x 1', CONV)]),
+            (-0.35, 'block', [('DWConv\n3 x 3', CONV), ('Conv 1 x 1\nto C / 2', CONV),
+                              ('layers: separable\nattention, FFN', MIXER), ('GroupNorm', PLAIN),
+                              ('Conv 1 x 1\nto C', CONV)])):
+        axes.text(-0.1, y, name, ha='right', va='center', fontsize=8)
+        chain(axes, y, steps, [1.7 if color == MIXER else 1.15 for _, color in steps], gap=0.25)
+    axes.text(4.1, 0.75, 'adds its input\nif the shapes match', fontsize=7, va='center')
+    axes.set(xlim=(-0.75, 7.6), ylim=(-0.9, 1.2))
+    axes.set_title('Blocks of C channels', fontsize=9, loc='left')
+
+
+def draw_polyline(axes):
+    """Draw the two polyline paths from one token to another."""
+    rows, columns, query, key = 5, 8, (1, 1), (3, 6)
+    for i in range(rows):
+        for j in range(columns):
+            color = {query: MIXER, key: DENSE}.get((i, j), 'white')
+            axes.add_patch(Rectangle((j, rows - 1 - i), 1, 1, facecolor=color, edgecolor='#bbbbbb', linewidth=0.7))
+
+    def center(i, j):
+        return j + 0.5, rows - i - 0.5
+    for corner, color, name in (((key[0], query[1]), FIRST, 'vertical, then horizontal: L'),
+                                ((query[0], key[1]), SECOND, 'horizontal, then vertical: L~')):
+        (x0, y0), (x1, y1), (x2, y2) = (center(*place) for place in (query, corner, key))
+        axes.plot([x0, x1], [y0, y1], color=color, linewidth=1.8)
+        arrow(axes, (x1, y1), (x2, y2), color)
+        axes.plot([], [], color=color, label=name)
+    for place, name, shift in ((query, 'query', 0.3), (key, 'key', -0.3)):
+        x, y = center(*place)
+        axes.text(x, y + shift, name, ha='center', va='center', fontsize=7)
+    axes.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.01), frameon=False, ncols=2)
+    axes.set(xlim=(-0.1, columns + 0.1), ylim=(-0.1, rows + 0.1), aspect='equal')
+    axes.set_title('Attention decays by a factor in each step of the path', fontsize=9)
+
+
+def draw_separable(axes):
+    """Draw separable self-attention as a data flow."""
+    box(axes, 0.6, 0, 1.2, 0.6, 'tokens', PLAIN, 6.5)
+    for y, text, color in ((1.1, 'one logit each,\nsoftmax over tokens', MIXER), (0, 'keys', CONV),
+                           (-1.1, 'ReLU(values)', CONV)):
+        box(axes, 3.2, y, 2.8, 0.7, text, color, 6.5)
+        arrow(axes, (1.2, 0), (1.8, y))
+    box(axes, 6.4, 0.55, 2.2, 0.7, 'weighted sum:\ncontext vector', MIXER, 6.5)
+    arrow(axes, (4.6, 1.1), (5.3, 0.7))
+    arrow(axes, (4.6, 0), (5.3, 0.4))
+    box(axes, 8.9, -0.5, 1.8, 0.7, 'product for\neach token', MIXER, 6.5)
+    arrow(axes, (7.5, 0.55), (8.3, -0.15))
+    arrow(axes, (4.6, -1.1), (8.0, -0.65))
+    box(axes, 11.0, -0.5, 1.2, 0.7, 'linear', CONV, 6.5)
+    arrow(axes, (9.8, -0.5), (10.4, -0.5))
+    axes.set(xlim=(-0.1, 11.7), ylim=(-1.6, 1.6))
+    axes.set_title('Separable self-attention', fontsize=9)
+
+
+def draw_quadtree(axes):
+    """Draw three levels of the tree over a map, with the sweeps up and down."""
+    x = 0.
+    centers = []
+    for cells, cell in ((4, 0.8), (2, 1.2), (1, 1.6)):
+        side = cells * cell
+        for i in range(cells):
+            for j in range(cells):
+                color = MIXER if i < max(cells // 2, 1) and j < max(cells // 2, 1) else 'white'
+                axes.add_patch(Rectangle((x + j * cell, side / 2 - (i + 1) * cell), cell, cell, facecolor=color,
+                                         edgecolor='#999999', linewidth=0.8))
+        centers.append((x, x + side))
+        x += side + 1.7
+    for (_, left), (right, _) in zip(centers, centers[1:]):
+        arrow(axes, (left + 0.15, 0.35), (right - 0.15, 0.35), FIRST)
+        arrow(axes, (right - 0.15, -0.35), (left + 0.15, -0.35), SECOND)
+    for color, name in ((FIRST, 'up: eliminate children'), (SECOND, 'down: substitute parents')):
+        axes.plot([], [], color=color, label=name)
+    axes.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.01), frameon=False, ncols=2)
+    axes.set(xlim=(-0.2, x - 1.5), ylim=(-1.8, 1.8), aspect='equal')
+    axes.set_title('One solve on the quad tree: every token reaches every other', fontsize=9)
+
+
+def draw(family):
+    """Draw the picture of a family: a matplotlib figure."""
+    figure = Figure(figsize=(9.2, 5.2), layout='constrained')
+    FigureCanvasAgg(figure)
+    left = 1.15 if family == 'mobilevitv2' else 1.4
+    grid = figure.add_gridspec(3, 2, height_ratios=(2.3, 1.5, 0.9), width_ratios=(left, 1))
+    stages, block, mixer = (figure.add_subplot(grid[place]) for place in
+                            ((0, slice(None)), (slice(1, None), 0), (slice(1, None), 1)))
+    draw_stages(stages, family)
+    if family == 'mobilevitv2':
+        draw_mobilevitv2_block(block)
+        draw_separable(mixer)
+    else:
+        name = {'ppma': 'polyline path\nattention', 'myo': 'quad-tree\nsolve'}[family]
+        draw_block(block, name, 'One block of a stage')
+        {'ppma': draw_polyline, 'myo': draw_quadtree}[family](mixer)
+    for axes in (stages, block, mixer):
+        axes.axis('off')
+    return figure
+
+
+def main(folder):
+    for family in VARIANTS:
+        draw(family).savefig(Path(folder) / f'{family}_architecture.png', dpi=130)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
