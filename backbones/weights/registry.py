@@ -94,9 +94,10 @@ def find(name: str) -> PublishedWeights:
     if known:
         tags = ', '.join(weights.name for weights in known)
         raise WeightsError(f'there are no weights {name}; {arch} has {tags}')
-    near = get_close_matches(name, [*WEIGHTS, *{weights.arch: None for weights in WEIGHTS.values()}], n=3, cutoff=0.7)
-    hint = f'; did you mean {some(near)}?' if near else ''
-    raise WeightsError(f'no weights of {name} are published{hint} (`subquad weights list` shows all)')
+    archs = list(dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
+    near = get_close_matches(name, [*WEIGHTS, *archs], n=3, cutoff=0.75)
+    hint = f'did you mean {some(near)}?' if near else f'there are weights of {some(archs, len(archs))}'
+    raise WeightsError(f'no weights of {name} are published; {hint} (`subquad weights list` shows all)')
 
 
 def of_arch(arch: str) -> List[PublishedWeights]:
