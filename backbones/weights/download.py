@@ -89,16 +89,16 @@ def forget(weights: PublishedWeights) -> None:
     unlock(weights.name)
 
 
-def check(weights: PublishedWeights, path: Path) -> str:
-    """Check a file against the registry and the lock file.
+def check(weights: PublishedWeights, path: Path) -> bool:
+    """Check a file against the registry, the lock file and, in the hub's cache, the hub's records.
 
     Returns:
-        The file's sha256.
+        Whether any of these has a sha256 for the file.
 
     Raises:
         WeightsError: the file differs, or cannot be read.
     """
-    return _compare(weights, path, None, locked_entry(weights.name, weights.source))[0]
+    return _compare(weights, path, _recorded(path), locked_entry(weights.name, weights.source))[1]
 
 
 def _shipped(weights: PublishedWeights) -> Path:
@@ -193,17 +193,30 @@ def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Downlo
             reason, advice, again = _explain(error, weights, revision)
             if not again or attempt == HUB_ATTEMPTS - 1:
                 raise _failure(weights, reason, advice) from error
-    # .../snapshots/COMMIT/FOLDER/FILE is a link to .../blobs/ETAG, and the ETag of a large file is its sha256. The blob
-    # may itself be a link, whose target has another name.
-    commit = path.parents[weights.filename.count('/')].name
-    blob = path.parent / os.readlink(path) if path.is_symlink() else None
-    etag = blob.name if blob else None if locked else _etag(weights, commit)
-    recorded = etag if etag and re.fullmatch('[0-9a-f]{64}', etag) else None
+    commit = path.parents[weights.filename.count('/')].name          # .../snapshots/COMMIT/FOLDER/FILE
+    recorded = _recorded(path)
+    if not path.is_symlink() and not locked:
+        recorded = _as_sha256(_etag(weights, commit))
 
     def remove() -> None:
-        for file in (path.resolve(), *([blob] if blob else []), path):
+        for file in (path.resolve(), _blob(path), path):
             file.unlink(missing_ok=True)
     return _Download(path, recorded, commit, remove)
+
+
+def _blob(path: Path) -> Path:
+    """Return the file that a link in the hub's cache names, .../blobs/ETAG, which may itself be a link."""
+    return path.parent / os.readlink(path) if path.is_symlink() else path
+
+
+def _recorded(path: Path) -> Optional[str]:
+    """Return the sha256 that the hub records for a file in its cache, if the cache tells it by the name of the blob."""
+    return _as_sha256(_blob(path).name) if path.is_symlink() else None
+
+
+def _as_sha256(etag: Optional[str]) -> Optional[str]:
+    """Return the ETag if it is a sha256, as for large files; small files have a sha1 of git."""
+    return etag if etag and re.fullmatch('[0-9a-f]{64}', etag) else None
 
 
 def _etag(weights: PublishedWeights, commit: str) -> Optional[str]:
