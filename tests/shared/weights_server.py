@@ -1,5 +1,6 @@
 """A real HTTP server on loopback with a tree like the Hugging Face Hub's, plain files, and faults on demand."""
 import hashlib
+import io
 import json
 import threading
 from collections import deque
@@ -9,8 +10,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
+import huggingface_hub.file_download
+import torch
 
 CHUNK = 1 << 14
+
+
+def weights_file(seed):
+    """Return the bytes of a small weight file, which are the same in every call."""
+    weights = {'weight': torch.rand(20 * CHUNK // 4, generator=torch.Generator().manual_seed(seed))}
+    torch.save({'model': weights}, buffer := io.BytesIO())
+    return buffer.getvalue()
 
 
 @dataclass
@@ -122,6 +132,8 @@ def use_hub(monkeypatch, server, folder):
             ('HF_TOKEN_PATH', str(folder / 'no token')),
     ):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
+        if hasattr(huggingface_hub.file_download, name):       # older versions import the values of the constants
+            monkeypatch.setattr(huggingface_hub.file_download, name, value)
     monkeypatch.setenv('SUBQUAD_CACHE', str(folder / 'subquad'))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1,localhost')
     for name in ('HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'HTTP_PROXY', 'http_proxy', 'ALL_PROXY', 'all_proxy'):
