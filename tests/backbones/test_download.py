@@ -159,19 +159,27 @@ def test_complete_part_is_not_sent_again(server):
     assert [(request.status, request.sent) for request in gets(server)] == [(200, len(CONTENT)), (416, 0)]
 
 
-@pytest.mark.parametrize('change', ['etag', 'no validators', 'no ranges', 'longer part'])
+@pytest.mark.parametrize('change', ['other file', 'no conditions', 'other address', 'no validators', 'no ranges',
+                                    'longer part'])
 def test_versions_are_not_mixed(server, change):
+    """A transfer stops in the middle, and something changes before the next one."""
     server.fail(PATH, Fault('close', 9 * CHUNK), *[Fault('status', 500)] * 6)
     server.validators = change != 'no validators'
     refused(plain(server))
     part = cache_folder() / 'test_ppma.plain' / 'net.part.pt'
-    if change == 'etag':
-        server.add_file(PATH, OTHER)
+    path, expected = PATH, CONTENT
+    if change in ('other file', 'no conditions'):
+        expected, server.conditions = OTHER, change == 'other file'
+        server.add_file(path, expected)
+    elif change == 'other address':
+        path, expected = '/elsewhere/net.pt', OTHER
+        server.add_file(path, expected)
+        server.files[path].etag = server.files[PATH].etag
     elif change == 'no ranges':
         server.ranges = False
     elif change == 'longer part':
         part.write_bytes(CONTENT + b'more')
-    assert fetch(plain(server)).read_bytes() == (OTHER if change == 'etag' else CONTENT)
+    assert fetch(plain(server, path)).read_bytes() == expected
 
 
 def test_wrong_range_is_not_written(server):

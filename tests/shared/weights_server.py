@@ -64,6 +64,7 @@ class WeightsServer:
         cdn: the same server under another host name; the hub redirects to it.
         requests: all requests, in order.
         ranges: whether the server answers ranges; otherwise it sends whole files.
+        conditions: whether it heeds If-Range; otherwise it sends ranges of a file that has changed, too.
         validators: whether it sends ETag and Last-Modified.
         token: the token that hub requests must carry, or None.
         pause: seconds to wait after each `CHUNK` bytes.
@@ -72,7 +73,7 @@ class WeightsServer:
     def __init__(self):
         self.files, self.models, self.redirects, self.faults = {}, {}, {}, {}
         self.requests = []
-        self.ranges, self.validators, self.token, self.pause = True, True, None, 0.
+        self.ranges, self.conditions, self.validators, self.token, self.pause = True, True, True, None, 0.
         self.ending = threading.Event()
 
     def __enter__(self):
@@ -226,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get('Range')
         if not wanted or not self.site.ranges:
             return None
-        if self.headers.get('If-Range') not in (None, file.etag, file.modified):
+        if self.site.conditions and self.headers.get('If-Range') not in (None, file.etag, file.modified):
             return None
         return int(wanted.removeprefix('bytes=').partition('-')[0])
 
