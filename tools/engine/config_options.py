@@ -304,6 +304,13 @@ def _transform(node: Dict[str, Any], kind: Any) -> Accepted:
     return Accepted(parameters(create_transform)) if kind is None else _of_types(kind)
 
 
+def _backbone_init(node: Dict[str, Any], kind: Any) -> Accepted:
+    """The package's backbones read `weights` beside the arguments of MMEngine's initializer."""
+    if kind is None:
+        return _UNKNOWN
+    return _of_types(kind, 'weights') if kind == 'Pretrained' else _of_types(kind)
+
+
 def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Accepted]:
     return lambda node, kind: Accepted(set(names))
 
@@ -332,4 +339,5 @@ _READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Acc
     (_named('env_cfg'), _fixed('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit')),
     (_named('env_cfg.mp_cfg'), _fixed('mp_start_method', 'opencv_num_threads')),
     (lambda above: above.endswith('_dataloader.dataset.transform'), _transform),
+    (lambda above: above.endswith('backbone.init_cfg'), _backbone_init),
 )
