@@ -62,6 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _outside_pages() -> List[Path]:
-    pages = [ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *(ROOT / 'model_cards').glob('*.md')]
+    cards = set((ROOT / 'model_cards').glob('*.md')) - {ROOT / 'model_cards' / 'template.md'}
+    pages = [ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *cards]
     pictures = (ROOT / 'model_cards').rglob('*.png')
     return sorted([*pages, *pictures])
