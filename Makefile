@@ -14,7 +14,7 @@ JOBS ?= auto
 # A short spin has no measurable cost on an idle machine.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo mm test test-slow test-lowest test-timm docs dev lint clean
+.PHONY: help demo mm test test-slow test-network test-lowest test-timm docs dev lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -31,6 +31,10 @@ test: $(VENV)/.subquad-test lint
 test-slow: $(VENV)/.subquad-test test-lowest
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 	$(PY) -m pytest -m slow
+
+# Download published weights and compare them with what is known of them.
+test-network: $(VENV)/.subquad-test
+	$(PY) -m pytest -m network
 
 # The tests of the models on the lowest versions that setup.py allows.
 test-lowest:

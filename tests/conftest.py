@@ -15,6 +15,14 @@ if not torch.cuda.is_available() and 'triton' not in sys.modules:
 import subquad  # noqa: F401  (before timm: it mends a torchvision of another build)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests that need a network, unless -m names them."""
+    if 'network' not in config.option.markexpr:
+        needy = [item for item in items if item.get_closest_marker('network')]
+        config.hook.pytest_deselected(items=needy)
+        items[:] = [item for item in items if item not in needy]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """No test's numbers depend on the tests before it."""

@@ -84,7 +84,10 @@ def test_completion_knows_every_option(tool, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, 'parse_args', parse_args)
     with pytest.raises(SystemExit):
         cli.main([tool])
-    options = {option for action in parsers[0]._actions if action.help != argparse.SUPPRESS
+    actions = list(parsers[0]._actions)
+    for subcommands in [action for action in actions if isinstance(action, argparse._SubParsersAction)]:
+        actions += [action for parser in subcommands.choices.values() for action in parser._actions]
+    options = {option for action in actions if action.help != argparse.SUPPRESS
                for option in action.option_strings if option.startswith('--')}
     assert set(subquad_cli.options_of(tool)) == options and '--help' in options
 

@@ -1,0 +1,223 @@
+"""Table of all published weights that this package can load.
+
+The table only describes files; `download.fetch` gets them. Figures under `reported` are the authors'. A size or a
+sha256 of None is not known beforehand; `download.py` says how such a file is checked.
+"""
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from .errors import WeightsError, some
+
+TASKS = ('classification', 'detection', 'segmentation')
+FORMATS = ('ppma', 'cvnets', 'timm', 'subquad')
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A published weight file: what it holds, where it is, and how its model is evaluated.
+
+    Exactly one of `repo`, `url` and `file` is set.
+
+    Attributes:
+        arch: the timm name of the classifier, or of a detector's or segmenter's backbone.
+        tag: the name of the weights among those of the architecture, such as 'in1k'.
+        task: 'classification', 'detection' or 'segmentation'.
+        format: who named the keys: 'ppma' and 'cvnets' are the authors' libraries.
+        repo, revision, filename: repository on the Hugging Face Hub, its branch, tag or commit, and the file in it.
+        url: the address of a file outside of the hub.
+        file: the name of a file in the package's folder `backbones/weights/shipped`.
+        size: bytes of the file, or None if unknown.
+        sha256: the file's hash in hexadecimal, or None if unknown.
+        license: the license of the weights.
+        num_classes: the number of classes; a detector's background does not count.
+        input_size: channels, height and width of the images that the figures were measured on. Mask R-CNN resizes
+            the short side to the height, so that the long side is at most the width.
+        crop_pct: the share of the resized image that a classifier's center crop keeps; None for other tasks.
+        mean, std: the normalization of RGB images with values from 0 to 1.
+        interpolation: how images are resized.
+        config: the name of the config that builds the detector or segmenter, or None for a classifier.
+        reported: metric -> the figure that the authors report, in percent.
+    """
+    arch: str
+    tag: str
+    task: str
+    format: str
+    repo: Optional[str] = None
+    revision: str = 'main'
+    filename: Optional[str] = None
+    url: Optional[str] = None
+    file: Optional[str] = None
+    size: Optional[int] = None
+    sha256: Optional[str] = None
+    license: str = 'apache-2.0'
+    num_classes: int = 1000
+    input_size: Tuple[int, int, int] = (3, 224, 224)
+    crop_pct: Optional[float] = None
+    mean: Tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
+    std: Tuple[float, float, float] = IMAGENET_DEFAULT_STD
+    interpolation: str = 'bicubic'
+    config: Optional[str] = None
+    reported: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name that users type: 'arch.tag'."""
+        return f'{self.arch}.{self.tag}'
+
+    @property
+    def source(self) -> str:
+        """Where the file is, in one text: an address, 'hf-hub:REPO@REVISION/FILE' or 'package:FILE'."""
+        if self.repo:
+            return f'hf-hub:{self.repo}@{self.revision}/{self.filename}'
+        return self.url or f'package:{self.file}'
+
+
+def find(name: str) -> PublishedWeights:
+    """Return the weights of a name.
+
+    Args:
+        name: 'arch.tag', or 'arch' for the architecture's default classifier, the first in the table.
+
+    Raises:
+        WeightsError: no weights have this name; the message lists the nearest names or the architecture's tags.
+    """
+    if name in WEIGHTS:
+        return WEIGHTS[name]
+    arch, _, tag = name.partition('.')
+    known = of_arch(arch)
+    classifiers = [weights for weights in known if weights.task == 'classification']
+    if classifiers and not tag:
+        return classifiers[0]
+    if known:
+        tags = ', '.join(weights.name for weights in known)
+        raise WeightsError(f'there are no weights {name}; {arch} has {tags}')
+    archs = list(dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
+    near = get_close_matches(name, [*WEIGHTS, *archs], n=3, cutoff=0.75)
+    hint = f'did you mean {some(near)}?' if near else f'there are weights of {some(archs, len(archs))}'
+    raise WeightsError(f'no weights of {name} are published; {hint} (`subquad weights list` shows all)')
+
+
+def of_arch(arch: str) -> List[PublishedWeights]:
+    """Return all weights of an architecture in the table's order, or [] if none are published."""
+    return [weights for weights in WEIGHTS.values() if weights.arch == arch]
+
+
+def _ppma() -> Iterator[PublishedWeights]:
+    """Weights of PPMA's authors. The 3x schedule and Cityscapes are in their repository, not in their paper."""
+    common: Dict[str, Any] = dict(format='ppma', repo='ZhongchenZhao/PPMA')
+    for size, folder, top1 in (
+            ('tiny', 'PPMA_T_202502251000', 82.6),
+            ('small', 'PPMA_S_202504021000', 84.2),
+            ('base', 'PPMA_B_202504101400', 85.0),
+    ):
+        yield PublishedWeights(f'ppma_{size}', 'in1k', 'classification', crop_pct=0.875, reported={'top1': top1},
+                               filename=f'checkpoints/classification/{folder}/best.pth', **common)
+    for size, schedule, epochs, box_ap, mask_ap in (
+            ('tiny', '1x', 12, 47.1, 42.4),
+            ('small', '1x', 12, 49.2, 43.8),
+            ('base', '1x', 12, 51.1, 45.5),
+            ('base', '3x', 36, 52.6, 46.3),
+    ):
+        yield PublishedWeights(
+            f'ppma_{size}', f'mask_rcnn_{schedule}_coco', 'detection',
+            filename=f'checkpoints/detection/mask_rcnn_ppma_{size}_fpn_{schedule}_coco/epoch_{epochs}.pth',
+            num_classes=80, input_size=(3, 800, 1333), interpolation='bilinear',
+            config=f"mask-rcnn_ppma-{size[0]}_fpn_{'3x-ms' if schedule == '3x' else schedule}_coco",
+            reported={'box_AP': box_ap, 'mask_AP': mask_ap}, **common)
+    for size, dataset, classes, side, batch, miou, miou_ms in (
+            ('tiny', 'ade20k', 150, 512, '8xb2', 48.7, 49.1),
+            ('small', 'ade20k', 150, 512, '8xb2', 51.1, 52.0),
+            ('base', 'ade20k', 150, 512, '8xb2', 52.3, 53.0),
+            ('tiny', 'cityscapes', 19, 1024, '8xb1', 82.7, 83.5),
+            ('small', 'cityscapes', 19, 1024, '8xb1', 83.7, 84.0),
+            ('base', 'cityscapes', 19, 1024, '8xb1', 83.9, 84.3),
+    ):
+        folder = f'upernet_ppma_{size}_{side}x{side}_160k_{dataset}_ss'
+        yield PublishedWeights(
+            f'ppma_{size}', f'upernet_160k_{dataset}', 'segmentation',
+            filename=f'checkpoints/segmentation/{folder}/iter_160000.pth',
+            num_classes=classes, input_size=(3, side, side), interpolation='bilinear',
+            config=f'upernet_ppma-{size[0]}_{batch}-160k_{dataset}-{side}x{side}',
+            reported={'mIoU': miou, 'mIoU_ms': miou_ms}, **common)
+
+
+# The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
+_TOP1 = {
+    'in1k': {'050': 70.18, '075': 75.56, '100': 78.09, '125': 79.65, '150': 80.38, '175': 80.84, '200': 81.17},
+    'in22k_ft_in1k': {'150': 81.46, '175': 81.94, '200': 82.36},
+    'in22k_ft_in1k_384': {'150': 82.60, '175': 82.93, '200': 83.41},
+    'in1k_384': {'050': 72.14, '075': 76.98, '100': 79.68, '125': 80.94, '150': 81.50, '175': 82.04, '200': 82.17},
+}
+_FOLDERS = {
+    'in1k': 'imagenet1k/256x256',
+    'in1k_384': 'imagenet1k/384x384',
+    'in22k_ft_in1k': 'imagenet21k_to_1k/256x256',
+    'in22k_ft_in1k_384': 'imagenet21k_to_1k/384x384',
+}
+_SSDLITE_MAP = {'050': 21.24, '075': 24.57, '100': 26.47, '125': 27.85, '150': 28.83, '175': 29.52, '200': 30.21}
+_MIOU = {
+    ('deeplabv3', 'ade20k'): {'050': 31.93, '075': 34.70, '100': 37.06, '125': 38.42, '150': 38.91, '175': 39.53,
+                              '200': 40.94},
+    ('pspnet', 'ade20k'): {'050': 31.77, '075': 35.22, '100': 36.57, '125': 38.76, '150': 38.74, '175': 39.82},
+    ('deeplabv3', 'voc'): {'050': 75.07, '100': 78.94, '125': 79.68, '150': 80.30},
+    ('pspnet', 'voc'): {'050': 74.62, '075': 77.44, '100': 78.92, '125': 79.40, '150': 79.93},
+}
+_CVNETS = 'https://docs-assets.developer.apple.com/ml-research/models/cvnets-v2'
+
+
+def _mobilevitv2() -> Iterator[PublishedWeights]:
+    """Weights of MobileViTv2: timm's copies of the classifiers, then the files of the authors' library cvnets.
+
+    The authors' classifiers that timm has copied have tags that begin with `apple_`, and the same weights as the
+    copies. timm has no copy of those fine-tuned at 384 from ImageNet-1k (`cvnets_in1k_384`).
+    """
+    common: Dict[str, Any] = dict(license='cvnets-license', mean=(0., 0., 0.), std=(1., 1., 1.))
+    for kind in ('in1k', 'in22k_ft_in1k', 'in22k_ft_in1k_384'):
+        for size, top1 in _TOP1[kind].items():
+            yield PublishedWeights(
+                f'subquad_mobilevitv2_{size}', f'cvnets_{kind}', 'classification', 'timm',
+                repo=f'timm/mobilevitv2_{size}.cvnets_{kind}', filename='model.safetensors',
+                reported={'top1': top1}, **_classifier(kind), **common)
+    for kind, figures in _TOP1.items():
+        for size, top1 in figures.items():
+            yield PublishedWeights(
+                f'subquad_mobilevitv2_{size}', f"{'cvnets' if kind == 'in1k_384' else 'apple'}_{kind}",
+                'classification', 'cvnets',
+                url=f'{_CVNETS}/classification/mobilevitv2/{_FOLDERS[kind]}/mobilevitv2-{_width(size)}.pt',
+                reported={'top1': top1}, **_classifier(kind), **common)
+    for size, box_ap in _SSDLITE_MAP.items():
+        yield PublishedWeights(
+            f'subquad_mobilevitv2_{size}', 'ssdlite_coco', 'detection', 'cvnets',
+            url=f'{_CVNETS}/detection/mobilevitv2/coco-ssd-mobilevitv2-{_width(size)}.pt',
+            num_classes=80, input_size=(3, 320, 320), interpolation='bilinear',
+            config=f'ssdlite_mobilevitv2-{size}_coco-320', reported={'box_AP': box_ap}, **common)
+    for (head, dataset), figures in _MIOU.items():
+        folder, classes, recipe = {'ade20k': ('ade20k', 150, '4xb4-120e_ade20k'),
+                                   'voc': ('pascalvoc', 21, '4xb32-50e_voc12-coco')}[dataset]
+        for size, miou in figures.items():
+            yield PublishedWeights(
+                f'subquad_mobilevitv2_{size}', f'{head}_{dataset}', 'segmentation', 'cvnets',
+                url=f'{_CVNETS}/segmentation/{folder}/mobilevitv2/{head}-mobilevitv2-{_width(size)}.pt',
+                num_classes=classes, input_size=(3, 512, 512), interpolation='bilinear',
+                config=f'{head}_mobilevitv2-{size}_{recipe}-512x512', reported={'mIoU': miou}, **common)
+
+
+def _classifier(kind: str) -> Dict[str, Any]:
+    """Return the evaluation of MobileViTv2's classifiers: 288 pixels resized and 256 cropped, or 384 and no crop."""
+    side, crop_pct = (384, 1.0) if kind.endswith('_384') else (256, 0.888)
+    return dict(input_size=(3, side, side), crop_pct=crop_pct)
+
+
+def _width(size: str) -> str:
+    """Return the width as the authors write it: '0.5' for '050', '1.25' for '125', '2.0' for '200'."""
+    return str(int(size) / 100)
+
+
+def _table(rows: Iterable[PublishedWeights]) -> Dict[str, PublishedWeights]:
+    return {weights.name: weights for weights in rows}
+
+
+WEIGHTS: Dict[str, PublishedWeights] = _table([*_ppma(), *_mobilevitv2()])

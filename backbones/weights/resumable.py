@@ -1,0 +1,284 @@
+"""Download a file over HTTP. A transfer that was interrupted continues where it stopped.
+
+The bytes go to a partial file. Beside it, a small JSON file holds the address and the server's validator, an ETag or a
+date. The next transfer asks for the rest under the condition that the validator still holds (RFC 9110, section 13.1.5),
+so parts of two versions are never joined.
+"""
+import email.utils
+import errno
+import http.client
+import json
+import os
+import re
+import shutil
+import ssl
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, NamedTuple, Optional
+from urllib.parse import urlsplit
+
+from huggingface_hub.utils import tqdm
+
+from .files import write_atomically
+
+STALL_SECONDS = 30.         # a connection that sends nothing for so long is given up
+RETRIES = 5                 # attempts in a row that bring no new byte
+LONGEST_PAUSE = 60.         # seconds before an attempt, also if the server asks for more
+_CHUNK = 1 << 18
+_TEMPORARY_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_AGENT = 'subquad (+urllib)'
+
+
+class TransferError(Exception):
+    """A transfer failed for good.
+
+    Attributes:
+        reason: a clause that says what failed.
+        advice: a clause in the imperative that says what to do, without the command to run then.
+    """
+
+    def __init__(self, reason: str, advice: str):
+        super().__init__(f'{reason}; {advice}')
+        self.reason, self.advice = reason, advice
+
+
+class _TemporaryError(Exception):
+    """A transfer failed in a way that another attempt may mend."""
+
+    def __init__(self, reason: str, pause: float = 0.):
+        super().__init__(reason)
+        self.pause = pause
+
+
+class _State(NamedTuple):
+    """What the file beside a partial file holds."""
+    url: str
+    validator: str
+
+
+def transfer(url: str, part: Path, limit: int) -> None:
+    """Download a file to a partial file, or the rest of it if the partial file has a beginning.
+
+    Server errors, closed and stalled connections are tried again.
+
+    Args:
+        url: an http or https address. Redirects are followed, but not from https to http.
+        part: the partial file, which is complete when the function returns.
+        limit: the largest size in bytes.
+
+    Raises:
+        TransferError: the file cannot be had. What has arrived stays for the next call.
+    """
+    failures = 0
+    with tqdm(desc=urlsplit(url).path.rpartition('/')[2], unit='B', unit_scale=True, unit_divisor=1024,
+              disable=None) as bar:
+        while True:
+            before = _size(part)
+            try:
+                return _attempt(url, part, limit, bar)
+            except _TemporaryError as error:
+                failures = 0 if _size(part) > before else failures + 1
+                if failures > RETRIES:
+                    raise TransferError(f'{url}: {error}, {failures} times in a row', 'try again later') from error
+                time.sleep(min(max(_pause(failures), error.pause), LONGEST_PAUSE))
+            except OSError as error:
+                raise _disk_error(error, part) from error
+
+
+def discard(part: Path) -> None:
+    """Remove a partial file and what lies beside it."""
+    for path in part.parent.glob(f'{part.name}*'):
+        path.unlink(missing_ok=True)
+
+
+def _pause(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row: 0.25, 0.5, 1, 2, 4, 8."""
+    return 2. ** (failures - 2)
+
+
+def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
+    """Make one request and write what it brings."""
+    state = _read_state(part, url)
+    offset = _size(part) if state else 0
+    headers = {'User-Agent': _AGENT, 'Accept-Encoding': 'identity'}
+    if state and offset:
+        headers.update({'Range': f'bytes={offset}-', 'If-Range': state.validator})
+    try:
+        response = _open(url, headers)
+    except urllib.error.HTTPError as error:
+        with closing(error):
+            if error.code == 416 and state:
+                if _range_total(error.headers) == offset:
+                    return                             # everything had arrived before the last process ended
+                discard(part)
+                raise _TemporaryError('the partial file did not fit the file on the server') from error
+            raise _status_error(url, error) from error
+    with closing(response):
+        _refuse_unusable(url, response)
+        if response.status == 206:
+            if not state or _range_start(response.headers) != offset or _changed(response.headers, state):
+                discard(part)
+                raise _TemporaryError('the server sent another part than it was asked for')
+            total = _range_total(response.headers) or (offset + response.length if response.length else None)
+        else:
+            offset, total = 0, response.length
+        if max(total or 0, offset) > limit:
+            raise TransferError(f'{url} has {total or offset:,} bytes, more than the {limit:,} allowed',
+                                'update subquad')
+        _check_space(part, (total or 0) - offset)
+        with open(part, 'ab' if offset else 'wb', buffering=0) as file:
+            if not offset:
+                _write_state(part, url, response.headers)
+            bar.total, bar.n = total, offset
+            bar.refresh()
+            _copy(response, file, limit - offset, bar)
+            os.fsync(file.fileno())
+    size = _size(part)
+    if total is not None and size < total:
+        raise _TemporaryError(f'the connection closed after {size:,} of {total:,} bytes')
+
+
+def _copy(response: http.client.HTTPResponse, file: BinaryIO, limit: int, bar: Any) -> None:
+    """Write the body of a response to a file."""
+    while True:
+        try:
+            chunk = response.read1(_CHUNK)
+        except (OSError, http.client.HTTPException) as error:
+            raise _connection_error(error) from error
+        if not chunk:
+            return
+        limit -= len(chunk)
+        if limit < 0:
+            file.truncate(0)
+            raise TransferError('the server sends more bytes than are allowed', 'update subquad')
+        file.write(chunk)
+        bar.update(len(chunk))
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follow redirects, 308 as well (urllib does since Python 3.11), but never from https to http."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if req.type == 'https' and not newurl.startswith('https:'):
+            raise TransferError(f'{req.full_url} redirects to {newurl}, which is not encrypted', 'update subquad')
+        return super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
+
+    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302
+
+
+def _open(url: str, headers: Dict[str, str]) -> http.client.HTTPResponse:
+    """Open an address; the proxies of the environment are used."""
+    try:
+        return urllib.request.build_opener(_Redirects).open(urllib.request.Request(url, headers=headers),
+                                                            timeout=STALL_SECONDS)
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError as error:
+        reason = error.reason
+        if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)):
+            raise _connection_error(reason) from error
+        if isinstance(reason, ssl.SSLError):
+            raise TransferError(f'{url} cannot be trusted ({reason})', 'check the certificates of this system '
+                                '(SSL_CERT_FILE)') from error
+        text = getattr(reason, 'strerror', None) or reason
+        raise TransferError(f'{url} cannot be reached ({text})', 'check the network and the proxy') from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _connection_error(error) from error
+
+
+def _connection_error(error: Exception) -> _TemporaryError:
+    if isinstance(error, TimeoutError):
+        return _TemporaryError(f'the server sent nothing for {STALL_SECONDS:g} s')
+    return _TemporaryError(f'the connection broke ({str(error) or type(error).__name__})')
+
+
+def _status_error(url: str, error: urllib.error.HTTPError) -> Exception:
+    if error.code in _TEMPORARY_STATUS:
+        return _TemporaryError(f'the server answers HTTP {error.code}', _retry_after(error.headers))
+    if error.code in (404, 410):
+        return TransferError(f'{url} does not exist (HTTP {error.code})', 'update subquad')
+    if error.code in (401, 403):
+        return TransferError(f'{url} may not be read (HTTP {error.code})', 'check the network and the proxy')
+    return TransferError(f'{url}: the server answers HTTP {error.code}', 'try again later')
+
+
+def _refuse_unusable(url: str, response: http.client.HTTPResponse) -> None:
+    """Refuse what cannot be a weight file, such as the login page of a wireless network, or cannot be checked."""
+    if response.headers.get_content_type() == 'text/html':
+        raise TransferError(f'{url} answers with a web page instead of a file', 'check whether the network wants a '
+                            'login')
+    if response.headers.get('Content-Encoding', 'identity') != 'identity':
+        raise TransferError(f"{url} is sent as {response.headers['Content-Encoding']}", 'check the proxy')
+    if response.length is None and not response.chunked:
+        raise TransferError(f'{url} is sent without its size', 'check the proxy')
+
+
+def _retry_after(headers: http.client.HTTPMessage) -> float:
+    """Return the seconds that the server asks to wait; 0 if it does not ask or names a date."""
+    text = headers.get('Retry-After', '')
+    return float(text) if text.isdigit() else 0.
+
+
+def _range_start(headers: http.client.HTTPMessage) -> Optional[int]:
+    match = re.match(r'bytes (\d+)-', headers.get('Content-Range', ''))
+    return int(match[1]) if match else None
+
+
+def _range_total(headers: http.client.HTTPMessage) -> Optional[int]:
+    match = re.search(r'/(\d+)$', headers.get('Content-Range', ''))
+    return int(match[1]) if match else None
+
+
+def _validator(headers: http.client.HTTPMessage) -> str:
+    """Return a strong ETag or the date of the last change, or '' if there is neither: If-Range allows no weak ETag."""
+    etag = headers.get('ETag', '')
+    if etag.startswith('"'):
+        return etag
+    date = headers.get('Last-Modified', '')
+    return date if email.utils.parsedate(date) else ''
+
+
+def _changed(headers: http.client.HTTPMessage, state: _State) -> bool:
+    """Whether a partial answer belongs to another version of the file; a server may leave the validator out."""
+    return bool(_validator(headers)) and _validator(headers) != state.validator
+
+
+def _check_space(part: Path, needed: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f'{needed:,} bytes are needed and {free:,} are free')
+
+
+def _disk_error(error: OSError, part: Path) -> TransferError:
+    advice = 'free some space, or set SUBQUAD_CACHE to another folder' if error.errno == errno.ENOSPC else (
+        'set SUBQUAD_CACHE to a folder that can be written to')
+    return TransferError(f'{part.parent} cannot take the file ({error.strerror or error})', advice)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _state_file(part: Path) -> Path:
+    return part.with_name(f'{part.name}.json')
+
+
+def _read_state(part: Path, url: str) -> Optional[_State]:
+    """Return the state of a partial file, or None if it cannot be continued."""
+    try:
+        state = _State(**json.loads(_state_file(part).read_text(encoding='utf-8')))
+    except (OSError, ValueError, TypeError):
+        return None
+    return state if state.url == url and isinstance(state.validator, str) and state.validator else None
+
+
+def _write_state(part: Path, url: str, headers: http.client.HTTPMessage) -> None:
+    with write_atomically(_state_file(part)) as temporary:
+        state = _State(url, _validator(headers))
+        Path(temporary).write_text(json.dumps(state._asdict()), encoding='utf-8')

@@ -1,0 +1,114 @@
+"""List, download and check the published weights that this package can load."""
+import argparse
+from typing import Callable, Dict, List, NamedTuple, Optional
+
+from .common.cli import UserError
+from .common.output import add_row, dumps, print_table
+
+
+def main(argv: Optional[List[str]] = None) -> Optional[int]:
+    import subquad  # noqa: F401  (before timm)
+    parser = argparse.ArgumentParser('subquad weights', description=__doc__)
+    commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
+    for name, (run, add_arguments) in COMMANDS.items():
+        what = run.__doc__ or ''
+        command = commands.add_parser(name, help=what[:1].lower() + what[1:].rstrip('.'), description=what)
+        add_arguments(command)
+        command.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    from subquad.backbones.weights import WeightsError
+    try:
+        return COMMANDS[args.command].run(args)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+
+
+def _list(args: argparse.Namespace) -> None:
+    """List published weights with the figures that their authors report."""
+    from .engine.published_files import describe, matching
+    rows = [describe(weights) for weights in matching(args.filter) if args.task in (None, weights.task)]
+    if args.json:
+        print(dumps(rows, indent=2))
+        return
+    from rich.table import Table
+    table = Table('name', 'task', 'input size', 'reported by the authors', 'cached')
+    for row in rows:
+        figures = ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items())
+        add_row(table, row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])), figures,
+                'yes' if row['cached'] else '')
+    print_table(table)
+
+
+def _info(args: argparse.Namespace) -> None:
+    """Show all that is known of a file: source, license, preprocessing, hash."""
+    from .engine.published_files import describe, named
+    for row in map(describe, named([args.name])):
+        if args.json:
+            print(dumps(row, indent=2))
+            continue
+        for key, value in row.items():
+            if value not in (None, {}):
+                text = ', '.join(f'{name} {item}' for name, item in value.items()) if isinstance(value, dict) else value
+                print(f'{key:14s}{text}')
+
+
+def _download(args: argparse.Namespace) -> None:
+    """Download weights that are not in the cache, check their hashes and print their paths."""
+    from .engine.published_files import download, named
+    rows = []
+    for weights in named(args.names):
+        rows.append(download(weights, args.update))
+        if not args.json:
+            print(rows[-1]['path'], flush=True)
+    if args.json:
+        print(dumps(rows, indent=2))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Check the hashes of weights in the cache, without a network; exit with 1 if one is wrong or missing."""
+    from .engine.published_files import GOOD, in_cache, named, verify
+    states = {weights.name: verify(weights) for weights in (named(args.names) if args.names else in_cache())}
+    if args.json or not states:
+        print(dumps(states, indent=2) if args.json else 'no published weights are in the cache')
+    for name, state in () if args.json else states.items():
+        print(f'{name}: {state}')
+    return 0 if all(state in GOOD for state in states.values()) else 1
+
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('filter', nargs='?', default='*', help='a pattern such as "ppma*.in1k", or a part of a name '
+                        '(default: all weights)')
+    parser.add_argument('--task', choices=['classification', 'detection', 'segmentation'], help='list this task only')
+
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('name', help='name of the weights, ARCH.TAG, or ARCH for its default classifier')
+
+
+def _download_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('names', nargs='+', metavar='NAME', help='ARCH.TAG, ARCH, or a pattern such as "ppma*.in1k"')
+    parser.add_argument('--update', action='store_true', help='take the present file, although another one was '
+                        'downloaded first and recorded')
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('names', nargs='*', metavar='NAME', help='names or patterns (default: all in the cache)')
+
+
+class Command(NamedTuple):
+    """A subcommand: the function that runs it, whose docstring is its help, and the one that adds its arguments."""
+    run: Callable[[argparse.Namespace], Optional[int]]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS: Dict[str, Command] = {
+    'list': Command(_list, _list_arguments),
+    'info': Command(_info, _info_arguments),
+    'download': Command(_download, _download_arguments),
+    'verify': Command(_verify, _verify_arguments),
+}
+
+
+if __name__ == '__main__':
+    from .common.cli import run
+    run(main)
