@@ -1,5 +1,4 @@
 """`subquad weights push`: a folder that timm, transformers and the Hub read, written as a whole or not at all."""
-import argparse
 import json
 import os
 import re
@@ -14,12 +13,15 @@ import torch
 from helpers import ROOT
 from huggingface_hub import ModelCard
 from safetensors import safe_open
+from upload_server import UploadServer
 from user_errors import user_error
+from weights_server import use_hub
 
 from subquad.backbones.weights import save_weights
+from subquad.tools import weights
 from subquad.tools.engine import hub_folder
 from subquad.tools.engine.classification.weight_files import load_classifier
-from subquad.tools.engine.hub_folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, add_push, push_command
+from subquad.tools.engine.hub_folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 
 CLASSES = ['a|b', 'c', 'd']
 TRANSFORM = dict(input_size=[3, 48, 64], crop_pct=1.0, mean=[0.3, 0.3, 0.3], std=[0.4, 0.4, 0.4],
@@ -29,9 +31,7 @@ OPTIONS = {'test_ppma': dict(mask_mode='multiplicative', drop_path_rate=0.1), 't
 
 
 def _push(*words):
-    parser = argparse.ArgumentParser()
-    add_push(parser.add_subparsers())
-    return push_command(parser.parse_args(['push', *map(str, words)]))
+    return weights.main(['push', *map(str, words)])
 
 
 def _error(*words, match=None):
@@ -50,7 +50,7 @@ def pushed(request, tmp_path_factory):
     model.eval()
     save_weights(model, folder / 'last.safetensors', dict(
         model=request.param, options=options, classes=CLASSES, transform=TRANSFORM, **{'accuracy/top1': 97.25}))
-    assert _push(folder / 'last.safetensors', '--out', folder / 'hub', '--license', 'mit') == 0
+    assert _push(folder / 'last.safetensors', '--out', folder / 'hub', '--license', 'mit') is None
     return model, folder / 'hub'
 
 
@@ -201,13 +201,19 @@ def test_pickle_with_model_name(ppma, tmp_path, monkeypatch, capsys):
     model = timm.create_model('test_ppma', num_classes=4)
     torch.save({'model': model.state_dict()}, tmp_path / 'w.pth')
     monkeypatch.chdir(tmp_path)
-    assert _push('w.pth', '--model', 'test_ppma') == 0
+    assert _push('w.pth', '--model', 'test_ppma') is None
     output = capsys.readouterr()
     assert "timm.create_model('local-dir:hub/test_ppma', pretrained=True)" in output.out
     assert 'assuming the settings of test_ppma' in output.err and 'the license in the card is "unknown"' in output.err
     _same_weights(model, timm.create_model('local-dir:hub/test_ppma', pretrained=True))
     assert {path.name for path in Path('hub').iterdir()} == {'test_ppma'}
     assert 'does not name its model: give --model NAME' in _error('w.pth')
+
+
+def test_json_names_folder_and_address(ppma, tmp_path, capsys):
+    _push(ppma, '--model', 'test_ppma', '--out', tmp_path / 'hub', '--json')
+    folder = str(tmp_path / 'hub')
+    assert json.loads(capsys.readouterr().out) == dict(folder=folder, repository=None, address=f'local-dir:{folder}')
 
 
 def test_timms_models_can_be_pushed(tmp_path):
@@ -226,7 +232,7 @@ def test_folder_with_files_is_not_replaced_silently(ppma, tmp_path):
     first = (tmp_path / 'hub' / CONFIG_FILE).read_text()
     assert 'holds a model already: give --force' in _error(*arguments)
     (tmp_path / 'hub' / CONFIG_FILE).write_text('{}')
-    assert _push(*arguments, '--force') == 0 and (tmp_path / 'hub' / CONFIG_FILE).read_text() == first
+    assert _push(*arguments, '--force') is None and (tmp_path / 'hub' / CONFIG_FILE).read_text() == first
     (tmp_path / 'hub' / 'notes.txt').write_text('mine')
     assert 'holds other files (notes.txt)' in _error(*arguments, '--force')
 
@@ -273,3 +279,49 @@ def test_wrong_arguments_are_refused_before_writing(ppma, tmp_path, monkeypatch)
     assert '--private needs --repo' in _error(*arguments, '--private')
     assert '--license must be an identifier' in _error(*arguments, '--license', 'MIT: yes')
     assert not (tmp_path / 'hub').exists()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on loopback, which takes uploads of one token."""
+    with UploadServer() as server:
+        server.token = 'hf_secret'
+        use_hub(monkeypatch, server, tmp_path)
+        monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+        yield server
+
+
+def test_uploaded_model_loads_from_the_hub(pushed, hub, tmp_path, capsys):
+    model, folder = pushed
+    arguments = [folder / WEIGHTS_FILE, '--repo', 'owner/small-net', '--private', '--license', 'apache-2.0']
+    _push(*arguments, '--out', tmp_path / 'hub')
+    assert hub.repositories == {'owner/small-net': True}
+    uploaded = hub.models['owner/small-net']['main']['files']
+    assert uploaded == {path.name: path.read_bytes() for path in (tmp_path / 'hub').iterdir()}
+    assert f'uploaded to {hub.url}/owner/small-net' in capsys.readouterr().out
+    card = ModelCard(uploaded[CARD_FILE].decode())
+    assert "'hf-hub:owner/small-net'" in card.text and '# small-net' in card.text
+    loaded = timm.create_model('hf-hub:owner/small-net', pretrained=True)
+    _same_weights(model, loaded)
+    assert loaded.pretrained_cfg['label_names'] == CLASSES
+
+
+def test_timms_own_upload_loads_from_the_hub(pushed, hub):
+    from timm.models import push_to_hf_hub
+    model, _ = pushed
+    push_to_hf_hub(model, 'owner/timm-net', model_config=dict(label_names=CLASSES), safe_serialization=True)
+    _same_weights(model, timm.create_model('hf-hub:owner/timm-net', pretrained=True))
+    ModelCard(hub.models['owner/timm-net']['main']['files']['README.md'].decode())
+
+
+def test_failed_upload_keeps_the_folder_and_hides_the_token(ppma, hub, tmp_path, monkeypatch):
+    arguments = [ppma, '--model', 'test_ppma', '--out', tmp_path / 'hub', '--repo', 'owner/net']
+    hub.refused = 403
+    message = _error(*arguments, match='but the upload to owner/net failed .*403.*run the same command with --force')
+    assert 'hf_secret' not in message and (tmp_path / 'hub' / WEIGHTS_FILE).exists()
+    monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', 'http://127.0.0.1:9')
+    assert 'the upload to owner/net failed (' in _error(*arguments, '--force')
+    monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', hub.url)
+    hub.refused = 0
+    assert _push(*arguments, '--force') is None
+    assert set(hub.models['owner/net']['main']['files']) == {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE}

@@ -1,4 +1,5 @@
 """Write a classifier as a folder of the Hugging Face Hub: weights, timm's configuration and a model card."""
+import argparse
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ import timm
 
 from ...backbones.weights import WeightsError, read_metadata, save_weights, shorten_path, some
 from ..common.cli import UserError, one_line
+from ..common.output import dumps
 from ..common.paths import expanded, replaced_folder
 from .classification.weight_files import Classifier, assumed_transform, read_classifier
 
@@ -27,29 +29,22 @@ _SHOWN_CLASSES = 20
 _METRICS = {'accuracy/top1': 'top-1 accuracy, %', 'accuracy/top5': 'top-5 accuracy, %'}
 
 
-def add_push(subparsers: Any) -> None:
-    """Add the parser of `subquad weights push`, whose arguments `push_command` takes."""
-    parser = subparsers.add_parser(
-        'push', help='write a folder for the Hugging Face Hub, and upload it',
-        description='Write model.safetensors, config.json and a model card to a folder that timm.create_model loads as '
-                    'local-dir:FOLDER, and with --repo upload it to the Hugging Face Hub, from where timm loads it as '
-                    'hf-hub:OWNER/NAME.')
-    parser.add_argument('weights', metavar='FILE_OR_TAG', help='weights of a classifier')
+def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `subquad weights push`."""
+    parser.add_argument('weights', metavar='FILE_OR_NAME', help='weights of a classifier: a file, or published weights '
+                        'by name')
     parser.add_argument('--model', metavar='NAME', help='timm name of the model, for a file that does not contain it')
     parser.add_argument('--out', metavar='FOLDER', help='folder to write (default: hub/NAME)')
     parser.add_argument('--license', metavar='ID', help='license of the weights as the Hub names it, such as '
-                        'apache-2.0 (default: the license of the tag, or unknown)')
-    parser.add_argument('--repo', metavar='OWNER/NAME', help='repository to upload to; it is created if it is missing')
+                        'apache-2.0 (default: that of published weights, or unknown)')
+    parser.add_argument('--repo', metavar='OWNER/NAME', help='upload the folder to this repository of the Hub, which '
+                        'is created if it is missing')
     parser.add_argument('--private', action='store_true', help='create the repository as a private one')
     parser.add_argument('--force', action='store_true', help='replace a folder that this command wrote')
 
 
-def push_command(args: Any) -> int:
-    """Run `subquad weights push`.
-
-    Raises:
-        UserError: see `read_for_hub`, `write_hub_folder`, `check_repo` and `upload`.
-    """
+def push_command(args: argparse.Namespace) -> None:
+    """Write weights, config.json and model card to a folder that timm loads, and upload it to the Hugging Face Hub."""
     if args.repo:
         check_repo(args.repo)
     elif args.private:
@@ -60,12 +55,15 @@ def push_command(args: Any) -> int:
     write_hub_folder(folder, read, Path(args.weights).name, args.license or 'unknown', args.repo, args.force)
     if not args.license:
         print('the license in the card is "unknown"; --license ID names one', file=sys.stderr)
+    repository = upload(folder, args.repo, args.private) if args.repo else None
     address = f'hf-hub:{args.repo}' if args.repo else f'local-dir:{folder}'
-    if args.repo:
-        print(f'uploaded to {upload(folder, args.repo, args.private)}')
-    print(f"{folder}: {WEIGHTS_FILE}, {CONFIG_FILE}, {CARD_FILE}\n"
-          f"load it with: timm.create_model('{address}', pretrained=True)")
-    return 0
+    if args.json:
+        print(dumps(dict(folder=str(folder), repository=repository, address=address), indent=2))
+        return
+    print(f'{folder}: {WEIGHTS_FILE}, {CONFIG_FILE}, {CARD_FILE}')
+    if repository:
+        print(f'uploaded to {repository}')
+    print(f"load it with: timm.create_model('{address}', pretrained=True)")
 
 
 def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
@@ -246,7 +244,7 @@ def upload(folder: Path, repo: str, private: bool = False) -> str:
     Args:
         folder: Folder of `write_hub_folder`.
         repo: OWNER/NAME.
-        private: Whether a new repository is private.
+        private: Make a new repository private.
 
     Returns:
         The address of the repository.
@@ -258,7 +256,8 @@ def upload(folder: Path, repo: str, private: bool = False) -> str:
     from huggingface_hub.utils import HfHubHTTPError
     api = huggingface_hub.HfApi(library_name='subquad')
     try:
-        address = api.create_repo(repo, private=private, exist_ok=True)
+        # Without --private the organization's own default applies.
+        address = api.create_repo(repo, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message='Add model')
     except (OSError, *HfHubHTTPError.__bases__) as error:       # errors of the HTTP library are bases of the Hub's
         raise UserError(f'{folder} is written, but the upload to {repo} failed ({one_line(error)[:300]}); run the same '
