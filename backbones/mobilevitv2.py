@@ -21,7 +21,7 @@ from .mixers import LinformerSelfAttention, SeparableSelfAttention
 from .mobilevitv2_blocks import ATTENTIONS, PATCH, InvertedResidual, MobileViTv2Block, Stage, Stem, TransformerLayer
 from .observation import observe_inputs
 from .options import COMMON, Options, check, flag, number, one_of
-from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier
+from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
 from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
 
 __all__ = ['MobileViTv2']
@@ -257,20 +257,10 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
     })
 
 
-_SIZES = tuple(ARCHS)[:-1]
-_384 = dict(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0)
-default_cfgs = generate_default_cfgs({
-    **{
-        f'subquad_mobilevitv2_{size}.{tag}': _cfg(hf_hub_id=f'timm/mobilevitv2_{size}.{tag}', **options)
-        for tag, sizes, options in (
-            ('cvnets_in1k', _SIZES, {}),
-            ('cvnets_in22k_ft_in1k', _SIZES[4:], {}),
-            ('cvnets_in22k_ft_in1k_384', _SIZES[4:], _384),
-        )
-        for size in sizes
-    },
-    'test_mobilevitv2.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
-})
+default_cfgs = generate_default_cfgs(published_cfgs({
+    **{f'subquad_mobilevitv2_{size}': _cfg() for size in ARCHS if size != 'test'},
+    'test_mobilevitv2': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+}))
 
 
 @register_model

@@ -15,7 +15,7 @@ from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs
 from .options import Options, flag
-from .timm_interface import build_model, image_cfg
+from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['Myo']
 
@@ -154,12 +154,12 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
     return image_cfg(paper_ids='arXiv:2509.20503', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    'myo_tiny.untrained': _cfg(),
-    'myo_small.untrained': _cfg(),
-    'myo_base.untrained': _cfg(),
-    'test_myo.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
-})
+default_cfgs = generate_default_cfgs(published_cfgs({
+    'myo_tiny': _cfg(),
+    'myo_small': _cfg(),
+    'myo_base': _cfg(),
+    'test_myo': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+}))
 
 
 @register_model

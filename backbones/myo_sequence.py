@@ -16,7 +16,7 @@ from ..kernels.trees import ORDERS, PARAMETRIZATIONS, grid_order
 from .mixers.scan import ScanMixer
 from .mixers.tree_sequence import LEVELS, Nodes, TreeSequenceMixer
 from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
-from .timm_interface import build_model, image_cfg
+from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['MyoSequence']
 
@@ -298,7 +298,7 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
     })
 
 
-default_cfgs = generate_default_cfgs({'myo_sequence.untrained': _cfg()})
+default_cfgs = generate_default_cfgs(published_cfgs({'myo_sequence': _cfg()}))
 
 
 @register_model

@@ -14,7 +14,7 @@ from torch import nn
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import PolylineMixer
 from .options import Options, one_or_each_stage
-from .timm_interface import build_model, image_cfg
+from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['PPMA']
 
@@ -156,10 +156,10 @@ def _cfg(**kwargs: Any) -> Dict[str, Any]:
     return image_cfg(paper_ids='arXiv:2506.15940', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    **{f'ppma_{size}.untrained': _cfg() for size in ARCHS if size != 'test'},
-    'test_ppma.untrained': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
-})
+default_cfgs = generate_default_cfgs(published_cfgs({
+    **{f'ppma_{size}': _cfg() for size in ARCHS if size != 'test'},
+    'test_ppma': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+}))
 
 
 @register_model

@@ -3,12 +3,14 @@ from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Type, TypeVa
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import get_device_dtype, trunc_normal_
-from timm.models import build_model_with_cfg
+from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 from torch import Tensor, nn
 
 from ._timm import feature_take_indices, narrow_head, pooled_width
 from .options import COMMON, Options, check
-from .weights import pretrained_filter
+from .weights import WeightsError, pretrained_filter
+from .weights.download import SHIPPED
+from .weights.registry import WEIGHTS, PublishedWeights, find, of_arch
 
 Model = TypeVar('Model', bound=nn.Module)
 
@@ -27,6 +29,55 @@ def image_cfg(**kwargs: Any) -> Dict[str, Any]:
         'classifier': 'head.fc',
         'license': 'apache-2.0',
         **kwargs,
+    }
+
+
+def published_cfgs(untrained: Dict[str, Dict[str, Any]]) -> Dict[str, Dict[str, Any]]:
+    """Return timm's default configs of architectures: one by 'arch.tag' for each published classifier.
+
+    The first published classifier is the default of its architecture if it has as many classes as the network without
+    weights. Otherwise the default is 'arch.untrained', so that `timm.create_model(arch)` keeps its number of classes.
+
+    Args:
+        untrained: architecture -> its config without weights.
+    """
+    cfgs: Dict[str, Dict[str, Any]] = {}
+    for arch, cfg in untrained.items():
+        classifiers = _classifiers(arch)
+        cfgs.update({weights.name: {**cfg, **_published_entries(weights)} for weights in classifiers})
+        if not classifiers or classifiers[0].num_classes != cfg['num_classes']:
+            cfgs[f'{arch}.untrained*'] = cfg                 # the asterisk is timm's mark of a default
+    return cfgs
+
+
+def _classifiers(arch: str) -> List[PublishedWeights]:
+    return [weights for weights in of_arch(arch) if weights.task == 'classification']
+
+
+def _published_entries(weights: PublishedWeights) -> Dict[str, Any]:
+    """Return the entries of timm's default config that published weights define."""
+    return {
+        'num_classes': weights.num_classes,
+        'input_size': weights.input_size,
+        'pool_size': tuple(side // 32 for side in weights.input_size[1:]),
+        'crop_pct': weights.crop_pct,
+        'interpolation': weights.interpolation,
+        'mean': weights.mean,
+        'std': weights.std,
+        'license': weights.license,
+        **_source_entries(weights),
+    }
+
+
+def _source_entries(weights: PublishedWeights) -> Dict[str, Optional[str]]:
+    """Return the entries of timm's default config that say where published weights are."""
+    revision = '' if weights.revision == 'main' else f'@{weights.revision}'
+    filename = None if weights.filename == 'model.safetensors' else weights.filename     # timm's own default
+    return {
+        'hf_hub_id': f'{weights.repo}{revision}' if weights.repo else None,
+        'hf_hub_filename': filename if weights.repo else None,
+        'url': weights.url,
+        'file': str(SHIPPED / weights.file) if weights.file else None,
     }
 
 
@@ -52,14 +103,60 @@ def build_model(
         feature_cfg.update(feature_cls='getter', norm=True)
     elif feature_maps:
         feature_cfg.update(flatten_sequential=True)
+    file = _pretrained_file(name, options) if pretrained else ''
+    filter_fn = pretrained_filter(**options, file=file)
+    if file:
+        # timm passes a state dict to the filter as it is. The filter reads the file and removes this entry.
+        overlay = options.get('pretrained_cfg_overlay') or {}
+        options = {**options, 'pretrained_cfg_overlay': {**overlay, 'state_dict': {'file': file}}}
     return build_model_with_cfg(
         cls,
         name,
         pretrained,
-        pretrained_filter_fn=pretrained_filter(**options),
+        pretrained_filter_fn=filter_fn,
         feature_cfg=feature_cfg,
         **options,
     )
+
+
+def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
+    """Return the file, or the name of published weights, that `pretrained=True` loads, or '' if timm finds it.
+
+    timm finds state dicts, `hf-hub:`, `local-dir:` and addresses that the caller gives.
+
+    Raises:
+        WeightsError: no weights are published for the model, or none with this tag.
+    """
+    try:
+        cfg = resolve_pretrained_cfg(name, options.get('pretrained_cfg'), options.get('pretrained_cfg_overlay'))
+    except RuntimeError as error:                        # an unknown tag
+        found = find(f"{name}.{options['pretrained_cfg']}")
+        raise WeightsError(f'{found.name} are weights for {found.task}, which timm does not have; to load their '
+                           f"backbone, set features_only=True and pretrained_cfg_overlay=dict(file='{found.name}')"
+                           ) from error
+    if cfg.source or cfg.state_dict:
+        return ''
+    weights = WEIGHTS.get(f'{cfg.architecture}.{cfg.tag}')
+    if weights and all(getattr(cfg, key) == value for key, value in _source_entries(weights).items()):
+        if options.get('cache_dir'):
+            raise WeightsError(f'cache_dir is not supported for {weights.name}: set HF_HOME for the cache of the '
+                               'Hugging Face Hub and SUBQUAD_CACHE for that of other servers')
+        return weights.name
+    if cfg.file:
+        return str(cfg.file)
+    if cfg.has_weights:
+        return ''
+    raise WeightsError(_no_weights_message(str(cfg.architecture)))
+
+
+def _no_weights_message(arch: str) -> str:
+    """Say that an architecture has no pretrained weights without a tag, and which weights there are."""
+    names = [weights.name for weights in _classifiers(arch)]
+    if names:
+        return f"pretrained=True needs a tag for {arch}: {', '.join(names)}"
+    archs = {weights.arch: None for weights in WEIGHTS.values() if weights.task == 'classification'}
+    return (f"no weights of {arch} are published; pretrained=True works for {', '.join(archs)}, and "
+            'pretrained_cfg_overlay=dict(file=FILE) loads a file of yours')
 
 
 class TimmInterface(nn.Module):

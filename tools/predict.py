@@ -1,5 +1,6 @@
 """Classify image files, or all images in a folder, and print the top classes. With a detection or segmentation config
-before the checkpoint, draw the predictions and write boxes and masks as JSON."""
+before the checkpoint, or published weights of a detector or segmenter, draw the predictions and write boxes and masks
+as JSON."""
 import argparse
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -15,8 +16,9 @@ Results = List[Dict[str, Any]]
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad predict', description=__doc__)
-    parser.add_argument('checkpoint', metavar='[CONFIG] CHECKPOINT', help='weights of subquad train (.safetensors), or '
-                        'other weights with --model; or a detection or segmentation config and its weights')
+    parser.add_argument('checkpoint', metavar='[CONFIG] CHECKPOINT', help='weights of subquad train (.safetensors), '
+                        'published weights by name, such as ppma_tiny.in1k, or other weights with --model; or a '
+                        'detection or segmentation config and its weights')
     parser.add_argument('images', nargs='+', help='image files or folders')
     parser.add_argument('--model', metavar='NAME',
                         help='timm name of the model, for a checkpoint that does not contain it')
@@ -33,19 +35,30 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'--topk must be at least 1, got {args.topk}')
     if args.score is not None and not 0 <= args.score <= 1:
         raise UserError(f'--score must be from 0 to 1, got {args.score}')
-    results, code = (_predict_dense if _names_config(args.checkpoint) else _classify)(args)
+    results, code = (_predict_dense if _take_config(args) else _classify)(args)
     if args.json:
         print(dumps(results, indent=2))
     return code
 
 
-def _names_config(name: str) -> bool:
-    """Whether the first argument names a config: files of weights have a suffix, names of configs have none."""
+def _take_config(args: argparse.Namespace) -> bool:
+    """Set `args.config` to the config before the checkpoint, or to that of published weights; '' for a classifier."""
+    from ..backbones.weights import WeightsError
+    from ..backbones.weights.registry import of_arch
+    from ..backbones.weights.resolve import published
+    name, args.config = args.checkpoint, ''
     try:
-        exists = Path(name).exists()
-        return name.endswith('.py') or not Path(name).suffix and not exists
+        # Files and published weights have a suffix, apart from the default weights of an architecture.
+        if name.endswith('.py') or not (Path(name).suffix or of_arch(name) or Path(name).exists()):
+            args.config, args.checkpoint, args.images = name, args.images[0], args.images[1:]
+        else:
+            weights = published(name)
+            args.config = weights.config or '' if weights else ''
     except OSError as error:
         raise UserError(f'{shown(name)}: {error.strerror or error}') from error
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    return bool(args.config)
 
 
 def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
@@ -75,18 +88,17 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
         raise UserError('--model is for classifiers; a detection or segmentation config defines its model')
     if args.topk is not None:
         raise UserError('--topk is for classifiers; use --score to select objects')
-    config = load(args.checkpoint)
+    config = load(args.config)
     if is_classifier(config):
-        raise UserError(f'{args.checkpoint} is a classification config; give the checkpoint alone: '
+        raise UserError(f'{args.config} is a classification config; give the checkpoint alone: '
                         'subquad predict CHECKPOINT IMAGES')
-    checkpoint, *images = args.images
-    if not images:
-        raise UserError(f'no images given: subquad predict {args.checkpoint} CHECKPOINT IMAGES')
-    files = image_files(images)
+    if not args.images:
+        raise UserError(f'no images given: subquad predict {args.config} CHECKPOINT IMAGES')
+    files = image_files(args.images)
     out = writable_folder(args.out or 'predictions')
     from .engine.dense.prediction import predict, print_found
     left_out = LeftOut(len(files), args.strict)
-    results = predict(config, checkpoint, files, out, 0.3 if args.score is None else args.score, left_out,
+    results = predict(config, args.checkpoint, files, out, 0.3 if args.score is None else args.score, left_out,
                       args.allow_nonfinite)
     (out / 'predictions.json').write_text(dumps(results, indent=2))
     code = left_out.code()

@@ -17,7 +17,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
     add_config_arguments(parser, 'report it on stderr; an image folder skips it or uses the next image of its '
                          'class; a detector or segmenter gets a black image')
-    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, or a .pth file')
+    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, a .pth file, or the '
+                        'name of published weights such as ppma_tiny.in1k')
     parser.add_argument('--show-dir', metavar='FOLDER',
                         help='write pictures of the predictions, beside the annotations '
                         'if the config loads them (detectors and segmenters)')

@@ -22,8 +22,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--amp', action='store_true',
                         help='train in mixed precision: bfloat16, or float16 with loss scaling on GPUs '
                              'without bfloat16')
-    parser.add_argument('--weights', metavar='FILE', help='start from the weights in FILE; a classifier\'s weights '
-                        'initialize the backbone of a detector or segmenter. A head for other classes starts at random')
+    parser.add_argument('--pretrained', '--weights', dest='weights', metavar='NAME_OR_FILE',
+                        help='start from published weights such as ppma_tiny.in1k, or from those in a file; a '
+                        'classifier\'s weights initialize the backbone of a detector or segmenter. A head for other '
+                        'classes starts at random')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
                         help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
                         'work folder')
@@ -34,9 +36,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.seed is not None and not 0 <= args.seed < 2 ** 32:
         raise UserError(f'--seed must be from 0 to 4294967295, got {args.seed}')
     if args.weights == '':
-        raise UserError('--weights: the name of the file is empty')
+        raise UserError('--pretrained: the name of the weights is empty')
     if args.weights and args.resume is not None:
-        raise UserError('--weights and --resume exclude each other: the first starts a run, the second '
+        raise UserError('--pretrained and --resume exclude each other: the first starts a run, the second '
                         'continues one')
     from .engine.messages import resume_command
     from .engine.runner_checkpoints import checkpoint_to_resume

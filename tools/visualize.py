@@ -12,7 +12,8 @@ from .common.paths import expanded
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad visualize', description=__doc__)
-    parser.add_argument('checkpoint', help='weights of subquad train (.safetensors), or other weights with --model')
+    parser.add_argument('checkpoint', help='weights of subquad train (.safetensors), published weights by name, '
+                        'such as ppma_tiny.in1k, or other weights with --model')
     parser.add_argument('images', nargs='+', help='image files or folders')
     parser.add_argument('--model', metavar='NAME',
                         help='timm name of the model, for a checkpoint that does not contain it')

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import mobilevitv2, myo, ppma
-from ..weights import WeightsError, check_finite, differences, load_state_dict, read_checkpoint, some
+from ..weights import WeightsError, check_choice, check_finite, differences, load_state_dict, read_file, some
+from ..weights.resolve import resolve
 from . import cvnets
 from .checkpoints import BACKBONE, WeightsComparison, make_loading_strict
 
@@ -41,8 +42,10 @@ class DenseBackbone:
         norm_eval: keep the statistics of BatchNorm fixed in training.
         with_cp: use activation checkpointing.
         drop_path_rate: the rate of stochastic depth. None keeps the network's own.
-        init_cfg: mmengine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None)` accepts every file that
-            `subquad.backbones.weights.read_checkpoint` reads: a classifier's, or a detector's, whose backbone is taken.
+        init_cfg: mmengine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None, weights='raw')` accepts every file
+            that `subquad.backbones.weights.read_file` reads: a classifier's, or a detector's, whose backbone is taken.
+            It also accepts the name of published weights, such as 'subquad://ppma_tiny.in1k'. If a file holds averaged
+            weights, too, `weights='averaged'` takes these; PPMA's authors start detectors from the raw ones.
         options: options of the family.
 
     Attributes:
@@ -133,32 +136,31 @@ class DenseBackbone:
         finally:
             self.init_cfg = given
 
-    def load_pretrained(self, checkpoint: str, prefix: Optional[str] = None) -> None:
+    def load_pretrained(self, checkpoint: str, prefix: Optional[str] = None, weights: str = 'raw') -> None:
         """Load the backbone from the file of a classifier or detector. All weights are loaded, or none.
 
         Args:
-            checkpoint: the path of the file; see `subquad.backbones.weights.read_checkpoint`.
+            checkpoint: the path of the file or the name of published weights; see `subquad.backbones.weights.resolve`.
             prefix: load only keys that begin with this, such as 'backbone.'. By default a detector's prefix is found.
+            weights: 'raw' or 'averaged' if the file holds both; see `subquad.backbones.weights.read_file`.
 
         Raises:
             WeightsError: the file cannot be read, or belongs to another network. The message names keys and shapes.
         """
-        if '://' in str(checkpoint):
-            raise WeightsError(f'checkpoint must be the path of a file, got {checkpoint}; download the file first')
-        weights, _, _ = read_checkpoint(checkpoint)
+        content = read_file(resolve(checkpoint), weights)
+        given = content.weights
         if prefix:
             prefix = prefix.rstrip('.') + '.'
-            chosen = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-            if not chosen:
-                first = sorted({key.split('.')[0] + '.' for key in weights})
+            given = {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
+            if not given:
+                first = sorted({key.split('.')[0] + '.' for key in content.weights})
                 raise WeightsError(f'{checkpoint} has no keys that begin with {prefix!r}; its keys begin with '
                                    f'{some(first, 6)}')
-            weights = chosen
-        check_finite(weights, str(checkpoint))
-        load_state_dict(self, weights, str(checkpoint))
-        self._log_loaded(weights, f'{checkpoint}{f" ({prefix})" if prefix else ""}')
+        check_finite(given, str(checkpoint))
+        load_state_dict(self, given, str(checkpoint))
+        self._log_loaded(given, f'{checkpoint}{f" ({prefix})" if prefix else ""}', content.choice)
 
-    def _log_loaded(self, weights: Dict[str, Tensor], name: str) -> None:
+    def _log_loaded(self, weights: Dict[str, Tensor], name: str, choice: str) -> None:
         """Log which weights were loaded, as a summary and for each parameter."""
         # The prefix of the backbone in a detector's file.
         inner = next((name for name in (BACKBONE, cvnets.ENCODER) if any(key.startswith(name) for key in weights)), '')
@@ -168,7 +170,8 @@ class DenseBackbone:
         unused = [key for key in given if key not in own] + [key for key in weights if not key.startswith(inner)]
         comparison = WeightsComparison({key: value for key, value in given.items() if key in own},
                     [key for key in own if key not in given], unused, [])
-        self.load_summary = f'{type(self).__name__} backbone: {comparison.summary(name)}'
+        self.load_summary = '; '.join(filter(None, [
+            f'{type(self).__name__} backbone: {comparison.summary(name)}', choice]))
         for key, parameter in self.named_parameters():
             info = getattr(self, '_params_init_info', {}).get(parameter)
             if info is not None:                         # mmengine writes this entry to the log
@@ -211,8 +214,9 @@ class DenseBackbone:
 class _PretrainedInit:
     """Pretrained initializer of `DenseBackbone`: unlike mmengine's, it reads safetensors and loads strictly."""
 
-    def __init__(self, checkpoint: Any, prefix: Optional[str] = None, map_location: Any = None):
-        self.options = dict(checkpoint=checkpoint, prefix=prefix)
+    def __init__(self, checkpoint: Any, prefix: Optional[str] = None, weights: Optional[str] = None,
+                 map_location: Any = None):
+        self.options = dict(checkpoint=checkpoint, prefix=prefix, weights=weights or 'raw')
 
     def __call__(self, backbone: DenseBackbone) -> None:
         backbone.load_pretrained(**self.options)
@@ -223,6 +227,7 @@ def _check_init_cfg(init_cfg: Any) -> None:
 
     Raises:
         TypeError: it is not None, dict(type=...) or a list of such dicts, or its checkpoint is not a path.
+        ValueError: its `weights` are neither 'raw' nor 'averaged'.
     """
     for cfg in init_cfg if isinstance(init_cfg, (list, tuple)) else [] if init_cfg is None else [init_cfg]:
         if not isinstance(cfg, dict) or not cfg.get('type'):
@@ -230,13 +235,15 @@ def _check_init_cfg(init_cfg: Any) -> None:
                             f'of them, got {init_cfg!r}')
         if not _is_pretrained(cfg):
             continue
-        unknown = set(cfg) - {'type', 'checkpoint', 'prefix', 'map_location'}
+        unknown = set(cfg) - {'type', 'checkpoint', 'prefix', 'weights', 'map_location'}
         if unknown:
-            raise TypeError(f'init_cfg of type Pretrained takes checkpoint and prefix, got {sorted(unknown)[0]!r}')
+            raise TypeError('init_cfg of type Pretrained takes checkpoint, prefix and weights, got '
+                            f'{sorted(unknown)[0]!r}')
         if not isinstance(cfg.get('checkpoint'), (str, os.PathLike)) or not str(cfg['checkpoint']):
             raise TypeError(f"init_cfg: checkpoint must be the path of a file, got {cfg.get('checkpoint')!r}")
         if not isinstance(cfg.get('prefix'), (str, type(None))):
             raise TypeError(f"init_cfg: prefix must be a string or None, got {cfg['prefix']!r}")
+        check_choice(cfg.get('weights'))
 
 
 def _is_pretrained(cfg: Dict[str, Any]) -> bool:

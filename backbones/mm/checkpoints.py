@@ -18,7 +18,8 @@ from mmengine.registry import HOOKS
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from ..weights import WeightsError, check_finite, differences, read_checkpoint, some, unwrap
+from ..weights import WeightsError, check_finite, differences, read_checkpoint, read_file, some, unwrap
+from ..weights.resolve import SCHEME, resolve
 from . import cvnets
 
 BACKBONE, AUXILIARY = 'backbone.', 'auxiliary_head.'
@@ -172,6 +173,13 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
     return dict(state_dict=weights, meta={})
 
 
+@CheckpointLoader.register_scheme(prefixes=[SCHEME], force=True)
+def load_from_subquad(filename: str, map_location: Any = None) -> Dict[str, Any]:
+    """Read published weights, such as 'subquad://ppma_tiny.mask_rcnn_1x_coco', for mmengine's tools."""
+    content = read_file(resolve(filename))
+    return dict(state_dict=content.weights, meta=content.runner_meta)
+
+
 @contextmanager
 def _without_log() -> Iterator[None]:
     token = _log_enabled.set(False)
@@ -187,8 +195,8 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
 
     Args:
         model: a model of MMDetection or MMSegmentation with a backbone of this package.
-        path: a Runner's checkpoint, a .safetensors file of its weights, or a file that the authors of PPMA or
-            MobileViTv2 published.
+        path: a Runner's checkpoint, a .safetensors file of its weights, a file that the authors of PPMA or
+            MobileViTv2 published, or the name of published weights.
         classes: names of the classes. They must equal the classes in a file of `subquad train`.
         allow_nonfinite: accept weights that contain NaN or infinite values.
         network: options of the model, path -> value. A warning names each option that differs from the options in a
@@ -201,7 +209,7 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
         WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. An
             auxiliary head may be missing, because inference does not use it.
     """
-    weights, metadata, source = read_checkpoint(path)
+    weights, metadata, source = read_checkpoint(resolve(path))
     if classes:
         _check_classes(metadata, list(classes), str(path))
     metadata = metadata if isinstance(metadata, dict) else {}

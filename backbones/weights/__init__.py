@@ -6,6 +6,7 @@ in them runs. Loading never leaves a weight random without saying so: a file tha
 """
 from .errors import NonFiniteError, WeightsError, shorten_path, some
 from .files import (
+    check_choice,
     read_checkpoint,
     read_file,
     read_metadata,
@@ -29,6 +30,7 @@ from .metadata import check_metadata, check_options, check_transform
 __all__ = [
     'NonFiniteError',
     'WeightsError',
+    'check_choice',
     'check_finite',
     'check_metadata',
     'check_options',

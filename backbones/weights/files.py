@@ -4,7 +4,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,10 +16,10 @@ from .metadata import check_metadata
 from .pickles import EXPANSION, read_pickle
 
 METADATA_KEY = 'subquad'
-# The keys under which checkpoints keep their weights, in order of preference. Averaged weights come first, because
-# PPMA's authors report S and B with them. mmengine keeps averaged weights under state_dict and the weights that were
-# averaged under ema_state_dict.
-_WRAPPERS = ('model_ema', 'state_dict_ema', 'model', 'state_dict', 'ema_state_dict', 'model_state_dict')
+# The keys under which checkpoints keep averaged weights, and others, in order of preference.
+_AVERAGED = ('model_ema', 'state_dict_ema', 'ema_state_dict')
+_RAW = ('model', 'state_dict', 'model_state_dict')
+CHOICES = ('averaged', 'raw')
 
 
 class WeightFile(NamedTuple):
@@ -31,41 +31,91 @@ class WeightFile(NamedTuple):
         source: for a pickle, the key that held the weights ('model_ema', 'state_dict', ...); '' for a bare state dict
             and for safetensors.
         runner_meta: what mmengine's Runner stores beside the weights, or {}.
+        choice: a sentence if the file holds both averaged and raw weights: which were read, and which not; else ''.
     """
     weights: Dict[str, Tensor]
     metadata: Dict[str, Any]
     source: str
     runner_meta: Dict[str, Any]
+    choice: str = ''
 
 
-def unwrap(checkpoint: Dict[str, Any]) -> Tuple[Dict[str, Any], str]:
-    """Find the weights in a checkpoint; averaged weights are preferred.
+def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None) -> Tuple[Dict[str, Any], str]:
+    """Find the weights in a checkpoint.
 
     Prefixes that training puts before all names are removed: `module.` of distributed training, `net.` of
     `subquad train`.
+
+    Args:
+        checkpoint: the content of a file.
+        weights: see `read_file`.
 
     Returns:
         The weights, and the key of the checkpoint that held them, or '' for a bare state dict.
 
     Raises:
-        WeightsError: a name of a weight is not a string.
+        ValueError: the choice is unknown.
+        WeightsError: a name of a weight is not a string, or the checkpoint does not have the chosen weights.
     """
-    source = next((key for key in _WRAPPERS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), '')
-    weights = checkpoint[source] if source else checkpoint
-    for key in weights:
+    check_choice(weights)
+    source = _chosen_key(checkpoint, weights)
+    found = checkpoint[source] if source else checkpoint
+    for key in found:
         if not isinstance(key, str):
             raise WeightsError(f'the names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
     for prefix in ('module.', 'net.'):
-        if weights and all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights, source
+        if found and all(key.startswith(prefix) for key in found):
+            found = {key.removeprefix(prefix): value for key, value in found.items()}
+    return found, source
 
 
-def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
+def check_choice(weights: Optional[str]) -> None:
+    """Check the argument `weights` of `read_file`.
+
+    Raises:
+        ValueError: it is not 'averaged', 'raw' or None.
+    """
+    if weights not in (None, *CHOICES):
+        raise ValueError(f"weights must be {' or '.join(map(repr, CHOICES))}, got {weights!r}")
+
+
+def _held_keys(checkpoint: Dict[str, Any]) -> Tuple[List[str], List[str]]:
+    """Return the keys under which a checkpoint holds averaged weights, and raw ones; none for a bare state dict."""
+    averaged, raw = ([key for key in keys if isinstance(checkpoint.get(key), dict) and checkpoint[key]]
+                     for keys in (_AVERAGED, _RAW))
+    if 'ema_state_dict' in averaged and 'state_dict' in raw:
+        # mmengine keeps the average under state_dict, which its tools load, and the other weights for resuming only.
+        averaged[averaged.index('ema_state_dict')] = 'state_dict'
+    return averaged, raw
+
+
+def _chosen_key(checkpoint: Dict[str, Any], choice: Optional[str]) -> str:
+    """Return the key of the chosen weights, or '' for a bare state dict, which has no choice."""
+    averaged, raw = _held_keys(checkpoint)
+    held = {None: averaged + raw, 'averaged': averaged, 'raw': raw}[choice]
+    if not held and averaged + raw:
+        other = 'averaged' if choice == 'raw' else 'raw'
+        raise WeightsError(f"it has no {choice} weights, only {other} ones ({', '.join(averaged + raw)}); "
+                           f'set weights={other!r}')
+    return next(iter(held), '')
+
+
+def _describe_choice(checkpoint: Dict[str, Any], source: str) -> str:
+    """Say which weights were read if the checkpoint holds both averaged and raw ones."""
+    averaged, raw = _held_keys(checkpoint)
+    if not (averaged and raw) or source in averaged and source in raw:
+        return ''
+    if source in averaged:
+        return f'its averaged weights ({source}) are read, not the raw ones ({raw[0]})'
+    return f'its raw weights ({source}) are read, not the averaged ones ({averaged[0]})'
+
+
+def read_checkpoint(path: PathLike, weights: Optional[str] = None) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
     """Read the weights and the metadata of a file.
 
     Args:
         path: a .safetensors file, or a pickle (.pth, .pt, .bin). Pickles are read by torch's restricted unpickler.
+        weights: see `read_file`.
 
     Returns:
         The first three fields of `WeightFile`: weights, metadata and source.
@@ -74,18 +124,24 @@ def read_checkpoint(path: PathLike) -> Tuple[Dict[str, Tensor], Dict[str, Any], 
         WeightsError: the file does not exist, is damaged, contains code, has invalid metadata or no weights, or a
             tensor is not a dense array (it is sparse, quantized, without data or larger than the file).
     """
-    return read_file(path)[:3]
+    return read_file(path, weights)[:3]
 
 
-def read_file(path: PathLike) -> WeightFile:
+def read_file(path: PathLike, weights: Optional[str] = None) -> WeightFile:
     """Read a weight file, with what mmengine's Runner stores beside the weights.
 
     Args:
         path: see `read_checkpoint`.
+        weights: which weights to read from a file that holds several: 'averaged' for the moving average of training
+            (under model_ema, state_dict_ema or ema_state_dict), 'raw' for the others (under model, state_dict or
+            model_state_dict), None for the averaged ones if there are any. mmengine keeps its average under state_dict;
+            both choices read it. Safetensors and bare state dicts hold one set of weights, which every choice reads.
 
     Raises:
-        WeightsError: see `read_checkpoint`.
+        ValueError: the choice is unknown.
+        WeightsError: see `read_checkpoint`; or the file does not have the chosen weights.
     """
+    check_choice(weights)
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -101,15 +157,16 @@ def read_file(path: PathLike) -> WeightFile:
         return WeightFile(*_read_safetensors(path), '', {})
     checkpoint = read_pickle(path)
     try:
-        weights, source = unwrap(checkpoint) if isinstance(checkpoint, dict) else ({}, '')
+        found, source = unwrap(checkpoint, weights) if isinstance(checkpoint, dict) else ({}, '')
     except WeightsError as error:
         raise WeightsError(f'{shorten_path(path)}: {error}') from error
-    weights = {key: value.detach() for key, value in weights.items() if isinstance(value, Tensor)}
-    if not weights:
+    found = {key: value.detach() for key, value in found.items() if isinstance(value, Tensor)}
+    if not found:
         raise WeightsError(f'{shorten_path(path)} holds no weights')
-    check_dense(weights, shorten_path(path), size)
+    check_dense(found, shorten_path(path), size)
     meta = checkpoint.get('meta')
-    return WeightFile(weights, {}, source, meta if isinstance(meta, dict) else {})
+    return WeightFile(found, {}, source, meta if isinstance(meta, dict) else {},
+                      _describe_choice(checkpoint, source))
 
 
 def read_metadata(path: PathLike) -> Dict[str, Any]:

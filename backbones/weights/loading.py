@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
-from .files import check_dense, read_checkpoint, unwrap
+from .files import check_dense, read_file, unwrap
+from .resolve import resolve
 
 Weights = Dict[str, Tensor]
 Filter = Callable[[Dict[str, Any], nn.Module], Dict[str, Any]]
@@ -30,7 +31,8 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
     return translate(weights) if translate else weights
 
 
-def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = None, **_: Any) -> Filter:
+def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = None, file: str = '',
+                      **_: Any) -> Filter:
     """Make the `pretrained_filter_fn` of a family from the arguments of `timm.create_model`.
 
     timm loads non-strictly if the number of classes differs from the pretrained network's and for feature extractors.
@@ -41,42 +43,52 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
     Args:
         features_only: whether the model is a feature extractor, which needs no head.
         num_classes: the number of classes that the caller gave. With None the file's classifier must match the model.
+        file: a file, or the name of published weights, to read instead of the state dict that timm passes, because
+            timm refuses some files that `read_file` reads safely; '' for none.
 
     Returns:
         filter(state_dict, model) -> complete state dict, as `timm.models.build_model_with_cfg` calls it.
     """
     def complete(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
         cfg: Dict[str, Any] = model.pretrained_cfg
-        name = shorten_path(cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
+        name = shorten_path(file or cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
+        choice = ''
+        if file:
+            content = read_file(resolve(file))
+            state_dict, choice = content.weights, content.choice
+            cfg.pop('state_dict', None)                  # stands for the file
         weights, notes = match_to_model(state_dict, model, name, headless=features_only,
                                         new_classifier=num_classes is not None, adapt_input=True)
         if not features_only:
             # timm drops a classifier whose number of classes differs from this entry, so the entry is set to the
             # model's. The classifier itself has been checked or replaced above.
             cfg['num_classes'] = model.num_classes
-        _warn(name, notes)
+        _warn(name, [choice, *notes])
         return weights
     return complete
 
 
-def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False) -> str:
+def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False, weights: Optional[str] = None) -> str:
     """Load a weight file into a model. All weights are loaded, or none.
 
     Args:
         model: a timm model; its family translates published keys.
-        path: see `read_checkpoint`.
+        path: the path of a file or the name of published weights; see `subquad.backbones.weights.resolve`.
         new_classifier: keep the model's classifier if the file's has another size or the file has no head. A
             `UserWarning` says so.
+        weights: 'averaged' or 'raw' if the file holds both; see `read_file`. A `UserWarning` says which were read.
 
     Returns:
         The key of the checkpoint that held the weights; '' for safetensors.
 
     Raises:
+        ValueError: `weights` is not allowed.
         WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes.
     """
-    weights, _, source = read_checkpoint(path)
-    load_state_dict(model, weights, shorten_path(path), new_classifier)
-    return source
+    content = read_file(resolve(path), weights)
+    load_state_dict(model, content.weights, shorten_path(path), new_classifier)
+    _warn(shorten_path(path), [content.choice])
+    return content.source
 
 
 def load_state_dict(model: nn.Module, weights: Weights, name: str, new_classifier: bool = False) -> None:
@@ -210,8 +222,9 @@ def _mismatch_message(problems: List[str], weights: Weights, own: Weights, class
 
 
 def _warn(name: str, notes: List[str]) -> None:
-    if notes:
-        warnings.warn(f"{name}: {'; '.join(notes)}", stacklevel=3)
+    text = '; '.join(filter(None, notes))
+    if text:
+        warnings.warn(f'{name}: {text}', stacklevel=3)
 
 
 def differences(own: Weights, weights: Weights) -> List[str]:

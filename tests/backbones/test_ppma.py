@@ -12,7 +12,7 @@ from safetensors import safe_open
 from subquad import kernels
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
-from subquad.backbones.weights import checkpoint_filter_fn
+from subquad.backbones.weights import WeightsError, checkpoint_filter_fn
 from subquad.kernels.common import launch
 from subquad.tools.engine.counting import count
 
@@ -274,7 +274,7 @@ def test_crisscross_variants_differ_in_attention_only(size):
     assert {m.attention for m in model.modules() if isinstance(m, PolylineMixer)} == {'crisscross'}
     shapes = [{key: value.shape for key, value in m.state_dict().items()} for m in (model, published)]
     assert shapes[0] == shapes[1]
-    with pytest.raises(RuntimeError, match=f'No pretrained weights exist for ppma_{size}_crisscross'):
+    with pytest.raises(WeightsError, match=f'no weights of ppma_{size}_crisscross are published'):
         timm.create_model(f'ppma_{size}_crisscross', pretrained=True)
 
 

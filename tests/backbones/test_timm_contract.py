@@ -41,8 +41,6 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
     for family in (PPMA, MOBILEVITV2, MYO):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
-        with pytest.raises(RuntimeError, match='[Nn]o pretrained'):
-            timm.create_model(family.name, pretrained=True)
 
 
 def test_features_only_and_forward_intermediates(model, family):

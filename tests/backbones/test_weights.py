@@ -61,13 +61,43 @@ def test_output_norms_and_unused_classifier_may_differ(model, tmp_path):
     assert torch.equal(dense.stages[0].blocks[0].mixer.q.weight, model.stages[0].blocks[0].mixer.q.weight)
 
 
-def test_averaged_weights_are_preferred(model, tmp_path):
-    state = model.state_dict()
-    torch.save({'model': state, 'model_ema': {k: v * 2 if v.is_floating_point() else v for k, v in state.items()}},
-               tmp_path / 'w.pth')
+@pytest.mark.parametrize('raw_key, averaged_key', [
+    ('model', 'model_ema'), ('state_dict', 'state_dict_ema'), ('model_state_dict', 'ema_state_dict')])
+def test_averaged_or_raw_weights_are_read(model, raw_key, averaged_key, tmp_path):
+    state, path = model.state_dict(), tmp_path / 'w.pth'
+    average = {key: value * 2 if value.is_floating_point() else value for key, value in state.items()}
+    torch.save({raw_key: state, averaged_key: average}, path)
     other = timm.create_model('test_ppma', num_classes=4)
-    assert load_weights(other, tmp_path / 'w.pth') == 'model_ema'
-    assert torch.equal(other.head.fc.weight, model.head.fc.weight * 2)
+    for weights, source, factor, note in (
+            (None, averaged_key, 2, f'w.pth: its averaged weights ({averaged_key}) are read, not the raw ones'),
+            ('averaged', averaged_key, 2, f'({averaged_key}) are read, not the raw ones ({raw_key})'),
+            ('raw', raw_key, 1, f'its raw weights ({raw_key}) are read, not the averaged ones ({averaged_key})')):
+        with pytest.warns(UserWarning, match=re.escape(note)) as said:
+            assert load_weights(other, path, weights=weights) == source
+        assert len(said) == 1 and torch.equal(other.head.fc.weight, model.head.fc.weight * factor)
+    torch.save({raw_key: state}, path)
+    with pytest.raises(WeightsError, match=rf"w.pth: it has no averaged weights, only raw ones \({raw_key}\); "
+                                           "set weights='raw'"):
+        load_weights(other, path, weights='averaged')
+    torch.save({averaged_key: state}, path)
+    with pytest.raises(WeightsError, match="it has no raw weights, only averaged ones .*; set weights='averaged'"):
+        load_weights(other, path, weights='raw')
+    with pytest.raises(ValueError, match="weights must be 'averaged' or 'raw', got 'best'"):
+        load_weights(other, path, weights='best')
+
+
+def test_either_choice_reads_the_average_of_mmengine_and_files_without_a_choice(model, tmp_path, recwarn):
+    state = model.state_dict()
+    torch.save({'state_dict': state, 'ema_state_dict': {'raw': torch.zeros(1)}}, tmp_path / 'epoch_1.pth')
+    torch.save(state, tmp_path / 'bare.pth')
+    save_weights(model, tmp_path / 'w.safetensors')
+    for file, source in (('epoch_1.pth', 'state_dict'), ('bare.pth', ''), ('w.safetensors', '')):
+        for weights in (None, 'averaged', 'raw'):
+            found, _, key = read_checkpoint(tmp_path / file, weights)
+            assert found.keys() == state.keys() and key == source
+    assert not [item for item in recwarn if issubclass(item.category, UserWarning)]
+    with pytest.raises(ValueError, match="got 'best'"):
+        read_checkpoint(tmp_path / 'w.safetensors', 'best')
 
 
 class _Code:

@@ -101,7 +101,8 @@ def test_load_summary_names_prefix_and_unused_weights(files):
     (dict(type='Pretrained', checkpoint=None), 'checkpoint must be the path of a file, got None'),
     (dict(type='Pretrained', checkpoint=''), "checkpoint must be the path of a file, got ''"),
     (dict(type='Pretrained', checkpoint='w.pth', prefix=3), 'prefix must be a string or None, got 3'),
-    (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'), "takes checkpoint and prefix, got 'prefx'")])
+    (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'),
+     "takes checkpoint, prefix and weights, got 'prefx'")])
 def test_invalid_init_cfg_is_refused_at_construction(init_cfg, message):
     with pytest.raises(TypeError, match=message):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=init_cfg))

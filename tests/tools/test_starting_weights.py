@@ -126,7 +126,7 @@ def test_mismatched_weights_are_refused(ready, images, tmp_path):
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume'], '--weights and --resume exclude each other')
+    fails([*arguments, '--weights', path, '--resume'], '--pretrained and --resume exclude each other')
     assert not work.exists()
 
 

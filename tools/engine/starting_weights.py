@@ -1,7 +1,6 @@
 """Start training from the weights of a file, and report every weight that is not used."""
 import sys
-from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
@@ -13,9 +12,11 @@ from ...backbones.weights import (
     check_options,
     checkpoint_filter_fn,
     differences,
-    read_checkpoint,
+    read_file,
     some,
 )
+from ...backbones.weights.files import WeightFile
+from ...backbones.weights.resolve import resolve
 from ..common.cli import UserError
 
 # Prefixes of classifier weights, in this package and in timm.
@@ -38,7 +39,7 @@ def adopt_options(config: Any, path: str) -> None:
     Raises:
         UserError: The file cannot be read, or belongs to another model.
     """
-    metadata = _read(path)[1]
+    metadata = _checkpoint(path).metadata
     if not isinstance(metadata.get('model'), str):
         return
     if metadata['model'] != config.model.name:
@@ -73,16 +74,16 @@ def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
 
     Args:
         net: The timm model.
-        path: A file of `subquad train`, of timm or of the authors.
+        path: A file of `subquad train`, of timm or of the authors, or the name of published weights.
         classes: Names of the classes to train on.
 
     Raises:
         UserError: The file cannot be read, holds NaN, or belongs to another model.
     """
-    weights, metadata = _read(path)
-    weights, own = checkpoint_filter_fn(weights, net), net.state_dict()
+    content = _checkpoint(path)
+    weights, own = checkpoint_filter_fn(content.weights, net), net.state_dict()
     head = _classifier_keys(net, own)
-    why = _other_classes(weights, own, head, metadata.get('classes'), classes)
+    why = _other_classes(weights, own, head, content.metadata.get('classes'), classes)
     if why:
         weights = {**{key: value for key, value in weights.items() if key not in head},
                    **{key: own[key] for key in head}}
@@ -91,6 +92,8 @@ def load_classifier(net: nn.Module, path: str, classes: Sequence[str]) -> None:
         kind = getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__
         raise UserError(f"{path} is not a checkpoint of this {kind}: {'; '.join(problems)}")
     net.load_state_dict(weights)
+    if content.choice:
+        say(f'{path}: {content.choice}')
     if why:
         say(f'{path} {why}: the classifier ({some(head)}) starts with random weights')
 
@@ -101,7 +104,7 @@ def refuse_other_state(net: nn.Module, path: str) -> None:
     Raises:
         UserError: Keys or shapes differ; the message names them.
     """
-    weights, _, _ = _checkpoint(path)
+    weights = _checkpoint(path, allow_nonfinite=True).weights
     weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
     problems = differences(net.state_dict(), weights)
     if problems:
@@ -132,28 +135,28 @@ def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
     return [key for key in own if key.startswith(tuple(f'{name}.' for name in names))]
 
 
-def _checkpoint(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any], str]:
+def _checkpoint(path: str, weights: Optional[str] = None, allow_nonfinite: bool = False) -> WeightFile:
+    """Read a file or published weights; `weights` as `read_file` takes it.
+
+    Raises:
+        UserError: The file cannot be read, or holds NaN or infinities.
+    """
     try:
-        return read_checkpoint(Path(path).expanduser())
+        content = read_file(resolve(path), weights)
+        if not allow_nonfinite:
+            check_finite(content.weights, path)
     except WeightsError as error:
         raise UserError(str(error)) from error
-
-
-def _read(path: str) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
-    """Read weights, which must be finite, and metadata."""
-    weights, metadata, _ = _checkpoint(path)
-    try:
-        check_finite(weights, path)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
-    return weights, metadata if isinstance(metadata, dict) else {}
+    return content
 
 
 class StartHook(Hook):
     """Starts a detector or segmenter from a file of its weights, or its backbone from a classifier's.
 
+    From a file that holds averaged weights, too, the raw ones are taken, as PPMA's authors do.
+
     Args:
-        path: File of weights.
+        path: File of weights, or the name of published ones.
     """
 
     priority = 'VERY_HIGH'
@@ -168,12 +171,14 @@ class StartHook(Hook):
             UserError: The file cannot be read, holds NaN, or matches neither the model nor its backbone.
         """
         from ...backbones.mm.checkpoints import translate_keys
-        weights, metadata = _read(self.path)
-        whole = translate_keys(weights, model)
+        content = _checkpoint(self.path, 'raw')
+        whole = translate_keys(content.weights, model)
         if any(key.startswith('backbone.') for key in whole):
-            self._prepare_whole(model, whole, metadata.get('classes'), list(classes))
+            self._prepare_whole(model, whole, content.metadata.get('classes'), list(classes))
         else:
-            self._prepare_backbone(model.backbone, weights)
+            self._prepare_backbone(model.backbone, content.weights)
+        if content.choice:
+            say(f'{self.path}: {content.choice}')
 
     def _prepare_whole(self, model: nn.Module, weights: Dict[str, Tensor], theirs: Any, ours: List[str]) -> None:
         own = model.state_dict()
@@ -220,13 +225,13 @@ class StartHook(Hook):
 
 
 def without_pretrained(model: Any) -> None:
-    """Remove the pretrained files of the backbone from the config, because --weights replaces them."""
+    """Remove the pretrained files of the backbone from the config, because --pretrained replaces them."""
     backbone = model.get('backbone')
     if isinstance(backbone, dict):
         cfgs = backbone.get('init_cfg')
         cfgs = [cfgs] if isinstance(cfgs, dict) else list(cfgs or ())
         kept = [cfg for cfg in cfgs if cfg.get('type') != 'Pretrained']
         if len(kept) < len(cfgs):
-            say('--weights: the backbone\'s init_cfg '
+            say('--pretrained: the backbone\'s init_cfg '
                 f"({', '.join(str(cfg.get('checkpoint')) for cfg in cfgs if cfg not in kept)}) is not used")
             backbone.init_cfg = kept or None

@@ -108,15 +108,18 @@ def _explained(error: Exception, folder: Path, go_on: str) -> Exception:
 def vet_pretrained(config) -> None:
     """Refuse starting weights that could run code: mmengine reads a pickle without protection if the safe way fails.
 
+    Published weights are downloaded, so that a failure comes before anything is written.
+
     Raises:
-        UserError: A file could run code, is missing or is damaged.
+        UserError: A file could run code, is missing or is damaged, or a download failed.
     """
     from ...backbones.weights import WeightsError, read_checkpoint
+    from ...backbones.weights.resolve import SCHEME, resolve
     for path in _pretrained(config.to_dict()):
-        if '://' in path:                                    # an address that mmengine resolves
+        if '://' in path and not path.startswith(SCHEME):    # an address that mmengine resolves
             continue
         try:
-            read_checkpoint(Path(path).expanduser())
+            read_checkpoint(resolve(path))
         except WeightsError as error:
             raise UserError(str(error)) from error
 

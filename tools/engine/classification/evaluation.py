@@ -6,13 +6,14 @@ from ....backbones.weights import (
     NonFiniteError,
     WeightsError,
     check_finite,
-    load_weights,
-    read_checkpoint,
+    load_state_dict,
+    read_file,
     some,
 )
+from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError
 from ..building import close_log
-from ..starting_weights import network_options
+from ..starting_weights import network_options, say
 from .runner import build_runner, network
 from .weight_files import NOT_OF_THE_NETWORK
 
@@ -24,7 +25,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
 
     Args:
         config: mmengine Config; the checkpoint's options are written into it.
-        checkpoint: File of weights.
+        checkpoint: File of weights, or the name of published ones.
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
 
@@ -32,22 +33,25 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         UserError: The config, the data or the checkpoint do not match.
     """
     try:
-        weights, metadata, _ = read_checkpoint(checkpoint)
+        content = read_file(resolve(checkpoint))
         if not allow_nonfinite:
-            check_finite(weights, checkpoint)
+            check_finite(content.weights, checkpoint)
     except NonFiniteError as error:
         raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
     except WeightsError as error:
         raise UserError(str(error)) from error
+    metadata = content.metadata
     if metadata:
         _take_options(config, checkpoint, metadata, as_configured)
+    if content.choice:
+        say(f'{checkpoint}: {content.choice}')
     with tempfile.TemporaryDirectory() as folder:       # mmengine requires a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
         if metadata and metadata.get('classes', classes) != classes:
             raise UserError(f"{checkpoint} knows the classes {some(metadata['classes'])}, the data has {some(classes)}")
         try:
-            load_weights(network(runner), checkpoint)
+            load_state_dict(network(runner), content.weights, checkpoint)
         except WeightsError as error:
             raise UserError(str(error)) from error
         metrics = runner.test()

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+from ....backbones.weights.registry import PublishedWeights
 from ...common.cli import UserError, one_line
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
@@ -35,11 +36,11 @@ def load_classifier(checkpoint: str, name: Optional[str] = None,
     """Load a classifier: (model in eval mode, transform of PIL images, class names).
 
     Model, options, classes and transform are read from a .safetensors file of `subquad train`, or from the config that
-    a Runner's .pth holds or that lies beside it. If the transform is unknown, the model's default is used and a message
-    on stderr says so.
+    a Runner's .pth holds or that lies beside it; for published weights, they are known. If the transform is unknown,
+    the model's default is used and a message on stderr says so. So it does if a file holds averaged and raw weights.
 
     Args:
-        checkpoint: A file of `subquad train`, or any other file together with `name`.
+        checkpoint: A file of `subquad train`, the name of published weights, or any other file together with `name`.
         name: timm name of the model, if the file does not contain it.
         allow_nonfinite: Accept weights that hold NaN or infinities.
 
@@ -81,10 +82,13 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
         read_file,
         shorten_path,
     )
+    from ....backbones.weights.resolve import published, resolve
     path = shorten_path(checkpoint)
     try:
-        content = read_file(checkpoint)
-        metadata = _metadata(Path(checkpoint), content)
+        entry = published(checkpoint)
+        file = resolve(checkpoint)
+        content = read_file(file)
+        metadata = _metadata(file, content) if entry is None or content.metadata else _published_metadata(entry)
         if not name and 'model' not in metadata:
             raise UserError(f'{path} does not name its model: give --model NAME (subquad models lists them)')
         same = name in (None, metadata.get('model'))
@@ -93,6 +97,8 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
         if not allow_nonfinite:
             check_finite(content.weights, path)
         load_state_dict(model, content.weights, path)
+        if content.choice:
+            print(f'{path}: {content.choice}', file=sys.stderr)
         transform = check_transform((metadata.get('transform') if same else None) or {}, path)
     except NonFiniteError as error:
         raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
@@ -184,6 +190,22 @@ def _metadata(path: Path, content: Any) -> Dict[str, Any]:
             metadata['classes'] = beside['classes']
     check_metadata(metadata, str(path))
     return metadata
+
+
+def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
+    """Return model, options, classes and transform of published weights whose file does not hold them.
+
+    Raises:
+        UserError: The weights are not a classifier's.
+    """
+    from timm.data import ImageNetInfo
+    if entry.task != 'classification':
+        raise UserError(f'{entry.name} are weights for {entry.task} and need the config before them: '
+                        f'{entry.config} {entry.name}')
+    names = ImageNetInfo().label_descriptions() if entry.num_classes == 1000 else map(str, range(entry.num_classes))
+    return dict(model=entry.arch, options=dict(num_classes=entry.num_classes), classes=[*names],
+                transform={key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std',
+                                                                'interpolation')})
 
 
 def config_metadata(text: str) -> Dict[str, Any]:

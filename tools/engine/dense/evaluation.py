@@ -41,7 +41,7 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
 
     Args:
         config: As `subquad.tools.engine.config.load` returns it.
-        checkpoint: File of weights.
+        checkpoint: File of weights, or the name of published ones.
         show_dir: Empty folder for pictures.
         tta: Test with the config's `tta_model` and `tta_pipeline`.
         allow_nonfinite: Accept weights that hold NaN or infinities.

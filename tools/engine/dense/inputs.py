@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ....backbones.weights import read_checkpoint
+from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, one_line
-from ...common.paths import expanded
 
 # Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')
@@ -170,7 +170,7 @@ class DenseRunner(Runner):
         """Load every file for `load_from` that `read_checkpoint` reads; resume as mmengine does."""
         if self._resume:
             return super().load_checkpoint(filename, *args, **kwargs)
-        checkpoint = dict(state_dict=read_checkpoint(expanded(filename))[0], meta={})
+        checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         getattr(self.model, 'module', self.model).load_state_dict(checkpoint['state_dict'], strict=False)
         self._has_loaded = True

@@ -29,7 +29,7 @@ class Predictor:
 
     Args:
         config: As `subquad.tools.engine.config.load` returns it.
-        checkpoint: File of weights.
+        checkpoint: File of weights, or the name of published ones.
         device: torch device; by default a GPU if there is one, else the CPU.
         allow_nonfinite: Accept weights that hold NaN or infinities.
 
@@ -123,7 +123,7 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
 
     Args:
         config: As `subquad.tools.engine.config.load` returns it.
-        checkpoint: File of weights.
+        checkpoint: File of weights, or the name of published ones.
         files: Image files.
         out: Folder for the pictures.
         score: Least score of an object.

@@ -21,8 +21,9 @@ from torch import nn
 from ....backbones.mm.backbones import DenseBackbone
 from ....backbones.mm.checkpoints import NewHeadsHook, compare_weights, make_loading_strict, mismatch_message
 from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
+from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
-from ...common.paths import expanded, writable_folder
+from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
@@ -128,13 +129,16 @@ def _check_training(config: Config, model: nn.Module) -> None:
     path = config.get('load_from')
     if not path:
         return
-    if not isinstance(path, (str, Path)) or '://' in str(path):
-        raise UserError(f'load_from must be the path of a file, got {path}; download the file first')
+    if not isinstance(path, (str, Path)):
+        raise UserError(f'load_from must be the path of a file or the name of published weights, got {path!r}')
     try:
-        weights, _, _ = read_checkpoint(expanded(str(path)))
+        weights, _, _ = read_checkpoint(resolve(path))
         check_finite(weights, str(path))
+        entry = published(path)
     except WeightsError as error:
         raise UserError(f'load_from: {error}') from error
+    if entry is not None:
+        config.load_from = f'{SCHEME}{entry.name}'       # other tools that read the written config need the scheme
     make_loading_strict(model)                         # models of other libraries load as strictly as subquad's
     found = compare_weights(model, weights, None if config.get('resume') else _new_heads(config))
     if found.problems:

@@ -1,0 +1,81 @@
+"""Find a weight file by its path or by the name of published weights."""
+import re
+from pathlib import Path
+from typing import Optional
+
+from .download import fetch
+from .errors import PathLike, WeightsError, shorten_path
+from .registry import PublishedWeights, find
+
+SCHEME = 'subquad://'
+# 'arch' or 'arch.tag'. A name that ends like a weight file is a path.
+_NAME = re.compile(r'\w+(\.\w+)?')
+_FILE_SUFFIXES = ('.bin', '.ckpt', '.onnx', '.pickle', '.pkl', '.pt', '.pth', '.safetensors', '.tar', '.zip')
+
+
+def published(name: PathLike) -> Optional[PublishedWeights]:
+    """Return the published weights of a name, or None for the path of a file. Nothing is downloaded.
+
+    Args:
+        name: see `resolve`.
+
+    Raises:
+        WeightsError: the name is neither that of published weights nor of a file; the message lists the nearest names.
+    """
+    text = str(name)
+    if text.startswith(SCHEME):
+        return find(text.removeprefix(SCHEME))
+    if not _NAME.fullmatch(text) or text.endswith(_FILE_SUFFIXES) or _is_file(Path(text)):
+        return None
+    try:
+        return find(text)
+    except WeightsError as error:
+        if _exists(Path(text)):
+            return None                          # a folder or a device, which the reader refuses
+        raise WeightsError(f'no weight file at {text}, and {error}') from error
+
+
+def resolve(name: PathLike) -> Path:
+    """Return the path of a weight file; published weights are downloaded unless they are in the cache.
+
+    Args:
+        name: the path of an existing file; or 'arch.tag', the name of published weights, or 'arch' for the default
+            classifier of an architecture, both also with 'subquad://' before. An existing file comes before published
+            weights of the same name.
+
+    Raises:
+        WeightsError: there is neither such a file nor such weights, or the download fails.
+    """
+    weights = published(name)
+    if weights is not None:
+        return fetch(weights)
+    text = str(name)
+    if not text:
+        raise WeightsError('the name of the weights is empty: give a file or a name that `subquad weights list` shows')
+    if '://' in text:
+        raise WeightsError(f'{shorten_path(text)} is an address: download the file first, or give '
+                           f'{SCHEME}NAME with a name that `subquad weights list` shows')
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:                # there is no such user
+        raise WeightsError(f'{shorten_path(text)}: {error}') from error
+    if not _exists(path):
+        raise WeightsError(f'no weight file at {shorten_path(text)}')
+    return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    """False if nothing is there; True also if nothing can be said, because the reader then says why."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+    except ValueError:                           # a null character
+        return False

@@ -1,0 +1,44 @@
+"""State dicts with the names of PPMA's authors, written down from their code and not from this package's key map."""
+import argparse
+
+import torch
+
+_STEM = {'stem.conv1.conv': 0, 'stem.conv1.norm': 1, 'stem.conv2.conv': 3, 'stem.conv2.norm': 4,
+         'stem.conv3.conv': 6, 'stem.conv3.norm': 7, 'stem.conv4.conv': 9, 'stem.conv4.norm': 10}
+_PARTS = {'norm1': 'retention_layer_norm', 'norm2': 'final_layer_norm', 'pos': 'pos.conv',
+          'ffn.dwconv': 'ffn.dwconv.conv',
+          'mixer.q': 'retention.q_proj', 'mixer.k': 'retention.k_proj', 'mixer.v': 'retention.v_proj',
+          'mixer.out': 'retention.out_proj', 'mixer.lepe': 'retention.lepe.conv',
+          'mixer.decay.proj': 'retention.path_embed.dt_linear', 'mixer.decay': 'retention.path_embed'}
+
+
+def authors_name(key):
+    """The authors' name of a weight of a classifier of ours."""
+    module, _, leaf = key.rpartition('.')
+    words = key.split('.')
+    if words[0] == 'stem':
+        return f'patch_embed.proj.{_STEM[module]}.{leaf}'
+    if words[0] == 'head':
+        return {'fc': f'head.{leaf}'}.get(words[1], f'{words[1]}.{leaf}')
+    if words[0] == 'output_norms':
+        return f'outnorm{words[1]}.{leaf}'
+    if words[2] == 'downsample':
+        return f"layers.{int(words[1]) - 1}.downsample.{'reduction' if words[3] == 'conv' else 'norm'}.{leaf}"
+    block = f'layers.{words[1]}.blocks.{words[3]}'
+    part = '.'.join(words[4:-1])
+    if part in ('ls1', 'ls2'):
+        return f'{block}.gamma_{part[-1]}'
+    return f'{block}.{_PARTS.get(part, part)}.{leaf}'
+
+
+def authors_state(model):
+    """The state dict of a PPMA model as its authors' files have it."""
+    state = {authors_name(key): value[None, None, None] if key.endswith('.gamma') else value
+             for key, value in model.state_dict().items()}
+    return {**state, 'layers.0.Relpos.angle': torch.zeros(4)}
+
+
+def save_authors_file(model, path, average=None):
+    """Write a classifier as the authors' training does: a pickle with its options and, optionally, averaged weights."""
+    content = {'model': authors_state(model), 'epoch': 299, 'args': argparse.Namespace(lr=5e-4, output='x')}
+    torch.save({**content, 'model_ema': authors_state(average)} if average else content, path)
