@@ -12,6 +12,8 @@ import timm.data
 import torch
 from helpers import ROOT
 from huggingface_hub import ModelCard
+from ppma_files import save_authors_file
+from published_files import publish, serve
 from safetensors import safe_open
 from upload_server import UploadServer
 from user_errors import user_error
@@ -177,7 +179,7 @@ def test_card_has_front_matter_of_the_hub(pushed):
     assert {'timm', 'transformers', 'subquad'} <= set(data['tags'])
     name = model.pretrained_cfg['architecture']
     assert f'| model | `{name}` |' in card.text and '$' not in card.text and r'3 (a\|b, c, d)' in card.text
-    assert '| top-1 accuracy, % | 97.2 |' in card.text and '```bibtex' in card.text
+    assert '| top1, %, in validation during training | 97.2 |' in card.text and '```bibtex' in card.text
     family = (ROOT / 'model_cards' / f"{name.removeprefix('test_')}.md").read_text()
     title, = re.findall(r'^  title += \{(.*)\}', card.text, re.MULTILINE)
     assert title in family
@@ -208,6 +210,23 @@ def test_pickle_with_model_name(ppma, tmp_path, monkeypatch, capsys):
     _same_weights(model, timm.create_model('local-dir:hub/test_ppma', pretrained=True))
     assert {path.name for path in Path('hub').iterdir()} == {'test_ppma'}
     assert 'does not name its model: give --model NAME' in _error('w.pth')
+
+
+def test_published_weights_by_name(tmp_path, monkeypatch):
+    model = timm.create_model('test_ppma', num_classes=5)
+    save_authors_file(model, tmp_path / 'best.pth')
+    publish(monkeypatch, 'test_ppma.in1k', num_classes=5, reported={'top1': 82.6}, license='cvnets-license')
+    publish(monkeypatch, 'test_ppma.coco', task='detection', config='mask-rcnn_test-ppma_shapes')
+    serve(monkeypatch, {'test_ppma.in1k': tmp_path / 'best.pth'})
+    monkeypatch.chdir(tmp_path)
+    _push('test_ppma.in1k')
+    _same_weights(model, timm.create_model('local-dir:hub/test_ppma.in1k', pretrained=True))
+    card = ModelCard.load(Path('hub/test_ppma.in1k') / CARD_FILE)
+    data = card.data.to_dict()
+    assert (data['license'], data['license_name']) == ('other', 'cvnets-license')
+    assert '| top1, reported with the weights | 82.6 |' in card.text
+    assert '| source | https://example.org/test_ppma.in1k.pth |' in card.text
+    assert 'holds a detector or segmenter (mask-rcnn_test-ppma_shapes)' in _error('test_ppma.coco')
 
 
 def test_json_names_folder_and_address(ppma, tmp_path, capsys):

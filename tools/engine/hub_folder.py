@@ -5,11 +5,12 @@ import re
 import sys
 from pathlib import Path
 from string import Template
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import timm
 
 from ...backbones.weights import WeightsError, read_metadata, save_weights, shorten_path, some
+from ...backbones.weights.resolve import published
 from ..common.cli import UserError, one_line
 from ..common.output import dumps
 from ..common.paths import expanded, replaced_folder
@@ -26,7 +27,7 @@ _KEPT_NULL = ('pool_size', 'first_conv', 'classifier')
 # timm sets the number of classes itself, and drop rates act in training only.
 _NOT_MODEL_ARGUMENTS = ('num_classes', 'drop_rate', 'drop_path_rate')
 _SHOWN_CLASSES = 20
-_METRICS = {'accuracy/top1': 'top-1 accuracy, %', 'accuracy/top5': 'top-5 accuracy, %'}
+_METRICS = {'accuracy/top1': 'top1', 'accuracy/top5': 'top5'}
 
 
 def add_push_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +50,14 @@ def push_command(args: argparse.Namespace) -> None:
         check_repo(args.repo)
     elif args.private:
         raise UserError('--private needs --repo OWNER/NAME')
+    entry = published(args.weights)
     read = read_for_hub(args.weights, args.model)
-    name = args.repo.partition('/')[2] if args.repo else read.name
+    name = args.repo.partition('/')[2] if args.repo else entry.name if entry else read.name
     folder = expanded(args.out) if args.out else Path('hub') / name
-    write_hub_folder(folder, read, Path(args.weights).name, args.license or 'unknown', args.repo, args.force)
-    if not args.license:
+    license = args.license or (entry.license if entry else 'unknown')
+    source = entry.source if entry else Path(args.weights).name
+    write_hub_folder(folder, read, source, license, args.repo, entry.reported if entry else None, args.force)
+    if license == 'unknown':
         print('the license in the card is "unknown"; --license ID names one', file=sys.stderr)
     repository = upload(folder, args.repo, args.private) if args.repo else None
     address = f'hf-hub:{args.repo}' if args.repo else f'local-dir:{folder}'
@@ -78,13 +82,11 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     """
     path = shorten_path(checkpoint)
     try:
-        is_ours = checkpoint.endswith('.safetensors') and Path(checkpoint).exists()
-        metadata = read_metadata(checkpoint) if is_ours else {}
+        config = _dense_config(checkpoint)
     except WeightsError as error:
         raise UserError(str(error)) from error
-    if 'config' in metadata and 'model' not in metadata:         # as `subquad train` writes a detector or segmenter
-        raise UserError(f"{path} holds a detector or segmenter ({metadata['config']}); only image classifiers can be "
-                        'pushed')
+    if config:
+        raise UserError(f'{path} holds a detector or segmenter ({config}); only image classifiers can be pushed')
     read = read_classifier(checkpoint, name)
     if read.options.get('vocab_size'):
         raise UserError(f'{path} classifies sequences of tokens; only image classifiers can be pushed')
@@ -93,8 +95,22 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     return read if read.transform else read._replace(transform=assumed_transform(read, path))
 
 
+def _dense_config(checkpoint: str) -> Optional[str]:
+    """Return the config of a detector or segmenter, or None for a classifier and for files that do not tell.
+
+    Raises:
+        WeightsError: there are no such weights, or the file is damaged.
+    """
+    entry = published(checkpoint)
+    if entry is not None:
+        return entry.config
+    is_ours = checkpoint.endswith('.safetensors') and Path(checkpoint).exists()
+    metadata = read_metadata(checkpoint) if is_ours else {}
+    return metadata.get('config') if 'model' not in metadata else None
+
+
 def write_hub_folder(folder: Path, read: Classifier, source: str, license: str = 'unknown', repo: Optional[str] = None,
-                     force: bool = False) -> None:
+                     reported: Optional[Mapping[str, float]] = None, force: bool = False) -> None:
     """Write model.safetensors, config.json and README.md, whole or not at all.
 
     `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder, and `hf-hub:OWNER/NAME` after an upload.
@@ -104,8 +120,9 @@ def write_hub_folder(folder: Path, read: Classifier, source: str, license: str =
         folder: The folder, which is new or empty.
         read: The classifier, as `read_for_hub` returns it.
         source: Where the weights are from, for the card.
-        license: The Hub's identifier of the license of the weights.
+        license: The license of the weights: an identifier of the Hub, or a name that ends in '-license'.
         repo: OWNER/NAME on the Hub, for the card.
+        reported: metric -> the figure that was published with the weights, for the card.
         force: Replace a folder that this function wrote.
 
     Raises:
@@ -116,7 +133,7 @@ def write_hub_folder(folder: Path, read: Classifier, source: str, license: str =
     _check_folder(folder, force)
     config = timm_config(read)
     metadata = {**read.metadata, 'model': read.name, 'options': read.options, 'transform': read.transform}
-    card = model_card(read, config, license, repo, source, folder.name)
+    card = model_card(read, config, license, repo, source, folder.name, reported or {})
     try:
         with replaced_folder(folder) as new:
             save_weights(read.model, new / WEIGHTS_FILE, metadata)
@@ -169,22 +186,24 @@ def timm_config(read: Classifier) -> Dict[str, Any]:
     }
 
 
-def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Optional[str], source: str,
-               folder: str) -> str:
+def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Optional[str], source: str, folder: str,
+               reported: Mapping[str, float]) -> str:
     """Fill model_cards/template.md.
 
     Args:
         read: The classifier.
         config: See `timm_config`.
-        license: The Hub's identifier of the license.
+        license: See `write_hub_folder`.
         repo: OWNER/NAME on the Hub, or None.
         source: Where the weights are from.
         folder: Name of the folder; the example without `repo` loads it.
+        reported: See `write_hub_folder`.
     """
     channels, height, width = config['pretrained_cfg']['input_size']
     per_channel = {key: ', '.join(f'{value:g}' for value in config['pretrained_cfg'][key]) for key in ('mean', 'std')}
     return Template((CARDS / 'template.md').read_text(encoding='utf-8')).substitute(
-        license=license,
+        # The Hub has a fixed list of identifiers; other licenses have a name beside `other`.
+        license=f'other\nlicense_name: {license}' if license.endswith('-license') else license,
         title=repo.partition('/')[2] if repo else folder,
         description=_description(read.name),
         address=f'hf-hub:{repo}' if repo else f'local-dir:{folder}',
@@ -195,7 +214,7 @@ def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Opt
         classes=_classes(read),
         input=f"{height} x {width}, mean {per_channel['mean']}, standard deviation {per_channel['std']}",
         source=_cell([source]),
-        results=_results(read.metadata),
+        results=_results(read.metadata, reported),
         citation=_citation(read.name),
     )
 
@@ -217,13 +236,14 @@ def _description(name: str) -> str:
     return re.split(r'(?<=[^.]\.)\s', text)[0]
 
 
-def _results(metadata: Dict[str, Any]) -> str:
-    """Return the metrics that training stored with the weights, as a table."""
-    rows = [f'| {text} | {metadata[key]:.1f} |' for key, text in _METRICS.items()
-            if isinstance(metadata.get(key), (int, float))]
+def _results(metadata: Dict[str, Any], reported: Mapping[str, float]) -> str:
+    """Return a table of what was published with the weights, and of what training stored with them."""
+    rows = [f'| {metric}, reported with the weights | {value:g} |' for metric, value in reported.items()]
+    rows += [f'| {metric}, %, in validation during training | {metadata[key]:.1f} |' for key, metric in _METRICS.items()
+             if isinstance(metadata.get(key), (int, float))]
     if not rows:
-        return 'No results are stored with these weights.'
-    return '\n'.join(['| metric, in validation during training | value |', '| --- | --- |', *rows])
+        return 'No results are stored with the weights.'
+    return '\n'.join(['| metric | value |', '| --- | --- |', *rows])
 
 
 def _citation(name: str) -> str:
