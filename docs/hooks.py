@@ -62,7 +62,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _outside_pages() -> List[Path]:
-    cards = set((ROOT / 'model_cards').glob('*.md')) - {ROOT / 'model_cards' / 'template.md'}
-    pages = [ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *cards]
+    pages = [ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *(ROOT / 'model_cards').glob('*.md')]
     pictures = (ROOT / 'model_cards').rglob('*.png')
     return sorted([*pages, *pictures])

@@ -195,7 +195,7 @@ def test_card_snippet_runs_as_printed(pushed, monkeypatch):
 
 
 def test_template_is_a_card_of_the_hub():
-    card = ModelCard.load(ROOT / 'model_cards' / 'template.md')
+    card = ModelCard.load(ROOT / 'model_cards' / 'template' / 'pushed_model.md')
     assert card.data.library_name == 'timm' and card.data.license == '$license'
 
 

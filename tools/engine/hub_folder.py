@@ -19,6 +19,7 @@ from .classification.weight_files import Classifier, assumed_transform, read_cla
 WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = 'model.safetensors', 'config.json', 'README.md'
 # The cards lie beside tools/, both in a checkout and in the installed package.
 CARDS = Path(__file__).resolve().parents[2] / 'model_cards'
+TEMPLATE = CARDS / 'template' / 'pushed_model.md'
 # Entries of timm's pretrained_cfg that describe the weights, and not where timm's own weights are.
 _DESCRIPTION = ('fixed_input_size', 'pool_size', 'first_conv', 'classifier', 'paper_ids')
 _PREPROCESSING = ('input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std')
@@ -114,7 +115,7 @@ def write_hub_folder(folder: Path, read: Classifier, source: str, license: str =
     """Write model.safetensors, config.json and README.md, whole or not at all.
 
     `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder, and `hf-hub:OWNER/NAME` after an upload.
-    README.md is the model card, written from model_cards/template.md.
+    README.md is the model card, written from model_cards/template/pushed_model.md.
 
     Args:
         folder: The folder, which is new or empty.
@@ -188,7 +189,7 @@ def timm_config(read: Classifier) -> Dict[str, Any]:
 
 def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Optional[str], source: str, folder: str,
                reported: Mapping[str, float]) -> str:
-    """Fill model_cards/template.md.
+    """Fill model_cards/template/pushed_model.md.
 
     Args:
         read: The classifier.
@@ -201,7 +202,7 @@ def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Opt
     """
     channels, height, width = config['pretrained_cfg']['input_size']
     per_channel = {key: ', '.join(f'{value:g}' for value in config['pretrained_cfg'][key]) for key in ('mean', 'std')}
-    return Template((CARDS / 'template.md').read_text(encoding='utf-8')).substitute(
+    return Template(TEMPLATE.read_text(encoding='utf-8')).substitute(
         # The Hub has a fixed list of identifiers; other licenses have a name beside `other`.
         license=f'other\nlicense_name: {license}' if license.endswith('-license') else license,
         title=repo.partition('/')[2] if repo else folder,
