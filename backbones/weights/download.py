@@ -13,6 +13,7 @@ import os
 import re
 import time
 import warnings
+from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Callable, NamedTuple, Optional, Tuple
@@ -23,8 +24,9 @@ from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from .cache import LOCK_FILE, LockEntry, cache_folder, exclusive, lock, locked_entry, sha256_of, unlock
 from .errors import WeightsError, shorten_path
+from .files import read_checkpoint
 from .registry import PublishedWeights
-from .resumable import TransferError, discard, transfer
+from .resumable import TEMPORARY_STATUS, TransferError, discard, transfer
 
 SHIPPED = Path(__file__).parent / 'shipped'
 LARGEST = 4 << 30           # bytes of a file whose size is not known beforehand
@@ -59,11 +61,7 @@ def fetch(weights: PublishedWeights) -> Path:
     if weights.file:
         return _shipped(weights)
     locked = locked_entry(weights.name, weights.source)
-    if weights.repo:
-        download = _from_hub(weights, locked)
-        _accept(weights, download, locked)
-        return download.path
-    return _from_url(weights, locked)
+    return _from_hub(weights, locked) if weights.repo else _from_url(weights, locked)
 
 
 def cached_file(weights: PublishedWeights) -> Optional[Path]:
@@ -114,6 +112,8 @@ def _accept(weights: PublishedWeights, download: _Download, locked: Optional[Loc
     """Check a download and write it to the lock file; remove it if it is damaged."""
     try:
         sha256, known = _compare(weights, download.path, download.recorded, locked)
+        if not known:               # half a file or a web page must not become the one that later downloads must match
+            _check_readable(weights, download.path)
     except _Mismatch as error:
         if error.intact:            # other programs that use the hub's cache may want this file
             raise WeightsError(f'{error}; if you trust this file, run `subquad weights download {weights.name} '
@@ -160,6 +160,13 @@ def _compare(weights: PublishedWeights, path: Path, recorded: Optional[str],
     return sha256, bool(expected)
 
 
+def _check_readable(weights: PublishedWeights, path: Path) -> None:
+    try:
+        read_checkpoint(path)
+    except WeightsError as error:
+        raise _Mismatch(f'{weights.name}: {error}', intact=False) from error
+
+
 def _record(weights: PublishedWeights, download: _Download, sha256: str, known: bool) -> None:
     """Write a download to the lock file, and compare it with what another process has written meanwhile."""
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
@@ -181,7 +188,19 @@ def _record(weights: PublishedWeights, download: _Download, sha256: str, known: 
 
 # ---- Hugging Face Hub
 
-def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Download:
+def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
+    with ExitStack() as stack:
+        if not locked or cached_file(weights) is None:
+            # A cache that cannot be written to can hold no lock. huggingface_hub has its own, but its old versions
+            # remove and write the link to the file again while another process reads it.
+            with suppress(WeightsError):
+                stack.enter_context(exclusive(_destination(weights)))
+        download = _hub_download(weights, locked)
+        _accept(weights, download, locked)
+        return download.path
+
+
+def _hub_download(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Download:
     revision = locked.revision if locked and locked.revision else weights.revision
     for attempt in range(HUB_ATTEMPTS):
         if attempt:
@@ -240,18 +259,22 @@ def _explain(error: Exception, weights: PublishedWeights, revision: str) -> Tupl
         advice = 'update subquad' if revision == weights.revision else f'remove its entry from {LOCK_FILE}'
         return (f'{what} does not exist (HTTP 404)', advice, False)
     if status:
-        return (f'{constants.ENDPOINT} answers HTTP {status}', 'try again later', status >= 500 and first is error)
+        return (f'{constants.ENDPOINT} answers HTTP {status}', 'try again later',
+                status in TEMPORARY_STATUS and first is error)
     if getattr(first, 'errno', None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EPERM):
         return (f'{shorten_path(constants.HF_HUB_CACHE)} cannot take the file ({first.strerror})',
                 'set HF_HOME to a folder with space that can be written to', False)
     text = ' '.join(str(first).split())[:200]
-    return (f'{constants.ENDPOINT} cannot be reached ({text})', 'check the network and the proxy', first is error)
+    if first is error:
+        return (f'the transfer from {constants.ENDPOINT} failed ({text})', 'check the network and the proxy', True)
+    return (f'{constants.ENDPOINT} cannot be reached ({text})', 'check the network and the proxy', False)
 
 
 # ---- other servers
 
 def _destination(weights: PublishedWeights) -> Path:
-    return cache_folder() / weights.name / PurePosixPath(urlsplit(weights.url).path).name
+    """Return the file in this package's cache. For a hub file, which is in another cache, only its lock is there."""
+    return cache_folder() / weights.name / PurePosixPath(weights.filename or urlsplit(weights.url).path).name
 
 
 def _from_url(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
@@ -264,7 +287,7 @@ def _from_url(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
     with exclusive(path):
         if path.is_file():                             # another process has downloaded it meanwhile
             return path
-        part = path.with_name(f'{path.name}.part')
+        part = path.with_name(f'{path.stem}.part{path.suffix}')
         try:
             transfer(weights.url, part, weights.size or LARGEST)
         except TransferError as error:

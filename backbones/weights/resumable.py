@@ -27,8 +27,8 @@ from .files import write_atomically
 STALL_SECONDS = 30.         # a connection that sends nothing for so long is given up
 RETRIES = 5                 # attempts in a row that bring no new byte
 LONGEST_PAUSE = 60.         # seconds before an attempt, also if the server asks for more
+TEMPORARY_STATUS = (408, 425, 429, 500, 502, 503, 504)      # of HTTP; another attempt may succeed
 _CHUNK = 1 << 18
-_TEMPORARY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _AGENT = 'subquad (+urllib)'
 
 
@@ -196,7 +196,7 @@ def _connection_error(error: Exception) -> _TemporaryError:
 
 
 def _status_error(url: str, error: urllib.error.HTTPError) -> Exception:
-    if error.code in _TEMPORARY_STATUS:
+    if error.code in TEMPORARY_STATUS:
         return _TemporaryError(f'the server answers HTTP {error.code}', _retry_after(error.headers))
     if error.code in (404, 410):
         return TransferError(f'{url} does not exist (HTTP {error.code})', 'update subquad')

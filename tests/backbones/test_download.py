@@ -1,4 +1,5 @@
 """Downloads from a real HTTP server: resume, retries, hashes, locks, offline mode, one sentence for each failure."""
+import errno
 import hashlib
 import io
 import json
@@ -16,15 +17,15 @@ import pytest
 import timm
 import torch
 from cvnets_files import authors_file, encoder_entries
-from weights_server import CHUNK, Fault, WeightsServer, use_hub
+from weights_server import CHUNK, Fault, WeightsServer, use_hub, weights_file
 
 from subquad.backbones.weights import WeightsError, cache, download, load_weights, resumable
 from subquad.backbones.weights.cache import LOCK_FILE, cache_folder, locked_entry, sha256_of
 from subquad.backbones.weights.download import cached_file, fetch, forget
 from subquad.backbones.weights.registry import PublishedWeights
 
-CONTENT = random.Random(0).randbytes(20 * CHUNK + 5)
-OTHER = random.Random(1).randbytes(20 * CHUNK + 5)
+CONTENT = weights_file(seed=0)
+OTHER = weights_file(seed=1)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 REPO, FILE = 'someone/nets', 'checkpoints/one/best.pth'
 BLOB = WeightsServer.blob(CONTENT)
@@ -75,9 +76,9 @@ def refused(weights, *words):
 
 
 def no_file_is_left(tmp_path):
-    """Whether no file has a final name: partial files, locks and links to nothing do not count."""
-    files = [path for path in tmp_path.rglob('*') if path.is_file()]
-    return not [path for path in files if path.stat().st_size >= len(CONTENT) - CHUNK and '.part' not in path.name]
+    """Whether nothing but partial files is larger than a lock."""
+    large = [path.name for path in tmp_path.rglob('*') if path.is_file() and path.stat().st_size > CHUNK]
+    return all('.part.' in name or name.endswith('.incomplete') for name in large)
 
 
 # ---- what arrives
@@ -141,7 +142,7 @@ def test_next_process_continues(server):
     message = refused(plain(server), 'the server answers HTTP 503, 6 times in a row; try again later, then run '
                       '`subquad weights download test_ppma.plain`')
     assert message.startswith('test_ppma.plain cannot be downloaded: http://')
-    part = cache_folder() / 'test_ppma.plain' / 'net.pt.part'
+    part = cache_folder() / 'test_ppma.plain' / 'net.part.pt'
     assert part.stat().st_size == 9 * CHUNK and cached_file(plain(server)) is None
     server.requests.clear()
     path = fetch(plain(server))
@@ -151,26 +152,34 @@ def test_next_process_continues(server):
 
 def test_complete_part_is_not_sent_again(server):
     """A process that is killed between the last byte and the renaming leaves a complete partial file."""
-    part = cache_folder() / 'test_ppma.plain' / 'net.pt.part'
+    part = cache_folder() / 'test_ppma.plain' / 'net.part.pt'
     part.parent.mkdir(parents=True)
     resumable.transfer(server.url + PATH, part, 1 << 30)
     assert fetch(plain(server)).read_bytes() == CONTENT
     assert [(request.status, request.sent) for request in gets(server)] == [(200, len(CONTENT)), (416, 0)]
 
 
-@pytest.mark.parametrize('change', ['etag', 'no validators', 'no ranges', 'longer part'])
+@pytest.mark.parametrize('change', ['other file', 'no conditions', 'other address', 'no validators', 'no ranges',
+                                    'longer part'])
 def test_versions_are_not_mixed(server, change):
+    """A transfer stops in the middle, and something changes before the next one."""
     server.fail(PATH, Fault('close', 9 * CHUNK), *[Fault('status', 500)] * 6)
     server.validators = change != 'no validators'
     refused(plain(server))
-    part = cache_folder() / 'test_ppma.plain' / 'net.pt.part'
-    if change == 'etag':
-        server.add_file(PATH, OTHER)
+    part = cache_folder() / 'test_ppma.plain' / 'net.part.pt'
+    path, expected = PATH, CONTENT
+    if change in ('other file', 'no conditions'):
+        expected, server.conditions = OTHER, change == 'other file'
+        server.add_file(path, expected)
+    elif change == 'other address':
+        path, expected = '/elsewhere/net.pt', OTHER
+        server.add_file(path, expected)
+        server.files[path].etag = server.files[PATH].etag
     elif change == 'no ranges':
         server.ranges = False
     elif change == 'longer part':
         part.write_bytes(CONTENT + b'more')
-    assert fetch(plain(server)).read_bytes() == (OTHER if change == 'etag' else CONTENT)
+    assert fetch(plain(server, path)).read_bytes() == expected
 
 
 def test_wrong_range_is_not_written(server):
@@ -213,6 +222,15 @@ def test_wrong_byte_is_refused_and_removed(server, weights, tmp_path):
     assert cached_file(weights) is None and no_file_is_left(tmp_path)
     assert locked_entry(weights.name, weights.source) is None
     assert fetch(weights).read_bytes() == CONTENT, 'the next call downloads a good file'
+
+
+def test_truncated_file_is_refused(server, weights, tmp_path):
+    """The server says that the file is shorter. The hub knows its size, and half a plain file cannot be read."""
+    server.fail(BLOB if weights.repo else PATH, *[Fault('truncate', 12 * CHUNK)] * 4)
+    refused(weights, 'failed (Consistency check failed' if weights.repo else 'it was removed, run `subquad weights')
+    assert no_file_is_left(tmp_path) and locked_entry(weights.name, weights.source) is None
+    server.faults.clear()
+    assert fetch(weights).read_bytes() == CONTENT
 
 
 def test_damaged_cache_is_refused_and_removed(server, weights, tmp_path):
@@ -383,22 +401,33 @@ def test_token_reaches_the_hub_only(server, monkeypatch):
         f'/{REPO}/resolve/main/{FILE}'}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
-def test_read_only_cache(server, tmp_path):
-    (tmp_path / 'subquad').mkdir(mode=0o500)
-    refused(plain(server), 'cannot be used as cache', 'set SUBQUAD_CACHE to a folder')
+def test_read_only_cache(server, monkeypatch):
+    """A plain file has no place. A hub file that could be checked is used, although it cannot be recorded."""
+    def acquire(*_, **__):
+        raise OSError(errno.EROFS, 'Read-only file system')
+    monkeypatch.setattr(cache, 'FileLock', lambda _: SimpleNamespace(acquire=acquire))
+    refused(plain(server), 'cannot be used as cache (Read-only file system); set SUBQUAD_CACHE to a folder')
+    with pytest.warns(UserWarning, match='the download of test_ppma.served is not recorded: .*Read-only file system'):
+        assert fetch(hub()).read_bytes() == CONTENT
+    server.add_model(REPO, {FILE: OTHER}, small=[FILE])
+    refused(hub(), 'cannot be used as cache')          # nothing is known of this one
 
 
 def test_cache_that_is_a_file(server, tmp_path):
     (tmp_path / 'subquad').write_text('')
-    refused(plain(server), 'cannot be', 'subquad')
+    refused(plain(server), 'cannot be read: Not a directory')
 
 
-def test_unwritable_lock_file_is_said(server, monkeypatch):
-    """A hub file that could be checked is used, although it cannot be recorded."""
-    monkeypatch.setattr(cache, 'write_atomically', lambda path: (_ for _ in ()).throw(OSError(30, 'Read-only')))
-    with pytest.warns(UserWarning, match='the download of test_ppma.served is not recorded: .*cannot be written'):
-        assert fetch(hub()).read_bytes() == CONTENT
+@pytest.mark.parametrize('error, words', [
+    (OSError(errno.ENOSPC, 'No space left on device'), 'cannot take the file (No space left on device); set HF_HOME'),
+    (PermissionError(errno.EACCES, 'Permission denied'), 'cannot take the file (Permission denied); set HF_HOME'),
+    (OSError('Consistency check failed'), ' failed (Consistency check failed)'),
+    (RuntimeError('Data processing error'), ' failed (Data processing error)')], ids=str)
+def test_errors_of_huggingface_hub(server, monkeypatch, error, words):
+    def fail(*_, **__):
+        raise error
+    monkeypatch.setattr(download, 'hf_hub_download', fail)
+    refused(hub(), words, 'then run `subquad weights download test_ppma.served`')
 
 
 def test_cache_folder(monkeypatch, tmp_path):
@@ -499,7 +528,7 @@ def test_killed_downloads_50_times(server, weights):
 def test_killed_plain_download_continues(server):
     server.pause = .02
     process = _fork(plain(server))
-    part = cache_folder() / 'test_ppma.plain' / 'net.pt.part'
+    part = cache_folder() / 'test_ppma.plain' / 'net.part.pt'
     deadline = time.monotonic() + 30
     while not part.exists() or part.stat().st_size < 5 * CHUNK:
         assert time.monotonic() < deadline

@@ -1,5 +1,6 @@
 """A real HTTP server on loopback with a tree like the Hugging Face Hub's, plain files, and faults on demand."""
 import hashlib
+import io
 import json
 import threading
 from collections import deque
@@ -9,8 +10,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
+import huggingface_hub.file_download
+import torch
 
 CHUNK = 1 << 14
+
+
+def weights_file(seed):
+    """Return the bytes of a small weight file, which are the same in every call."""
+    weights = {'weight': torch.rand(20 * CHUNK // 4, generator=torch.Generator().manual_seed(seed))}
+    torch.save({'model': weights}, buffer := io.BytesIO())
+    return buffer.getvalue()
 
 
 @dataclass
@@ -54,6 +64,7 @@ class WeightsServer:
         cdn: the same server under another host name; the hub redirects to it.
         requests: all requests, in order.
         ranges: whether the server answers ranges; otherwise it sends whole files.
+        conditions: whether it heeds If-Range; otherwise it sends ranges of a file that has changed, too.
         validators: whether it sends ETag and Last-Modified.
         token: the token that hub requests must carry, or None.
         pause: seconds to wait after each `CHUNK` bytes.
@@ -62,7 +73,7 @@ class WeightsServer:
     def __init__(self):
         self.files, self.models, self.redirects, self.faults = {}, {}, {}, {}
         self.requests = []
-        self.ranges, self.validators, self.token, self.pause = True, True, None, 0.
+        self.ranges, self.conditions, self.validators, self.token, self.pause = True, True, True, None, 0.
         self.ending = threading.Event()
 
     def __enter__(self):
@@ -122,6 +133,8 @@ def use_hub(monkeypatch, server, folder):
             ('HF_TOKEN_PATH', str(folder / 'no token')),
     ):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
+        if hasattr(huggingface_hub.file_download, name):       # older versions import the values of the constants
+            monkeypatch.setattr(huggingface_hub.file_download, name, value)
     monkeypatch.setenv('SUBQUAD_CACHE', str(folder / 'subquad'))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1,localhost')
     for name in ('HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'HTTP_PROXY', 'http_proxy', 'ALL_PROXY', 'all_proxy'):
@@ -214,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get('Range')
         if not wanted or not self.site.ranges:
             return None
-        if self.headers.get('If-Range') not in (None, file.etag, file.modified):
+        if self.site.conditions and self.headers.get('If-Range') not in (None, file.etag, file.modified):
             return None
         return int(wanted.removeprefix('bytes=').partition('-')[0])
 

@@ -4,15 +4,14 @@ import json
 
 import pytest
 from user_errors import command_error
-from weights_server import Fault, WeightsServer, hub_environment, use_hub
+from weights_server import Fault, WeightsServer, hub_environment, use_hub, weights_file
 
 from subquad.backbones.weights import registry
 from subquad.backbones.weights.registry import PublishedWeights
 from subquad.tools import weights
 from subquad.tools.common import cli
 
-CONTENT = bytes(range(256)) * 200
-OTHER = CONTENT[::-1]
+CONTENT, OTHER = weights_file(seed=0), weights_file(seed=1)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*is not known beforehand:UserWarning')
