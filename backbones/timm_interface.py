@@ -103,17 +103,20 @@ def build_model(
         feature_cfg.update(feature_cls='getter', norm=True)
     elif feature_maps:
         feature_cfg.update(flatten_sequential=True)
+    overlay = dict(options.get('pretrained_cfg_overlay') or {})
+    if any(overlay.get(key) for key in ('file', 'url', 'hf_hub_id')):
+        # Otherwise timm prefers published weights to an address, and looks for their file in another repository.
+        overlay = {**dict.fromkeys(('file', 'url', 'hf_hub_id', 'hf_hub_filename')), **overlay}
+    options = {**options, 'pretrained_cfg_overlay': overlay}
     file = _pretrained_file(name, options) if pretrained else ''
-    filter_fn = pretrained_filter(**options, file=file)
     if file:
         # timm passes a state dict to the filter as it is. The filter reads the file and removes this entry.
-        overlay = options.get('pretrained_cfg_overlay') or {}
-        options = {**options, 'pretrained_cfg_overlay': {**overlay, 'state_dict': {'file': file}}}
+        overlay['state_dict'] = {'file': file}
     return build_model_with_cfg(
         cls,
         name,
         pretrained,
-        pretrained_filter_fn=filter_fn,
+        pretrained_filter_fn=pretrained_filter(**options, file=file),
         feature_cfg=feature_cfg,
         **options,
     )
@@ -128,7 +131,7 @@ def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
         WeightsError: no weights are published for the model, or none with this tag.
     """
     try:
-        cfg = resolve_pretrained_cfg(name, options.get('pretrained_cfg'), options.get('pretrained_cfg_overlay'))
+        cfg = resolve_pretrained_cfg(name, options.get('pretrained_cfg'), options['pretrained_cfg_overlay'])
     except RuntimeError as error:                        # an unknown tag
         found = find(f"{name}.{options['pretrained_cfg']}")
         raise WeightsError(f'{found.name} are weights for {found.task}, which timm does not have; to load their '

@@ -275,6 +275,24 @@ def test_file_entry_takes_names_and_files_that_timm_cannot_read(tmp_path, monkey
         _create('test_ppma', str(tmp_path / 'none.pth'))
 
 
+@pytest.mark.parametrize('overlay', [dict(hf_hub_id='me/mine'), dict(url='https://example.org/w.pth')], ids=str)
+def test_addresses_of_the_caller_replace_published_weights(overlay, downloads, monkeypatch):
+    """timm itself would take the published repository, or look for the published file in the caller's repository."""
+    files, states = downloads
+    asked, seen = serve(monkeypatch, files), []
+    builder = 'timm.models._builder.load_state_dict_from_'
+
+    def answer(address, *args, **kwargs):
+        seen.append((address, args))
+        return dict(states['ppma_tiny.in1k'])
+    monkeypatch.setattr(f'{builder}hf', answer)
+    monkeypatch.setattr(f'{builder}url', answer)
+    model, said = _pretrained('ppma_tiny', pretrained_cfg_overlay=overlay, num_classes=3)
+    assert seen == [(*overlay.values(), ())] and asked == [] and len(said) == 1
+    _backbone_is(model, states['ppma_tiny.in1k'])
+    assert next(iter(overlay.values())) in said[0]
+
+
 def test_published_classifiers_are_tags_of_timm():
     assert timm.list_pretrained('ppma*') == [f'ppma_{size}.in1k' for size in ('base', 'small', 'tiny')]
     for name, weights in WEIGHTS.items():
@@ -307,18 +325,22 @@ def test_default_config_keeps_its_number_of_classes(monkeypatch):
     assert cfgs['some_net'].default.num_classes == 1000
 
 
-def test_save_for_hf_folder_loads_by_local_dir(published, tmp_path):
+def test_save_for_hf_folder_loads_by_local_dir_and_hub(published, tmp_path, monkeypatch):
     from timm.models import save_for_hf
     name, file, state = published
     trained = timm.create_model(name, num_classes=10)
     with pytest.warns(UserWarning, match='starts untrained'):
         load_weights(trained, file, new_classifier=True)
-    save_for_hf(trained, tmp_path)
+    save_for_hf(trained, tmp_path, safe_serialization=True)
     model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
     _backbone_is(model, state)
     assert torch.equal(model.get_classifier().weight, trained.get_classifier().weight) and model.num_classes == 10
     model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, features_only=True)
     assert len(model(torch.rand(1, 3, 64, 64))) >= 4
+    monkeypatch.setattr('timm.models._hub.hf_hub_download', lambda *args, filename=None, **_: str(
+        tmp_path / (filename or args[1])))
+    model = timm.create_model('hf-hub:me/mine', pretrained=True)
+    assert torch.equal(model.get_classifier().weight, trained.get_classifier().weight)
 
 
 @pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64])

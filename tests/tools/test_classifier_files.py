@@ -107,14 +107,6 @@ def test_classifier_files_with_any_number_of_classes(name, classes, tmp_path):
     assert len(names) == classes == loaded.num_classes
 
 
-def test_authors_files_with_any_number_of_classes(tmp_path):
-    state = timm.create_model('test_ppma', num_classes=37).state_dict()
-    theirs = {key.replace('stem.conv1.conv', 'patch_embed.proj.0').replace('head.fc.', 'head.'): value
-              for key, value in state.items()}
-    torch.save({'model': theirs}, tmp_path / 'w.pth')
-    assert load_classifier(str(tmp_path / 'w.pth'), 'test_ppma')[0].num_classes == 37
-
-
 @pytest.mark.parametrize('value', [float('nan'), float('-inf')])
 def test_nonfinite_weights_need_allow_nonfinite(value, model, image, tmp_path, capsys):
     with torch.no_grad():

@@ -295,6 +295,13 @@ def _transform(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
     return parameters(create_transform) if kind is None else _of_types(kind)
 
 
+def _backbone_init(node: Dict[str, Any], kind: Any) -> Optional[Set[str]]:
+    """The package's backbones read `weights` beside the arguments of mmengine's initializer."""
+    if kind is None:
+        return None
+    return _of_types(kind, 'weights') if kind == 'Pretrained' else _of_types(kind)
+
+
 def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Set[str]]:
     return lambda node, kind: set(names)
 
@@ -323,4 +330,5 @@ _READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Opt
     (_named('env_cfg'), _fixed('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit')),
     (_named('env_cfg.mp_cfg'), _fixed('mp_start_method', 'opencv_num_threads')),
     (lambda above: above.endswith('_dataloader.dataset.transform'), _transform),
+    (lambda above: above.endswith('backbone.init_cfg'), _backbone_init),
 )

@@ -86,9 +86,10 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
     path = shorten_path(checkpoint)
     try:
         entry = published(checkpoint)
+        known = _published_metadata(entry) if entry else {}
         file = resolve(checkpoint)
         content = read_file(file)
-        metadata = _metadata(file, content) if entry is None or content.metadata else _published_metadata(entry)
+        metadata = _metadata(file, content) if 'model' in content.metadata or not entry else known
         if not name and 'model' not in metadata:
             raise UserError(f'{path} does not name its model: give --model NAME (subquad models lists them)')
         same = name in (None, metadata.get('model'))
@@ -200,8 +201,8 @@ def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
     """
     from timm.data import ImageNetInfo
     if entry.task != 'classification':
-        raise UserError(f'{entry.name} are weights for {entry.task} and need the config before them: '
-                        f'{entry.config} {entry.name}')
+        raise UserError(f'{entry.name} are weights for {entry.task}, but a classifier is needed (`subquad predict '
+                        f'{entry.name} IMAGES` runs them with their config)')
     names = ImageNetInfo().label_descriptions() if entry.num_classes == 1000 else map(str, range(entry.num_classes))
     return dict(model=entry.arch, options=dict(num_classes=entry.num_classes), classes=[*names],
                 transform={key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std',
