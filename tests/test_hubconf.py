@@ -23,6 +23,8 @@ small = torch.hub.load(root, 'test_ppma', source='local', num_classes=3, mask_mo
 features = torch.hub.load(root, 'test_mobilevitv2', source='local', features_only=True)
 print(type(model).__module__, sum(p.numel() for p in model.parameters()), tuple(small(torch.rand(1, 3, 64, 64)).shape),
       len(features(torch.rand(1, 3, 64, 64))))
+digits = torch.hub.load(root, 'test_myo', source='local', pretrained=True, pretrained_cfg='digits')
+print(digits.num_classes, bool(digits.head.fc.bias.any()))
 print(*(name for name in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'subquad.tools') if name in sys.modules))
 """
 
@@ -51,8 +53,12 @@ def test_load_builds_models_with_options(loaded):
     assert shape == '(1, 3)' and maps == '5'
 
 
+def test_load_takes_weights_of_the_package(loaded):
+    assert loaded[3] == '10 True'
+
+
 def test_load_needs_no_mm_library(loaded):
-    assert loaded[3] == ''
+    assert loaded[4] == ''
 
 
 def test_dependencies_are_those_of_the_package():

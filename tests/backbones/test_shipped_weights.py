@@ -68,7 +68,7 @@ def test_pretrained_model_is_as_accurate_as_recorded(weights, no_network):
 
 def test_default_of_the_test_models_stays_untrained(no_network):
     assert timm.create_model('test_ppma').num_classes == 1000
-    backbone = timm.create_model('test_ppma.digits', pretrained=True, features_only=True)
+    backbone = timm.create_model('test_ppma.digits', pretrained=True, features_only=True).eval()
     assert len(backbone(torch.rand(1, 3, 32, 32))) == 4
 
 
