@@ -1,4 +1,5 @@
-# make demo    train a small model on real images and draw its decay factors (minutes, no GPU)
+# make demo    train a small model on real images and draw its decay factors (minutes, no GPU); PRETRAINED=1 uses the
+#              weights of the package instead of training
 # make mm      install MMDetection and MMSegmentation as well (compiles mmcv, 7 minutes once)
 # make test    install what the tests need and run them
 # make docs    build the documentation into site/
@@ -20,7 +21,7 @@ help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
 demo: $(VENV)/.subquad-demo
-	$(PY) -m subquad.tools demo
+	$(PY) -m subquad.tools demo $(if $(PRETRAINED),--pretrained)
 
 mm: $(VENV)/.subquad-mm
 

@@ -12,6 +12,12 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ('backbones', 'kernels', 'configs', 'tools')
+# Files beside the modules; `subquad weights push` fills the template of the model cards.
+DATA = {
+    'subquad.configs': ['*/*.py', '*/*.yml', '*/*.md', '*/_base_/*.py', '*/_base_/*/*.py'],
+    'subquad.backbones.weights': ['shipped/*.safetensors'],
+    'subquad.model_cards': ['*.md', 'template/*.md'],
+}
 
 
 def version() -> str:
@@ -22,7 +28,7 @@ def version() -> str:
 
 
 def packages():
-    names = ['subquad']
+    names = ['subquad', 'subquad.model_cards']
     for folder in FOLDERS:
         names += [f'subquad.{folder}', *(f'subquad.{folder}.{p}' for p in find_packages(str(ROOT / folder)))]
     return names
@@ -87,8 +93,8 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         python_requires='>=3.10',
         packages=packages(),
         py_modules=['subquad_cli'],        # light: `subquad --help` does not wait for torch
-        package_dir={'subquad': 'subquad', **{f'subquad.{folder}': folder for folder in FOLDERS}},
-        package_data={'subquad.configs': ['*/*.py', '*/*.yml', '*/*.md', '*/_base_/*.py', '*/_base_/*/*.py']},
+        package_dir={'subquad': 'subquad', **{f'subquad.{folder}': folder for folder in (*FOLDERS, 'model_cards')}},
+        package_data=DATA,
         install_requires=core,
         extras_require={
             'train': train,

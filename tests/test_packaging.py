@@ -60,13 +60,13 @@ def test_source_archive_has_what_the_documents_link_to(unpacked):
 def test_source_archive_runs_the_makefile(unpacked):
     """The targets need these files, and `make -n` finds every rule and prerequisite."""
     for name in ('.ci/setup', '.ci/run', '.ci/timm-suite', 'CITATION.cff', 'LICENSE', 'constraints.txt',
-                 'docs/hooks.py', 'mkdocs.yml', 'tests/conftest.py'):
+                 'docs/hooks.py', 'hubconf.py', 'mkdocs.yml', 'tests/conftest.py'):
         assert (unpacked / name).is_file(), name
     done = subprocess.run(['make', '-n', 'demo', 'test', 'docs', 'dev'], cwd=unpacked, capture_output=True, text=True)
     assert done.returncode == 0 and 'pytest' in done.stdout, done.stderr
 
 
-def test_wheel_has_every_module_and_config(unpacked, tmp_path):
+def test_wheel_has_every_module_config_card_and_weight(unpacked, tmp_path):
     _build('build_wheel', unpacked, tmp_path)
     wheel, = tmp_path.glob('*.whl')
     archive = zipfile.ZipFile(wheel)
@@ -75,6 +75,8 @@ def test_wheel_has_every_module_and_config(unpacked, tmp_path):
     assert 'subquad = subquad_cli:main' in entry_points
     wanted = {'subquad/__init__.py', 'subquad_cli.py', 'subquad/configs/detection/README.md',
               'subquad/configs/detection/metafile.yml'}
+    wanted |= {f'subquad/{path.relative_to(ROOT)}' for path in (ROOT / 'model_cards').rglob('*.md')}
+    wanted |= {f'subquad/{path.relative_to(ROOT)}' for path in (ROOT / 'backbones' / 'weights' / 'shipped').iterdir()}
     for folder in ('backbones', 'kernels', 'configs', 'tools'):
         wanted |= {f'subquad/{path.relative_to(ROOT)}' for path in (ROOT / folder).rglob('*.py')}
     assert not wanted - names

@@ -11,6 +11,7 @@ from .common.cli import UserError
 from .common.paths import writable_folder
 
 CONFIG = 'test-ppma_digits'
+PRETRAINED = 'test_ppma.digits'         # made by the training that this command runs without --pretrained
 SHOWN = 8
 
 
@@ -19,25 +20,30 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad demo', description=__doc__)
     parser.add_argument('--out', default='demo', metavar='FOLDER',
                         help='folder for weights, images and the picture (default: demo)')
+    parser.add_argument('--pretrained', action='store_true',
+                        help='test and draw with the weights that the package contains, without training')
     args = parser.parse_args(argv)
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise UserError('the digits are part of scikit-learn, which is not installed: pip install "subquad[demo]"'
                         ) from error
+    from ..backbones.weights.resolve import resolve
     from .data.digits import linear_accuracy
     from .engine.classification.evaluation import evaluate
     from .engine.config import load
     from .engine.training import run_training
     out = writable_folder(args.out)
     config = load(CONFIG)
-    print(f'Training {config.model.name} on 1,437 images for {config.train_cfg.max_epochs} epochs ...', flush=True)
-    start = time.perf_counter()
-    weights = run_training(config, str(out / 'train'))
-    seconds = time.perf_counter() - start
+    if args.pretrained:
+        weights, how = resolve(PRETRAINED), f'weights {PRETRAINED} of the package'
+    else:
+        print(f'Training {config.model.name} on 1,437 images for {config.train_cfg.max_epochs} epochs ...', flush=True)
+        start = time.perf_counter()
+        weights = run_training(config, str(out / 'train'))
+        how = f'trained in {time.perf_counter() - start:.0f} s'
     accuracy, linear = evaluate(config, str(weights))['accuracy/top1'], linear_accuracy()
-    print(f'\nAccuracy on 360 test images: {accuracy:.1f} % (linear classifier: {linear:.1f} %); '
-          f'trained in {seconds:.0f} s.\n')
+    print(f'\nAccuracy on 360 test images: {accuracy:.1f} % (linear classifier: {linear:.1f} %); {how}.\n')
     picture = _show(out, weights, f'{config.model.name} on digits, accuracy {accuracy:.1f} %: '
                     'decay factors of the first block')
     print(f'\npicture   {picture}\nweights   {weights}\nimages    {out / "images"}\n\n'

@@ -1,9 +1,10 @@
-"""List, download and check the published weights that this package can load."""
+"""List, download and check the published weights that this package can load, and publish weights."""
 import argparse
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from .common.cli import UserError
 from .common.output import add_row, dumps, print_table
+from .engine.hub_folder import add_push_arguments, push_command
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -106,6 +107,7 @@ COMMANDS: Dict[str, Command] = {
     'info': Command(_info, _info_arguments),
     'download': Command(_download, _download_arguments),
     'verify': Command(_verify, _verify_arguments),
+    'push': Command(push_command, add_push_arguments),
 }
 
 

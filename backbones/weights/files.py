@@ -254,7 +254,8 @@ def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Option
     """
     with write_atomically(path) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(tensors, temporary, {METADATA_KEY: json.dumps(metadata or {})})
+        # transformers reads only files whose metadata name the format.
+        save_file(tensors, temporary, {'format': 'pt', METADATA_KEY: json.dumps(metadata or {})})
 
 
 @contextmanager

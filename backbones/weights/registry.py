@@ -39,7 +39,7 @@ class PublishedWeights:
         mean, std: the normalization of RGB images with values from 0 to 1.
         interpolation: how images are resized.
         config: the name of the config that builds the detector or segmenter, or None for a classifier.
-        reported: metric -> the figure that the authors report, in percent.
+        reported: metric -> the figure that the authors report, in percent; for files in the package, ours.
     """
     arch: str
     tag: str
@@ -216,8 +216,26 @@ def _width(size: str) -> str:
     return str(int(size) / 100)
 
 
+def _shipped() -> Iterator[PublishedWeights]:
+    """Small classifiers in the package, for tests and demonstrations; `subquad train CONFIG` made each of them.
+
+    The configs are test-ppma_digits, test-mobilevitv2_digits and test-myo_digits; the figures are on scikit-learn's
+    360 test images.
+    """
+    for arch, side, top1, size, sha256 in (
+            ('test_ppma', 32, 100.0, 1_459_072, '04ea17fab7554cf0a63d04efb89a9a606819ec848a6d936abcb2cbe0c30b7abc'),
+            ('test_mobilevitv2', 64, 99.44, 1_198_860,
+             '699c776e10db123d916aff9d8e858a40be9b7ca4c4ebf14fe3b29e8cea203718'),
+            ('test_myo', 32, 100.0, 1_427_216, 'a455aff0ec0f757f619de37d15c085ad764adcdeb56dff7ab66fdb542ee7ad77'),
+    ):
+        yield PublishedWeights(
+            arch, 'digits', 'classification', 'subquad', file=f'{arch}.digits.safetensors', size=size, sha256=sha256,
+            num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
+            interpolation='bilinear', reported={'top1': top1})
+
+
 def _table(rows: Iterable[PublishedWeights]) -> Dict[str, PublishedWeights]:
     return {weights.name: weights for weights in rows}
 
 
-WEIGHTS: Dict[str, PublishedWeights] = _table([*_ppma(), *_mobilevitv2()])
+WEIGHTS: Dict[str, PublishedWeights] = _table([*_ppma(), *_mobilevitv2(), *_shipped()])

@@ -1,5 +1,6 @@
 """The command line as a newcomer meets it: training, testing, predicting, and one clear error for each mistake."""
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -271,8 +272,19 @@ def test_tools_run_as_modules():
 
 @pytest.mark.slow
 def test_demo_reaches_97_percent(tmp_path, capsys):
+    assert _demo_accuracy(capsys, '--out', str(tmp_path)) >= 97
+    assert (tmp_path / 'digits.png').stat().st_size > 10_000
+
+
+def test_pretrained_demo_reaches_97_percent_without_training(tmp_path, capsys):
+    assert _demo_accuracy(capsys, '--out', str(tmp_path), '--pretrained') >= 97
+    assert {path.name for path in tmp_path.iterdir()} == {'digits.png', 'images'}
+
+
+def _demo_accuracy(capsys, *options):
     from subquad.tools import demo
-    demo.main(['--out', str(tmp_path)])
-    output = capsys.readouterr().out
-    assert float(output.split('never seen: ')[1].split(' %')[0]) >= 97
-    assert 'a linear classifier: 96.7 %' in output and (tmp_path / 'digits.png').stat().st_size > 10_000
+    demo.main(list(options))
+    accuracy, linear = re.search(r'Accuracy on 360 test images: (.*) % \(linear classifier: (.*) %\)',
+                                 capsys.readouterr().out).groups()
+    assert linear == '96.7'
+    return float(accuracy)

@@ -17,7 +17,7 @@ from subquad.backbones.weights import read_file, read_metadata, save_weights
 from subquad.backbones.weights.convert import KEY_MAP_VERSION
 from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 from subquad.backbones.weights.ppma_keys import to_published_keys
-from subquad.tools.engine.classification.weight_files import load_classifier
+from subquad.tools.engine.classification.weight_files import classifier_from_file
 from subquad.tools.engine.weight_conversion import add_convert, convert_command
 
 
@@ -64,7 +64,7 @@ def test_ppma_file_becomes_safetensors_with_provenance(ppma, capsys):
     assert found['size'] == os.path.getsize('best.pth') and found['sha256'][:12] in out and len(found['sha256']) == 64
     assert found['date'].endswith('+00:00') and 'averaged' in found['notes'][0]
     assert torch.equal(content.weights['head.fc.weight'], model.head.fc.weight * 2)
-    loaded, _, _ = load_classifier('w.safetensors')              # `subquad predict` needs no --model
+    loaded, _, _ = classifier_from_file('w.safetensors')              # `subquad predict` needs no --model
     assert torch.equal(loaded.head.fc.weight, model.head.fc.weight * 2)
 
 
@@ -138,7 +138,7 @@ def test_checkpoint_of_a_training_run_converts(tmp_path, monkeypatch):
     content = read_file('test_ppma.safetensors')
     assert content.metadata['options'] == dict(num_classes=3, depths=[1, 2, 1, 1])
     assert _equal(content.weights, model.state_dict())
-    loaded, _, classes = load_classifier('test_ppma.safetensors')
+    loaded, _, classes = classifier_from_file('test_ppma.safetensors')
     assert len(classes) == 3 and len(loaded.stages[1].blocks) == 2
 
 

@@ -13,7 +13,7 @@ from user_errors import command_error
 
 from subquad.tools import predict, test, visualize
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.weight_files import load_classifier
+from subquad.tools.engine.classification.weight_files import classifier_from_file
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 
@@ -57,10 +57,10 @@ def test_metadata_of_a_published_file_come_before_the_table(average, tmp_path, m
         model='test_ppma', options=dict(num_classes=3, mask_mode='multiplicative'), classes=['a', 'b', 'c']))
     publish(monkeypatch, 'test_ppma.own', format='subquad', num_classes=3)
     serve(monkeypatch, {'test_ppma.own': tmp_path / 'own.safetensors', 'test_ppma.small': tmp_path / 'best.pth'})
-    model, _, classes = load_classifier('test_ppma.own')
+    model, _, classes = classifier_from_file('test_ppma.own')
     assert classes == ['a', 'b', 'c'] and model.stages[0].blocks[0].mixer.mask_mode == 'multiplicative'
     with pytest.raises(UserError, match='test_ppma.small is not a checkpoint of this test_mobilevitv2'):
-        load_classifier('test_ppma.small', 'test_mobilevitv2')
+        classifier_from_file('test_ppma.small', 'test_mobilevitv2')
 
 
 def test_unknown_published_weights_end_predict_with_one_sentence(average, image, monkeypatch):
@@ -86,7 +86,7 @@ def test_authors_files_with_any_number_of_classes(name, tmp_path):
         state |= {'classifier.1.weight': torch.randn(37, 256), 'classifier.1.bias': torch.randn(37)}
         name = 'subquad_mobilevitv2_050'
     torch.save({'model': state}, tmp_path / 'w.pth')
-    loaded, _, classes = load_classifier(str(tmp_path / 'w.pth'), name)
+    loaded, _, classes = classifier_from_file(str(tmp_path / 'w.pth'), name)
     assert loaded.num_classes == len(classes) == 37
     theirs = state['head.weight' if name == 'test_ppma' else 'classifier.1.weight']
     assert torch.equal(loaded.head.fc.weight, theirs)

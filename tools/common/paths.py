@@ -1,6 +1,10 @@
 """Paths that a user gives on the command line."""
+import os
+import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 from .cli import UserError
 
@@ -31,3 +35,36 @@ def writable_folder(folder: str) -> Path:
     except OSError as error:
         raise UserError(f'cannot write to the folder {path} ({error.strerror or error})') from error
     return path
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder as a whole or not at all.
+
+    The block gets an empty folder beside `folder` and fills it. At the end of the block that folder replaces `folder`;
+    after an error nothing has changed.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f'.{folder.name}.'))
+    try:
+        new = temporary / 'new'         # made by mkdir, because only the owner can read the folders of mkdtemp
+        new.mkdir()
+        yield new
+        _replace(folder, new, temporary / 'old')
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    """Move `folder` to `old` and `new` to `folder`; undo both if it fails."""
+    if folder.exists():
+        os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except OSError:
+        if old.exists():
+            os.rename(old, folder)
+        raise

@@ -1,12 +1,10 @@
 """Write the generated dataset of shapes: images, COCO annotations and label maps."""
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, Optional, Set
 
 from ..common.cli import UserError
+from ..common.paths import replaced_folder
 
 FORMAT = 1                                      # increases if the same options generate other files
 MOST_IMAGES = 100_000                           # largest number of images per part
@@ -123,37 +121,18 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
         UserError: A photograph is missing, or the folder cannot be written to.
     """
     from .shapes import CLASSES, photograph_metadata
-    temporary = None
     try:
         labels = {name: n for n, name in enumerate(('background', *CLASSES))}
         metadata = dict(dataset='shapes', format=FORMAT, options=options, layout=LAYOUT, labels=labels,
                         photographs=photograph_metadata())
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f'.{folder.name}.'))
-        new = temporary / 'new'         # mkdtemp's folder is private (mode 0700)
-        new.mkdir()
-        counts = {part: write_part(new, part, options) for part in ('train', 'val')}
-        (new / METADATA_FILE).write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
-        _replace(folder, new, temporary / 'old')
+        with replaced_folder(folder) as new:
+            counts = {part: write_part(new, part, options) for part in ('train', 'val')}
+            text = json.dumps(metadata, indent=2, ensure_ascii=False) + '\n'
+            (new / METADATA_FILE).write_text(text, encoding='utf-8')
     except FileNotFoundError as error:
         if error.errno is not None:
             raise UserError(f'cannot write to {folder} ({error.strerror})') from error
         raise UserError(f'{error}: pip install "subquad[mm]"') from error
     except OSError as error:
         raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
     return counts
-
-
-def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Move `folder` to `old` and `new` to `folder`; undo both if it fails."""
-    if folder.exists():
-        os.rename(folder, old)
-    try:
-        os.rename(new, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise

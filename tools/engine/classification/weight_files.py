@@ -2,7 +2,7 @@
 import ast
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from ....backbones.weights.registry import PublishedWeights
 from ...common.cli import UserError, one_line
@@ -10,6 +10,25 @@ from ...common.cli import UserError, one_line
 # Arguments of TimmClassifier itself; all others are options of the timm model.
 WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'data_preprocessor')
 _CONFIG_BYTES = 2_000_000
+
+
+class Classifier(NamedTuple):
+    """The classifier of a weight file.
+
+    Attributes:
+        model: the network, in eval mode.
+        name: its timm name.
+        options: the options that differ from the defaults of that name; they may include `num_classes`.
+        classes: names of the classes; an empty list if the file does not name them.
+        transform: arguments of `timm.data.create_transform`; an empty dict if the file does not define them.
+        metadata: all metadata of the file.
+    """
+    model: Any
+    name: str
+    options: Dict[str, Any]
+    classes: List[str]
+    transform: Dict[str, Any]
+    metadata: Dict[str, Any]
 
 
 def classifier_from_file(checkpoint: str, name: Optional[str] = None,
@@ -30,6 +49,30 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
     """
     import timm.data
 
+    from ....backbones.weights import shorten_path
+    read = read_classifier(checkpoint, name, allow_nonfinite)
+    path, model = shorten_path(checkpoint), read.model
+    if getattr(model, 'in_chans', 3) != 3:
+        raise UserError(f'{path}: the model takes images of {model.in_chans} channels, and image files are read as RGB')
+    transform = read.transform or assumed_transform(read, path)
+    try:
+        transform = timm.data.create_transform(**transform)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f'{path}: transform: {one_line(error)}') from error
+    return model, transform, read.classes or [str(n) for n in range(model.num_classes)]
+
+
+def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite: bool = False) -> Classifier:
+    """Build the classifier of a weight file, and read what the file says about it.
+
+    Args:
+        checkpoint: see `classifier_from_file`.
+        name: see `classifier_from_file`.
+        allow_nonfinite: see `classifier_from_file`.
+
+    Raises:
+        UserError: see `classifier_from_file`.
+    """
     from ....backbones.weights import (
         NonFiniteError,
         WeightsError,
@@ -50,8 +93,8 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
         if not name and 'model' not in metadata:
             raise UserError(f'{path} does not name its model: give --model NAME (subquad models lists them)')
         same = name in (None, metadata.get('model'))
-        options = metadata.get('options', {}) if same else {}
-        model = _fitting_model(name or metadata['model'], options, content.weights, path)
+        name = name or metadata['model']
+        model, options = _fitting_model(name, metadata.get('options', {}) if same else {}, content.weights, path)
         if not allow_nonfinite:
             check_finite(content.weights, path)
         load_state_dict(model, content.weights, path)
@@ -62,22 +105,18 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
         raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
     except WeightsError as error:
         raise UserError(str(error)) from error
-    classes = metadata.get('classes') or [str(n) for n in range(model.num_classes)]
-    if len(classes) != model.num_classes:
+    classes = metadata.get('classes') or []
+    if classes and len(classes) != model.num_classes:
         raise UserError(f'{path} names {len(classes)} classes for a model of {model.num_classes}')
-    if getattr(model, 'in_chans', 3) != 3:
-        raise UserError(f'{path}: the model takes images of {model.in_chans} channels, and image files are read as RGB')
-    if not transform:
-        transform = timm.data.resolve_model_data_config(model)
-        _say_assumed(path, name or metadata['model'], transform)
-    try:
-        return model, timm.data.create_transform(**transform), classes
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f'{path}: transform: {one_line(error)}') from error
+    return Classifier(model, name, options, classes, transform, metadata)
 
 
-def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], path: str) -> Any:
+def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
+                   path: str) -> Tuple[Any, Dict[str, Any]]:
     """Build the model in eval mode, first without memory, so that a file cannot demand more memory than it fills.
+
+    Returns:
+        The model, and its options, with the number of classes of the file.
 
     Raises:
         UserError: The name is unknown, or the model refuses the options.
@@ -104,17 +143,21 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any], 
             if name in our_models():
                 raise UserError(f'{path}: {one_line(error)}') from error
             # Some networks of timm need real numbers in their constructor; they are compared afterwards.
-        return create(name, **options).eval()
+        return create(name, **options).eval(), options
     except (AssertionError, AttributeError, ArithmeticError, LookupError, NotImplementedError, RuntimeError,
             TypeError) as error:                             # errors of timm's networks for unknown options
         raise UserError(f'{path}: {name} cannot be built with its options: {one_line(error)}') from error
 
 
-def _say_assumed(path: str, name: str, transform: Dict[str, Any]) -> None:
+def assumed_transform(read: Classifier, path: str) -> Dict[str, Any]:
+    """Return the model's own transform, and say on stderr that it is assumed."""
+    import timm.data
+    transform = timm.data.resolve_model_data_config(read.model)
     numbers = {key: ', '.join(f'{value:g}' for value in transform[key]) for key in ('mean', 'std')}
     size = ' x '.join(map(str, transform['input_size'][-2:]))
-    print(f"{path} does not say how to preprocess images; assuming the settings of {name} (size {size}, mean "
+    print(f"{path} does not say how to preprocess images; assuming the settings of {read.name} (size {size}, mean "
           f"{numbers['mean']}, standard deviation {numbers['std']})", file=sys.stderr)
+    return transform
 
 
 def _metadata(path: Path, content: Any) -> Dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Weights that are part of the package: small, whole, loaded without a network, and as accurate as recorded."""
+import json
+
+import pytest
+import timm
+import torch
+from helpers import ROOT
+from safetensors import safe_open
+
+from subquad.backbones.weights import read_metadata
+from subquad.backbones.weights.download import SHIPPED, fetch
+from subquad.backbones.weights.registry import WEIGHTS
+from subquad.tools.data.digits import digits_arrays
+from subquad.tools.engine.classification.weight_files import classifier_from_file
+from subquad.tools.engine.config import load
+
+SHIPPED_WEIGHTS = [weights for weights in WEIGHTS.values() if weights.file]
+NAMES = [weights.name for weights in SHIPPED_WEIGHTS]
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError('a connection was opened')
+    monkeypatch.setattr('socket.socket.connect', refuse)
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+
+
+def test_every_file_is_in_the_table():
+    assert sorted(NAMES) == ['test_mobilevitv2.digits', 'test_myo.digits', 'test_ppma.digits']
+    assert sorted(weights.file for weights in SHIPPED_WEIGHTS) == sorted(path.name for path in SHIPPED.iterdir())
+
+
+@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+def test_files_are_small_and_float32(weights):
+    path = fetch(weights)                                  # compares size and sha256 with the table
+    assert weights.sha256 and weights.size == path.stat().st_size <= 2_000_000
+    with safe_open(path, 'pt') as file:
+        kinds = {file.get_slice(key).get_dtype() for key in file.keys()}
+    assert kinds <= {'F32', 'I64'}
+
+
+@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+def test_table_says_what_file_and_config_say(weights):
+    metadata = read_metadata(fetch(weights))
+    assert metadata['model'] == weights.arch and len(metadata['classes']) == weights.num_classes
+    known = {key: getattr(weights, key) for key in metadata['transform']}
+    assert metadata['transform'] == {key: list(v) if isinstance(v, tuple) else v for key, v in known.items()}
+    config = load(f"{weights.arch.replace('_', '-')}_digits")
+    assert metadata['epoch'] == config.train_cfg.max_epochs and config.model.name == weights.arch
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+def test_pretrained_model_is_as_accurate_as_recorded(weights, no_network):
+    model = timm.create_model(weights.name, pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    images, labels = digits_arrays('test')
+    with torch.no_grad():
+        logits = model(torch.stack([transform(_image(pixels)) for pixels in images]))
+    accuracy = (logits.argmax(1) == torch.as_tensor(labels)).float().mean().item() * 100
+    assert accuracy == pytest.approx(_recorded(weights), abs=0.3) and accuracy > 97      # an image is 0.28 %
+    assert weights.reported == {'top1': pytest.approx(_recorded(weights), abs=0.05)}
+    other, _, classes = classifier_from_file(weights.name)
+    assert classes == [str(digit) for digit in range(10)]
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_default_of_the_test_models_stays_untrained(no_network):
+    assert timm.create_model('test_ppma').num_classes == 1000
+    backbone = timm.create_model('test_ppma.digits', pretrained=True, features_only=True).eval()
+    assert len(backbone(torch.rand(1, 3, 32, 32))) == 4
+
+
+def _image(pixels):
+    from PIL import Image
+    return Image.fromarray(pixels).convert('RGB')
+
+
+def _recorded(weights):
+    """Return the newest accuracy that `subquad test --record` has recorded for the config of these weights."""
+    lines = (ROOT / 'model_cards' / 'benchmarks' / 'trained.jsonl').read_text().splitlines()
+    config = f"{weights.arch.replace('_', '-')}_digits"
+    return [line['accuracy/top1'] for line in map(json.loads, lines) if line['config'] == config][-1]
