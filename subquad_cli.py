@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 TOOLS = {
     'models': 'list models with parameters and descriptions',
     'configs': 'list the configs that the package contains',
-    'weights': 'list, download and check published weights',
+    'weights': 'list, download, check, convert and publish weights',
     'stats': 'count parameters and MACs of a timm model, or of a detection or segmentation config',
     'make-dataset': 'generate a small dataset for detection and segmentation',
     'train': 'train a classifier, detector or segmenter from a config',

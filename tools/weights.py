@@ -1,23 +1,24 @@
-"""List, download and check the published weights that this package can load, and publish weights."""
+"""List, download and check the published weights that this package can load; convert and publish weights."""
 import argparse
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from .common.cli import UserError
 from .common.output import add_row, dumps, print_table
 from .engine.hub_folder import add_push_arguments, push_command
+from .engine.weight_conversion import add_convert_arguments, convert_command
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
     parser = argparse.ArgumentParser('subquad weights', description=__doc__)
     commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
-    for name, (run, add_arguments) in COMMANDS.items():
-        what = run.__doc__ or ''
+    for name, entry in COMMANDS.items():
+        what = (entry.run.__doc__ or '').split('\n')[0]
         command = commands.add_parser(name, help=what[:1].lower() + what[1:].rstrip('.'), description=what)
-        add_arguments(command)
+        entry.add_arguments(command)
         command.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
-    from subquad.backbones.weights import WeightsError
+    from ..backbones.weights import WeightsError
     try:
         return COMMANDS[args.command].run(args)
     except WeightsError as error:
@@ -97,7 +98,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Command(NamedTuple):
-    """A subcommand: the function that runs it, whose docstring is its help, and the one that adds its arguments."""
+    """A subcommand: the function that runs it, whose docstring begins with its help, and the one for its arguments."""
     run: Callable[[argparse.Namespace], Optional[int]]
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
@@ -107,6 +108,7 @@ COMMANDS: Dict[str, Command] = {
     'info': Command(_info, _info_arguments),
     'download': Command(_download, _download_arguments),
     'verify': Command(_verify, _verify_arguments),
+    'convert': Command(convert_command, add_convert_arguments),
     'push': Command(push_command, add_push_arguments),
 }
 

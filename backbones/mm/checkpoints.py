@@ -181,7 +181,7 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
 
 @CheckpointLoader.register_scheme(prefixes=[SCHEME], force=True)
 def load_from_subquad(filename: str, map_location: Any = None) -> Dict[str, Any]:
-    """Read published weights, such as 'subquad://ppma_tiny.mask_rcnn_1x_coco', for mmengine's tools."""
+    """Read published weights, such as 'subquad://ppma_tiny.mask_rcnn_1x_coco', for MMEngine's tools."""
     content = read_file(resolve(filename))
     return dict(state_dict=content.weights, meta=content.runner_meta)
 

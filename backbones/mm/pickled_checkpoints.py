@@ -1,7 +1,7 @@
-"""Let mmengine read pickles without running code, and published files that hold only weights.
+"""Let MMEngine read pickles without running code, and published files that hold only weights.
 
-mmengine's loader reads a file again without any check if the safe way fails. The loader of this module never does. It
-also returns the entries that mmengine's tools need and that published files lack: EMAHook reads `state_dict`, and
+MMEngine's loader reads a file again without any check if the safe way fails. The loader of this module never does. It
+also returns the entries that MMEngine's tools need and that published files lack: EMAHook reads `state_dict`, and
 MMSegmentation's `init_model` reads `meta`. It replaces mmengine's loader of local files when this package is imported.
 """
 from pathlib import Path
@@ -20,7 +20,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Dict[str, Any]:
 
     Args:
         filename: the path of a Runner's checkpoint, or of a published file with or without a wrapper such as `model`.
-        map_location: not used; the tensors are on the CPU, from where mmengine and torch copy them to the model.
+        map_location: not used; the tensors are on the CPU, from where MMEngine and torch copy them to the model.
 
     Returns:
         The checkpoint, with the entries `state_dict` and `meta`.

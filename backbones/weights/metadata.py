@@ -64,7 +64,7 @@ def check_metadata(metadata: Any, name: str) -> None:
 
 
 def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
-    """Return the class names that a checkpoint of mmengine's Runner stores beside the weights, or an empty list."""
+    """Return the class names that a checkpoint of MMEngine's Runner stores beside the weights, or an empty list."""
     dataset = runner_meta.get('dataset_meta')
     classes = dataset.get('classes', dataset.get('CLASSES')) if isinstance(dataset, dict) else None
     valid = isinstance(classes, (list, tuple)) and all(isinstance(word, str) for word in classes)

@@ -17,14 +17,12 @@ from subquad.backbones.weights import read_file, read_metadata, save_weights
 from subquad.backbones.weights.convert import KEY_MAP_VERSION
 from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 from subquad.backbones.weights.ppma_keys import to_published_keys
+from subquad.tools import weights
 from subquad.tools.engine.classification.weight_files import classifier_from_file
-from subquad.tools.engine.weight_conversion import add_convert, convert_command
 
 
 def _convert(*words):
-    parser = argparse.ArgumentParser('subquad weights')
-    add_convert(parser.add_subparsers())
-    return convert_command(parser.parse_args(['convert', *map(str, words)]))
+    return weights.main(['convert', *map(str, words)])
 
 
 def _refused(*words, match=None):

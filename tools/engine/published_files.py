@@ -3,11 +3,10 @@ import fnmatch
 from dataclasses import asdict
 from typing import Any, Dict, List
 
-from subquad.backbones.weights import WeightsError
-from subquad.backbones.weights.cache import locked_entry, sha256_of
-from subquad.backbones.weights.download import cached_file, check, fetch, forget
-from subquad.backbones.weights.registry import WEIGHTS, PublishedWeights, find
-
+from ...backbones.weights import WeightsError
+from ...backbones.weights.cache import locked_entry, sha256_of
+from ...backbones.weights.download import cached_file, check, fetch, forget
+from ...backbones.weights.registry import WEIGHTS, PublishedWeights, find
 from ..common.cli import UserError, nearest
 
 GOOD = ('ok', 'no known hash')      # what `verify` returns for files that may be used

@@ -27,9 +27,6 @@ _CONFIGS = {
 _CLASSIFIERS = ('decode_head.conv_seg.weight', 'seg_head.classifier.block.conv.weight',
                 'segmentation_head.classifier.convolution.weight')
 _DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
-DESCRIPTION = ("Convert a weight file of PPMA's authors, cvnets, timm, transformers, this package or a training run to "
-               'safetensors with metadata, or write the published names. The model is found by the keys and shapes '
-               'unless it is given.')
 _SIZES = {'tiny': 't', 'small': 's', 'base': 'b'}
 
 
@@ -48,15 +45,7 @@ class Target(NamedTuple):
     assumed: str = ''
 
 
-def add_convert(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the parser of `subquad weights convert`; `convert_command` runs it."""
-    parser = subparsers.add_parser('convert', help='convert a weight file to safetensors, or back to published names',
-                                   description=DESCRIPTION)
-    add_arguments(parser)
-    return parser
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert_command`."""
     parser.add_argument('file', metavar='FILE', help='the weight file, or the name of published weights')
     parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
@@ -72,9 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert_command(args: argparse.Namespace) -> int:
-    """Convert a file as the arguments of `add_convert` say; print one line on stdout and notes on stderr.
+    """Convert a weight file to safetensors with metadata, or to the names that its authors use.
 
-    With `args.json`, which `add_convert` does not define, print JSON instead of the line.
+    The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
+    is found by the keys and shapes unless it is given. One line is printed on stdout (JSON with `args.json`), and
+    notes on stderr.
 
     Raises:
         UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
@@ -104,7 +95,7 @@ def convert_command(args: argparse.Namespace) -> int:
     for note in filter(None, [target.assumed, *result.notes]):
         print(note, file=sys.stderr)
     provenance = result.metadata['provenance']
-    if getattr(args, 'json', False):
+    if args.json:
         print(dumps(dict(path=str(result.path), name=target.name, tensors=len(result.weights), provenance=provenance),
                     indent=2))
         return 0
