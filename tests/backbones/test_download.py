@@ -42,7 +42,6 @@ def server(tmp_path, monkeypatch):
         # Pauses between attempts are cut short; the server waits in another way.
         sleep = time.sleep
         monkeypatch.setattr(time, 'sleep', lambda seconds: sleep(min(seconds, .01)))
-        monkeypatch.setattr(resumable, 'STALL_SECONDS', .3)
         server.add_file(PATH, CONTENT)
         server.add_model(REPO, {FILE: CONTENT})
         yield server
@@ -128,6 +127,9 @@ def test_published_file_loads_after_download(server):
 @pytest.mark.parametrize('fault', [Fault('close', 7 * CHUNK), Fault('stall', 7 * CHUNK)], ids=lambda fault: fault.kind)
 def test_interrupted_transfer_continues(server, weights, fault, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, 'DOWNLOAD_CHUNK_SIZE', CHUNK)       # bytes that it writes at once
+    if fault.kind == 'stall':
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_DOWNLOAD_TIMEOUT', 2)
+        monkeypatch.setattr(resumable, 'STALL_SECONDS', 2.)
     server.fail(BLOB if weights.repo else PATH, fault)
     assert fetch(weights).read_bytes() == CONTENT
     first, second = gets(server)
