@@ -27,7 +27,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 def _list(args: argparse.Namespace) -> None:
     """List published weights with the figures that their authors report."""
-    from .engine.published_files import describe, matching
+    from .engine.weight_catalog import describe, matching
     rows = [describe(weights) for weights in matching(args.filter) if args.task in (None, weights.task)]
     if args.json:
         print(dumps(rows, indent=2))
@@ -43,7 +43,7 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     """Show all that is known of a file: source, license, preprocessing, hash."""
-    from .engine.published_files import describe, named
+    from .engine.weight_catalog import describe, named
     for row in map(describe, named([args.name])):
         if args.json:
             print(dumps(row, indent=2))
@@ -56,7 +56,7 @@ def _info(args: argparse.Namespace) -> None:
 
 def _download(args: argparse.Namespace) -> None:
     """Download weights that are not in the cache, check their hashes and print their paths."""
-    from .engine.published_files import download, named
+    from .engine.weight_catalog import download, named
     rows = []
     for weights in named(args.names):
         rows.append(download(weights, args.update))
@@ -68,7 +68,7 @@ def _download(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     """Check the hashes of weights in the cache, without a network; exit with 1 if one is wrong or missing."""
-    from .engine.published_files import GOOD, in_cache, named, verify
+    from .engine.weight_catalog import GOOD, in_cache, named, verify
     states = {weights.name: verify(weights) for weights in (named(args.names) if args.names else in_cache())}
     if args.json or not states:
         print(dumps(states, indent=2) if args.json else 'no published weights are in the cache')
