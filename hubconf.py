@@ -5,7 +5,7 @@ keyword arguments. `REPOSITORY` is `OWNER/subquad`, or the folder of a checkout 
 lists the names, and `torch.hub.help` describes one.
 """
 # torch.hub checks these before it loads a model; setup.py names their versions.
-dependencies = ['torch', 'timm', 'numpy', 'safetensors', 'huggingface_hub']
+dependencies = ['torch', 'timm', 'numpy', 'safetensors', 'huggingface_hub', 'filelock']
 
 from subquad.backbones.mobilevitv2 import (  # noqa: E402, F401
     subquad_mobilevitv2_050,

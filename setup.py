@@ -69,8 +69,7 @@ def project_urls(url: str, tag: str) -> Dict[str, str]:
 
 # The lower bounds are tested together (.ci/lowest): timm 1.0.28 and older lack what backbones/_timm.py uses.
 core = ['torch>=2.9', 'timm>=1.0.29', 'numpy>=1.26', 'safetensors>=0.4', 'huggingface_hub>=0.24',
-        'filelock>=3.12', 'pillow', 'rich>=13',
-        'triton>=3.5; sys_platform == "linux"']
+        'filelock>=3.12', 'pillow', 'rich>=13', 'triton>=3.5; sys_platform == "linux"']
 train = ['onedl-mmengine>=0.10.11', 'opencv-python-headless']     # MMEngine imports cv2 without asking for it
 demo = [*train, 'scikit-learn>=1.4', 'matplotlib>=3.8', 'mlxtend>=0.23']
 # mmcv is compiled on installation, by .ci/setup; see docs/installation.md.

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*is not known beforehand:UserWa
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server with one hub file and one plain file, which the table lists beside the published weights."""
+    """A server with one hub file and one plain file, which the table lists in place of the weights in the package."""
+    for name in [name for name, row in registry.WEIGHTS.items() if row.file]:
+        monkeypatch.delitem(registry.WEIGHTS, name)
     with WeightsServer() as server:
         use_hub(monkeypatch, server, tmp_path)
         server.add_model('someone/nets', {'best.pth': CONTENT})
@@ -135,7 +137,7 @@ def test_environment_of_the_command(server, tmp_path, python):
         return python("import subquad, subquad_cli\nfrom subquad.backbones.weights.registry import *\n"
                       "WEIGHTS['test_ppma.served'] = PublishedWeights('test_ppma', 'served', 'classification', 'ppma', "
                       "repo='someone/nets', filename='best.pth')\n"
-                      "subquad_cli.main(['weights', 'download', 'test_ppma'])",
+                      "subquad_cli.main(['weights', 'download', 'test_ppma.served'])",
                       **{**hub_environment(server, tmp_path), **environment})
     done = command()
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / 'hf' / 'hub')), done.stderr

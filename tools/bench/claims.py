@@ -32,7 +32,7 @@ CHECKED, DIFFERS = 'checked here', 'checked here and differs'
 DATA, CANNOT = 'can be checked with the data', 'cannot be checked'
 MARKS = (CHECKED, DIFFERS, DATA, CANNOT)
 _UNIT = re.compile(r' \((M|%|ms)\)$')
-_COUNTS = ('macs', 'macs_of_weights', 'macs_with_norms')
+_COUNTS = ('macs', 'macs_without_attention', 'macs_with_norms')
 
 
 class Claim(NamedTuple):
