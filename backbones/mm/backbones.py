@@ -42,7 +42,7 @@ class DenseBackbone:
         norm_eval: keep the statistics of BatchNorm fixed in training.
         with_cp: use activation checkpointing.
         drop_path_rate: the rate of stochastic depth. None keeps the network's own.
-        init_cfg: mmengine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None, weights='raw')` accepts every file
+        init_cfg: mmengine's. `dict(type='Pretrained', checkpoint=FILE, prefix=None, weights=None)` accepts every file
             that `subquad.backbones.weights.read_file` reads: a classifier's, or a detector's, whose backbone is taken.
             It also accepts the name of published weights, such as 'subquad://ppma_tiny.in1k'. If a file holds averaged
             weights, too, `weights='averaged'` takes these; PPMA's authors start detectors from the raw ones.
@@ -136,18 +136,18 @@ class DenseBackbone:
         finally:
             self.init_cfg = given
 
-    def load_pretrained(self, checkpoint: str, prefix: Optional[str] = None, weights: str = 'raw') -> None:
+    def load_pretrained(self, checkpoint: str, prefix: Optional[str] = None, weights: Optional[str] = None) -> None:
         """Load the backbone from the file of a classifier or detector. All weights are loaded, or none.
 
         Args:
             checkpoint: the path of the file or the name of published weights; see `subquad.backbones.weights.resolve`.
             prefix: load only keys that begin with this, such as 'backbone.'. By default a detector's prefix is found.
-            weights: 'raw' or 'averaged' if the file holds both; see `subquad.backbones.weights.read_file`.
+            weights: 'raw' or 'averaged'; see `subquad.backbones.weights.read_file`. None prefers the raw weights.
 
         Raises:
             WeightsError: the file cannot be read, or belongs to another network. The message names keys and shapes.
         """
-        content = read_file(resolve(checkpoint), weights)
+        content = read_file(resolve(checkpoint), weights, preferred='raw')
         given = content.weights
         if prefix:
             prefix = prefix.rstrip('.') + '.'
@@ -216,7 +216,7 @@ class _PretrainedInit:
 
     def __init__(self, checkpoint: Any, prefix: Optional[str] = None, weights: Optional[str] = None,
                  map_location: Any = None):
-        self.options = dict(checkpoint=checkpoint, prefix=prefix, weights=weights or 'raw')
+        self.options = dict(checkpoint=checkpoint, prefix=prefix, weights=weights)
 
     def __call__(self, backbone: DenseBackbone) -> None:
         backbone.load_pretrained(**self.options)

@@ -40,7 +40,8 @@ class WeightFile(NamedTuple):
     choice: str = ''
 
 
-def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None) -> Tuple[Dict[str, Any], str]:
+def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
+           preferred: str = 'averaged') -> Tuple[Dict[str, Any], str]:
     """Find the weights in a checkpoint.
 
     Prefixes that training puts before all names are removed: `module.` of distributed training, `net.` of
@@ -48,7 +49,7 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None) -> Tuple[D
 
     Args:
         checkpoint: the content of a file.
-        weights: see `read_file`.
+        weights, preferred: see `read_file`.
 
     Returns:
         The weights, and the key of the checkpoint that held them, or '' for a bare state dict.
@@ -58,7 +59,7 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None) -> Tuple[D
         WeightsError: a name of a weight is not a string, or the checkpoint does not have the chosen weights.
     """
     check_choice(weights)
-    source = _chosen_key(checkpoint, weights)
+    source = _chosen_key(checkpoint, weights, preferred)
     found = checkpoint[source] if source else checkpoint
     for key in found:
         if not isinstance(key, str):
@@ -89,10 +90,11 @@ def _held_keys(checkpoint: Dict[str, Any]) -> Tuple[List[str], List[str]]:
     return averaged, raw
 
 
-def _chosen_key(checkpoint: Dict[str, Any], choice: Optional[str]) -> str:
+def _chosen_key(checkpoint: Dict[str, Any], choice: Optional[str], preferred: str) -> str:
     """Return the key of the chosen weights, or '' for a bare state dict, which has no choice."""
     averaged, raw = _held_keys(checkpoint)
-    held = {None: averaged + raw, 'averaged': averaged, 'raw': raw}[choice]
+    by_preference = raw + averaged if preferred == 'raw' else averaged + raw
+    held = {None: by_preference, 'averaged': averaged, 'raw': raw}[choice]
     if not held and averaged + raw:
         other = 'averaged' if choice == 'raw' else 'raw'
         raise WeightsError(f"it has no {choice} weights, only {other} ones ({', '.join(averaged + raw)}); "
@@ -127,15 +129,17 @@ def read_checkpoint(path: PathLike, weights: Optional[str] = None) -> Tuple[Dict
     return read_file(path, weights)[:3]
 
 
-def read_file(path: PathLike, weights: Optional[str] = None) -> WeightFile:
+def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'averaged') -> WeightFile:
     """Read a weight file, with what mmengine's Runner stores beside the weights.
 
     Args:
         path: see `read_checkpoint`.
         weights: which weights to read from a file that holds several: 'averaged' for the moving average of training
             (under model_ema, state_dict_ema or ema_state_dict), 'raw' for the others (under model, state_dict or
-            model_state_dict), None for the averaged ones if there are any. mmengine keeps its average under state_dict;
-            both choices read it. Safetensors and bare state dicts hold one set of weights, which every choice reads.
+            model_state_dict), None for the preferred ones if there are any. mmengine keeps its average under
+            state_dict; both choices read it. Safetensors and bare state dicts hold one set of weights, which every
+            choice reads.
+        preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both.
 
     Raises:
         ValueError: the choice is unknown.
@@ -157,7 +161,7 @@ def read_file(path: PathLike, weights: Optional[str] = None) -> WeightFile:
         return WeightFile(*_read_safetensors(path), '', {})
     checkpoint = read_pickle(path)
     try:
-        found, source = unwrap(checkpoint, weights) if isinstance(checkpoint, dict) else ({}, '')
+        found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')
     except WeightsError as error:
         raise WeightsError(f'{shorten_path(path)}: {error}') from error
     found = {key: value.detach() for key, value in found.items() if isinstance(value, Tensor)}

@@ -10,7 +10,14 @@ import pytest
 import timm
 import torch
 
-from subquad.backbones.weights import WeightsError, check_finite, load_weights, read_checkpoint, save_weights
+from subquad.backbones.weights import (
+    WeightsError,
+    check_finite,
+    load_weights,
+    read_checkpoint,
+    read_file,
+    save_weights,
+)
 
 
 @pytest.fixture
@@ -75,11 +82,15 @@ def test_averaged_or_raw_weights_are_read(model, raw_key, averaged_key, tmp_path
         with pytest.warns(UserWarning, match=re.escape(note)) as said:
             assert load_weights(other, path, weights=weights) == source
         assert len(said) == 1 and torch.equal(other.head.fc.weight, model.head.fc.weight * factor)
+    assert read_file(path, preferred='raw').source == raw_key
+    assert read_file(path, 'averaged', preferred='raw').source == averaged_key
     torch.save({raw_key: state}, path)
+    assert read_file(path).source == read_file(path, preferred='raw').source == raw_key
     with pytest.raises(WeightsError, match=rf"w.pth: it has no averaged weights, only raw ones \({raw_key}\); "
                                            "set weights='raw'"):
         load_weights(other, path, weights='averaged')
     torch.save({averaged_key: state}, path)
+    assert read_file(path).source == read_file(path, preferred='raw').source == averaged_key
     with pytest.raises(WeightsError, match="it has no raw weights, only averaged ones .*; set weights='averaged'"):
         load_weights(other, path, weights='raw')
     with pytest.raises(ValueError, match="weights must be 'averaged' or 'raw', got 'best'"):

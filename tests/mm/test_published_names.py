@@ -68,6 +68,17 @@ def test_init_cfg_takes_names_and_a_choice_of_weights(name, weights, networks, a
     assert asked == ([] if 'best' in name else ['test_ppma.small'])
 
 
+def test_init_cfg_takes_averaged_weights_from_a_file_without_raw_ones(networks, tmp_path):
+    content = torch.load(networks[0] / 'best.pth', weights_only=False)
+    torch.save({'model_ema': content['model_ema']}, tmp_path / 'average.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'average.pth'))
+    backbone = MODELS.build(dict(type='PPMA', arch='test', init_cfg=init_cfg))
+    backbone.init_weights()
+    assert _same(backbone.state_dict(), networks[2])
+    with pytest.raises(WeightsError, match="it has no raw weights, only averaged ones .*set weights='averaged'"):
+        MODELS.build(dict(type='PPMA', arch='test', init_cfg=dict(init_cfg, weights='raw'))).init_weights()
+
+
 def test_init_cfg_takes_the_backbone_of_a_published_detector(networks, asked):
     for options in ({}, dict(prefix='backbone')):
         backbone = MODELS.build(dict(type='PPMA', arch='test', init_cfg=dict(

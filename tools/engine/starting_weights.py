@@ -135,14 +135,14 @@ def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
     return [key for key in own if key.startswith(tuple(f'{name}.' for name in names))]
 
 
-def _checkpoint(path: str, weights: Optional[str] = None, allow_nonfinite: bool = False) -> WeightFile:
-    """Read a file or published weights; `weights` as `read_file` takes it.
+def _checkpoint(path: str, preferred: str = 'averaged', allow_nonfinite: bool = False) -> WeightFile:
+    """Read a file or published weights; `preferred` as `read_file` takes it.
 
     Raises:
         UserError: The file cannot be read, or holds NaN or infinities.
     """
     try:
-        content = read_file(resolve(path), weights)
+        content = read_file(resolve(path), preferred=preferred)
         if not allow_nonfinite:
             check_finite(content.weights, path)
     except WeightsError as error:
