@@ -233,8 +233,9 @@ def _shipped() -> Iterator[PublishedWeights]:
             num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
             interpolation='bilinear', reported={'top1': top1})
     yield PublishedWeights(
-        'test_mobilevitv2', 'ssdlite_shapes', 'detection', 'subquad', file='test_mobilevitv2.ssdlite_shapes.safetensors',
-        size=1_344_052, sha256='ff9a8ed3bf1a2d299d31da89b13bfdde014da489efacae4e2052f38ee5a949f9', num_classes=5,
+        'test_mobilevitv2', 'ssdlite_shapes', 'detection', 'subquad',
+        file='test_mobilevitv2.ssdlite_shapes.safetensors', size=1_344_052,
+        sha256='ff9a8ed3bf1a2d299d31da89b13bfdde014da489efacae4e2052f38ee5a949f9', num_classes=5,
         input_size=(3, 128, 128), mean=(0., 0., 0.), std=(1., 1., 1.), interpolation='bilinear',
         config='ssdlite_test-mobilevitv2_shapes', reported={'box_AP': 24.5})
 
