@@ -19,7 +19,14 @@ from pathlib import Path, PurePosixPath
 from typing import Callable, NamedTuple, Optional, Tuple
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    HfFileMetadata,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from .cache import LOCK_FILE, LockEntry, cache_folder, exclusive, lock, locked_entry, sha256_of, unlock
@@ -202,6 +209,7 @@ def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
 
 def _hub_download(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Download:
     revision = locked.revision if locked and locked.revision else weights.revision
+    known = None if constants.HF_HUB_OFFLINE or cached_file(weights) else _ask_hub(weights, revision)
     for attempt in range(HUB_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1))
@@ -214,13 +222,31 @@ def _hub_download(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Do
                 raise _failure(weights, reason, advice) from error
     commit = path.parents[weights.filename.count('/')].name          # .../snapshots/COMMIT/FOLDER/FILE
     recorded = _recorded(path)
-    if not path.is_symlink() and not locked:
-        recorded = _as_sha256(_etag(weights, commit))
+    if not path.is_symlink() and known is not None and known.commit_hash == commit:
+        recorded = _as_sha256(known.etag)
 
     def remove() -> None:
         for file in (path.resolve(), _blob(path), path):
             file.unlink(missing_ok=True)
     return _Download(path, recorded, commit, remove)
+
+
+def _ask_hub(weights: PublishedWeights, revision: str) -> Optional[HfFileMetadata]:
+    """Ask the hub for the size and the ETag of a file before it is downloaded; None if the hub has a passing problem.
+
+    Without a network this fails at once, while `hf_hub_download` would try for half a minute.
+    """
+    try:
+        metadata = get_hf_file_metadata(hf_hub_url(weights.repo, weights.filename, revision=revision))
+    except _HUB_ERRORS as error:
+        if _status(error) in TEMPORARY_STATUS:
+            return None
+        reason, advice, _ = _explain(error, weights, revision, reached=False)
+        raise _failure(weights, reason, advice) from error
+    limit = weights.size or LARGEST
+    if metadata.size is not None and metadata.size > limit:
+        raise _failure(weights, f'it has {metadata.size:,} bytes, more than the {limit:,} allowed', 'update subquad')
+    return metadata
 
 
 def _blob(path: Path) -> Path:
@@ -246,12 +272,14 @@ def _etag(weights: PublishedWeights, commit: str) -> Optional[str]:
         return None
 
 
-def _explain(error: Exception, weights: PublishedWeights, revision: str) -> Tuple[str, str, bool]:
+def _explain(error: Exception, weights: PublishedWeights, revision: str,
+             reached: bool = True) -> Tuple[str, str, bool]:
     """Say what failed and what to do, and whether another attempt may help."""
-    first = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-    status = getattr(getattr(first, 'response', None), 'status_code', None)
+    if isinstance(error, LocalEntryNotFoundError):       # the hub did not answer, and the file is not in the cache
+        error, reached = error.__cause__ or error, False
+    status = _status(error)
     what = f'{constants.ENDPOINT}/{weights.repo} ({weights.filename}, {revision})'
-    if constants.HF_HUB_OFFLINE and first is not error:
+    if constants.HF_HUB_OFFLINE and not reached:
         return ('it is not in the cache, and HF_HUB_OFFLINE forbids downloads', 'unset HF_HUB_OFFLINE', False)
     if status in (401, 403):
         return (f'{what} may not be read (HTTP {status})', 'log in with `hf auth login` or set HF_TOKEN', False)
@@ -260,14 +288,18 @@ def _explain(error: Exception, weights: PublishedWeights, revision: str) -> Tupl
         return (f'{what} does not exist (HTTP 404)', advice, False)
     if status:
         return (f'{constants.ENDPOINT} answers HTTP {status}', 'try again later',
-                status in TEMPORARY_STATUS and first is error)
-    if getattr(first, 'errno', None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EPERM):
-        return (f'{shorten_path(constants.HF_HUB_CACHE)} cannot take the file ({first.strerror})',
+                status in TEMPORARY_STATUS and reached)
+    if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EPERM):
+        return (f'{shorten_path(constants.HF_HUB_CACHE)} cannot take the file ({error.strerror})',
                 'set HF_HOME to a folder with space that can be written to', False)
-    text = ' '.join(str(first).split())[:200]
-    if first is error:
-        return (f'the transfer from {constants.ENDPOINT} failed ({text})', 'check the network and the proxy', True)
-    return (f'{constants.ENDPOINT} cannot be reached ({text})', 'check the network and the proxy', False)
+    text = ' '.join(str(error).split())[:200]
+    problem = f'the transfer from {constants.ENDPOINT} failed' if reached else f'{constants.ENDPOINT} cannot be reached'
+    return (f'{problem} ({text})', 'check the network and the proxy', reached)
+
+
+def _status(error: Exception) -> Optional[int]:
+    """Return the HTTP status of an error of huggingface_hub, or None if there was no answer."""
+    return getattr(getattr(error, 'response', None), 'status_code', None)
 
 
 # ---- other servers

@@ -129,7 +129,6 @@ def use_hub(monkeypatch, server, folder):
             ('HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}'),
             ('HF_HUB_CACHE', str(folder / 'hf' / 'hub')),
             ('HF_HUB_OFFLINE', False),
-            ('HF_HUB_DOWNLOAD_TIMEOUT', 1),
             ('HF_TOKEN_PATH', str(folder / 'no token')),
     ):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
