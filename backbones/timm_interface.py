@@ -154,11 +154,12 @@ def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
 
 def _no_weights_message(arch: str) -> str:
     """Say that an architecture has no pretrained weights without a tag, and which weights there are."""
-    names = [weights.name for weights in _classifiers(arch)]
-    if names:
-        return f"pretrained=True needs a tag for {arch}: {', '.join(names)}"
-    archs = {weights.arch: None for weights in WEIGHTS.values() if weights.task == 'classification'}
-    return (f"no weights of {arch} are published; pretrained=True works for {', '.join(archs)}, and "
+    own = [weights.name for weights in _classifiers(arch)]
+    if own:
+        return f"pretrained=True needs a tag for {arch}: {', '.join(own)}"
+    published = map(_classifiers, dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
+    names = [classifiers[0].name for classifiers in published if classifiers]
+    return (f"no weights of {arch} are published; pretrained=True works for {', '.join(names)}, and "
             'pretrained_cfg_overlay=dict(file=FILE) loads a file of yours')
 
 

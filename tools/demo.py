@@ -28,7 +28,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     except ImportError as error:
         raise UserError('the digits are part of scikit-learn, which is not installed: pip install "subquad[demo]"'
                         ) from error
-    from ..backbones.weights.resolve import resolve
     from .data.digits import linear_accuracy
     from .engine.classification.evaluation import evaluate
     from .engine.config import load
@@ -36,13 +35,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     out = writable_folder(args.out)
     config = load(CONFIG)
     if args.pretrained:
-        weights, how = resolve(PRETRAINED), f'weights {PRETRAINED} of the package'
+        weights, how = PRETRAINED, 'trained weights of the package'
     else:
         print(f'Training {config.model.name} on 1,437 images for {config.train_cfg.max_epochs} epochs ...', flush=True)
         start = time.perf_counter()
-        weights = run_training(config, str(out / 'train'))
+        weights = str(run_training(config, str(out / 'train')))
         how = f'trained in {time.perf_counter() - start:.0f} s'
-    accuracy, linear = evaluate(config, str(weights))['accuracy/top1'], linear_accuracy()
+    accuracy, linear = evaluate(config, weights)['accuracy/top1'], linear_accuracy()
     print(f'\nAccuracy on 360 test images: {accuracy:.1f} % (linear classifier: {linear:.1f} %); {how}.\n')
     picture = _show(out, weights, f'{config.model.name} on digits, accuracy {accuracy:.1f} %: '
                     'decay factors of the first block')
@@ -55,7 +54,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     return 0
 
 
-def _show(out: Path, weights: Path, title: str) -> Path:
+def _show(out: Path, weights: str, title: str) -> Path:
     """Print the classes of a few test images, draw their decay factors, and return the picture's path."""
     import torch
 
@@ -65,7 +64,7 @@ def _show(out: Path, weights: Path, title: str) -> Path:
     from .engine.classification.weight_files import classifier_from_file
     from .engine.drawing.pictures import decay_factors, draw_classified
     files = write_digits(out / 'images', SHOWN)
-    model, transform, classes = classifier_from_file(str(weights))
+    model, transform, classes = classifier_from_file(weights)
     results = classify(model, transform, classes, [file for file, _ in files], topk=3)
     print_classes(results)
     inputs = torch.stack([transform(open_image(file)) for file, _ in files])

@@ -217,10 +217,10 @@ def _width(size: str) -> str:
 
 
 def _shipped() -> Iterator[PublishedWeights]:
-    """Small classifiers in the package, for tests and demonstrations; `subquad train CONFIG` made each of them.
+    """Small networks in the package, for tests and demonstrations; `subquad train CONFIG` made each of them.
 
-    The configs are test-ppma_digits, test-mobilevitv2_digits and test-myo_digits; the figures are on scikit-learn's
-    360 test images.
+    The configs of the classifiers are test-ppma_digits, test-mobilevitv2_digits and test-myo_digits; their figures are
+    on scikit-learn's 360 test images. The detector's are on the images of `subquad make-dataset shapes`.
     """
     for arch, side, top1, size, sha256 in (
             ('test_ppma', 32, 100.0, 1_459_072, '04ea17fab7554cf0a63d04efb89a9a606819ec848a6d936abcb2cbe0c30b7abc'),
@@ -232,6 +232,12 @@ def _shipped() -> Iterator[PublishedWeights]:
             arch, 'digits', 'classification', 'subquad', file=f'{arch}.digits.safetensors', size=size, sha256=sha256,
             num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
             interpolation='bilinear', reported={'top1': top1})
+    yield PublishedWeights(
+        'test_mobilevitv2', 'ssdlite_shapes', 'detection', 'subquad',
+        file='test_mobilevitv2.ssdlite_shapes.safetensors', size=1_344_052,
+        sha256='ff9a8ed3bf1a2d299d31da89b13bfdde014da489efacae4e2052f38ee5a949f9', num_classes=5,
+        input_size=(3, 128, 128), mean=(0., 0., 0.), std=(1., 1., 1.), interpolation='bilinear',
+        config='ssdlite_test-mobilevitv2_shapes', reported={'box_AP': 24.5})
 
 
 def _table(rows: Iterable[PublishedWeights]) -> Dict[str, PublishedWeights]:

@@ -245,8 +245,8 @@ def test_a_failed_download_is_raised(monkeypatch):
 
 @pytest.mark.parametrize('name', ['myo_tiny', 'myo_sequence', 'ppma_base_crisscross'])
 def test_networks_without_published_weights_say_which_have_some(name):
-    with pytest.raises(WeightsError, match=f'^no weights of {name} are published; pretrained=True works for ppma_tiny, '
-                                           '.*subquad_mobilevitv2_200'):
+    with pytest.raises(WeightsError, match=f'^no weights of {name} are published; pretrained=True works for '
+                                           'ppma_tiny.in1k, .*subquad_mobilevitv2_200'):
         timm.create_model(name, pretrained=True)
 
 

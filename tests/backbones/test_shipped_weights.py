@@ -10,12 +10,18 @@ from safetensors import safe_open
 from subquad.backbones.weights import read_metadata
 from subquad.backbones.weights.download import SHIPPED, fetch
 from subquad.backbones.weights.registry import WEIGHTS
+from subquad.tools import make_dataset, test
 from subquad.tools.data.digits import digits_arrays
 from subquad.tools.engine.classification.weight_files import classifier_from_file
 from subquad.tools.engine.config import load
 
 SHIPPED_WEIGHTS = [weights for weights in WEIGHTS.values() if weights.file]
-NAMES = [weights.name for weights in SHIPPED_WEIGHTS]
+CLASSIFIERS = [weights for weights in SHIPPED_WEIGHTS if weights.task == 'classification']
+DETECTOR = 'test_mobilevitv2.ssdlite_shapes'
+
+
+def _names(weights):
+    return weights.name
 
 
 @pytest.fixture
@@ -27,11 +33,12 @@ def no_network(monkeypatch):
 
 
 def test_every_file_is_in_the_table():
-    assert sorted(NAMES) == ['test_mobilevitv2.digits', 'test_myo.digits', 'test_ppma.digits']
+    assert sorted(map(_names, SHIPPED_WEIGHTS)) == ['test_mobilevitv2.digits', DETECTOR, 'test_myo.digits',
+                                                    'test_ppma.digits']
     assert sorted(weights.file for weights in SHIPPED_WEIGHTS) == sorted(path.name for path in SHIPPED.iterdir())
 
 
-@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=_names)
 def test_files_are_small_and_float32(weights):
     path = fetch(weights)                                  # compares size and sha256 with the table
     assert weights.sha256 and weights.size == path.stat().st_size <= 2_000_000
@@ -40,7 +47,7 @@ def test_files_are_small_and_float32(weights):
     assert kinds <= {'F32', 'I64'}
 
 
-@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+@pytest.mark.parametrize('weights', CLASSIFIERS, ids=_names)
 def test_table_says_what_file_and_config_say(weights):
     metadata = read_metadata(fetch(weights))
     assert metadata['model'] == weights.arch and len(metadata['classes']) == weights.num_classes
@@ -51,7 +58,7 @@ def test_table_says_what_file_and_config_say(weights):
 
 
 @pytest.mark.filterwarnings('error')
-@pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=NAMES)
+@pytest.mark.parametrize('weights', CLASSIFIERS, ids=_names)
 def test_pretrained_model_is_as_accurate_as_recorded(weights, no_network):
     model = timm.create_model(weights.name, pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
@@ -59,8 +66,9 @@ def test_pretrained_model_is_as_accurate_as_recorded(weights, no_network):
     with torch.no_grad():
         logits = model(torch.stack([transform(_image(pixels)) for pixels in images]))
     accuracy = (logits.argmax(1) == torch.as_tensor(labels)).float().mean().item() * 100
-    assert accuracy == pytest.approx(_recorded(weights), abs=0.3) and accuracy > 97      # an image is 0.28 %
-    assert weights.reported == {'top1': pytest.approx(_recorded(weights), abs=0.05)}
+    recorded = _recorded(f"{weights.arch.replace('_', '-')}_digits")['accuracy/top1']
+    assert accuracy == pytest.approx(recorded, abs=0.3) and accuracy > 97                # an image is 0.28 %
+    assert weights.reported == {'top1': pytest.approx(recorded, abs=0.05)}
     other, _, classes = classifier_from_file(weights.name)
     assert classes == [str(digit) for digit in range(10)]
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
@@ -77,8 +85,20 @@ def _image(pixels):
     return Image.fromarray(pixels).convert('RGB')
 
 
-def _recorded(weights):
-    """Return the newest accuracy that `subquad test --record` has recorded for the config of these weights."""
+def _recorded(config):
+    """Return the newest record of `subquad test --record` for a config as it is."""
     lines = (ROOT / 'model_cards' / 'benchmarks' / 'trained.jsonl').read_text().splitlines()
-    config = f"{weights.arch.replace('_', '-')}_digits"
-    return [line['accuracy/top1'] for line in map(json.loads, lines) if line['config'] == config][-1]
+    return [line for line in map(json.loads, lines) if (line['config'], line['options']) == (config, '')][-1]
+
+
+def test_detector_finds_shapes(tmp_path, no_network, capsys):
+    """On 40 images of the same kind as those of the record."""
+    pytest.importorskip('mmdet')
+    weights = WEIGHTS[DETECTOR]
+    recorded = _recorded(weights.config)
+    assert weights.reported == {'box_AP': pytest.approx(recorded['coco/bbox_mAP'] * 100, abs=0.05)}
+    make_dataset.main(['shapes', str(tmp_path / 'shapes'), '--train', '1', '--val', '40'])
+    capsys.readouterr()
+    test.main([weights.config, DETECTOR, '--data', str(tmp_path / 'shapes'), '--json'])
+    found = json.loads(capsys.readouterr().out)
+    assert found['coco/bbox_mAP_50'] == pytest.approx(recorded['coco/bbox_mAP_50'], abs=0.15)

@@ -35,7 +35,11 @@ def authors_state(model):
     """The state dict of a PPMA model as its authors' files have it."""
     state = {authors_name(key): value[None, None, None] if key.endswith('.gamma') else value
              for key, value in model.state_dict().items()}
-    return {**state, 'layers.0.Relpos.angle': torch.zeros(4)}
+    for number, stage in enumerate(model.stages):
+        head_dim = stage.blocks[0].mixer.decay.proj.in_features
+        angles = 1 / 10000 ** torch.linspace(0, 1, head_dim // 2)
+        state[f'layers.{number}.Relpos.angle'] = angles.repeat_interleave(2)
+    return state
 
 
 def save_authors_file(model, path, average=None):

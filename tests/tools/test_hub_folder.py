@@ -19,7 +19,7 @@ from upload_server import UploadServer
 from user_errors import user_error
 from weights_server import use_hub
 
-from subquad.backbones.weights import save_weights
+from subquad.backbones.weights import read_metadata, save_weights
 from subquad.tools import weights
 from subquad.tools.engine import hub_folder
 from subquad.tools.engine.classification.weight_files import classifier_from_file
@@ -51,7 +51,8 @@ def pushed(request, tmp_path_factory):
         model(torch.rand(4, 3, 64, 64))             # running statistics that differ from those of a new model
     model.eval()
     save_weights(model, folder / 'last.safetensors', dict(
-        model=request.param, options=options, classes=CLASSES, transform=TRANSFORM, **{'accuracy/top1': 97.25}))
+        model=request.param, options=options, classes=CLASSES, transform=TRANSFORM, **{'accuracy/top1': 97.25},
+        provenance=dict(source='best.pth', sha256='0123abcd')))
     assert _push(folder / 'last.safetensors', '--out', folder / 'hub', '--license', 'mit') is None
     return model, folder / 'hub'
 
@@ -102,6 +103,7 @@ def test_weight_file_of_the_folder_needs_no_model_name(pushed, capsys):
     loaded, transform, classes = classifier_from_file(str(folder / WEIGHTS_FILE))
     _same_weights(model, loaded)
     assert classes == CLASSES and capsys.readouterr().err == ''
+    assert read_metadata(folder / WEIGHTS_FILE)['provenance']['source'] == 'best.pth'
     with safe_open(folder / WEIGHTS_FILE, 'pt') as file:
         assert file.metadata()['format'] == 'pt'             # transformers refuses files without it
 
@@ -179,6 +181,7 @@ def test_card_has_front_matter_of_the_hub(pushed):
     assert {'timm', 'transformers', 'subquad'} <= set(data['tags'])
     name = model.pretrained_cfg['architecture']
     assert f'| model | `{name}` |' in card.text and '$' not in card.text and r'3 (a\|b, c, d)' in card.text
+    assert '| source | last.safetensors (converted from best.pth, sha256 0123abcd) |' in card.text
     assert '| top1, %, in validation during training | 97.2 |' in card.text and '```bibtex' in card.text
     family = (ROOT / 'model_cards' / f"{name.removeprefix('test_')}.md").read_text()
     title, = re.findall(r'^  title += \{(.*)\}', card.text, re.MULTILINE)

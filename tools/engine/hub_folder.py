@@ -214,7 +214,7 @@ def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Opt
         parameters=f'{sum(p.numel() for p in read.model.parameters()):,}',
         classes=_classes(read),
         input=f"{height} x {width}, mean {per_channel['mean']}, standard deviation {per_channel['std']}",
-        source=_cell([source]),
+        source=_cell([source + _origin(read.metadata.get('provenance'))]),
         results=_results(read.metadata, reported),
         citation=_citation(read.name),
     )
@@ -235,6 +235,13 @@ def _description(name: str) -> str:
     """Return the first sentence of the model's docstring."""
     text = ' '.join((timm.models.model_entrypoint(name).__doc__ or name).strip().split('\n')[0].split())
     return re.split(r'(?<=[^.]\.)\s', text)[0]
+
+
+def _origin(provenance: Any) -> str:
+    """Say which file was converted, if the metadata tell it."""
+    if not isinstance(provenance, dict) or 'source' not in provenance:
+        return ''
+    return f" (converted from {provenance['source']}, sha256 {provenance.get('sha256')})"
 
 
 def _results(metadata: Dict[str, Any], reported: Mapping[str, float]) -> str:
