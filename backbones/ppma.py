@@ -5,7 +5,6 @@ code (Apache-2.0). The defaults build the networks of the published weights, whi
 logarithm of the mask to the logits (`mask_mode='additive'`), whereas the paper multiplies the softmax by the mask
 (`mask_mode='multiplicative'`). See backbones/mixers/polyline.py for every option.
 """
-import re
 from typing import Any, ClassVar, Dict, Sequence, Set, Union
 
 from timm.models import generate_default_cfgs, register_model
@@ -15,6 +14,7 @@ from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import PolylineMixer
 from .options import Options, one_or_each_stage
 from .timm_interface import build_model, image_cfg, published_cfgs
+from .weights.ppma_keys import is_published, to_our_keys
 
 __all__ = ['PPMA']
 
@@ -121,35 +121,11 @@ class PPMA(HierarchicalBackbone):
 
         Output norms that this model does not have are dropped. The loader checks all other keys.
         """
-        if not any(key.startswith('patch_embed.') for key in weights):
+        if not is_published(weights):
             return weights
-        out = {}
-        for key, value in weights.items():
-            if key.endswith('Relpos.angle'):
-                continue
-            for pattern, replacement in _KEY_PATTERNS:
-                key = pattern.sub(replacement, key)
-            if key.startswith('output_norms.') and self.output_norms is None:
-                continue
-            out[key] = value.reshape(-1) if key.endswith('.gamma') else value
-        return out
-
-
-# Pattern in a published key -> replacement. The patterns apply in this order.
-_KEY_PATTERNS = [(re.compile(pattern), replacement) for pattern, replacement in (
-    (r'^patch_embed\.proj\.0\.', 'stem.conv1.conv.'), (r'^patch_embed\.proj\.1\.', 'stem.conv1.norm.'),
-    (r'^patch_embed\.proj\.3\.', 'stem.conv2.conv.'), (r'^patch_embed\.proj\.4\.', 'stem.conv2.norm.'),
-    (r'^patch_embed\.proj\.6\.', 'stem.conv3.conv.'), (r'^patch_embed\.proj\.7\.', 'stem.conv3.norm.'),
-    (r'^patch_embed\.proj\.9\.', 'stem.conv4.conv.'), (r'^patch_embed\.proj\.10\.', 'stem.conv4.norm.'),
-    (r'^proj\.', 'head.proj.'), (r'^norm\.', 'head.norm.'), (r'^head\.(weight|bias)$', r'head.fc.\1'),
-    (r'^outnorm(\d)\.', r'output_norms.\1.'),
-    (r'^layers\.(\d)\.downsample\.(reduction|norm)\.',
-     lambda m: f"stages.{int(m[1]) + 1}.downsample.{'conv' if m[2] == 'reduction' else 'norm'}."),
-    (r'^layers\.', 'stages.'), (r'\.retention_layer_norm\.', '.norm1.'), (r'\.final_layer_norm\.', '.norm2.'),
-    (r'\.retention\.', '.mixer.'), (r'\.([qkv])_proj\.', r'.\1.'), (r'\.out_proj\.', '.out.'),
-    (r'\.path_embed\.dt_linear\.', '.decay.proj.'), (r'\.path_embed\.', '.decay.'),
-    (r'\.(lepe|dwconv|pos)\.conv\.', r'.\1.'), (r'\.gamma_([12])$', r'.ls\1.gamma'),
-)]
+        renamed = to_our_keys(weights)
+        return {key: value for key, value in renamed.items()
+                if self.output_norms is not None or not key.startswith('output_norms.')}
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:

@@ -6,6 +6,7 @@ package needs mmengine; the heads also need MMDetection or MMSegmentation.
 """
 from importlib.util import find_spec
 
+from . import pickled_checkpoints  # noqa: F401  (registers)
 from .backbones import PPMA, MobileViTv2, Myo
 from .checkpoints import load_checkpoint
 from .optim import CPUAmpOptimWrapper, LayerDecayConstructor

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ..weights import WeightsError, check_finite, differences, read_checkpoint, read_file, some, unwrap
 from ..weights.resolve import SCHEME, resolve
-from . import cvnets
+from .cvnets import AUXILIARY, BACKBONE
+from .published_keys import has_unused_classes, translate_keys, unused_classes_note
 
-BACKBONE, AUXILIARY = 'backbone.', 'auxiliary_head.'
 _log_enabled: ContextVar[bool] = ContextVar('log_enabled', default=True)
 
 
@@ -35,11 +35,13 @@ class WeightsComparison:
         new: keys of the model whose weights keep their initial values.
         unused: keys of the file that the model does not have.
         problems: the reasons why the file cannot be loaded, one phrase each; empty if it can.
+        classes_left_out: whether the classifiers keep the first of the file's classes only; see `has_unused_classes`.
     """
     weights: Dict[str, Tensor]
     new: List[str]
     unused: List[str]
     problems: List[str]
+    classes_left_out: bool = False
 
     def summary(self, name: str) -> str:
         """Say which weights are loaded from the file of this name."""
@@ -49,6 +51,8 @@ class WeightsComparison:
             text += f'; {len(self.new)} are not and keep their initial values ({some(self.new, 6)})'
         if self.unused:
             text += f'; {len(self.unused)} in the file are not used ({some(self.unused, 6)})'
+        if self.classes_left_out:
+            text += f'; {unused_classes_note("the file")}'
         return text
 
 
@@ -68,7 +72,8 @@ def compare_weights(model: nn.Module, weights: Dict[str, Tensor],
     part = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
     skipped_keys = getattr(getattr(model, 'backbone', None), 'skipped_keys', None)
     skipped = [f'{BACKBONE}{key}' for key in skipped_keys(part)] if skipped_keys else []
-    weights = translate_keys(weights, model)
+    cut_classes = new_heads is None and has_unused_classes(weights, model)
+    weights = translate_keys(weights, model, cut_classes)
     own = {key: value for key, value in model.state_dict().items()
            if key in weights or not key.endswith('num_batches_tracked')}
     new = set() if any(key.startswith(AUXILIARY) for key in weights) else {
@@ -83,7 +88,7 @@ def compare_weights(model: nn.Module, weights: Dict[str, Tensor],
     unused = [key for key in weights if key not in own]
     foreign = {key: weights[key] for key in unused if key.startswith(BACKBONE)}
     return WeightsComparison(taken, [key for key in own if key in new], unused + skipped,
-                             differences(wanted, {**taken, **foreign}))
+                             differences(wanted, {**taken, **foreign}), cut_classes)
 
 
 def _layer(key: str) -> str:
@@ -213,7 +218,10 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
     if classes:
         _check_classes(metadata, list(classes), str(path))
     metadata = metadata if isinstance(metadata, dict) else {}
-    given, weights = weights, translate_keys(weights, model)
+    cut_classes = has_unused_classes(weights, model)
+    given, weights = weights, translate_keys(weights, model, cut_classes)
+    if cut_classes:
+        warnings.warn(unused_classes_note(str(path)), stacklevel=2)
     own = model.state_dict()
     if not any(key.startswith(AUXILIARY) for key in weights):
         weights.update((key, value) for key, value in own.items() if key.startswith(AUXILIARY))
@@ -248,16 +256,3 @@ def _check_classes(metadata: Any, classes: List[str], name: str) -> None:
     if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
         raise WeightsError(f'{name} holds metadata of another program: classes must be a list of names')
     raise WeightsError(f'{name} knows the classes {some(known, 6)}, the data has {some(classes, 6)}')
-
-
-def translate_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Rename published weights of a detector or segmenter to this package's keys; other keys stay as they are."""
-    if not hasattr(model, 'backbone'):
-        return dict(weights)
-    weights = cvnets.translate(weights, model)
-    translate = getattr(model.backbone, 'translate_checkpoint', None)
-    if translate is None:
-        return dict(weights)
-    backbone = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
-    others = {key: value for key, value in weights.items() if not key.startswith(BACKBONE)}
-    return {**{f'{BACKBONE}{key}': value for key, value in translate(backbone).items()}, **others}

@@ -44,7 +44,7 @@ def read_pickle(path: Path) -> Any:
         WeightsError: the file cannot be read, is damaged, is compressed or refers to code.
     """
     try:
-        _refuse_compressed(path)
+        _check_archive(path)
         with torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
             warnings.simplefilter('ignore')              # torch warns about pickle protocols, which users cannot change
             return torch.load(path, map_location='cpu', weights_only=True)
@@ -87,23 +87,35 @@ def _harmless_types() -> List[Any]:
             (statistics_method, '__builtin__.getattr')]
 
 
-def _refuse_compressed(path: Path) -> None:
-    """Refuse a compressed archive: torch.save does not compress, and the unpacked content could fill the memory.
+def _check_archive(path: Path) -> None:
+    """Refuse what torch.save does not write: a compressed archive, and entries that would lie outside of its folder.
+
+    The content of a compressed archive could fill the memory. Nothing is extracted to files, here and in torch.
 
     Raises:
-        WeightsError: the archive is compressed.
+        WeightsError: the file is such an archive.
         OSError: the file cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
+            entries = archive.infolist()
+            size = sum(entry.file_size for entry in entries)
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         return                                           # torch will report the damage
+    outside = [entry.filename for entry in entries if _leads_outside(entry.filename)]
+    if outside:
+        raise WeightsError(f'{shorten_path(path)} is an archive with an entry outside of its folder '
+                           f'({_printable(outside[0])}), which torch.save does not write')
     if size > path.stat().st_size + EXPANSION:
         raise WeightsError(f'{shorten_path(path)} is a compressed archive ({size:,} bytes in '
                            f'{path.stat().st_size:,}), which torch.save does not write')
+
+
+def _leads_outside(name: str) -> bool:
+    parts = name.replace('\\', '/').split('/')
+    return name[:1] in ('/', '\\') or '..' in parts or parts[0].endswith(':')
 
 
 def _named_code(path: Path, error: Exception) -> str:

@@ -82,3 +82,32 @@ def authors_file(*parts):
         fan, centered = torch.Size(shape[1:]).numel(), 0.5 * key.endswith(('conv.weight', 'running_mean'))
         weights[key] = (torch.rand(shape, generator=generator) - centered) / fan ** 0.5 if shape else torch.tensor(7)
     return weights
+
+
+# Texts in a key of cvnets and in transformers' key, in the order of its conversion script.
+_TRANSFORMERS = (
+    ('.block.', '.'), ('.conv.', '.convolution.'), ('.norm.', '.normalization.'),
+    (r'conv_1.', 'mobilevitv2.conv_stem.'),
+    *((f'layer_{n}.', f'mobilevitv2.encoder.layer.{n - 1}.layer.') for n in (1, 2)),
+    ('.exp_1x1.', '.expand_1x1.'), ('.red_1x1.', '.reduce_1x1.'),
+    *((f'layer_{n}.{theirs}', f'mobilevitv2.encoder.layer.{n - 1}.{ours}') for n, depth in ((3, 2), (4, 4), (5, 3))
+      for theirs, ours in (
+          ('0.', 'downsampling_layer.'), ('1.local_rep.0.', 'conv_kxk.'), ('1.local_rep.1.', 'conv_1x1.'),
+          *((f'1.global_rep.{j}.', f'transformer.layer.{j}.') for j in range(depth)),
+          (f'1.global_rep.{depth}.', 'layernorm.'), ('1.conv_proj.', 'conv_projection.'))),
+    ('pre_norm_attn.0.', 'layernorm_before.'), ('pre_norm_attn.1.', 'attention.'),
+    ('pre_norm_ffn.0.', 'layernorm_after.'), ('pre_norm_ffn.1.', 'ffn.conv1.'), ('pre_norm_ffn.3.', 'ffn.conv2.'),
+    ('classifier.1.', 'classifier.'), ('seg_head.', 'segmentation_head.'), ('.aspp_layer.', '.'), ('.aspp_pool.', '.'))
+
+
+def transformers_names(weights):
+    """Rename a file of cvnets as transformers did for `apple/mobilevitv2-*`; it leaves out the auxiliary head."""
+    renamed = {}
+    for key, value in weights.items():
+        if '.aux_head.' in key:
+            continue
+        name = key.removeprefix('encoder.')
+        for theirs, ours in _TRANSFORMERS:
+            name = name.replace(theirs, ours)
+        renamed[name] = value
+    return renamed

@@ -170,9 +170,12 @@ class StartHook(Hook):
         Raises:
             UserError: The file cannot be read, holds NaN, or matches neither the model nor its backbone.
         """
-        from ...backbones.mm.checkpoints import translate_keys
+        from ...backbones.mm.published_keys import has_unused_classes, translate_keys, unused_classes_note
         content = _checkpoint(self.path, 'raw')
-        whole = translate_keys(content.weights, model)
+        cut_classes = has_unused_classes(content.weights, model)
+        whole = translate_keys(content.weights, model, cut_classes)
+        if cut_classes:
+            say(unused_classes_note(self.path))
         if any(key.startswith('backbone.') for key in whole):
             self._prepare_whole(model, whole, content.metadata.get('classes'), list(classes))
         else:
