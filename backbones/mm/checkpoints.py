@@ -19,9 +19,10 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from ..weights import WeightsError, check_finite, differences, read_checkpoint, read_file, some, unwrap
+from ..weights.metadata import dataset_classes
 from ..weights.resolve import SCHEME, resolve
 from .cvnets import AUXILIARY, BACKBONE
-from .published_keys import has_unused_classes, translate_keys, unused_classes_note
+from .published_keys import BUILT_CLASSES, has_unused_classes, translate_keys, unused_classes_note
 
 _log_enabled: ContextVar[bool] = ContextVar('log_enabled', default=True)
 
@@ -214,11 +215,11 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
         WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. An
             auxiliary head may be missing, because inference does not use it.
     """
-    weights, metadata, source = read_checkpoint(resolve(path))
+    weights, metadata, source, runner_meta = read_file(resolve(path))[:4]
     if classes:
         _check_classes(metadata, list(classes), str(path))
     metadata = metadata if isinstance(metadata, dict) else {}
-    cut_classes = has_unused_classes(weights, model)
+    cut_classes = has_unused_classes(weights, model) and len(dataset_classes(runner_meta)) != BUILT_CLASSES
     given, weights = weights, translate_keys(weights, model, cut_classes)
     if cut_classes:
         warnings.warn(unused_classes_note(str(path)), stacklevel=2)

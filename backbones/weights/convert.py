@@ -15,6 +15,7 @@ from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import WeightFile, read_file, save_state_dict, write_atomically
 from .loading import check_finite, checkpoint_filter_fn, match_to_model
+from .metadata import dataset_classes
 
 # Raise this number when a change of the key tables changes what a conversion writes.
 KEY_MAP_VERSION = 1
@@ -163,14 +164,6 @@ def _match_dense(content: WeightFile, model: nn.Module, name: str) -> Tuple[Dict
     if found.new:
         notes.append(f'it has no auxiliary head, and the new file has none ({some(found.new)})')
     return found.weights, notes
-
-
-def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
-    """Return the class names that a Runner's checkpoint stores, or an empty list."""
-    dataset = runner_meta.get('dataset_meta')
-    classes = dataset.get('classes', dataset.get('CLASSES')) if isinstance(dataset, dict) else None
-    valid = isinstance(classes, (list, tuple)) and all(isinstance(word, str) for word in classes)
-    return list(classes) if valid else []
 
 
 def _settle_colors(state: Dict[str, Tensor], reference: Optional[PathLike]) -> Tuple[Dict[str, Tensor], str]:

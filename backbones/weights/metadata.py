@@ -4,7 +4,7 @@ Metadata come from a file that anybody may have written, so no value is used bef
 """
 import inspect
 import typing
-from typing import Any, Callable, Dict, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import timm
 
@@ -57,11 +57,20 @@ def check_metadata(metadata: Any, name: str) -> None:
     for key, what, is_valid in (('model', 'a name', lambda v: isinstance(v, str) and 0 < len(v) <= 200),
                             ('options', 'an object', lambda v: isinstance(v, dict)),
                             ('transform', 'an object', lambda v: v is None or isinstance(v, dict)),
+                            ('provenance', 'an object', lambda v: isinstance(v, dict)),
                             ('classes', 'a list of names', lambda v: isinstance(v, list) and all(
                                 isinstance(item, str) and len(item) <= 1000 for item in v))):
         if key in metadata and not is_valid(metadata[key]):
             raise WeightsError(f'{name} holds metadata of another program: {key} must be {what}, got '
                                f'{_describe(metadata[key])}')
+
+
+def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
+    """Return the class names that a checkpoint of mmengine's Runner stores beside the weights, or an empty list."""
+    dataset = runner_meta.get('dataset_meta')
+    classes = dataset.get('classes', dataset.get('CLASSES')) if isinstance(dataset, dict) else None
+    valid = isinstance(classes, (list, tuple)) and all(isinstance(word, str) for word in classes)
+    return list(classes) if valid else []
 
 
 def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, Any]:

@@ -135,7 +135,7 @@ def test_init_cfg_may_list_other_initializers(files):
     (lambda w: w.pop('neck.lateral_convs.0.conv.weight'), r'1 keys missing \(neck.lateral_convs.0.conv.weight\)'),
     (lambda w: w.update({'backbone.stages.7.x.weight': torch.zeros(1)}), 'stages.7.x.weight'),
     (lambda w: [w.pop(key) for key in list(w) if key.startswith('backbone.')], 'keys missing .*backbone.stem'),
-    (lambda w: w.clear(), 'keys missing')])
+    (lambda w: w.clear(), 'keys missing|holds no weights')])
 def test_every_way_of_loading_a_detector_is_strict(files, change, message, tmp_path):
     model = build_small_detector()
     before = copy.deepcopy(model.state_dict())

@@ -26,6 +26,7 @@ from subquad.backbones.mm.published_keys import to_published_keys, translate_key
 from subquad.backbones.weights import WeightsError, read_file
 from subquad.backbones.weights.convert import convert
 from subquad.tools.engine.config import find, load
+from subquad.tools.engine.starting_weights import StartHook
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 
@@ -238,7 +239,7 @@ def _cityscapes(built, wanted, auxiliary=True):
 
 
 @pytest.mark.parametrize('auxiliary', [True, False])
-def test_first_19_of_150_classes_are_kept(auxiliary, tmp_path):
+def test_first_19_of_150_classes_are_kept(auxiliary, tmp_path, capsys):
     weights, model = _cityscapes(150, 19, auxiliary)
     path = tmp_path / 'iter_160000.pth'
     torch.save(dict(state_dict=weights, meta={}), path)
@@ -252,6 +253,10 @@ def test_first_19_of_150_classes_are_kept(auxiliary, tmp_path):
     lax_load(model, str(path))                            # the libraries' own way
     assert torch.equal(model.decode_head.conv_seg.weight, weights['decode_head.conv_seg.weight'][:19])
     assert 'the first 19 are kept' in compare_weights(model, weights).summary('the file')
+    hook = StartHook(str(path))                           # `subquad train --pretrained`
+    hook.prepare(model, ['road'])
+    assert 'the first 19 are kept' in capsys.readouterr().err
+    assert torch.equal(hook.weights['decode_head.conv_seg.weight'], weights['decode_head.conv_seg.weight'][:19])
     found = compare_weights(model, weights, ())           # NewHeadsHook starts other classes with new heads
     assert not found.classes_left_out and 'decode_head.conv_seg.weight' in found.new
 
@@ -281,6 +286,8 @@ def test_conversion_of_files_for_cityscapes(names, tmp_path):
     if names == 150:                                             # the same shapes, but a file for ADE20K
         with pytest.raises(WeightsError, match='it was trained on 150 classes .0, 1, 2'):
             convert(tmp_path / 'iter_160000.pth', out, model)
+        with pytest.raises(WeightsError, match='shapes differ .decode_head.conv_seg.weight .150, '):
+            load_checkpoint(model, tmp_path / 'iter_160000.pth')
         assert not out.exists()
         return
     result = convert(tmp_path / 'iter_160000.pth', out, model)

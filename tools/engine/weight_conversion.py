@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..common.cli import UserError, quiet
+from ..common.output import dumps
 from ..common.paths import expanded
 
 # The config of each published detector and segmenter: a key that only its files have -> config, where {size} is that
@@ -26,6 +27,9 @@ _CONFIGS = {
 _CLASSIFIERS = ('decode_head.conv_seg.weight', 'seg_head.classifier.block.conv.weight',
                 'segmentation_head.classifier.convolution.weight')
 _DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
+DESCRIPTION = ("Convert a weight file of PPMA's authors, cvnets, timm, transformers, this package or a training run to "
+               'safetensors with metadata, or write the published names. The model is found by the keys and shapes '
+               'unless it is given.')
 _SIZES = {'tiny': 't', 'small': 's', 'base': 'b'}
 
 
@@ -46,11 +50,14 @@ class Target(NamedTuple):
 
 def add_convert(subparsers: Any) -> argparse.ArgumentParser:
     """Add the parser of `subquad weights convert`; `convert_command` runs it."""
-    parser = subparsers.add_parser(
-        'convert', help='convert a weight file to safetensors, or back to published names',
-        description='Convert a weight file of PPMA\'s authors, cvnets, timm, transformers, this package or a training '
-        'run to safetensors with metadata, or write the published names. The model is found by the keys and shapes '
-        'unless it is given.')
+    parser = subparsers.add_parser('convert', help='convert a weight file to safetensors, or back to published names',
+                                   description=DESCRIPTION)
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert_command`."""
     parser.add_argument('file', metavar='FILE', help='the weight file, or the name of published weights')
     parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
     parser.add_argument('--config', metavar='CONFIG', help='config of the detector or segmenter (subquad configs lists '
@@ -62,11 +69,17 @@ def add_convert(subparsers: Any) -> argparse.ArgumentParser:
                         help='which weights to take from a file that has both (default: averaged)')
     parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
                         'to check the color order of a file of transformers')
-    return parser
 
 
 def convert_command(args: argparse.Namespace) -> int:
-    """Convert a file as the arguments of `add_convert` say; print one line on stdout and notes on stderr."""
+    """Convert a file as the arguments of `add_convert` say; print one line on stdout and notes on stderr.
+
+    With `args.json`, which `add_convert` does not define, print JSON instead of the line.
+
+    Raises:
+        UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
+            exists or cannot be written.
+    """
     import subquad  # noqa: F401  (before timm)
 
     from ...backbones.weights import WeightsError, read_file, shorten_path
@@ -90,9 +103,13 @@ def convert_command(args: argparse.Namespace) -> int:
         raise UserError(f'{error.filename or name}: {error.strerror or error}') from error
     for note in filter(None, [target.assumed, *result.notes]):
         print(note, file=sys.stderr)
-    digest = result.metadata['provenance']['sha256'][:12]
+    provenance = result.metadata['provenance']
+    if getattr(args, 'json', False):
+        print(dumps(dict(path=str(result.path), name=target.name, tensors=len(result.weights), provenance=provenance),
+                    indent=2))
+        return 0
     print(f'wrote {result.path}: {len(result.weights)} tensors of {target.name} under the names of {args.to}, from '
-          f'{name} (sha256 {digest})')
+          f"{name} (sha256 {provenance['sha256'][:12]})")
     return 0
 
 
@@ -180,7 +197,8 @@ def _find_config(content: Any, path: str) -> Tuple[str, str]:
     Raises:
         UserError: It is not one of them.
     """
-    from ...backbones.weights.convert import dataset_classes, published_format
+    from ...backbones.weights.convert import published_format
+    from ...backbones.weights.metadata import dataset_classes
     from .config import known_configs
     weights = content.weights
     candidates: List[Tuple[str, Dict[int, str]]] = [
@@ -199,7 +217,7 @@ def _find_config(content: Any, path: str) -> Tuple[str, str]:
 
 
 def _dense_target(name: str, content: Any) -> Target:
-    from ...backbones.weights.convert import dataset_classes
+    from ...backbones.weights.metadata import dataset_classes
     from .config import load
     config = load(name)
     try:
