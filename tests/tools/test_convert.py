@@ -128,6 +128,19 @@ def test_color_order_is_settled_by_a_reference(tmp_path, monkeypatch, capsys):
     _refused('other.bin', '--model', 'test_mobilevitv2', '--reference', 'rgb.safetensors', match='neither for RGB nor')
 
 
+def test_name_of_published_weights_brings_its_transform(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = timm.create_model('subquad_mobilevitv2_050')
+    torch.save(to_cvnets_keys(model.state_dict()), 'mobilevitv2-0.5.pt')
+    monkeypatch.setattr('subquad.backbones.weights.resolve.fetch', lambda weights: tmp_path / 'mobilevitv2-0.5.pt')
+    _convert('subquad_mobilevitv2_050.cvnets_in1k_384', '--out', 'w.safetensors')
+    transform = read_metadata('w.safetensors')['transform']
+    assert transform['input_size'] == [3, 384, 384] and transform['crop_pct'] == 1.0 and transform['mean'] == [0.] * 3
+    assert 'is taken as' not in capsys.readouterr().err
+    _, preprocess, _ = load_classifier('w.safetensors')
+    assert '384' in str(preprocess) and 'assuming' not in capsys.readouterr().err
+
+
 def test_checkpoint_of_a_training_run_converts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = timm.create_model('test_ppma', num_classes=3, depths=(1, 2, 1, 1))
