@@ -141,9 +141,6 @@ def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
         return ''
     weights = WEIGHTS.get(f'{cfg.architecture}.{cfg.tag}')
     if weights and all(getattr(cfg, key) == value for key, value in _source_entries(weights).items()):
-        if options.get('cache_dir'):
-            raise WeightsError(f'cache_dir is not supported for {weights.name}: set HF_HOME for the cache of the '
-                               'Hugging Face Hub and SUBQUAD_CACHE for that of other servers')
         return weights.name
     if cfg.file:
         return str(cfg.file)

@@ -2,7 +2,7 @@
 
 MMEngine's loader reads a file again without any check if the safe way fails. The loader of this module never does. It
 also returns the entries that MMEngine's tools need and that published files lack: EMAHook reads `state_dict`, and
-MMSegmentation's `init_model` reads `meta`. It replaces mmengine's loader of local files when this package is imported.
+MMSegmentation's `init_model` reads `meta`. It replaces MMEngine's loader of local files when this package is imported.
 """
 from pathlib import Path
 from typing import Any, Dict

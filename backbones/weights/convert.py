@@ -61,7 +61,7 @@ def convert(path: PathLike, out: PathLike, model: nn.Module, to: str = 'subquad'
         model: the model of the weights: a timm model, or a detector or segmenter. It may be on the meta device.
         to: the format: 'subquad'; 'ppma' for PPMA; 'cvnets' or 'timm' for MobileViTv2.
         weights: 'averaged' or 'raw' for a file that has both; see `read_file`.
-        metadata: metadata of the new file, such as the model's name; those of a file of this package are kept.
+        metadata: metadata of the new file, such as the model's name; other entries of the old file's are kept.
         reference: weights of the same MobileViTv2 for RGB images, to settle the color order of a file of transformers
             by its first convolution.
         content: what `read_file` returned, if the file has been read.
@@ -91,7 +91,7 @@ def convert(path: PathLike, out: PathLike, model: nn.Module, to: str = 'subquad'
         check_finite(state, name)
     except NonFiniteError as error:
         notes.append(f'warning: {error}')
-    written = {**(metadata or {}), **content.metadata, 'provenance': _provenance(
+    written = {**content.metadata, **(metadata or {}), 'provenance': _provenance(
         Path(path), content, source_format, notes)}
     state = _published(state, model, to)
     _write(state, Path(out), to, hasattr(model, 'backbone'), written)

@@ -30,7 +30,7 @@ from huggingface_hub import (
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from .cache import LOCK_FILE, LockEntry, cache_folder, exclusive, lock, locked_entry, sha256_of, unlock
-from .errors import WeightsError, shorten_path
+from .errors import PathLike, WeightsError, shorten_path
 from .files import read_checkpoint
 from .registry import PublishedWeights
 from .resumable import TEMPORARY_STATUS, TransferError, discard, transfer
@@ -59,8 +59,13 @@ class _Download(NamedTuple):
     remove: Callable[[], None]
 
 
-def fetch(weights: PublishedWeights) -> Path:
+def fetch(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Path:
     """Return the file of published weights, which is downloaded if it is not in the cache.
+
+    Args:
+        weights: an entry of the registry.
+        cache_dir: the folder of the cache; by default huggingface_hub's for files of the hub, else `cache_folder()`.
+            The lock file is always in `cache_folder()`.
 
     Raises:
         WeightsError: the file cannot be had, or it is not the published or the recorded one. A damaged file is removed.
@@ -68,17 +73,17 @@ def fetch(weights: PublishedWeights) -> Path:
     if weights.file:
         return _shipped(weights)
     locked = locked_entry(weights.name, weights.source)
-    return _from_hub(weights, locked) if weights.repo else _from_url(weights, locked)
+    return (_from_hub if weights.repo else _from_url)(weights, locked, cache_dir)
 
 
-def cached_file(weights: PublishedWeights) -> Optional[Path]:
+def cached_file(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Optional[Path]:
     """Return the file if `fetch` would find it without a network, else None. The file is not checked."""
     if weights.repo:
         locked = locked_entry(weights.name, weights.source)
         path = try_to_load_from_cache(weights.repo, weights.filename,
-                                      revision=locked.revision if locked else weights.revision)
+                                      revision=locked.revision if locked else weights.revision, cache_dir=cache_dir)
         return Path(path) if isinstance(path, str) else None
-    path = SHIPPED / weights.file if weights.file else _destination(weights)
+    path = SHIPPED / weights.file if weights.file else _destination(weights, cache_dir)
     return path if path.is_file() else None
 
 
@@ -195,26 +200,26 @@ def _record(weights: PublishedWeights, download: _Download, sha256: str, known: 
 
 # ---- Hugging Face Hub
 
-def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
+def _from_hub(weights: PublishedWeights, locked: Optional[LockEntry], cache_dir: Optional[PathLike]) -> Path:
     with ExitStack() as stack:
-        if not locked or cached_file(weights) is None:
+        if not locked or cached_file(weights, cache_dir) is None:
             # A cache that cannot be written to can hold no lock. huggingface_hub has its own, but its old versions
             # remove and write the link to the file again while another process reads it.
             with suppress(WeightsError):
                 stack.enter_context(exclusive(_destination(weights)))
-        download = _hub_download(weights, locked)
+        download = _hub_download(weights, locked, cache_dir)
         _accept(weights, download, locked)
         return download.path
 
 
-def _hub_download(weights: PublishedWeights, locked: Optional[LockEntry]) -> _Download:
+def _hub_download(weights: PublishedWeights, locked: Optional[LockEntry], cache_dir: Optional[PathLike]) -> _Download:
     revision = locked.revision if locked and locked.revision else weights.revision
-    known = None if constants.HF_HUB_OFFLINE or cached_file(weights) else _ask_hub(weights, revision)
+    known = None if constants.HF_HUB_OFFLINE or cached_file(weights, cache_dir) else _ask_hub(weights, revision)
     for attempt in range(HUB_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1))
         try:
-            path = Path(hf_hub_download(weights.repo, weights.filename, revision=revision))
+            path = Path(hf_hub_download(weights.repo, weights.filename, revision=revision, cache_dir=cache_dir))
             break
         except _HUB_ERRORS as error:
             reason, advice, again = _explain(error, weights, revision)
@@ -304,13 +309,14 @@ def _status(error: Exception) -> Optional[int]:
 
 # ---- other servers
 
-def _destination(weights: PublishedWeights) -> Path:
+def _destination(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Path:
     """Return the file in this package's cache. For a hub file, which is in another cache, only its lock is there."""
-    return cache_folder() / weights.name / PurePosixPath(weights.filename or urlsplit(weights.url).path).name
+    filename = PurePosixPath(weights.filename or urlsplit(weights.url).path).name
+    return Path(cache_dir or cache_folder()) / weights.name / filename
 
 
-def _from_url(weights: PublishedWeights, locked: Optional[LockEntry]) -> Path:
-    path = _destination(weights)
+def _from_url(weights: PublishedWeights, locked: Optional[LockEntry], cache_dir: Optional[PathLike]) -> Path:
+    path = _destination(weights, cache_dir)
     if path.is_file():
         _accept(weights, _Download(path, None, None, lambda: path.unlink(missing_ok=True)), locked)
         return path

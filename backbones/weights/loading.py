@@ -32,7 +32,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
 
 
 def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = None, file: str = '',
-                      **_: Any) -> Filter:
+                      cache_dir: Optional[PathLike] = None, **_: Any) -> Filter:
     """Make the `pretrained_filter_fn` of a family from the arguments of `timm.create_model`.
 
     timm loads non-strictly if the number of classes differs from the pretrained network's and for feature extractors.
@@ -45,6 +45,7 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
         num_classes: the number of classes that the caller gave. With None the file's classifier must match the model.
         file: a file, or the name of published weights, to read instead of the state dict that timm passes, because
             timm refuses some files that `read_file` reads safely; '' for none.
+        cache_dir: the folder of downloads; see `subquad.backbones.weights.download.fetch`.
 
     Returns:
         filter(state_dict, model) -> complete state dict, as `timm.models.build_model_with_cfg` calls it.
@@ -54,7 +55,7 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
         name = shorten_path(file or cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
         choice = ''
         if file:
-            content = read_file(resolve(file))
+            content = read_file(resolve(file, cache_dir))
             state_dict, choice = content.weights, content.choice
             cfg.pop('state_dict', None)                  # stands for the file
         weights, notes = match_to_model(state_dict, model, name, headless=features_only,

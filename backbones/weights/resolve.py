@@ -35,20 +35,21 @@ def published(name: PathLike) -> Optional[PublishedWeights]:
         raise WeightsError(f'no weight file at {text}, and {error}') from error
 
 
-def resolve(name: PathLike) -> Path:
+def resolve(name: PathLike, cache_dir: Optional[PathLike] = None) -> Path:
     """Return the path of a weight file; published weights are downloaded unless they are in the cache.
 
     Args:
         name: the path of an existing file; or 'arch.tag', the name of published weights, or 'arch' for the default
             classifier of an architecture, both also with 'subquad://' before. An existing file comes before published
             weights of the same name.
+        cache_dir: see `subquad.backbones.weights.download.fetch`.
 
     Raises:
         WeightsError: there is neither such a file nor such weights, or the download fails.
     """
     weights = published(name)
     if weights is not None:
-        return fetch(weights)
+        return fetch(weights, cache_dir)
     text = str(name)
     if not text:
         raise WeightsError('the name of the weights is empty: give a file or a name that `subquad weights list` shows')

@@ -9,7 +9,7 @@ import pytest
 from download_cases import CONTENT, FILE, OTHER, PATH, REPO, gets, hub, plain, refused, serving
 from weights_server import Fault
 
-from subquad.backbones.weights import cache, download
+from subquad.backbones.weights import WeightsError, cache, download
 from subquad.backbones.weights.cache import LOCK_FILE, cache_folder, locked_entry
 from subquad.backbones.weights.download import cached_file, fetch, forget
 from subquad.backbones.weights.registry import PublishedWeights
@@ -99,6 +99,17 @@ def test_offline_hub_cache_of_another_program(server, monkeypatch):
     path = huggingface_hub.hf_hub_download(REPO, FILE)
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
     assert str(fetch(hub())) == path and locked_entry('test_ppma.served', hub().source).sha256 == SHA256
+
+
+def test_cache_folder_of_the_caller(server, weights, tmp_path, monkeypatch):
+    """As `cache_dir` of timm.create_model. The lock file stays where it is for all folders."""
+    path = fetch(weights, tmp_path / 'mine')
+    assert path.is_relative_to(tmp_path / 'mine') and path.read_bytes() == fetch(weights).read_bytes()
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    assert cached_file(weights, tmp_path / 'mine') == path == fetch(weights, str(tmp_path / 'mine'))
+    assert cached_file(weights, tmp_path / 'other') is None
+    with pytest.raises(WeightsError, match='it is not in the cache'):
+        fetch(weights, tmp_path / 'other')
 
 
 def test_offline_without_a_cache(server, weights, monkeypatch):

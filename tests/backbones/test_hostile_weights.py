@@ -1,6 +1,6 @@
 """Mutated weight files and metadata give a result or a one-sentence error, quickly and in little memory.
 
-`predict` and `load_weights` read the files. CI runs the short form, `make test-slow` the long form.
+`predict`, `load_weights` and `convert` read the files. CI runs the short form, `make test-slow` the long form.
 """
 import contextlib
 import copy
@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from subquad.backbones.weights import WeightsError, load_weights
+from subquad.backbones.weights.convert import convert
 from subquad.tools import predict
 from subquad.tools.common.cli import UserError
 
@@ -150,7 +151,8 @@ def work(folder, first, files, blocks):
         (folder / 'now').write_text(str(number))
         named = ['--model', 'test_ppma'] if number % 2 or name == 'bare.pt' else []
         arguments = [str(path), str(image), '--json', *named]
-        for call in (partial(load_weights, model, path), partial(predict.main, arguments)):
+        for call in (partial(load_weights, model, path), partial(predict.main, arguments),
+                     partial(convert, path, folder / 'converted.safetensors', model)):
             started = time.monotonic()
             try:
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -178,7 +180,7 @@ def _walk(python, folder, first, files, blocks):
     seen = json.loads(result.stdout.splitlines()[-1])
     assert not seen['failures'], '\n'.join(seen['failures'][:5])
     assert seen['slowest'] < SECONDS and seen['bytes'] < BYTES, seen
-    assert seen['read'] and seen['refused'] and seen['read'] + seen['refused'] == 2 * (files + blocks), seen
+    assert seen['read'] and seen['refused'] and seen['read'] + seen['refused'] == 3 * (files + blocks), seen
     return seen
 
 

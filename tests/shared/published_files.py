@@ -4,11 +4,14 @@ from subquad.backbones.weights.registry import WEIGHTS, PublishedWeights
 
 
 def serve(monkeypatch, files):
-    """Answer downloads of these names (name -> path). Return a list that receives the name of each download."""
+    """Answer downloads of these names (name -> path). Return a list that receives the name of each download.
+
+    A cache folder is added to the name: 'NAME in FOLDER'.
+    """
     asked = []
 
-    def fetch(weights):
-        asked.append(weights.name)
+    def fetch(weights, cache_dir=None):
+        asked.append(f'{weights.name} in {cache_dir}' if cache_dir else weights.name)
         if weights.name not in files:
             raise WeightsError(f'{weights.name} cannot be downloaded')
         return files[weights.name]

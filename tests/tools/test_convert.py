@@ -17,12 +17,12 @@ from subquad.backbones.weights import read_file, read_metadata, save_weights
 from subquad.backbones.weights.convert import KEY_MAP_VERSION
 from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 from subquad.backbones.weights.ppma_keys import to_published_keys
-from subquad.tools import weights
+from subquad.tools import weights as commands
 from subquad.tools.engine.classification.weight_files import classifier_from_file
 
 
 def _convert(*words):
-    return weights.main(['convert', *map(str, words)])
+    return commands.main(['convert', *map(str, words)])
 
 
 def _refused(*words, match=None):
@@ -124,6 +124,19 @@ def test_color_order_is_settled_by_a_reference(tmp_path, monkeypatch, capsys):
         assert _equal(read_file(f'from_{name}.safetensors').weights, model.state_dict())
     torch.save({**theirs, first: torch.randn_like(weight)}, 'other.bin')
     _refused('other.bin', '--model', 'test_mobilevitv2', '--reference', 'rgb.safetensors', match='neither for RGB nor')
+
+
+def test_name_of_published_weights_brings_its_transform(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = timm.create_model('subquad_mobilevitv2_050')
+    torch.save(to_cvnets_keys(model.state_dict()), 'mobilevitv2-0.5.pt')
+    monkeypatch.setattr('subquad.backbones.weights.resolve.fetch', lambda weights, cache_dir=None: tmp_path / 'mobilevitv2-0.5.pt')
+    _convert('subquad_mobilevitv2_050.cvnets_in1k_384', '--out', 'w.safetensors')
+    transform = read_metadata('w.safetensors')['transform']
+    assert transform['input_size'] == [3, 384, 384] and transform['crop_pct'] == 1.0 and transform['mean'] == [0.] * 3
+    assert 'is taken as' not in capsys.readouterr().err
+    _, preprocess, _ = classifier_from_file('w.safetensors')
+    assert '384' in str(preprocess) and 'assuming' not in capsys.readouterr().err
 
 
 def test_checkpoint_of_a_training_run_converts(tmp_path, monkeypatch):

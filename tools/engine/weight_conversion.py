@@ -2,7 +2,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -11,23 +11,14 @@ from ..common.cli import UserError, quiet
 from ..common.output import dumps
 from ..common.paths import expanded
 
-# The config of each published detector and segmenter: a key that only its files have -> config, where {size} is that
-# of the backbone. Files with another number of classes need --config.
-_CONFIGS = {
-    'ppma': (('roi_head.mask_head.', {80: 'mask-rcnn_ppma-{size}_fpn_1x_coco'}),
-             ('decode_head.psp_modules.', {150: 'upernet_ppma-{size}_8xb2-160k_ade20k-512x512',
-                                           19: 'upernet_ppma-{size}_8xb1-160k_cityscapes-1024x1024'})),
-    'cvnets': (('ssd_heads.', {80: 'ssdlite_mobilevitv2-{size}_coco-320'}),
-               *((key, {150: f'{name}_mobilevitv2-{{size}}_4xb4-120e_ade20k-512x512',
-                        21: f'{name}_mobilevitv2-{{size}}_4xb32-50e_voc12-coco-512x512'})
-                 for key, name in (('seg_head.aspp.', 'deeplabv3'), ('seg_head.psp_layer.', 'pspnet')))),
-    'transformers': (('segmentation_head.', {21: 'deeplabv3_mobilevitv2-{size}_4xb32-50e_voc12-coco-512x512'}),),
-}
+# Beginning of keys that only files of one kind of detector or segmenter have -> beginning of the names of its configs.
+_KINDS = (('roi_head.mask_head.', 'mask-rcnn_'), ('decode_head.psp_modules.', 'upernet_'), ('ssd_heads.', 'ssdlite_'),
+          ('seg_head.aspp.', 'deeplabv3_'), ('seg_head.psp_layer.', 'pspnet_'), ('segmentation_head.', 'deeplabv3_'))
 # Keys whose first dimension is the number of classes.
 _CLASSIFIERS = ('decode_head.conv_seg.weight', 'seg_head.classifier.block.conv.weight',
                 'segmentation_head.classifier.convolution.weight')
+_COCO = 80
 _DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
-_SIZES = {'tiny': 't', 'small': 's', 'base': 'b'}
 
 
 class Target(NamedTuple):
@@ -75,14 +66,15 @@ def convert_command(args: argparse.Namespace) -> int:
 
     from ...backbones.weights import WeightsError, read_file, shorten_path
     from ...backbones.weights.convert import FORMATS, convert
-    from ...backbones.weights.resolve import resolve
+    from ...backbones.weights.resolve import published, resolve
     if args.model and args.config:
         raise UserError('give --model for a classifier or --config for a detector or segmenter, not both')
     name = shorten_path(args.file)
     try:
+        entry = published(args.file)
         source = resolve(args.file)
         content = read_file(source, args.weights)
-        target = _target(content, name, args.model, args.config)
+        target = _target(content, name, args.model, args.config, entry)
         out = expanded(args.out) if args.out else Path(_file_name(target.name, args.to) + FORMATS[args.to][1])
         if out.exists():
             raise UserError(f'{out} exists; remove it, or give another file with --out')
@@ -108,12 +100,17 @@ def _file_name(name: str, to: str) -> str:
     return Path(name).stem + ('' if to == 'subquad' else f'_{to}')
 
 
-def _target(content: Any, path: str, model: Optional[str], config: Optional[str]) -> Target:
-    """Find the model of a weight file.
+def _target(content: Any, path: str, model: Optional[str], config: Optional[str], entry: Any) -> Target:
+    """Find the model of a weight file, of which `entry` is the description if it is published by a name.
 
     Raises:
         UserError: The model cannot be found or built.
     """
+    if entry is not None and not (model or config):
+        if entry.config:
+            return _dense_target(entry.config, content)
+        keys = ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')
+        return _classifier_target(entry.arch, content, {'transform': {key: getattr(entry, key) for key in keys}}, path)
     config = config or (None if model else content.metadata.get('config'))
     if config:
         return _dense_target(config, content)
@@ -190,19 +187,16 @@ def _find_config(content: Any, path: str) -> Tuple[str, str]:
     """
     from ...backbones.weights.convert import published_format
     from ...backbones.weights.metadata import dataset_classes
-    from .config import known_configs
+    from ...backbones.weights.registry import of_arch
     weights = content.weights
-    candidates: List[Tuple[str, Dict[int, str]]] = [
-        (key, configs) for key, configs in _CONFIGS.get(published_format(weights), ())
-        if any(name.startswith(key) for name in weights)]
-    arch = _find_classifier(weights, headless=True) if candidates else None
-    if arch is not None:
-        size = arch.rpartition('_')[2]
+    kind = next((kind for key, kind in _KINDS if any(name.startswith(key) for name in weights)), '')
+    if kind and published_format(weights) != 'subquad':
         count = len(dataset_classes(content.runner_meta)) or next(
-            (len(weights[key]) for key in _CLASSIFIERS if key in weights and weights[key].ndim), 80)
-        config = candidates[0][1].get(count, '').format(size=_SIZES.get(size, size))
-        if config in known_configs():
-            return config, f'{path} is taken as {config} by its keys and shapes; --config CONFIG names another one'
+            (len(weights[key]) for key in _CLASSIFIERS if key in weights and weights[key].ndim), _COCO)
+        for entry in of_arch(_find_classifier(weights, headless=True) or ''):
+            if entry.config and entry.config.startswith(kind) and entry.num_classes == count:
+                return entry.config, (f'{path} is taken as {entry.config} by its keys and shapes; --config CONFIG '
+                                      'names another one')
     raise UserError(f'{path} holds a detector or segmenter, and none of the configs for published files fits it: give '
                     '--config CONFIG (subquad configs lists them)')
 
@@ -227,4 +221,5 @@ def _dense_target(name: str, content: Any) -> Target:
         model = build(MODELS, config.model, 'model')
     found = metadata(config)
     classes = dataset_classes(content.runner_meta)
-    return Target(name, model, {**found, **({'classes': classes} if classes else {})})
+    own = {key: content.metadata[key] for key in ('classes', 'network') if key in content.metadata}
+    return Target(name, model, {**found, **({'classes': classes} if classes else {}), **own})
