@@ -71,14 +71,6 @@ def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
     return list(classes) if valid else []
 
 
-def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
-    """Return the class names that a checkpoint of MMEngine's Runner stores beside the weights, or an empty list."""
-    dataset = runner_meta.get('dataset_meta')
-    classes = dataset.get('classes', dataset.get('CLASSES')) if isinstance(dataset, dict) else None
-    valid = isinstance(classes, (list, tuple)) and all(isinstance(word, str) for word in classes)
-    return list(classes) if valid else []
-
-
 def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, Any]:
     """Check the model options that a weight file or the config in a checkpoint contains.
 

@@ -130,7 +130,8 @@ def test_name_of_published_weights_brings_its_transform(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     model = timm.create_model('subquad_mobilevitv2_050')
     torch.save(to_cvnets_keys(model.state_dict()), 'mobilevitv2-0.5.pt')
-    monkeypatch.setattr('subquad.backbones.weights.resolve.fetch', lambda weights, cache_dir=None: tmp_path / 'mobilevitv2-0.5.pt')
+    monkeypatch.setattr('subquad.backbones.weights.resolve.fetch',
+                        lambda weights, cache_dir=None: tmp_path / 'mobilevitv2-0.5.pt')
     _convert('subquad_mobilevitv2_050.cvnets_in1k_384', '--out', 'w.safetensors')
     transform = read_metadata('w.safetensors')['transform']
     assert transform['input_size'] == [3, 384, 384] and transform['crop_pct'] == 1.0 and transform['mean'] == [0.] * 3
