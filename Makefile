@@ -21,7 +21,7 @@ help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
 demo: $(VENV)/.subquad-demo
-	$(PY) -m subquad.tools demo $(if $(PRETRAINED),--pretrained)
+	$(PY) -m subquad demo $(if $(PRETRAINED),--pretrained)
 
 mm: $(VENV)/.subquad-mm
 

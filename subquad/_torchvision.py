@@ -35,8 +35,8 @@ def mend_torchvision() -> None:
 
 
 def _runs_tools() -> bool:
-    """Whether this process is `python -m subquad.tools ...`, which needs none of these operators."""
-    return any(flag == '-m' and module.split('.')[:2] == ['subquad', 'tools']
+    """Whether this process is `python -m subquad ...`, which needs none of these operators."""
+    return any(flag == '-m' and (module == 'subquad' or module.startswith('subquad.tools.'))
                for flag, module in zip(sys.orig_argv, sys.orig_argv[1:]))
 
 

@@ -14,7 +14,7 @@ OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.bench': 2}
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
-SHARED_NAMES = OPERATOR_FILES | {'__main__', 'evaluation', 'prediction', 'registry', 'runner'}
+SHARED_NAMES = OPERATOR_FILES | {'evaluation', 'prediction', 'registry', 'runner'}
 # Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
 COMMANDS = {'benchmark', 'demo', 'kernels', 'make_dataset', 'models', 'predict', 'stats', 'test', 'train', 'visualize',
             'weights'}
@@ -143,7 +143,7 @@ def test_tools_import_lower_layers_only():
 
 def test_tools_has_commands_and_four_folders():
     entries = {path.stem for path in (ROOT / 'tools').iterdir() if path.suffix == '.py' or any(path.glob('*.py'))}
-    assert entries == COMMANDS | {'__init__', '__main__', 'common', 'engine', 'data', 'bench'}
+    assert entries == COMMANDS | {'__init__', 'common', 'engine', 'data', 'bench'}
 
 
 @pytest.mark.parametrize('package', PACKAGES)

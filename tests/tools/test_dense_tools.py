@@ -213,7 +213,7 @@ def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path)
 
 def test_two_processes(data, tmp_path):
     """torchrun on CPUs: one set of checkpoints, one result, that of one process."""
-    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'subquad.tools']
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'subquad']
     work = tmp_path / 'work'
     done = _run([*torchrun, 'train', MASK_RCNN, '--data', data, '--epochs', '1', '--work-dir', work])
     assert done.returncode == 0, done.stderr[-2000:]
@@ -222,7 +222,7 @@ def test_two_processes(data, tmp_path):
     done = _run([*torchrun, 'test', MASK_RCNN, work / 'last.safetensors', '--data', data, '--json'])
     assert done.returncode == 0, done.stderr[-2000:]
     two = json.loads(done.stdout)
-    done = _run(['-m', 'subquad.tools', 'test', MASK_RCNN, work / 'last.safetensors', '--data', data, '--json'])
+    done = _run(['-m', 'subquad', 'test', MASK_RCNN, work / 'last.safetensors', '--data', data, '--json'])
     assert json.loads(done.stdout) == pytest.approx(two, abs=2e-3)
 
 

@@ -1,4 +1,0 @@
-"""`python -m subquad.tools NAME ...`."""
-from .common.cli import main
-
-main()
