@@ -124,6 +124,10 @@ def test_verify_without_a_known_hash(server, capsys, tmp_path):
     assert run(capsys, 'verify') == (0, 'test_mobilevitv2.plain: no known hash\n')
 
 
+def test_verify_of_a_file_in_the_package(capsys):
+    assert run(capsys, 'verify', 'test_ppma.digits') == (0, 'test_ppma.digits: ok\n')
+
+
 @pytest.mark.parametrize('arguments', [[], ['lists'], ['list', '--task', 'pose'], ['download'], ['info']], ids=str)
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
