@@ -5,12 +5,14 @@ from collections import Counter
 
 import pytest
 import timm
+import yaml
 from helpers import ROOT
 
 from subquad.backbones.weights import WeightsError
 from subquad.backbones.weights.cache import sha256_of
 from subquad.backbones.weights.download import SHIPPED
 from subquad.backbones.weights.registry import FORMATS, TASKS, WEIGHTS, find, of_arch
+from subquad.tools.engine.counting import REPORTED
 
 ROWS = list(WEIGHTS.values())
 
@@ -103,3 +105,24 @@ def test_find():
 def test_unknown_names(name, message):
     with pytest.raises(WeightsError, match=message):
         find(name)
+
+
+def test_figures_agree_with_those_of_configs_and_counts():
+    """The table has the zoos' figures, which the papers print with fewer digits."""
+    names = {'box_AP': 'box AP', 'mask_AP': 'mask AP', 'mIoU': 'mIoU', 'mIoU_ms': 'mIoU(ms+flip)'}
+    metafiles = [yaml.safe_load((ROOT / 'configs' / task / 'metafile.yml').read_text()) for task in TASKS[1:]]
+    results = {model['Name']: {name: figure for result in model.get('Results', [])
+                               for name, figure in result['Metrics'].items()}
+               for metafile in metafiles for model in metafile['Models']}
+    differences, compared = [], 0
+    for row in ROWS:
+        if row.task == 'classification':
+            printed = dict(zip(('parameters', 'macs', 'top1'), REPORTED.get(row.arch, ())))
+            printed = printed if row is find(row.arch) else {}
+        else:
+            printed = {key: results.get(row.config, {}).get(name) for key, name in names.items()}
+        for key, figure in row.reported.items():
+            compared += printed.get(key) is not None
+            if printed.get(key) is not None and abs(printed[key] - figure) > 0.0501:
+                differences.append((row.name, key, figure, printed[key]))
+    assert compared > 40 and differences == []
