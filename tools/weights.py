@@ -1,4 +1,4 @@
-"""List, download and check the published weights that this package can load."""
+"""List, download and check the published weights that this package can load, and convert weight files."""
 import argparse
 from typing import Callable, Dict, List, NamedTuple, Optional
 
@@ -12,7 +12,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
     for name, (run, add_arguments) in COMMANDS.items():
         what = run.__doc__ or ''
-        command = commands.add_parser(name, help=what[:1].lower() + what[1:].rstrip('.'), description=what)
+        first = what.split('\n')[0]
+        command = commands.add_parser(name, help=first[:1].lower() + first[1:].rstrip('.'), description=what)
         add_arguments(command)
         command.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
@@ -75,6 +76,17 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if all(state in GOOD for state in states.values()) else 1
 
 
+def _convert(args: argparse.Namespace) -> Optional[int]:
+    """Convert a weight file to safetensors, or back to published names.
+
+    FILE is a classifier, detector or segmenter of PPMA's authors, cvnets, timm, transformers, this package or a
+    training run. Its model is found by keys and shapes unless it is given. The new file says where its weights are
+    from.
+    """
+    from .engine.weight_conversion import convert_command
+    return convert_command(args)
+
+
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('filter', nargs='?', default='*', help='a pattern such as "ppma*.in1k", or a part of a name '
                         '(default: all weights)')
@@ -95,6 +107,11 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('names', nargs='*', metavar='NAME', help='names or patterns (default: all in the cache)')
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    from .engine.weight_conversion import add_arguments
+    add_arguments(parser)
+
+
 class Command(NamedTuple):
     """A subcommand: the function that runs it, whose docstring is its help, and the one that adds its arguments."""
     run: Callable[[argparse.Namespace], Optional[int]]
@@ -106,6 +123,7 @@ COMMANDS: Dict[str, Command] = {
     'info': Command(_info, _info_arguments),
     'download': Command(_download, _download_arguments),
     'verify': Command(_verify, _verify_arguments),
+    'convert': Command(_convert, _convert_arguments),
 }
 
 

@@ -19,9 +19,6 @@ _CLASSIFIERS = ('decode_head.conv_seg.weight', 'seg_head.classifier.block.conv.w
                 'segmentation_head.classifier.convolution.weight')
 _COCO = 80
 _DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
-DESCRIPTION = ("Convert a weight file of PPMA's authors, cvnets, timm, transformers, this package or a training run to "
-               'safetensors with metadata, or write the published names. The model is found by the keys and shapes '
-               'unless it is given.')
 
 
 class Target(NamedTuple):
@@ -37,14 +34,6 @@ class Target(NamedTuple):
     model: nn.Module
     metadata: Dict[str, Any]
     assumed: str = ''
-
-
-def add_convert(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the parser of `subquad weights convert`; `convert_command` runs it."""
-    parser = subparsers.add_parser('convert', help='convert a weight file to safetensors, or back to published names',
-                                   description=DESCRIPTION)
-    add_arguments(parser)
-    return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert_command(args: argparse.Namespace) -> int:
-    """Convert a file as the arguments of `add_convert` say; print one line on stdout and notes on stderr.
-
-    With `args.json`, which `add_convert` does not define, print JSON instead of the line.
+    """Convert a file as the arguments say; print one line or JSON on stdout, and notes on stderr.
 
     Raises:
         UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
@@ -96,7 +83,7 @@ def convert_command(args: argparse.Namespace) -> int:
     for note in filter(None, [target.assumed, *result.notes]):
         print(note, file=sys.stderr)
     provenance = result.metadata['provenance']
-    if getattr(args, 'json', False):
+    if args.json:
         print(dumps(dict(path=str(result.path), name=target.name, tensors=len(result.weights), provenance=provenance),
                     indent=2))
         return 0
