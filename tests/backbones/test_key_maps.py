@@ -6,6 +6,7 @@ import timm
 import torch
 from cvnets_files import authors_file, encoder_entries, transformers_names
 from helpers import DATA
+from ppma_files import authors_state
 from safetensors import safe_open
 
 from subquad.backbones.weights import WeightsError, load_state_dict, load_weights
@@ -69,6 +70,11 @@ def test_published_names_are_those_of_the_reference_network(file):
     assert _equal(back, theirs)
     assert any(key.endswith('gamma_1') and value.shape[:3] == (1, 1, 1) for key, value in theirs.items()) == (
         'layerscale' in file)
+
+
+def test_ppma_names_follow_the_authors_code():
+    model = timm.create_model('test_ppma', layer_scale=(True,) * 4, output_norms=True)
+    assert _equal(to_published_keys(model.state_dict()), authors_state(model))
 
 
 def test_ppma_round_trip_is_bit_equal(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from cvnets_files import authors_file, encoder_entries, ssd_entries, transformers_names
+from published_files import serve
 from safetensors.torch import save_file
 from user_errors import user_error
 
@@ -17,12 +18,12 @@ from subquad.backbones.weights import read_file, read_metadata, save_weights
 from subquad.backbones.weights.convert import KEY_MAP_VERSION
 from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 from subquad.backbones.weights.ppma_keys import to_published_keys
-from subquad.tools import weights as commands
+from subquad.tools import weights as weights_command
 from subquad.tools.engine.classification.weight_files import classifier_from_file
 
 
 def _convert(*words):
-    return commands.main(['convert', *map(str, words)])
+    return weights_command.main(['convert', *map(str, words)]) or 0
 
 
 def _refused(*words, match=None):
@@ -66,8 +67,10 @@ def test_ppma_file_becomes_safetensors_with_provenance(ppma, capsys):
     assert torch.equal(loaded.head.fc.weight, model.head.fc.weight * 2)
 
 
-def test_raw_weights_on_request(ppma):
-    _convert('best.pth', '--model', 'test_ppma', '--out', 'w.safetensors', '--weights', 'raw')
+def test_raw_weights_on_request(ppma, capsys):
+    _convert('best.pth', '--model', 'test_ppma', '--out', 'w.safetensors', '--weights', 'raw', '--json')
+    printed = json.loads(capsys.readouterr().out)
+    assert printed['name'] == 'test_ppma' and printed['provenance']['source_key'] == 'model'
     content = read_file('w.safetensors')
     assert content.metadata['provenance']['weights'] == 'raw'
     assert _equal(content.weights, ppma[0].state_dict())
@@ -130,8 +133,7 @@ def test_name_of_published_weights_brings_its_transform(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     model = timm.create_model('subquad_mobilevitv2_050')
     torch.save(to_cvnets_keys(model.state_dict()), 'mobilevitv2-0.5.pt')
-    monkeypatch.setattr('subquad.backbones.weights.resolve.fetch',
-                        lambda weights, cache_dir=None: tmp_path / 'mobilevitv2-0.5.pt')
+    serve(monkeypatch, {'subquad_mobilevitv2_050.cvnets_in1k_384': tmp_path / 'mobilevitv2-0.5.pt'})
     _convert('subquad_mobilevitv2_050.cvnets_in1k_384', '--out', 'w.safetensors')
     transform = read_metadata('w.safetensors')['transform']
     assert transform['input_size'] == [3, 384, 384] and transform['crop_pct'] == 1.0 and transform['mean'] == [0.] * 3

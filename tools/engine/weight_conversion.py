@@ -55,8 +55,7 @@ def convert_command(args: argparse.Namespace) -> int:
     """Convert a weight file to safetensors with metadata, or to the names that its authors use.
 
     The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
-    is found by the keys and shapes unless it is given. One line is printed on stdout (JSON with `args.json`), and
-    notes on stderr.
+    is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
 
     Raises:
         UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
