@@ -233,7 +233,7 @@ def test_init_cfg_errors_name_the_file(tmp_path):
         cfg = dict(type='Pretrained', checkpoint=str(tmp_path / checkpoint), **options)
         with pytest.raises(WeightsError, match=message):
             _build('PPMA', init_cfg=cfg).init_weights()
-    with pytest.raises(WeightsError, match='path of a file, got https://'):
+    with pytest.raises(WeightsError, match='https://nowhere/x.pth is an address: download the file first'):
         _build('PPMA', init_cfg=dict(type='Pretrained', checkpoint='https://nowhere/x.pth')).init_weights()
 
 
