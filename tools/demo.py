@@ -26,7 +26,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise UserError('the digits are part of scikit-learn, which is not installed: pip install "subquad[demo]"'
+        raise UserError('the digits are part of scikit-learn, which is not installed: pip install scikit-learn'
                         ) from error
     from .data.digits import linear_accuracy
     from .engine.classification.evaluation import evaluate

@@ -34,7 +34,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserError('pictures need matplotlib: pip install "subquad[demo]"') from error
+        raise UserError('pictures need matplotlib: pip install matplotlib') from error
     from .engine.classification.prediction import load_images
     from .engine.classification.weight_files import classifier_from_file
     from .engine.drawing.maps import draw_maps, map_kind

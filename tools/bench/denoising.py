@@ -147,7 +147,7 @@ def draw(record: Dict[str, Any], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError('the picture needs matplotlib: pip install "subquad[demo]"') from error
+        raise UserError('the picture needs matplotlib: pip install matplotlib') from error
     kinds, shown = ('fields', 'mnist5k'), 4
     values = {m['name']: m['value'] for m in record['metrics']}
     page = Figure(figsize=(9, 5), layout='constrained')

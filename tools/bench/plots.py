@@ -23,7 +23,7 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError('the plot needs matplotlib: pip install "subquad[demo]"') from error
+        raise UserError('the plot needs matplotlib: pip install matplotlib') from error
     charts = 1 + bool(record['peak_mb'])
     page = Figure(figsize=(5.2 if charts == 1 else 9, 3.6), layout='constrained')
     FigureCanvasAgg(page)

