@@ -185,10 +185,10 @@ def _walk(python, folder, first, files, blocks):
 
 
 def test_mutated_files_load_or_raise_weights_error(python, tmp_path):
-    _walk(python, tmp_path, 100_000, 40, 15)
+    _walk(python, tmp_path, 100_000, 450, 50)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('part', range(4))
+@pytest.mark.parametrize('part', range(10))
 def test_thousands_of_mutated_files_load_or_raise_weights_error(part, python, tmp_path):
-    print(_walk(python, tmp_path, part * 1000, 500, 50))
+    print(_walk(python, tmp_path, part * 1000, 850, 100))
