@@ -260,6 +260,22 @@ def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Option
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         # transformers reads only files whose metadata name the format.
         save_file(tensors, temporary, {'format': 'pt', METADATA_KEY: json.dumps(metadata or {})})
+        _sort_metadata(temporary)
+
+
+def _sort_metadata(path: PathLike) -> None:
+    """Sort the metadata of a safetensors file, which are in random order, so that equal weights give equal files.
+
+    The header keeps its length: 8 bytes with the length, then JSON that may end with spaces.
+    """
+    with open(path, 'r+b') as file:
+        length = int.from_bytes(file.read(8), 'little')
+        header = json.loads(file.read(length))
+        header['__metadata__'] = dict(sorted(header['__metadata__'].items()))
+        text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 @contextmanager

@@ -41,6 +41,18 @@ def test_saved_weights_and_metadata_are_read_back(model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ['w.safetensors']
 
 
+def test_equal_weights_give_equal_files(model, tmp_path):
+    """The package safetensors writes metadata in random order."""
+    metadata = {'model': 'test_ppma', 'classes': ['Käse', 'b\n"c"', '\u2028'], 'epoch': 3}
+    contents = set()
+    for number in range(12):
+        save_weights(model, tmp_path / f'{number}.safetensors', metadata)
+        contents.add((tmp_path / f'{number}.safetensors').read_bytes())
+    assert len(contents) == 1
+    weights, read, _ = read_checkpoint(tmp_path / '0.safetensors')
+    assert read == metadata and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize('wrapper', ['', 'model', 'state_dict', 'runner'])
 def test_checkpoints_of_other_programs_load(model, tmp_path, wrapper):
     state = model.state_dict()

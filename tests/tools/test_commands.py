@@ -206,12 +206,12 @@ def test_evaluation_uses_the_options_of_the_checkpoint(tmp_path, monkeypatch):
     model = timm.create_model('test_ppma', num_classes=10)
     save_weights(model, path, metadata)
     seen = []
-    original = evaluation.load_weights
+    original = evaluation.load_state_dict
 
-    def spy(network, file):
+    def spy(network, *arguments):
         seen.append(network.stages[0].blocks[0].mixer.mask_mode)
-        return original(network, file)
-    monkeypatch.setattr(evaluation, 'load_weights', spy)
+        return original(network, *arguments)
+    monkeypatch.setattr(evaluation, 'load_state_dict', spy)
     test.main(['test-ppma_digits', str(path), '--json'])
     assert seen == ['multiplicative']
     save_weights(model, path, {**metadata, 'classes': list('abcdefghij')})
