@@ -75,7 +75,7 @@ class Myo(HierarchicalBackbone):
     Args:
         parametrization: 'laplacian', 'symmetric' or 'skew'.
         static_edges: use edges that do not depend on the image.
-        max_levels: height of the trees; None for one tree over the whole map.
+        max_levels: maximum number of levels of a tree; None for one tree over the whole map.
         shifted_blocks: shift the grid of every second block.
         kwargs: arguments of HierarchicalBackbone.
 

@@ -43,15 +43,16 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     """Show all that is known of a file: source, license, preprocessing, hash."""
-    from .engine.weight_catalog import describe, named
-    for row in map(describe, named([args.name])):
-        if args.json:
-            print(dumps(row, indent=2))
-            continue
-        for key, value in row.items():
-            if value not in (None, {}):
-                text = ', '.join(f'{name} {item}' for name, item in value.items()) if isinstance(value, dict) else value
-                print(f'{key:14s}{text}')
+    from ..backbones.weights.registry import find
+    from .engine.weight_catalog import describe
+    row = describe(find(args.name))
+    if args.json:
+        print(dumps(row, indent=2))
+        return
+    for key, value in row.items():
+        if value not in (None, {}):
+            text = ', '.join(f'{name} {item}' for name, item in value.items()) if isinstance(value, dict) else value
+            print(f'{key:14s}{text}')
 
 
 def _download(args: argparse.Namespace) -> None:
@@ -89,8 +90,8 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _download_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('names', nargs='+', metavar='NAME', help='ARCH.TAG, ARCH, or a pattern such as "ppma*.in1k"')
-    parser.add_argument('--update', action='store_true', help='take the present file, although another one was '
-                        'downloaded first and recorded')
+    parser.add_argument('--update', action='store_true', help='accept the file that is published now, even if it '
+                        'differs from the recorded one')
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ class TreeMixer(nn.Module):
         num_heads: number of heads, each with its own edges; dim must be a multiple of it.
         parametrization: 'laplacian', 'symmetric' or 'skew'.
         static_edges: use biases only, without queries and keys.
-        max_levels: height of the trees; None for one tree over the whole map.
+        max_levels: maximum number of levels of a tree; None for one tree over the whole map.
         shift_grid: shift the grid down and to the right by a third of the coarsest cell, so that other tokens are
             neighbors in the tree.
         rho: bound of the 'symmetric' parametrization, between 0 and 1.

@@ -42,13 +42,14 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
     parser.add_argument('--config', metavar='CONFIG', help='config of the detector or segmenter (subquad configs lists '
                         'them)')
-    parser.add_argument('--out', metavar='FILE', help='the new file (default: the name of the model, in this folder)')
+    parser.add_argument('--out', metavar='FILE', help='the new file (default: named after the model, in the current '
+                        'folder)')
     parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
-                        help='names of the weights to write (default: subquad)')
+                        help='format whose key names are written (default: subquad)')
     parser.add_argument('--weights', choices=('averaged', 'raw'),
                         help='which weights to take from a file that has both (default: averaged)')
     parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
-                        'to check the color order of a file of transformers')
+                        'to check the color order of a transformers checkpoint')
 
 
 def convert_command(args: argparse.Namespace) -> int:
@@ -75,6 +76,8 @@ def convert_command(args: argparse.Namespace) -> int:
         content = read_file(source, args.weights)
         target = _target(content, name, args.model, args.config, entry)
         out = expanded(args.out) if args.out else Path(_file_name(target.name, args.to) + FORMATS[args.to][1])
+        if not out.parent.is_dir():
+            raise UserError(f'there is no folder {out.parent}; create it, or give another file with --out')
         if out.exists():
             raise UserError(f'{out} exists; remove it, or give another file with --out')
         reference = resolve(args.reference) if args.reference else None
