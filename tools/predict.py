@@ -49,7 +49,7 @@ def _take_config(args: argparse.Namespace) -> bool:
     name, args.config = args.checkpoint, ''
     try:
         # Files and published weights have a suffix, apart from the default weights of an architecture.
-        if name.endswith('.py') or not (Path(name).suffix or of_arch(name) or Path(name).exists()):
+        if name.endswith('.py') or not (Path(name).suffix or '://' in name or of_arch(name) or Path(name).exists()):
             args.config, args.checkpoint, args.images = name, args.images[0], args.images[1:]
         else:
             weights = published(name)

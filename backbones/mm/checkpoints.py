@@ -4,6 +4,7 @@ MMEngine's loader only logs weights that are missing or have other shapes, and c
 `make_loading_strict` makes every way of loading strict: `load_from` and `resume` of a Runner, test.py and the
 inferencers of both libraries, and the `init_cfg` of a whole model.
 """
+import logging
 import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from ..weights import WeightsError, check_finite, differences, read_checkpoint, read_file, some, unwrap
+from ..weights import WeightsError, check_finite, differences, is_finite, read_checkpoint, read_file, some, unwrap
 from ..weights.metadata import dataset_classes
 from ..weights.resolve import SCHEME, resolve
 from .cvnets import AUXILIARY, BACKBONE
@@ -109,7 +110,7 @@ def _check_model_weights(model: nn.Module, state: Dict[str, Tensor], prefix: str
     if any(isinstance(value, dict) for value in given.values()):          # authors' files: dict(model=weights)
         for key in given:
             del state[prefix + key]
-        given = {key: value for key, value in unwrap(given)[0].items() if isinstance(value, Tensor)}
+        given = {key: value for key, value in unwrap(given, preferred='raw')[0].items() if isinstance(value, Tensor)}
     comparison = compare_weights(model, given, model.__dict__.get('new_heads'))
     if comparison.problems:
         translated = translate_keys(given, model)
@@ -124,6 +125,10 @@ def _check_model_weights(model: nn.Module, state: Dict[str, Tensor], prefix: str
     state.update({prefix + key: value for key, value in {**comparison.weights, **unused}.items()})
     if _log_enabled.get():
         print_log(f'{type(model).__name__}: {comparison.summary("the file")}', logger='current')
+        bad = [key for key, value in comparison.weights.items() if not is_finite(value)]
+        if bad:
+            print_log(f'{type(model).__name__}: the file contains NaN or infinite values ({some(bad)})',
+                      logger='current', level=logging.WARNING)
 
 
 def mismatch_message(name: str, model: nn.Module, given: Dict[str, Tensor], comparison: WeightsComparison) -> str:
@@ -182,7 +187,9 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
 @CheckpointLoader.register_scheme(prefixes=[SCHEME], force=True)
 def load_from_subquad(filename: str, map_location: Any = None) -> Dict[str, Any]:
     """Read published weights, such as 'subquad://ppma_tiny.mask_rcnn_1x_coco', for MMEngine's tools."""
-    content = read_file(resolve(filename))
+    content = read_file(resolve(filename), preferred='raw')
+    if content.choice:
+        print_log(f'{filename}: {content.choice}', logger='current')
     return dict(state_dict=content.weights, meta=content.runner_meta)
 
 
@@ -215,7 +222,9 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
         WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. An
             auxiliary head may be missing, because inference does not use it.
     """
-    weights, metadata, source, runner_meta = read_file(resolve(path))[:4]
+    weights, metadata, source, runner_meta, choice = read_file(resolve(path), preferred='raw')
+    if choice:
+        warnings.warn(f'{path}: {choice}', stacklevel=2)
     if classes:
         _check_classes(metadata, list(classes), str(path))
     metadata = metadata if isinstance(metadata, dict) else {}

@@ -7,16 +7,17 @@ MMSegmentation's `init_model` reads `meta`. It replaces MMEngine's loader of loc
 from pathlib import Path
 from typing import Any, Dict
 
+from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
-from torch import Tensor
 
-from ..weights import WeightsError, shorten_path, unwrap
+from ..weights import WeightsError, read_file, shorten_path
 from ..weights.pickles import read_pickle
+from ..weights.registry import SCHEME, WEIGHTS
 
 
 @CheckpointLoader.register_scheme(prefixes='', force=True)
 def load_from_local(filename: str, map_location: Any = None) -> Dict[str, Any]:
-    """Read a local file of `torch.save` for mmengine.
+    """Read a local file of `torch.save` for MMEngine.
 
     Args:
         filename: the path of a Runner's checkpoint, or of a published file with or without a wrapper such as `model`.
@@ -30,14 +31,14 @@ def load_from_local(filename: str, map_location: Any = None) -> Dict[str, Any]:
     """
     path = Path(filename).expanduser()
     if not path.is_file():
-        raise WeightsError(f'no weight file at {shorten_path(path)}')
+        hint = f'; for published weights, write {SCHEME}{filename}' if filename in WEIGHTS else ''
+        raise WeightsError(f'no weight file at {shorten_path(path)}{hint}')
     checkpoint = read_pickle(path)
     if not isinstance(checkpoint, dict):
         raise WeightsError(f'{shorten_path(path)} holds no weights')
     if isinstance(checkpoint.get('state_dict'), dict):
         return {'meta': {}, **checkpoint}
-    weights, _ = unwrap(checkpoint)
-    weights = {key: value for key, value in weights.items() if isinstance(value, Tensor)}
-    if not weights:
-        raise WeightsError(f'{shorten_path(path)} holds no weights')
-    return dict(state_dict=weights, meta=checkpoint.get('meta', {}))
+    content = read_file(path, preferred='raw')
+    if content.choice:
+        print_log(f'{filename}: {content.choice}', logger='current')
+    return dict(state_dict=content.weights, meta=content.runner_meta)

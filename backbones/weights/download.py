@@ -99,6 +99,37 @@ def forget(weights: PublishedWeights) -> None:
     unlock(weights.name)
 
 
+def renew(weights: PublishedWeights) -> Path:
+    """Return the file that is published now, even if it differs from the recorded one, which it replaces.
+
+    If the download fails, the present file and its record stay.
+
+    Raises:
+        WeightsError: see `fetch`; or downloads are forbidden.
+    """
+    if weights.file:
+        return fetch(weights)
+    if constants.HF_HUB_OFFLINE:
+        raise _failure(weights, 'HF_HUB_OFFLINE forbids downloads', 'unset HF_HUB_OFFLINE')
+    if weights.repo and _ask_hub(weights, weights.revision) is None:     # hf_hub_download would take the cached file
+        raise _failure(weights, f'{constants.ENDPOINT} does not answer', 'try again later')
+    entry, path = locked_entry(weights.name, weights.source), _destination(weights)
+    kept = path.with_name(f'{path.name}.previous')
+    if weights.url and path.is_file():
+        os.replace(path, kept)
+    forget(weights)
+    try:
+        return fetch(weights)
+    except BaseException:
+        if kept.is_file():
+            os.replace(kept, path)
+        if entry:
+            lock(weights.name, entry)
+        raise
+    finally:
+        kept.unlink(missing_ok=True)
+
+
 def check(weights: PublishedWeights, path: Path) -> bool:
     """Check a file against the registry, the lock file and, in the hub's cache, the hub's records.
 
@@ -114,7 +145,7 @@ def check(weights: PublishedWeights, path: Path) -> bool:
 def _shipped(weights: PublishedWeights) -> Path:
     path = SHIPPED / weights.file
     try:
-        check(weights, path)
+        _compare(weights, path, None, None)
     except WeightsError as error:
         raise WeightsError(f'{error}; reinstall subquad') from error
     return path
@@ -134,8 +165,9 @@ def _accept(weights: PublishedWeights, download: _Download, locked: Optional[Loc
             download.remove()
         except OSError as unremovable:
             raise WeightsError(f'{error}; remove it ({unremovable.strerror})') from error
+        replaced = ', with --update if its author has replaced it' if locked and not download.recorded else ''
         raise WeightsError(f'{error}; it was removed, run `subquad weights download {weights.name}` to download it '
-                           'again') from error
+                           f'again{replaced}') from error
     if locked is None:
         _record(weights, download, sha256, known)
 

@@ -52,7 +52,9 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
     """
     def complete(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
         cfg: Dict[str, Any] = model.pretrained_cfg
-        name = shorten_path(file or cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
+        given = not file and cfg.get('state_dict')       # timm takes it before any address
+        name = 'the state dict' if given else shorten_path(
+            file or cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
         choice = ''
         if file:
             content = read_file(resolve(file, cache_dir))
@@ -64,9 +66,15 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
             # timm drops a classifier whose number of classes differs from this entry, so the entry is set to the
             # model's. The classifier itself has been checked or replaced above.
             cfg['num_classes'] = model.num_classes
-        _warn(name, [choice, *notes])
+        _warn(name, [choice, *notes, *_nonfinite_note(weights)])
         return weights
     return complete
+
+
+def _nonfinite_note(weights: Weights) -> List[str]:
+    """Return a sentence if weights contain NaN or infinite values."""
+    bad = [key for key, value in weights.items() if not is_finite(value)]
+    return [f'it contains NaN or infinite values ({some(bad)})'] if bad else []
 
 
 def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False, weights: Optional[str] = None) -> str:
@@ -88,7 +96,7 @@ def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False,
     """
     content = read_file(resolve(path), weights)
     load_state_dict(model, content.weights, shorten_path(path), new_classifier)
-    _warn(shorten_path(path), [content.choice])
+    _warn(shorten_path(path), [content.choice, *_nonfinite_note(content.weights)])
     return content.source
 
 

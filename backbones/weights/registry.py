@@ -11,6 +11,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from .errors import WeightsError, some
 
+SCHEME = 'subquad://'
 TASKS = ('classification', 'detection', 'segmentation')
 FORMATS = ('ppma', 'cvnets', 'timm', 'subquad')
 
@@ -79,11 +80,13 @@ def find(name: str) -> PublishedWeights:
     """Return the weights of a name.
 
     Args:
-        name: 'arch.tag', or 'arch' for the architecture's default classifier, the first in the table.
+        name: 'arch.tag', or 'arch' for the architecture's default classifier, the first in the table; also with
+            'subquad://' before.
 
     Raises:
         WeightsError: no weights have this name; the message lists the nearest names or the architecture's tags.
     """
+    name = name.removeprefix(SCHEME)
     if name in WEIGHTS:
         return WEIGHTS[name]
     arch, _, tag = name.partition('.')
@@ -97,7 +100,8 @@ def find(name: str) -> PublishedWeights:
     archs = list(dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
     near = get_close_matches(name, [*WEIGHTS, *archs], n=3, cutoff=0.75)
     hint = f'did you mean {some(near)}?' if near else f'there are weights of {some(archs, len(archs))}'
-    raise WeightsError(f'no weights of {name} are published; {hint} (`subquad weights list` shows all)')
+    what = f'no weights of {name} are published' if name else 'the name of the weights is empty'
+    raise WeightsError(f'{what}; {hint} (`subquad weights list` shows all)')
 
 
 def of_arch(arch: str) -> List[PublishedWeights]:

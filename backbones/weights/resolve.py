@@ -5,9 +5,8 @@ from typing import Optional
 
 from .download import fetch
 from .errors import PathLike, WeightsError, shorten_path
-from .registry import PublishedWeights, find
+from .registry import SCHEME, PublishedWeights, find
 
-SCHEME = 'subquad://'
 # 'arch' or 'arch.tag'. A name that ends like a weight file is a path.
 _NAME = re.compile(r'\w+(\.\w+)?')
 _FILE_SUFFIXES = ('.bin', '.ckpt', '.onnx', '.pickle', '.pkl', '.pt', '.pth', '.safetensors', '.tar', '.zip')
@@ -24,7 +23,7 @@ def published(name: PathLike) -> Optional[PublishedWeights]:
     """
     text = str(name)
     if text.startswith(SCHEME):
-        return find(text.removeprefix(SCHEME))
+        return find(text)
     if not _NAME.fullmatch(text) or text.endswith(_FILE_SUFFIXES) or _is_file(Path(text)):
         return None
     try:

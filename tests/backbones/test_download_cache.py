@@ -12,7 +12,7 @@ from weights_server import Fault
 from subquad.backbones.weights import WeightsError, cache, download
 from subquad.backbones.weights.cache import LOCK_FILE, cache_folder, locked_entry
 from subquad.backbones.weights.download import cached_file, fetch, forget
-from subquad.backbones.weights.registry import PublishedWeights
+from subquad.backbones.weights.registry import PublishedWeights, find
 
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
@@ -202,3 +202,35 @@ def test_shipped_files_are_checked(monkeypatch, tmp_path):
     (tmp_path / 'a.safetensors').write_bytes(OTHER)
     refused(shipped, f'instead of {SHA256[:16]}', 'reinstall subquad')
     assert (tmp_path / 'a.safetensors').exists()
+
+
+@pytest.mark.parametrize('offline', [False, True])
+def test_failed_update_keeps_file_and_record(server, weights, offline, monkeypatch):
+    path, entry = fetch(weights), locked_entry(weights.name, weights.source)
+    content = path.read_bytes()
+    if offline:
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+        words = ['HF_HUB_OFFLINE forbids downloads']
+    else:
+        server.files.clear()
+        server.models.clear()
+        words = ['cannot be downloaded', 'HTTP 40']
+    with pytest.raises(WeightsError) as caught:
+        download.renew(weights)
+    assert all(word in str(caught.value) for word in words)
+    assert locked_entry(weights.name, weights.source) == entry
+    if weights.url:
+        assert path.read_bytes() == content and [*path.parent.glob('*.previous')] == []
+
+
+def test_damaged_lock_file_does_not_stop_weights_of_the_package(server):
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    (cache_folder() / LOCK_FILE).write_text('{')
+    assert fetch(find('test_ppma.digits')).is_file()
+
+
+def test_replaced_file_names_update(server):
+    fetch(plain(server))
+    cached_file(plain(server)).unlink()
+    server.add_file(PATH, OTHER)
+    refused(plain(server), LOCK_FILE, 'with --update if its author has replaced it')

@@ -4,7 +4,7 @@ import re
 import pytest
 import timm
 import torch
-from published_files import check_backbone, create_with_file
+from published_files import check_backbone, create_pretrained, create_with_file
 from safetensors.torch import load_file
 from timm.models import load_checkpoint
 
@@ -230,3 +230,21 @@ def test_set_input_size_refuses_linformer():
     model = timm.create_model('test_mobilevitv2', attention='linformer', img_size=64)
     with pytest.raises(ValueError, match='Linformer attention is made for one image size'):
         model.set_input_size((96, 96))
+
+
+def test_weights_that_are_not_finite_warn(tmp_path):
+    model = timm.create_model('test_ppma')
+    with torch.no_grad():
+        model.stem.conv1.conv.weight[0] = float('nan')
+    save_weights(model, tmp_path / 'nan.safetensors')
+    _, said = create_with_file('test_ppma', str(tmp_path / 'nan.safetensors'), features_only=True)
+    assert len(said) == 1 and 'contains NaN or infinite values (stem.conv1.conv.weight)' in said[0]
+    with pytest.warns(UserWarning, match='contains NaN or infinite values'):
+        load_weights(model, tmp_path / 'nan.safetensors')
+
+
+def test_state_dict_of_the_caller_is_named(tmp_path):
+    state = timm.create_model('test_ppma', num_classes=10).state_dict()
+    model, said = create_pretrained('test_ppma.digits', num_classes=3, pretrained_cfg_overlay=dict(state_dict=state))
+    assert said == ["the state dict: its classifier of 10 classes is left out, and the model's 3-class classifier starts "
+                    'untrained']

@@ -100,7 +100,7 @@ def test_find():
     ('myo_tiny', r'^no weights of myo_tiny are published; there are weights of ppma_tiny, .*, subquad_mobilevitv2_200.*'
                  r' \(`subquad weights list` shows all\)$'),
     ('mobilevitv2_100', 'did you mean subquad_mobilevitv2_100'),
-    ('', r'^no weights of  are published'),
+    ('', r'^the name of the weights is empty'),
 ])
 def test_unknown_names(name, message):
     with pytest.raises(WeightsError, match=message):

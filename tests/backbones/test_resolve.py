@@ -41,7 +41,7 @@ def test_existing_files_come_before_published_weights(asked, tmp_path, monkeypat
     ('ppma_tiny.in22k', r'^no weight file at ppma_tiny.in22k, and there are no weights ppma_tiny.in22k; ppma_tiny has '
                         'ppma_tiny.in1k, ppma_tiny.mask_rcnn_1x_coco'),
     ('subquad://ppma_tiny.in22k', '^there are no weights ppma_tiny.in22k; ppma_tiny has ppma_tiny.in1k'),
-    ('subquad://', 'no weights of  are published'),
+    ('subquad://', 'the name of the weights is empty'),
     ('subquad://runs/best.pth', 'no weights of runs/best.pth are published'),
     ('myo_tiny', r'^no weight file at myo_tiny, and no weights of myo_tiny are published'),
     ('best', '^no weight file at best, and no weights of best are published'),

@@ -376,3 +376,20 @@ def test_stock_train_and_test_scripts_load_strictly(files, data, tmp_path):
     assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
     log_lines = [json.loads(line) for file in tmp_path.glob('work/*/vis_data/*.json') for line in file.open()]
     assert log_lines
+
+
+def test_load_from_reads_raw_weights_and_names_the_choice(tmp_path, log):
+    torch.manual_seed(2)
+    model = build_small_detector()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    average = {key: value * 2 if value.is_floating_point() else value for key, value in state.items()}
+    torch.save({'model': state, 'model_ema': average}, tmp_path / 'both.pth')
+    lax_load(build := build_small_detector(), str(tmp_path / 'both.pth'))
+    assert all(torch.equal(value, state[key]) for key, value in build.state_dict().items())
+    assert any('both.pth: its raw weights (model) are read, not the averaged ones' in line for line in log)
+    with pytest.warns(UserWarning, match='its raw weights .model. are read'):
+        load_checkpoint(build, tmp_path / 'both.pth')
+    state['backbone.stem.conv1.conv.weight'][0] = float('nan')
+    torch.save({'state_dict': state}, tmp_path / 'nan.pth')
+    lax_load(build, str(tmp_path / 'nan.pth'))
+    assert any('NaN or infinite values (backbone.stem.conv1.conv.weight)' in line for line in log)

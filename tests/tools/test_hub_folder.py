@@ -16,7 +16,7 @@ from ppma_files import save_authors_file
 from published_files import publish, serve
 from safetensors import safe_open
 from upload_server import UploadServer
-from user_errors import user_error
+from user_errors import command_error, user_error
 from weights_server import use_hub
 
 from subquad.backbones.weights import read_metadata, save_weights
@@ -347,3 +347,10 @@ def test_failed_upload_keeps_the_folder_and_hides_the_token(ppma, hub, tmp_path,
     hub.refused = 0
     assert _push(*arguments, '--force') is None
     assert set(hub.models['owner/net']['main']['files']) == {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE}
+
+
+def test_force_keeps_folders_of_others(tmp_path):
+    (tmp_path / 'README.md').write_text('mine')
+    command_error(weights.main, ['push', 'test_ppma.digits', '--out', str(tmp_path), '--force'],
+                  'holds files that this command did not write')
+    assert (tmp_path / 'README.md').read_text() == 'mine'

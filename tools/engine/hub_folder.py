@@ -157,8 +157,20 @@ def _check_folder(folder: Path, force: bool) -> None:
     other = sorted(there - {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE})
     if other:
         raise UserError(f'{folder} holds other files ({some(other)}): give --out a new folder')
+    if there and not _is_pushed(folder):
+        raise UserError(f'{folder} holds files that this command did not write ({some(sorted(there))}): give --out a '
+                        'new folder')
     if there and not force:
         raise UserError(f'{folder} holds a model already: give --force to replace it, or --out a new folder')
+
+
+def _is_pushed(folder: Path) -> bool:
+    """Whether a folder holds the three files of an earlier call."""
+    try:
+        return bool(read_metadata(folder / WEIGHTS_FILE)) and all(
+            (folder / name).is_file() for name in (CONFIG_FILE, CARD_FILE))
+    except WeightsError:
+        return False
 
 
 def timm_config(read: Classifier) -> Dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, Dict, List
 
 from ...backbones.weights import WeightsError
 from ...backbones.weights.cache import locked_entry, sha256_of
-from ...backbones.weights.download import cached_file, check, fetch, forget
+from ...backbones.weights.download import cached_file, check, fetch, renew
 from ...backbones.weights.registry import WEIGHTS, PublishedWeights, find
 from ..common.cli import UserError, nearest
 
@@ -20,7 +20,8 @@ def matching(pattern: str) -> List[PublishedWeights]:
     """
     names = fnmatch.filter(WEIGHTS, pattern if _is_pattern(pattern) else f'*{pattern}*')
     if not names:
-        raise UserError(f'no weights match {pattern!r}{nearest(pattern, list(WEIGHTS))}')
+        raise UserError(f'no weights match {pattern!r}{nearest(pattern, list(WEIGHTS))} (`subquad weights list` shows '
+                        'all)')
     return [WEIGHTS[name] for name in names]
 
 
@@ -52,9 +53,7 @@ def download(weights: PublishedWeights, update: bool = False) -> Dict[str, Any]:
     Raises:
         WeightsError: See `fetch`.
     """
-    if update:
-        forget(weights)
-    path = fetch(weights)
+    path = renew(weights) if update else fetch(weights)
     return dict(name=weights.name, path=str(path), size=path.stat().st_size, sha256=sha256_of(path))
 
 

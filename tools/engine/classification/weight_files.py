@@ -102,7 +102,7 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
             print(f'{path}: {content.choice}', file=sys.stderr)
         transform = check_transform((metadata.get('transform') if same else None) or {}, path)
     except NonFiniteError as error:
-        raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
+        raise UserError(f'{error}; predict, test and visualize take it with --allow-nonfinite') from error
     except WeightsError as error:
         raise UserError(str(error)) from error
     classes = metadata.get('classes') or []
