@@ -246,5 +246,5 @@ def test_weights_that_are_not_finite_warn(tmp_path):
 def test_state_dict_of_the_caller_is_named(tmp_path):
     state = timm.create_model('test_ppma', num_classes=10).state_dict()
     model, said = create_pretrained('test_ppma.digits', num_classes=3, pretrained_cfg_overlay=dict(state_dict=state))
-    assert said == ["the state dict: its classifier of 10 classes is left out, and the model's 3-class classifier starts "
-                    'untrained']
+    assert said == ['the state dict: its classifier of 10 classes is left out, and the model\'s 3-class classifier '
+                    'starts untrained']
