@@ -181,6 +181,7 @@ def test_failed_downloads_end_training_before_anything_is_written(asked, data, t
     assert not (tmp_path / 'work').exists()
 
 
+@pytest.mark.filterwarnings('ignore:.*its raw weights .model. are read:UserWarning')
 def test_test_and_predict_take_published_detectors(asked, data, tmp_path, capsys):
     assert test.main([MASK_RCNN, 'test_ppma.shapes', '--data', str(data), '--json']) == 0
     assert 'coco/bbox_mAP' in json.loads(capsys.readouterr().out)
