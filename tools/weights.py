@@ -33,7 +33,7 @@ def _list(args: argparse.Namespace) -> None:
         print(dumps(rows, indent=2))
         return
     from rich.table import Table
-    table = Table('name', 'task', 'input size', 'reported by the authors', 'cached')
+    table = Table('name', 'task', 'input size', 'reported', 'cached')
     for row in rows:
         figures = ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items())
         add_row(table, row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])), figures,
