@@ -2,7 +2,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from ._torchvision import mend_torchvision
+from ._torchvision import repair_torchvision
 
 __version__ = '0.1.0'
 
@@ -10,6 +10,6 @@ if find_spec('.backbones', __name__) is None:
     # A bare checkout: the mapped folders (setup.py's package_dir) lie beside this one.
     __path__.append(str(Path(__file__).resolve().parent.parent))
 
-mend_torchvision()
+repair_torchvision()
 
 from . import backbones, kernels  # noqa: E402, F401  (timm, which they import, needs a working torchvision)

@@ -7,7 +7,7 @@ import warnings
 _library = None     # the schemas live as long as this object
 
 
-def mend_torchvision() -> None:
+def repair_torchvision() -> None:
     """Make `import torchvision`, and with it `import timm`, work where only its compiled operators are missing.
 
     The import is tried first: defining the schemas beside operators that do load would abort the process. With a

@@ -30,7 +30,7 @@ def test_bare_names_are_refused(name):
 def test_no_model_of_timm_changes():
     # Importing subquad registers its models: fix torchvision alone first, to list what timm has by itself.
     code = ('import torch, sys, types; pkg = types.ModuleType("subquad"); pkg.__path__ = [sys.argv[1]]; '
-            'sys.modules["subquad"] = pkg; from subquad._torchvision import mend_torchvision; mend_torchvision(); '
+            'sys.modules["subquad"] = pkg; from subquad._torchvision import repair_torchvision; repair_torchvision(); '
             'import timm; from timm.models import _registry as r; before = dict(r._model_entrypoints); '
             'del sys.modules["subquad"]; import subquad; '
             'assert all(r._model_entrypoints[k] is v for k, v in before.items()); '
@@ -58,7 +58,7 @@ _MEND = ('import importlib.util, sys, warnings\n'
          'spec = importlib.util.spec_from_file_location("mend", sys.argv[1])\n'
          'mend = importlib.util.module_from_spec(spec); spec.loader.exec_module(mend)\n'
          'with warnings.catch_warnings(record=True) as seen:\n'
-         '    warnings.simplefilter("always"); mend.mend_torchvision(); mend.mend_torchvision()\n'
+         '    warnings.simplefilter("always"); mend.repair_torchvision(); mend.repair_torchvision()\n'
          'print(len(seen), mend._library is not None)\n')
 
 
@@ -77,7 +77,7 @@ def test_torchvision_warning_names_the_importing_line(tmp_path):
     _fake_torchvision(tmp_path, _BROKEN)
     package = tmp_path / 'subquad'
     package.mkdir()
-    (package / '__init__.py').write_text('from ._torchvision import mend_torchvision\nmend_torchvision()\n')
+    (package / '__init__.py').write_text('from ._torchvision import repair_torchvision\nrepair_torchvision()\n')
     (package / '_torchvision.py').write_text((ROOT / 'subquad' / '_torchvision.py').read_text())
     for line in ('import subquad', 'import importlib; importlib.import_module("subquad")'):
         (tmp_path / 'script.py').write_text(f'import os\n{line}\n')
