@@ -1,6 +1,8 @@
 """A two-way table of names of layers, for weights that are published under other names."""
 import re
-from typing import Iterable, List, NamedTuple, Optional, Pattern, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Tuple
+
+from .errors import WeightsError, some
 
 # '{n}' in a name stands for a number, '{n+1}' and '{n-1}' for that number plus or minus 1.
 _PLACEHOLDER = re.compile(r'\{(\w)([+-]1)?\}')
@@ -34,6 +36,22 @@ class KeyTable:
     def to_theirs(self, key: str) -> Optional[str]:
         """Return the published key for a key of this package, or None if no row matches."""
         return next(filter(None, (_rename(key, ours, theirs) for theirs, ours in self._rows)), None)
+
+    def all_to_theirs(self, keys: Iterable[str], publisher: str) -> Dict[str, str]:
+        """Return the published key for each of this package's keys.
+
+        Args:
+            keys: the keys of a state dict.
+            publisher: whose names these are, for the message.
+
+        Raises:
+            WeightsError: a key has no published name.
+        """
+        names = {key: self.to_theirs(key) for key in keys}
+        unknown = [key for key, name in names.items() if name is None]
+        if unknown:
+            raise WeightsError(f'{publisher} has no name for {len(unknown)} of the keys ({some(unknown)})')
+        return {key: name for key, name in names.items() if name is not None}
 
 
 def _compile(name: str) -> _Name:

@@ -10,7 +10,7 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from .errors import WeightsError, some
+from .errors import WeightsError
 from .key_table import KeyTable, conv_and_norm
 
 # The number of transformer layers in the last block of stages 3, 4 and 5.
@@ -90,10 +90,7 @@ def to_cvnets_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     Raises:
         WeightsError: the authors' library has no such weight.
     """
-    names = {key: CVNETS.to_theirs(key) for key in weights}
-    unknown = [key for key, name in names.items() if name is None]
-    if unknown:
-        raise WeightsError(f"the authors' library has no name for {len(unknown)} of the keys ({some(unknown)})")
+    names = CVNETS.all_to_theirs(weights, "the authors' library")
     return {names[key]: value for key, value in weights.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from .errors import WeightsError, some
+from .errors import WeightsError
 from .key_table import KeyTable
 
 _STEM = ((0, 'conv1.conv'), (1, 'conv1.norm'), (3, 'conv2.conv'), (4, 'conv2.norm'),
@@ -74,10 +74,7 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     Raises:
         WeightsError: the authors' network has no such weight.
     """
-    names = {key: TABLE.to_theirs(key) for key in weights}
-    unknown = [key for key, name in names.items() if name is None]
-    if unknown:
-        raise WeightsError(f"PPMA's published files have no name for {len(unknown)} of the keys ({some(unknown)})")
+    names = TABLE.all_to_theirs(weights, "the authors' PPMA")
     renamed = {}
     for key, value in weights.items():
         renamed[names[key]] = value.reshape(1, 1, 1, -1) if key.endswith('.gamma') else value

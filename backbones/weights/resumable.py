@@ -46,7 +46,7 @@ class TransferError(Exception):
 
 
 class _TemporaryError(Exception):
-    """A transfer failed in a way that another attempt may mend."""
+    """A transfer failed, and another attempt may succeed."""
 
     def __init__(self, reason: str, pause: float = 0.):
         super().__init__(reason)

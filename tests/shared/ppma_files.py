@@ -13,7 +13,7 @@ _PARTS = {'norm1': 'retention_layer_norm', 'norm2': 'final_layer_norm', 'pos': '
 
 
 def authors_name(key):
-    """The authors' name of a weight of a classifier of ours."""
+    """Return the authors' key for a key of this package's PPMA classifier."""
     module, _, leaf = key.rpartition('.')
     words = key.split('.')
     if words[0] == 'stem':
