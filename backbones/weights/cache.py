@@ -137,7 +137,8 @@ def _read(path: Path) -> Dict[str, LockEntry]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
+        raise WeightsError(f'{shorten_path(path)} cannot be read ({error.strerror or error}); set SUBQUAD_CACHE to a '
+                           'folder that can be read') from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f'{shorten_path(path)} is damaged; remove it, and the next download writes a new one'
                            ) from error

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from cvnets_files import authors_file, encoder_entries
-from download_cases import BLOB, CONTENT, FILE, OTHER, PATH, REPO, gets, hub, no_file_is_left, plain, refused, serving
+from download_cases import BLOB, CONTENT, FILE, OTHER, PATH, REPO, gets, hub, no_file_is_left, plain, refused
 from weights_server import CHUNK, Fault
 
 from subquad.backbones.weights import download, load_weights, resumable
@@ -20,17 +20,6 @@ from subquad.backbones.weights.download import cached_file, fetch, forget
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*is not known beforehand:UserWarning')
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture(params=['hub', 'plain'])
-def weights(request, server):
-    return hub() if request.param == 'hub' else plain(server)
 
 
 # ---- what arrives

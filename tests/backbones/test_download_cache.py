@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from download_cases import CONTENT, FILE, OTHER, PATH, REPO, gets, hub, plain, refused, serving
+from download_cases import CONTENT, FILE, OTHER, PATH, REPO, gets, hub, plain, refused
 from weights_server import Fault
 
 from subquad.backbones.weights import WeightsError, cache, download
@@ -17,17 +17,6 @@ from subquad.backbones.weights.registry import PublishedWeights, find
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*is not known beforehand:UserWarning')
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture(params=['hub', 'plain'])
-def weights(request, server):
-    return hub() if request.param == 'hub' else plain(server)
 
 
 # ---- the lock file
@@ -167,7 +156,7 @@ def test_read_only_cache(server, monkeypatch):
 
 def test_cache_that_is_a_file(server, tmp_path):
     (tmp_path / 'subquad').write_text('')
-    refused(plain(server), 'cannot be read: Not a directory')
+    refused(plain(server), 'cannot be read (Not a directory); set SUBQUAD_CACHE')
 
 
 @pytest.mark.parametrize('error, words', [

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from download_cases import CONTENT, gets, hub, plain, serving
+from download_cases import CONTENT, gets, plain
 from weights_server import CHUNK
 
 from subquad.backbones.weights.cache import cache_folder, sha256_of
@@ -18,17 +18,6 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*use of fork:DeprecationWarning',
                                         'ignore:.*is not known beforehand:UserWarning')
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture(params=['hub', 'plain'])
-def weights(request, server):
-    return hub() if request.param == 'hub' else plain(server)
 
 
 def _fork(*arguments):

@@ -153,7 +153,7 @@ def _check_folder(folder: Path, force: bool) -> None:
     try:
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
-        raise UserError(f'{folder}: {error.strerror or error}') from error
+        raise UserError(f'{folder}: {error.strerror or error}; give --out a new folder') from error
     other = sorted(there - {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE})
     if other:
         raise UserError(f'{folder} holds other files ({some(other)}): give --out a new folder')
