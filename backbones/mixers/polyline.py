@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
 from ...kernels.common.checks import MASK_MODES
 from ...kernels.common.tracing import exporting
+from ...kernels.crisscross_attention.portable import crisscross_attention_tokens
+from ...kernels.polyline_attention.portable import polyline_attention_tokens
 from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
 from .rotary import rotary_angles, rotate, rotate_flat
@@ -24,7 +26,7 @@ PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
 
 # The functions `attend_*` map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own
-# arithmetic stays at rank 4 for exporters; the operators split N into H and W.
+# arithmetic stays at rank 4 for exporters; the operators split N into H and W, and their forms for exporters do not.
 
 def attend_full(
         q: Tensor,
@@ -45,6 +47,8 @@ def attend_full(
         y = _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
         return y * (0.5 if mask_mode == 'additive' else 1.0)
     paths = 'both' if paths == 'both' else 'v2h'         # for 'rmt' the V2H mask equals the H2V mask
+    if backend == 'export':
+        return polyline_attention_tokens(q, k, v, log_alpha, log_beta, mask_mode, paths)
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
     return polyline_attention(
         q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
@@ -63,6 +67,8 @@ def attend_crisscross(
     """Softmax attention along columns, then along rows (PPMCCA)."""
     mask_mode = 'additive' if paths == 'none' else mask_mode
     paths = 'both' if paths in ('both', 'cross_scan') else 'v2h'
+    if backend == 'export':
+        return crisscross_attention_tokens(q, k, v, log_alpha, log_beta, mask_mode, paths)
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
     return crisscross_attention(
         q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
@@ -189,9 +195,9 @@ class PathDecay(nn.Module):
         """Return log_alpha and log_beta, (B, heads, H, W) each, for x (B, H, W, C)."""
         batch, height, width, _ = x.shape
         x = self.proj(x.reshape(batch, height * width, self.num_heads, -1))              # (B, N, heads, 1 or 2)
-        x = x.permute(3, 0, 2, 1).contiguous()                                           # (1 or 2, B, heads, N)
+        x = x.permute(0, 3, 2, 1).contiguous()                                           # (B, 1 or 2, heads, N)
         logs = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
-        log_alpha, log_beta = (logs[n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
+        log_alpha, log_beta = (logs[:, n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
         return log_alpha, log_beta
 
 
@@ -301,7 +307,7 @@ class PolylineMixer(nn.Module):
         if self.attention in ('linear', 'decomposed'):
             k = k * scale
         elif export:
-            q, k = rotate_flat(q), rotate_flat(k * scale)
+            q, k = rotate_flat(q, k, scale)
         else:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             q, k = rotate(q, k, rotary_angles(q.shape[2], self.head_dim, x.device, dtype), scale)

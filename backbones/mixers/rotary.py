@@ -1,6 +1,7 @@
 """Rotary position embedding over the flattened token index, as in the published PPMA."""
 from typing import Tuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,18 +43,38 @@ def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
     return torch.view_as_real(torch.mul(pairs, factors, out=out)).flatten(-2)
 
 
-def rotate_flat(x: Tensor) -> Tensor:
-    """Rotate x (B, heads, N, D) like `rotate`, for exporters: without scale, complex numbers and strided slices.
+def rotate_flat(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    """Compute `rotate` for exporters: without complex numbers and strided slices, with tensors of rank 4 or less.
 
-    All tensors have rank 4 or less. The tables are literals, which become constants of the graph.
+    The tables are literals, which become constants of the graph, unless the number of tokens is dynamic.
+
+    Args:
+        q, k: (B, heads, N, D).
+        scale: factor of k.
     """
-    dim, dtype = x.shape[-1], torch.float64 if x.dtype == torch.float64 else torch.float32
-    exponents = [m // 2 / max(1, dim // 2 - 1) for m in range(dim)]
-    frequency = torch.tensor([10000.0 ** -e for e in exponents], dtype=dtype, device=x.device)
-    quarter_rotation = [[0.0] * dim for _ in range(dim)]
+    tokens, dim, dtype = q.shape[2], q.shape[3], torch.float64 if q.dtype == torch.float64 else torch.float32
+    frequency = np.repeat(_frequencies(dim // 2, dtype), 2)
+    quarter_rotation = np.zeros((dim, dim), frequency.dtype)
     for m in range(0, dim, 2):
-        quarter_rotation[m][m + 1], quarter_rotation[m + 1][m] = 1.0, -1.0
-    position = torch.ones_like(x[:1, :1, :, :1], dtype=dtype).cumsum(2) - 1          # (1, 1, N, 1): 0, 1, 2, ...
-    angles = position * frequency
-    rotated = x @ torch.tensor(quarter_rotation, dtype=x.dtype, device=x.device)
-    return x * angles.cos().to(x.dtype) + rotated * angles.sin().to(x.dtype)
+        quarter_rotation[m, m + 1], quarter_rotation[m + 1, m] = 1, -1
+    turn = torch.tensor(quarter_rotation, device=q.device).to(q.dtype)
+    if isinstance(tokens, int):
+        angles = (np.arange(tokens, dtype=frequency.dtype)[:, None] * frequency).astype(np.float64)
+        cos, sin = (torch.tensor(table.astype(frequency.dtype), device=q.device)
+                    for table in (np.cos(angles), np.sin(angles)))
+    else:
+        position = torch.ones_like(q[:1, :1, :, :1], dtype=dtype).cumsum(2) - 1.0        # (1, 1, N, 1): 0, 1, 2, ...
+        angles = position * torch.tensor(frequency, device=q.device)
+        cos, sin = angles.cos(), angles.sin()
+    cos, sin, k = cos.to(q.dtype), sin.to(q.dtype), k * scale
+    return q * cos + (q @ turn) * sin, k * cos + (k @ turn) * sin
+
+
+def _frequencies(count: int, dtype: torch.dtype) -> np.ndarray:
+    """Return the frequencies of `rotary_angles`, rounded as there: a difference grows with the number of tokens.
+
+    It uses no tensor, because exporters record every operation on tensors."""
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    step = float(kind(1) / kind(max(1, count - 1)))
+    exponents = [step * m if m < count // 2 or count == 1 else 1 - step * (count - 1 - m) for m in range(count)]
+    return np.array([10000.0 ** -float(kind(e)) for e in exponents]).astype(kind)

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from ...kernels import quadtree_solve
 from ...kernels.common.autocast import without_autocast
+from ...kernels.quadtree_solve.portable import quadtree_solve_maps
 from ...kernels.trees import (
     PARAMETRIZATIONS,
     RHO,
     Level,
     level_means,
+    level_means_export,
     quadtree_levels,
     repeat_to_children,
+    sibling_normalized,
     third_of_coarsest_cell,
 )
 from ..options import Options, check, flag, integer, one_of, or_none
@@ -93,7 +96,11 @@ class TreeMixer(nn.Module):
             None if static_edges else nn.Linear(dim, num_heads * EDGE_DIM, bias=False, **dd) for _ in range(2))
         self.edge_bias = nn.Parameter(torch.empty(BIASED_LEVELS, 2, 2, num_heads, **dd))
         self.out = nn.Linear(dim, dim, **dd)
-        self.backend = 'export' if is_exportable() else 'auto'
+        self.exportable = is_exportable()
+        if self.exportable:              # weights of convolutions; exporters need them as constants
+            self.register_buffer('head_to_channels', torch.ones(dim, 1, 1, 1, **dd), persistent=False)
+            self.register_buffer('dots', torch.full((num_heads, EDGE_DIM, 1, 1), EDGE_DIM ** -0.5, **dd),
+                                 persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,6 +121,9 @@ class TreeMixer(nn.Module):
                 padding.
         """
         levels = self.levels(*x.shape[1:3])
+        if self.exportable and mask is None:
+            y = self._solve_maps(x, levels).permute(0, 2, 3, 1)
+            return self.out(F.silu(self.gate(x)) * y)
         values = [self._split_heads(v) for v in level_means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
         y = quadtree_solve(
             values,
@@ -122,10 +132,32 @@ class TreeMixer(nn.Module):
             rho=self.rho,
             mask=mask,
             shift=levels[0][2:],
-            backend=self.backend,
         )[0]
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return self.out(F.silu(self.gate(x)) * y)
+
+    def _solve_maps(self, x: Tensor, levels: Sequence[Level]) -> Tensor:
+        """Return the solution at the leaves, (B, C, H, W), computed with channels-first maps for exporters."""
+        values = level_means_export(self.value(x).permute(0, 3, 1, 2), levels)
+        logits: List[Tensor] = [self._biases(n, level) for n, level in enumerate(levels[:-1])]
+        if self.query is not None:
+            query, key = (level_means_export(linear(x).permute(0, 3, 1, 2), levels)
+                          for linear in (self.query, self.key))
+            products = (query[n] * repeat_to_children(key[n + 1], level) for n, level in enumerate(levels[:-1]))
+            logits = [F.conv2d(product, self.dots, groups=self.num_heads) + bias
+                      for product, bias in zip(products, logits)]
+        if self.parametrization == 'laplacian':
+            edges = [F.softplus(logit) for logit in logits]
+        elif self.parametrization == 'symmetric':
+            edges = [sibling_normalized(logit, level, self.rho) for logit, level in zip(logits, levels)]
+        else:
+            edges = logits
+
+        def spread(numbers: Tensor) -> Tensor:
+            """Repeat a head's number for each of its channels."""
+            return F.conv2d(numbers, self.head_to_channels, groups=self.num_heads)
+
+        return quadtree_solve_maps(values, edges, self.parametrization, levels, spread)[0]
 
     def levels(self, height: int, width: int) -> List[Level]:
         """The grids of all levels of the tree over a map of this size."""
@@ -205,7 +237,9 @@ class TreeMixer(nn.Module):
         """The bias of each cell, which depends on its place among its siblings: (1, heads, H_l, W_l)."""
         table = self.edge_bias[min(n, BIASED_LEVELS - 1)]
         table = table.to(torch.promote_types(table.dtype, torch.float32))
-        for axis, (length, first) in enumerate(((level.height, level.top), (level.width, level.left))):
-            place = (torch.arange(length, device=table.device) + first) % 2
-            table = table.index_select(axis, place)
-        return table.permute(2, 0, 1)[None]
+        top, left = level.top % 2, level.left % 2
+        table = table.permute(2, 0, 1)[None]
+        table = table.repeat(1, 1, (level.height + top + 1) // 2, (level.width + left + 1) // 2)
+        if tuple(table.shape[2:]) == (level.height, level.width):
+            return table
+        return table[:, :, top:top + level.height, left:left + level.width]

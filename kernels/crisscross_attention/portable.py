@@ -4,9 +4,10 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ..common.decay import compute_dtype
 from ..common.workspace import Workspace, exponentials_are_safe, ranges
 from ..decay_attention import portable as decay_portable
-from ..decay_attention.portable import LineWeights, decay_attention_export
+from ..decay_attention.portable import LineWeights, line_weights_export
 
 
 def _plan(q: Tensor) -> List[slice]:
@@ -103,16 +104,40 @@ def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
 
 def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                                 paths: str) -> Tensor:
-    """Chain the dense formulas; every tensor but the arguments has rank 4 at most."""
-    def rows(x):
-        return decay_attention_export(q, k, x, log_alpha, 'row', mask_mode)
+    """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
+    q, k, values = (x.flatten(2, 3) for x in (q, k, v))
+    return crisscross_attention_tokens(q, k, values, log_alpha, log_beta, mask_mode, paths).reshape(v.shape)
 
-    def columns(x):
-        return decay_attention_export(q, k, x, log_beta, 'column', mask_mode)
 
-    if paths == 'h2v':
-        return columns(rows(v))
-    if paths == 'v2h':
-        return rows(columns(v))
-    h2v, v2h = (x.flatten(0, 1) for x in (columns(rows(v)), rows(columns(v))))
-    return ((h2v + v2h) * 0.5).view(v.shape)
+def crisscross_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                                paths: str) -> Tensor:
+    """Compute `crisscross_attention_export` for tokens q, k, v (B, heads, H * W, D), with tensors of rank 4 at most.
+
+    Returns (B, heads, H * W, Dv)."""
+    batch, heads, height, width = log_alpha.shape
+    groups, dtype, dim = batch * heads, compute_dtype(q.dtype), v.shape[-1]
+
+    def lines(x: Tensor) -> Tensor:
+        """Rows of tokens: (B, heads, N, D) -> (G * H, W, D)."""
+        return x.to(dtype).reshape(groups * height, width, x.shape[-1])
+
+    def to_columns(x: Tensor) -> Tensor:
+        """(G * H, W, D) -> (G * W, H, D)."""
+        x = x.reshape(groups, height, width, x.shape[-1]).transpose(1, 2)
+        return x.reshape(groups * width, height, x.shape[-1])
+
+    def to_rows(x: Tensor) -> Tensor:
+        """(G * W, H, D) -> (G * H, W, D)."""
+        return x.reshape(groups, width, height, dim).transpose(1, 2).reshape(groups * height, width, dim)
+
+    q, k, values = lines(q), lines(k), lines(v)
+    log_beta = log_beta.reshape(groups, height, width).transpose(1, 2).reshape(groups * width, height, 1)
+    along = line_weights_export(q, k, log_alpha.reshape(groups * height, width, 1), mask_mode)
+    down = line_weights_export(to_columns(q), to_columns(k), log_beta, mask_mode)
+    results = []
+    if paths != 'v2h':
+        results.append(to_rows(down @ to_columns(along @ values)))
+    if paths != 'h2v':
+        results.append(along @ to_rows(down @ to_columns(values)))
+    y = (results[0] + results[1]) * 0.5 if paths == 'both' else results[0]
+    return y.reshape(v.shape).to(v.dtype)

@@ -110,14 +110,20 @@ def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a
     batch, heads, height, width, dim = v.shape
     dtype = compute_dtype(q.dtype)
     q, k, values, steps = (_export_lines(x.to(dtype), axis) for x in (q, k, v, log_decay.unsqueeze(-1)))
-    sums = cumulative(steps, 1, dtype)                                       # (lines, L, 1)
-    log_mask = -(sums - sums.transpose(1, 2)).abs()                          # (lines, L, L)
-    logits = q @ k.transpose(1, 2)
-    weights = logits.softmax(-1) * log_mask.exp() if mask_mode == 'multiplicative' else (logits + log_mask).softmax(-1)
-    y = weights @ values
+    y = line_weights_export(q, k, steps, mask_mode) @ values
     if axis == 'column':
         y = y.reshape(batch * heads, width, height, dim).transpose(1, 2)
     return y.reshape(v.shape).to(v.dtype)
+
+
+def line_weights_export(q: Tensor, k: Tensor, steps: Tensor, mask_mode: str) -> Tensor:
+    """Return the attention weights (lines, L, L) of lines q, k (lines, L, D) with step logs (lines, L, 1)."""
+    sums = cumulative(steps, 1, q.dtype)                                     # (lines, L, 1)
+    log_mask = -(sums - sums.transpose(1, 2)).abs()                          # (lines, L, L)
+    logits = q @ k.transpose(1, 2)
+    if mask_mode == 'multiplicative':
+        return logits.softmax(-1) * log_mask.exp()
+    return (logits + log_mask).softmax(-1)
 
 
 def _export_lines(x: Tensor, axis: str) -> Tensor:

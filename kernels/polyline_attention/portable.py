@@ -152,15 +152,23 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
 def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                               paths: str) -> Tensor:
     """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
-    batch, heads, height, width, _ = q.shape
-    tokens, dtype = height * width, compute_dtype(q.dtype)
-    q, k, values = (x.to(dtype).reshape(batch * heads, tokens, x.shape[-1]) for x in (q, k, v))
-    sa, sb = (cumulative(x.reshape(batch * heads, height, width), dim, dtype)
-              for x, dim in ((log_alpha, -1), (log_beta, -2)))
+    q, k, values = (x.flatten(2, 3) for x in (q, k, v))
+    return polyline_attention_tokens(q, k, values, log_alpha, log_beta, mask_mode, paths).reshape(v.shape)
+
+
+def polyline_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                              paths: str) -> Tensor:
+    """Compute `polyline_attention_export` for tokens q, k, v (B, heads, H * W, D), with tensors of rank 4 at most.
+
+    Returns (B, heads, H * W, Dv)."""
+    batch, heads, height, width = log_alpha.shape
+    groups, tokens, dtype = batch * heads, height * width, compute_dtype(q.dtype)
+    q, k, values = (x.to(dtype).reshape(groups, tokens, x.shape[-1]) for x in (q, k, v))
+    sa, sb = (cumulative(x.reshape(groups, height, width), dim, dtype) for x, dim in ((log_alpha, 2), (log_beta, 1)))
     row = -(sa.unsqueeze(3) - sa.unsqueeze(2)).abs()                              # (G, i, j, l)
     column = -(sb.unsqueeze(2) - sb.unsqueeze(1)).abs()                           # (G, i, k, l)
-    column = column.reshape(batch * heads, height, 1, tokens)                     # (G, i, 1, k*l)
-    v2h = (row.repeat(1, 1, 1, height) + column).reshape(batch * heads, tokens, tokens)
+    column = column.reshape(groups, height, 1, tokens)                            # (G, i, 1, k*l)
+    v2h = (row.repeat(1, 1, 1, height) + column).reshape(groups, tokens, tokens)
     chosen = [m for p, m in (('v2h', v2h), ('h2v', v2h.transpose(1, 2))) if paths in (p, 'both')]
     logits = q @ k.transpose(1, 2)
     if mask_mode == 'multiplicative':

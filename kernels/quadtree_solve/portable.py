@@ -3,14 +3,14 @@
 Blocks have size 1, and A = 1 (for the Laplacian, A_v = 1 + the weights of v's edges). Then the sweeps need three
 numbers per node: 1 / S, the factor -C / S of r_v in its parent's r, and the factor -B / S of x_p in x_v.
 """
-from typing import List, Sequence, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common.decay import compute_dtype
 from ..common.workspace import keep_freed_memory
-from ..trees.grid import Level, quadtree_levels, quarters, repeat_to_children, sum_children
+from ..trees.grid import Level, mean_children, quadtree_levels, quarters, repeat_to_children
 
 Coefficients = Tuple[List[Tensor], List[Tensor], List[Tensor]]
 
@@ -110,44 +110,71 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
 
 def quadtree_solve_export(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]
                           ) -> List[Tensor]:
-    """Solve with channels first, sums over children by pooling, and values at children by interpolation.
-
-    It uses no custom operator and no in-place operation, and computes with tensors of rank 4 at most."""
-    batch, heads, height, width, dim = values[0].shape
+    """Solve with `quadtree_solve_maps`; every tensor but the arguments and the results has rank 4 at most."""
+    batch, heads, _, _, dim = values[0].shape
     levels, dtype = _levels(values, shift), compute_dtype(values[0].dtype)
 
-    def channels_first(x: Tensor, level: Level) -> Tensor:
-        x = x.to(dtype).permute(0, 1, 4, 2, 3)
-        return x.reshape(batch, heads * dim, level.height, level.width)
-
-    def spread(x: Tensor, level: Level) -> Tensor:
+    def spread(x: Tensor) -> Tensor:
         """Repeat a head's number for each of its channels."""
-        x = x[:, :, None].expand(-1, -1, dim, -1, -1)
-        return x.reshape(batch, heads * dim, level.height, level.width)
+        images, _, height, width = x.shape
+        x = x.reshape(images * heads, 1, height, width).expand(-1, dim, -1, -1)
+        return x.reshape(images, heads * dim, height, width)
 
-    right, pull, scales, carried = [], [], [], None
-    below = None                                        # what the finer level adds
-    for n, level in enumerate(levels):
-        one = torch.ones_like(edges[n] if n < len(edges) else values[n][..., 0]).to(dtype)
-        carried = one if carried is None else one + carried
-        r = channels_first(values[n], level)
-        right.append(r if below is None else r + below)
-        if n == len(edges):
-            scales.append(spread(1 / carried, level))
-            break
-        edge = edges[n].to(dtype)
-        scale = 1 / (carried + edge) if parametrization == 'laplacian' else 1 / carried
-        down = edge * scale if parametrization == 'laplacian' else -edge * scale
-        up = -down if parametrization == 'skew' else down
-        carried = sum_children(up * (carried if parametrization == 'laplacian' else edge), level)
-        below = sum_children(spread(up, level) * right[-1], level)
-        pull.append(spread(down, level))
-        scales.append(spread(scale, level))
-    solution = [right[-1] * scales[-1]]
-    for n in reversed(range(len(edges))):
-        solution.append(right[n] * scales[n] + pull[n] * repeat_to_children(solution[-1], levels[n]))
+    maps = [v.to(dtype).permute(0, 1, 4, 2, 3).reshape(batch, heads * dim, *v.shape[2:4]) for v in values]
+    edges = [edge.to(dtype) for edge in edges]
+    if parametrization == 'laplacian':
+        edges = [edge * 4.0 ** -n for n, edge in enumerate(edges)]
+    solution = quadtree_solve_maps(maps, edges, parametrization, levels, spread)
     return [x.reshape(batch, heads, dim, level.height, level.width).permute(0, 1, 3, 4, 2).to(values[0].dtype)
-            for x, level in zip(reversed(solution), levels)]
+            for x, level in zip(solution, levels)]
+
+
+def quadtree_solve_maps(values: Sequence[Tensor], edges: Sequence[Tensor], parametrization: str,
+                        levels: Sequence[Level], spread: Callable[[Tensor], Tensor]) -> List[Tensor]:
+    """Solve for channels-first maps, for exporters: sums over children by pooling, values at children by interpolation.
+
+    It uses no custom operator and no in-place operation, and computes with tensors of rank 4 at most.
+
+    Args:
+        values: (B, C, H_l, W_l) for each level.
+        edges: (B or 1, heads, H_l, W_l) for each level but the last. The weights of 'laplacian' are divided by
+            4^level. All numbers of a cell then have the size of means over its leaves, which half precision can hold.
+        parametrization: 'laplacian', 'symmetric' (with normalized edges) or 'skew'.
+        levels: the grids.
+        spread: repeats a head's number for each of its channels: (B or 1, heads, H, W) -> (B or 1, C, H, W).
+
+    Returns:
+        The solution, (B, C, H_l, W_l) for each level.
+    """
+    laplacian = parametrization == 'laplacian'
+    right, pull, pivots = [], [], []     # pivots: None for 1
+    carried, below = None, None          # of the finer level: what it adds to the pivots and to the right-hand side
+    for n, value in enumerate(values):
+        own = 4.0 ** -n if laplacian else 1.0
+        value = value * own if laplacian and n else value
+        right.append(value if below is None else value + below)
+        pivot = None if carried is None else carried + own
+        if n == len(edges):
+            pivots.append(pivot)
+            break
+        edge = edges[n]
+        excess, pivot = pivot, edge + (own if pivot is None else pivot) if laplacian else pivot
+        pivots.append(pivot)
+        # Quotients instead of reciprocals: Core ML adds a small number to the argument of a reciprocal.
+        down = edge if pivot is None else edge / pivot
+        down = down if laplacian else -down
+        up = -down if parametrization == 'skew' else down
+        carried = up * edge if not laplacian else up if excess is None else up * excess
+        pull.append(spread(down))
+        below = (-pull[n] if parametrization == 'skew' else pull[n]) * right[n]
+        carried, below = (mean_children(x, levels[n]) for x in (carried, below))
+        if not laplacian:
+            carried, below = carried * 4.0, below * 4.0
+    own = [r if pivot is None else r / spread(pivot) for r, pivot in zip(right, pivots)]
+    solution = own[-1:]
+    for n in reversed(range(len(edges))):
+        solution.append(own[n] + pull[n] * repeat_to_children(solution[-1], levels[n]))
+    return solution[::-1]
 
 
 def raise_for_singular_quadtree(op: str, edges: Sequence[Tensor], levels: Sequence[Level],

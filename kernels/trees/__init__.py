@@ -5,6 +5,7 @@ from .grid import (
     common_ancestor_levels,
     leaf_counts,
     level_means,
+    level_means_export,
     quadtree_levels,
     repeat_to_children,
     sum_children,
@@ -16,7 +17,7 @@ from .topology import Tree, cached_path, cached_sequence, level_lengths
 
 __all__ = [
     'Level', 'ORDERS', 'PARAMETRIZATIONS', 'RHO', 'Tree', 'cached_path', 'cached_sequence', 'common_ancestor_levels',
-    'grid_order', 'leaf_counts', 'level_lengths', 'level_means', 'quadtree_levels', 'repeat_to_children',
-    'sibling_normalized', 'sum_children', 'third_of_coarsest_cell', 'tree_blocks', 'tree_log_determinant',
-    'tree_marginal_variances', 'tree_sample',
+    'grid_order', 'leaf_counts', 'level_lengths', 'level_means', 'level_means_export', 'quadtree_levels',
+    'repeat_to_children', 'sibling_normalized', 'sum_children', 'third_of_coarsest_cell', 'tree_blocks',
+    'tree_log_determinant', 'tree_marginal_variances', 'tree_sample',
 ]

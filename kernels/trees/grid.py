@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
+from ..common.tracing import exporting
 
 
 class Level(NamedTuple):
@@ -91,16 +92,32 @@ def quarters(level: Level) -> List[Tuple[Tuple, Tuple]]:
 
 def sum_children(x: Tensor, level: Level) -> Tensor:
     """Sum over the children of each parent: (B, C, H, W) on `level` -> (B, C, H', W') on the next level."""
+    if exporting():
+        return mean_children(x, level) * 4.0
     padding = (level.top % 2, level.left % 2)
     # A row or column is added before the first if that is a second child. The pooling pads both sides, and drops a last
     # window that holds only padding.
     return F.avg_pool2d(x, 2, padding=padding, ceil_mode=True, divisor_override=1)
 
 
+def mean_children(x: Tensor, level: Level) -> Tensor:
+    """Return a quarter of `sum_children`, for exporters, many of which pool without padding and rounding up only."""
+    return F.avg_pool2d(pad_to_parents(x, level), 2)
+
+
+def pad_to_parents(x: Tensor, level: Level) -> Tensor:
+    """Add the cells with value 0 that parents at the border lack: (B, C, H, W) -> (B, C, 2 H', 2 W')."""
+    top, left = level.top % 2, level.left % 2
+    bottom, right = (level.height + top) % 2, (level.width + left) % 2
+    return F.pad(x, (left, right, top, bottom)) if top or left or bottom or right else x
+
+
 def repeat_to_children(x: Tensor, level: Level) -> Tensor:
     """Repeat each parent's value for its children: (B, C, H', W') -> (B, C, H, W) on `level`."""
     x = F.interpolate(x, scale_factor=2.0, mode='nearest')
     top, left = level.top % 2, level.left % 2
+    if exporting() and not (top or left or level.height % 2 or level.width % 2):
+        return x                             # exporters keep a slice that changes nothing
     return x[:, :, top:top + level.height, left:left + level.width]
 
 
@@ -138,3 +155,24 @@ def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = Non
         total = sum_children(total, level)
         result.append((total / (count if mask is None else count.clamp(min=1))).to(x.dtype))
     return result
+
+
+def level_means_export(x: Tensor, levels: Sequence[Level]) -> List[Tensor]:
+    """Compute `level_means` without masks for exporters: the counts are literals, which become constants."""
+    mean, result = x, [x]                    # `mean` counts the missing leaves of cells at the border as zeros
+    for n, (level, above) in enumerate(zip(levels, levels[1:]), 1):
+        mean = mean_children(mean, level)
+        rows, columns = (_leaves_along(*sides, n) for sides in (
+            (levels[0].height, levels[0].top, above.height), (levels[0].width, levels[0].left, above.width)))
+        full = all(count == 2 ** n for count in rows + columns)
+        share = None if full else torch.tensor([[4.0 ** n / (i * j) for j in columns] for i in rows], dtype=x.dtype,
+                                               device=x.device)
+        result.append(mean if share is None else mean * share[None, None])
+    return result
+
+
+def _leaves_along(length: int, origin: int, cells: int, n: int) -> List[int]:
+    """Return how many of `length` leaves along an axis each of the `cells` of level n covers."""
+    first = origin >> n
+    edges = [min(max((first + cell << n) - origin, 0), length) for cell in range(cells + 1)]
+    return [stop - start for start, stop in zip(edges, edges[1:])]

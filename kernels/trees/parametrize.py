@@ -2,11 +2,13 @@
 from typing import Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
 from ..common.autocast import without_autocast
-from .grid import Level, repeat_to_children, sum_children
+from ..common.tracing import exporting
+from .grid import Level, pad_to_parents, repeat_to_children, sum_children
 from .sweeps import dagger
 from .topology import Tree
 
@@ -29,9 +31,11 @@ def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
 
 
 def _max_children(x: Tensor, level: Level) -> Tensor:
-    """Maximum over the children of each parent, as `sum_children`."""
+    """Maximum over the children of each parent, as `sum_children`; x is at least 0."""
+    if exporting():
+        return F.max_pool2d(pad_to_parents(x, level), 2)
     padding = (level.top % 2, level.left % 2)
-    return torch.nn.functional.max_pool2d(x, 2, padding=padding, ceil_mode=True)
+    return F.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 
 
 @checks.renamed(parametrisation='parametrization')
