@@ -138,6 +138,14 @@ class TransformerLayer(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+def to_even_size(x: Tensor) -> Tensor:
+    """Resize (B, C, H, W) to the next even height and width, as the authors' code does."""
+    height, width = (n + -n % p for n, p in zip(x.shape[2:], PATCH))
+    if (height, width) == tuple(x.shape[2:]):
+        return x
+    return F.interpolate(x, size=(height, width), mode='bilinear', align_corners=True)
+
+
 @register_notrace_module
 class MobileViTv2Block(nn.Module):
     """Depthwise 3 x 3, linear map to the layers' width, transformer layers, norm, linear map back.
@@ -176,10 +184,7 @@ class MobileViTv2Block(nn.Module):
             source: tokens (B, dim, H', W') of another image, such as the previous frame. Every layer takes its context
                 from them (cross-attention).
         """
-        height, width = (n + -n % p for n, p in zip(x.shape[2:], PATCH))
-        if (height, width) != tuple(x.shape[2:]) and not self.exact_size:
-            x = F.interpolate(x, size=(height, width), mode='bilinear', align_corners=True)
-        x = self.conv_1x1(self.conv_kxk(x))
+        x = self.conv_1x1(self.conv_kxk(x if self.exact_size else to_even_size(x)))
         separable = isinstance(self.transformer[0].attn, SeparableSelfAttention)
         rows, columns = x.shape[2:]
         context = x if source is None else check_source(x, source)
@@ -219,4 +224,6 @@ class Stem(ConvNormAct):
 
     def forward(self, x: Tensor) -> Tensor:
         x = check_image(x, self.conv.in_channels)
-        return super().forward(x.contiguous(memory_format=torch.channels_last))
+        if not torch.compiler.is_exporting():              # runtimes choose their own layout
+            x = x.contiguous(memory_format=torch.channels_last)
+        return super().forward(x)

@@ -1,0 +1,182 @@
+"""The export form of MobileViTv2's blocks: linear layers on tokens in rows, with all weights rewritten beforehand.
+
+`exportable=True` alone gives a correct graph. `prepare_for_export` gives a faster one, with fewer operators that
+ExecuTorch cannot delegate to XNNPACK. It changes results by rounding only.
+"""
+from typing import List, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from .blocks import can_bypass_forward
+from .mixers import SeparableSelfAttention
+from .mobilevitv2_blocks import PATCH, ConvNormAct, MobileViTv2Block, TransformerLayer, to_even_size
+
+GROUPS = PATCH[0] * PATCH[1]
+
+
+class ImageNorm(nn.Module):
+    """GroupNorm with one group and without weights, for tokens (B * tokens, C) of B images."""
+
+    def __init__(self, norm: nn.GroupNorm):
+        super().__init__()
+        self.eps = norm.eps
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        # As one channel, because for several channels the graph would get weights of 1 and biases of 0.
+        return F.group_norm(x.reshape(-1, 1, tokens * x.shape[1]), 1, eps=self.eps).reshape(-1, x.shape[1])
+
+
+class ExportLayer(nn.Module):
+    """TransformerLayer with separable attention on tokens (B * tokens, C), where each group's tokens are consecutive.
+
+    The weights and biases of the norms are folded into the linear layers after them. Keys are not computed: their map
+    is applied to the context of the inputs, because scores sum to 1. The bias of the queries has no effect on scores.
+    """
+
+    def __init__(self, layer: TransformerLayer):
+        super().__init__()
+        dim, latent = layer.norm1.num_channels, layer.attn.num_latent_tokens
+        self.norm1, self.norm2 = ImageNorm(layer.norm1), ImageNorm(layer.norm2)
+        weight, bias = _fold_affine(layer.norm1, layer.attn.qkv_proj)
+        self.query = _linear(weight[:latent], None)
+        self.key, self.value = (_linear(weight[n:n + dim], bias[n:n + dim]) for n in (latent, latent + dim))
+        self.out = _linear(layer.attn.out_proj.weight, layer.attn.out_proj.bias)
+        self.fc1 = _linear(*_fold_affine(layer.norm2, layer.mlp.fc1))
+        self.fc2 = _linear(layer.mlp.fc2.weight, layer.mlp.fc2.bias)
+
+    def scores(self, x: Tensor, row: int) -> Tensor:
+        """Return the context scores (B * groups, 1, row) for groups of `row` tokens."""
+        logits, latent = self.query(x), self.query.out_features
+        if latent == 1:
+            return logits.reshape(-1, 1, row).softmax(-1)
+        return logits.reshape(-1, row, latent).transpose(1, 2).softmax(-1).mean(1, keepdim=True)
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        row, dim = tokens // GROUPS, x.shape[1]
+        y = self.norm1(x, tokens)
+        context = self.key(torch.bmm(self.scores(y, row), y.reshape(-1, row, dim)))       # (B * groups, 1, C)
+        active = self.value(y).relu().reshape(-1, row, dim)
+        x = x + self.out((active * context).reshape(-1, dim))
+        return x + self.fc2(F.silu(self.fc1(self.norm2(x, tokens))))
+
+
+class ExportBlock(nn.Module):
+    """MobileViTv2Block in evaluation mode: (B, C, H, W) to the same shape, or to the next even height and width.
+
+    Tokens are brought once into the order (image, group, token of the group). Between, they are the rows of a matrix,
+    so that 1 x 1 convolutions are linear layers without a change of layout.
+
+    While torch.export records a graph of dynamic height or width, the block runs in its ordinary export form, because
+    torch.export cannot check the reshapes of this form with unknown sizes in acceptable time.
+    """
+
+    def __init__(self, block: MobileViTv2Block):
+        super().__init__()
+        self.ordinary = block
+        self.transformer = nn.ModuleList(map(ExportLayer, block.transformer))
+        self.norm = ImageNorm(block.norm)
+        self.proj = _linear(*_fold_affine(block.norm, _without_batch_norm(block.conv_proj)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not all(isinstance(side, int) for side in x.shape[2:]):
+            return self.ordinary(x)
+        x = self.ordinary.conv_1x1(self.ordinary.conv_kxk(to_even_size(x)))
+        height, width = x.shape[2:]
+        tokens, sampling = height * width, self.ordinary.sampling
+        x = to_groups(x.permute(0, 2, 3, 1), sampling).reshape(-1, x.shape[1])
+        for layer in self.transformer:
+            x = layer(x, tokens)
+        x = self.proj(self.norm(x, tokens))
+        x = to_grid(x.reshape(-1, tokens, x.shape[1]), sampling, height, width)
+        # Without a dense copy, PyTorch's average pooling would export a view by strides, for this size only.
+        return x.permute(0, 3, 1, 2).contiguous()
+
+
+def to_groups(x: Tensor, sampling: str) -> Tensor:
+    """Reorder (B, H, W, C) to (B, H * W, C), where the tokens of each group are consecutive; tensors have rank 4."""
+    _, height, width, dim = x.shape
+    rows, columns = height // PATCH[0], width // PATCH[1]
+    if sampling == 'pixel':
+        x = x.reshape(-1, rows, PATCH[0], width * dim).transpose(1, 2)              # (B, pi, rows, W C)
+        x = x.reshape(-1, rows * columns, PATCH[1], dim).transpose(1, 2)            # (B pi, pj, rows columns, C)
+    else:
+        x = x.reshape(-1, rows, PATCH[1], columns * dim).transpose(1, 2)            # (B pi, pj, rows, columns C)
+    return x.reshape(-1, height * width, dim)
+
+
+def to_grid(x: Tensor, sampling: str, height: int, width: int) -> Tensor:
+    """Invert `to_groups`: (B, H * W, C) to (B, H, W, C)."""
+    dim = x.shape[2]
+    rows, columns = height // PATCH[0], width // PATCH[1]
+    if sampling == 'pixel':
+        x = x.reshape(-1, PATCH[1], rows * columns, dim).transpose(1, 2)
+        x = x.reshape(-1, PATCH[0], rows, width * dim).transpose(1, 2)
+    else:
+        x = x.reshape(-1, PATCH[1], rows, columns * dim).transpose(1, 2)
+    return x.reshape(-1, height, width, dim)
+
+
+def prepare_for_export(model: nn.Module) -> List[str]:
+    """Replace the MobileViTv2 blocks of a model by their export form, in place.
+
+    Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: their own
+    export form works for every option. A model without such blocks is not changed.
+
+    Args:
+        model: any module in evaluation mode, with BatchNorm fused or not.
+
+    Returns:
+        The names of all blocks that have the export form now.
+
+    Raises:
+        ValueError: the model is in training mode.
+    """
+    if any(isinstance(module, MobileViTv2Block) and module.training for module in model.modules()):
+        raise ValueError('the export form is for evaluation mode only; call model.eval() first')
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()) if not isinstance(parent, ExportBlock) else ():
+            if isinstance(child, MobileViTv2Block) and _is_supported(child):
+                setattr(parent, name, ExportBlock(child).eval())
+    return [name for name, module in model.named_modules() if isinstance(module, ExportBlock)]
+
+
+def _is_supported(block: MobileViTv2Block) -> bool:
+    if block.exact_size or not can_bypass_forward(block.conv_proj.conv):
+        return False
+    return all(
+        type(layer) is TransformerLayer and type(layer.attn) is SeparableSelfAttention
+        and can_bypass_forward(layer.attn.qkv_proj, layer.attn.out_proj, layer.mlp.fc1, layer.mlp.fc2)
+        for layer in block.transformer
+    )
+
+
+def _fold_affine(norm: nn.GroupNorm, conv: nn.Module) -> Tuple[Tensor, Tensor]:
+    """Return weight and bias of a 1 x 1 convolution that includes the norm's weight and bias before it."""
+    weight = conv.weight.detach().double().flatten(1)
+    bias = 0 if conv.bias is None else conv.bias.detach().double()
+    folded = weight * norm.weight.detach().double(), bias + weight @ norm.bias.detach().double()
+    return tuple(x.to(conv.weight.dtype) for x in folded)
+
+
+def _without_batch_norm(layer: ConvNormAct) -> nn.Module:
+    """Return the convolution of a layer without activation, with the norm fused into it."""
+    if not isinstance(layer.bn, nn.BatchNorm2d):
+        return layer.conv
+    norm, fused = layer.bn, nn.Module()
+    fused.weight, fused.bias = fuse_conv_bn_weights(layer.conv.weight, layer.conv.bias, norm.running_mean,
+                                                    norm.running_var, norm.eps, norm.weight, norm.bias)
+    return fused
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Return a linear layer with weight (D, C) or (D, C, 1, 1) and bias (D,) or None."""
+    weight = weight.detach().flatten(1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        if bias is not None:
+            linear.bias.copy_(bias)
+    return linear
