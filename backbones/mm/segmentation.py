@@ -12,6 +12,7 @@ from mmengine.registry import MODELS
 from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from mmseg.models.segmentors import EncoderDecoder
 from mmseg.structures import SegDataSample
+from timm.layers import is_exportable
 from torch import Tensor, nn
 
 Maps = Sequence[Tensor]
@@ -68,11 +69,17 @@ class DeepLabv3Head(_Head):
             *(self._unit(self.in_channels, self.channels, 3, d) for d in self.dilations),
             self._unit(self.in_channels, self.channels)])                               # for the mean of the image
         self.project = self._unit(len(self.aspp) * self.channels, self.channels)
+        self.exportable = is_exportable()
 
     def _forward_feature(self, inputs: Maps) -> Tensor:
         x = self._transform_inputs(inputs)
         *local, pooled = self.aspp
-        image = pooled(F.adaptive_avg_pool2d(x, 1)).expand(-1, -1, *x.shape[2:])        # (B, C, 1, 1) -> (B, C, H, W)
+        image = pooled(F.adaptive_avg_pool2d(x, 1))                                     # (B, C, 1, 1)
+        if self.exportable:
+            # The same values, by an operator that LiteRT can take here and that ExecuTorch delegates.
+            image = F.interpolate(image, x.shape[2:], mode='bilinear', align_corners=True)
+        else:
+            image = image.expand(-1, -1, *x.shape[2:])                                  # (B, C, H, W)
         return self.project(torch.cat([*(unit(x) for unit in local), image], dim=1))
 
 
@@ -92,6 +99,7 @@ class PSPNetHead(_Head):
     def __init__(self, pool_scales: Sequence[int] = (1, 2, 3, 6), **kwargs: Any):
         super().__init__(**kwargs)
         self.pool_scales = tuple(pool_scales)
+        self.pools = nn.ModuleList(nn.AdaptiveAvgPool2d(cells) for cells in self.pool_scales)
         width = max(self.in_channels // len(self.pool_scales) // 16, 1) * 16
         self.branches = nn.ModuleList(self._unit(self.in_channels, width) for _ in self.pool_scales)
         self.fusion = self._unit(self.in_channels + width * len(self.pool_scales), self.channels, 3)
@@ -99,8 +107,8 @@ class PSPNetHead(_Head):
     def _forward_feature(self, inputs: Maps) -> Tensor:
         x = self._transform_inputs(inputs)
         levels: List[Tensor] = [x]
-        for cells, unit in zip(self.pool_scales, self.branches):
-            y = unit(F.adaptive_avg_pool2d(x, cells))                                   # (B, C', cells, cells)
+        for pool, unit in zip(self.pools, self.branches):
+            y = unit(pool(x))                                                           # (B, C', cells, cells)
             levels.append(F.interpolate(y, x.shape[2:], mode='bilinear', align_corners=True))
         return self.fusion(torch.cat(levels, dim=1))
 
