@@ -1,5 +1,6 @@
 # make demo    train a small model on real images and draw its decay factors (minutes, no GPU); PRETRAINED=1 uses the
 #              weights of the package instead of training
+# make export  install the runtimes of phones and export a MobileViTv2 to each; MODEL= names another model
 # make mm      install MMDetection and MMSegmentation as well (compiles mmcv, 7 minutes once)
 # make test    install what the tests need and run them
 # make docs    build the documentation into site/
@@ -8,6 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
+MODEL ?= subquad_mobilevitv2_050
 # Processes that `make test` runs side by side, with one thread each.
 JOBS ?= auto
 
@@ -15,13 +17,16 @@ JOBS ?= auto
 # A short spin has no measurable cost on an idle machine.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo mm test test-slow test-network test-lowest test-timm docs dev lint clean
+.PHONY: help demo export mm test test-slow test-network test-lowest test-litert test-timm docs dev lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
 demo: $(VENV)/.subquad-demo
 	$(PY) -m subquad demo $(if $(PRETRAINED),--pretrained)
+
+export: $(VENV)/.subquad-export
+	$(PY) -m subquad export $(MODEL) --format all
 
 mm: $(VENV)/.subquad-mm
 
@@ -40,6 +45,16 @@ test-network: $(VENV)/.subquad-test
 # The tests of the models on the lowest versions that setup.py allows.
 test-lowest:
 	.ci/lowest '$(PYTHON)' '$(VENV)-lowest'
+
+# The tests of LiteRT, in an environment of its own, because it brings JAX and Transformers.
+test-litert: $(VENV)-litert/.subquad-litert
+	$(VENV)-litert/bin/python -m pip install -q --disable-pip-version-check 'pytest>=8'
+	OMP_NUM_THREADS=1 $(VENV)-litert/bin/python -m pytest -m 'not slow' tests/exporters/test_to_litert.py \
+		tests/exporters/test_examples.py -k litert
+
+$(VENV)-litert/.subquad-litert: setup.py constraints.txt .ci/setup
+	.ci/setup '$(PYTHON)' '$(VENV)-litert' litert
+	@touch $@
 
 # timm's own test suite, from its source distribution, on the models of this package.
 test-timm: $(VENV)/.subquad-test

@@ -76,7 +76,16 @@ demo = [*train, 'scikit-learn>=1.4', 'matplotlib>=3.8', 'mlxtend>=0.23']
 mm = [*train, 'onedl-mmcv>=2.3', 'onedl-mmdetection>=3.5', 'onedl-mmsegmentation>=1.4', 'scikit-image>=0.24',
       'scikit-learn>=1.4']
 completion = ['argcomplete>=3']
-test = [*demo, *mm, *completion, 'pytest>=8', 'pytest-xdist>=3.6', 'ruff>=0.6']
+# One extra for each format of `subquad export`. LiteRT is not part of `export`: it brings JAX and Transformers, 1.1 GB.
+formats = {
+    'onnx': ['onnx>=1.23', 'onnxscript>=0.7.2', 'onnxruntime>=1.31'],
+    'executorch': ['executorch>=1.5.1'],
+    'ncnn': ['pnnx>=20261020', 'ncnn>=1.0.20261020'],
+    'coreml': ['coremltools>=9.0'],
+    'litert': ['litert-torch>=0.10'],
+}
+export = [package for name, packages in formats.items() if name != 'litert' for package in packages]
+test = [*demo, *mm, *completion, *export, 'pytest>=8', 'pytest-xdist>=3.6', 'ruff>=0.6']
 docs = ['mkdocs>=1.6', 'mkdocs-material>=9.5', 'mkdocstrings[python]>=1.0']
 dev = [*test, *docs, 'pre-commit>=4']
 if __name__ == '__main__':           # as build backends run it; tests import the functions
@@ -99,7 +108,8 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         extras_require={
             'train': train,
             'mm': mm,
-            'export': ['onnx>=1.20', 'onnxscript>=0.5', 'onnxruntime>=1.23'],
+            **formats,
+            'export': export,
             'demo': demo,
             'completion': completion,
             'test': test,

@@ -27,6 +27,7 @@ TOOLS = {
     'test': 'evaluate a checkpoint on the test data of a config',
     'predict': 'run a classifier, detector or segmenter on images',
     'visualize': 'draw context scores, decay factors or token influences over images',
+    'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',
     'kernels': 'show which operators run on Triton kernels here',
@@ -147,7 +148,7 @@ def complete() -> None:
             for option in options_of(name):
                 tool.add_argument(option, nargs='*')
             words = tool.add_argument('words', nargs='*')
-            if name in ('train', 'test', 'predict', 'stats', 'configs'):
+            if name in ('train', 'test', 'predict', 'stats', 'export', 'configs'):
                 words.completer = _configs_or_files
     argcomplete.autocomplete(parser, always_complete_options=False)
 

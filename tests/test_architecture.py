@@ -12,12 +12,12 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
-TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.bench': 2}
+TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
 SHARED_NAMES = OPERATOR_FILES | {'evaluation', 'prediction', 'registry', 'runner'}
 # Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
-COMMANDS = {'benchmark', 'demo', 'kernels', 'make_dataset', 'models', 'predict', 'stats', 'test', 'train', 'visualize',
-            'weights'}
+COMMANDS = {'benchmark', 'demo', 'export', 'kernels', 'make_dataset', 'models', 'predict', 'stats', 'test', 'train',
+            'visualize', 'weights'}
 
 
 def modules():
@@ -131,7 +131,7 @@ def test_tools_import_lower_layers_only():
         return '.'.join(module.split('.')[:2])
 
     def floor(module):
-        return TOOL_LAYERS.get(folder(module), 3)
+        return TOOL_LAYERS.get(folder(module), 4)
 
     def allowed(module, name):
         return floor(name) < floor(module) or folder(name) == folder(module)
@@ -141,9 +141,9 @@ def test_tools_import_lower_layers_only():
     assert upwards == []
 
 
-def test_tools_has_commands_and_four_folders():
+def test_tools_has_commands_and_five_folders():
     entries = {path.stem for path in (ROOT / 'tools').iterdir() if path.suffix == '.py' or any(path.glob('*.py'))}
-    assert entries == COMMANDS | {'__init__', 'common', 'engine', 'data', 'bench'}
+    assert entries == COMMANDS | {'__init__', 'common', 'engine', 'data', 'exporters', 'bench'}
 
 
 @pytest.mark.parametrize('package', PACKAGES)

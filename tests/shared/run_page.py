@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # Languages of blocks that are shown and not run.
-SHOWN = ('text', 'bibtex')
+SHOWN = ('text', 'bibtex', 'kotlin', 'swift')
 _FENCE = re.compile(r'(<!-- test: slow -->\n)?^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 

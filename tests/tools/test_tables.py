@@ -181,3 +181,26 @@ def test_wrong_claim_raises(row, message, tmp_path):
     claims_file(tmp_path, f'  - {row}\n')
     with pytest.raises(UserError, match=message):
         tables.content('claims lcsm', tmp_path)
+
+
+def test_table_of_exports(tmp_path):
+    from subquad.tools.bench.export_matrix import MODELS, Cell
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    static, batch = frozenset(), frozenset({'batch'})
+    records = {
+        Cell(MODELS[0], False, 'onnx', 'fp32', static).key: dict(relative_error=1.26e-6, passed=True, bytes=5_500_000),
+        Cell(MODELS[0], False, 'onnx', 'fp32', batch).key: dict(relative_error=2e-3, passed=False, bytes=1),
+        Cell(MODELS[0], False, 'coreml', 'fp32', static).key: dict(relative_error=None, passed=True, bytes=1),
+        Cell(MODELS[0], False, 'ncnn', 'fp32', static).key: dict(error='no such operator')}
+    (folder / 'exports.json').write_text(json.dumps(records))
+    rows = {row.split(' | ')[0]: row.split(' | ')[1:] for row in tables.content('exports', tmp_path).splitlines()}
+    assert rows['| file'][0] == f'`{MODELS[0]}`' and len(rows['| file']) == len(MODELS)
+    found = {name: cells[0] for name, cells in rows.items()}
+    assert found['| `onnx`'] == '1e-06' and found['| `onnx`, dynamic batch'] == '2e-03 (too large)'
+    assert found['| `coreml`'] == 'converted' and found['| `ncnn`'] == 'refused'
+    assert found['| `ncnn`, fp16'] == 'not measured'
+    assert '| `litert`, feature maps' in rows and '| `litert`, feature maps, fp16' not in rows
+    summary = tables.content('exports_summary', tmp_path)
+    assert '| `onnx` | ONNX Runtime | 5.50 | 1e-06 |' in summary
+    assert '| `litert` | LiteRT | - | not measured |' in summary

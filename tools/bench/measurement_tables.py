@@ -105,12 +105,13 @@ def cpu_times_table(root: Path, family: str) -> str:
 
 
 def summary_table(root: Path) -> str:
-    """Five metrics of the processor that was measured last, in words.
+    """Five metrics of the processor on which their presets were measured last, in words.
 
     Raises:
         UserError: A record or metric is missing.
     """
-    records = _records(root, 'cpu*.jsonl')
+    presets = {preset for preset, *_ in _SUMMARY}
+    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'] in presets]
     cpu = max(records, key=lambda record: record['date'])['cpu'] if records else None
     newest = {record['preset']: record for record in records if record['cpu'] == cpu}
     rows = []

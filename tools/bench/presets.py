@@ -7,6 +7,7 @@ from . import denoising
 from .attention_units import attention_units
 from .comparisons import compare_models, compare_operator
 from .detector import detector
+from .exported_models import exported_models
 from .plots import plot
 from .polyline_growth import scan_against_mask, scan_growth
 from .tree_growth import tree_growth
@@ -142,6 +143,16 @@ _MOBILEVITV2 = [
         targets=dict(min_speedup={f'mobilevitv2_{width}': 0.97}),
         repeats=40 if batch == 1 else 8, processes=5, family='mobilevitv2')
       for width in ('050', '100', '200') for batch in (1, 8)),
+    *(Preset(
+        name=f'{runtime}-mobilevitv2_{width}',
+        description=f"exported MobileViTv2-{int(width) / 100:g} and timm's implementation with the same weights on "
+                    f'{title}, one 256 x 256 image, one thread',
+        measure=exported_models,
+        options=dict(name=f'subquad_mobilevitv2_{width}', baseline=f'mobilevitv2_{width}', runtime=runtime),
+        targets=dict(max_ratio=1.03, aim=0.9),
+        repeats=40, processes=5, family='mobilevitv2')
+      for runtime, title in (('onnx', 'ONNX Runtime'), ('executorch', 'ExecuTorch'))
+      for width in ('050', '100', '200')),
     *(Preset(
         name=f'{mobilevit}-256',
         description=f"MobileViTv2 and a MobileViT (v1) of about its size, timm's {mobilevit}, one 256 x 256 image",
@@ -283,7 +294,8 @@ _GPU = [
 
 PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_GPU)}
 # What `subquad benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
-# `denoising` is an error), on a GPU all of its presets.
+# `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()
-                       if preset.device == 'cpu' and preset.targets and name != 'denoising']
+                       if preset.device == 'cpu' and preset.targets and name != 'denoising'
+                       and preset.measure is not exported_models]
 GPU_DEFAULTS: List[str] = [name for name, preset in PRESETS.items() if preset.device == 'cuda']

@@ -10,6 +10,7 @@ from typing import Callable, Dict, List, Optional
 
 from ..common.cli import UserError, nearest
 from . import claims
+from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import model_tables as models
 
@@ -35,6 +36,9 @@ TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
     'gpu': measurements.gpu_table,
     'resources': measurements.resources_table,
+    'formats': exports.formats_table,
+    'exports': exports.exports_table,
+    'exports_summary': exports.exports_summary_table,
 }
 _TABLE = re.compile(r'(<!-- table: ([^\n]*?) -->\n)(.*?)(<!-- end of table -->)', re.DOTALL)
 _MARKER = re.compile(r'<!-- (?:table: |end of table)')

@@ -1,0 +1,81 @@
+"""LiteRT: files run within the tolerances and carry their metadata. Most tests need litert-torch, in its own venv."""
+import importlib.util
+import json
+import zipfile
+
+import pytest
+import torch
+from export_cases import subject_of
+
+from subquad.tools.common.cli import UserError
+from subquad.tools.exporters import to_litert
+from subquad.tools.exporters.formats import Options
+from subquad.tools.exporters.pipeline import export
+
+needs_litert = pytest.mark.skipif(importlib.util.find_spec('litert_torch') is None, reason='litert-torch not installed')
+
+
+def exported(folder, name, precision='fp32', **options):
+    return export(subject_of(name, **options), 'litert', folder / f'{name}.tflite', Options(precision), repeats=0)
+
+
+@needs_litert
+@pytest.mark.parametrize('name, precision, options', [
+    ('test_mobilevitv2', 'fp32', dict(size=(64, 96), features=True)),
+    ('test_ppma', 'fp16', dict()),
+    pytest.param('test_mobilevitv2', 'fp16', dict(), marks=pytest.mark.slow),
+    pytest.param('test_myo', 'fp32', dict(size=(84, 59)), marks=pytest.mark.slow),
+])
+def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
+    report = exported(tmp_path, name, precision, **options)
+    assert report.passed and [file.name for file in tmp_path.iterdir()] == [f'{name}.tflite']
+    low, high = (1e-6, 1e-2) if precision == 'fp16' else (0, 1e-5)
+    assert low <= report.errors.relative < high
+    metadata = to_litert.read_metadata(report.path)
+    assert metadata['model'] == name and metadata['precision'] == precision and metadata['input']['name'] == 'image'
+    parameters = sum(p.numel() for p in subject_of(name, **options).module.parameters())
+    assert report.bytes / parameters < (4 if precision == 'fp16' else 8)
+    operators = report.conversion.operators
+    assert operators['CONV_2D'] > 5 and 'DELEGATE' not in operators
+    assert not any('custom' in kind.lower() or 'flex' in kind.lower() for kind in operators)
+    run = to_litert.load(report.path, threads=2)
+    with pytest.raises(UserError, match='takes images of shape'):
+        run(torch.zeros(2, *metadata['input']['shape'][1:]))
+
+
+def test_metadata_is_a_zip_archive_behind_the_network(tmp_path):
+    path = tmp_path / 'a.tflite'
+    path.write_bytes(b'network')
+    with pytest.raises(UserError, match='holds no metadata'):
+        to_litert.read_metadata(path)
+    with zipfile.ZipFile(path, 'a') as archive:
+        archive.writestr('subquad.json', json.dumps(dict(model='m')))
+    assert path.read_bytes().startswith(b'network') and to_litert.read_metadata(path) == dict(model='m')
+    with pytest.raises(UserError, match='holds no metadata'):
+        to_litert.read_metadata(tmp_path / 'missing.tflite')
+
+
+@needs_litert
+def test_broken_files(tmp_path):
+    (tmp_path / 'a.tflite').write_bytes(b'no network')
+    for name in ('a', 'missing'):
+        with pytest.raises(UserError, match='is not a file for LiteRT'):
+            to_litert.load(tmp_path / f'{name}.tflite')
+
+
+@pytest.mark.parametrize('options', [Options(dynamic=frozenset(['batch'])), Options(dynamic=frozenset(['hw'])),
+                                     Options('int8')])
+def test_what_litert_does_not_keep_is_refused(options, tmp_path):
+    with pytest.raises(UserError, match='LiteRT files'):
+        to_litert.convert(subject_of('test_mobilevitv2'), options, tmp_path / 'a.tflite')
+    assert not list(tmp_path.iterdir())
+
+
+@needs_litert
+@pytest.mark.slow
+@pytest.mark.parametrize('precision', ['fp32', 'fp16'])
+@pytest.mark.parametrize('features', [False, True])
+@pytest.mark.parametrize('name', ['ppma_tiny', 'myo_tiny', 'subquad_mobilevitv2_050', 'test_ppma', 'test_myo',
+                                  'test_mobilevitv2'])
+def test_every_family(name, features, precision, tmp_path):
+    assert exported(tmp_path, name, precision, features=features).passed

@@ -1,0 +1,296 @@
+"""The page in examples/web prepares pictures as in training, and shows in Chromium what the ordinary model finds."""
+import base64
+import json
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from browser import browser, missing_programs, served
+from helpers import ROOT
+from PIL import Image
+
+from subquad.tools.exporters.file_metadata import describe, preprocessing
+from subquad.tools.exporters.formats import Options, missing_packages
+from subquad.tools.exporters.pipeline import export
+from subquad.tools.exporters.subject import classifier_from, classifier_subject
+
+WEB = ROOT / 'examples' / 'web'
+SOURCES = ('index.html', 'style.css', 'main.js', 'metadata.js', 'preprocessing.js', 'package.json', 'package-lock.json',
+           '.npmrc')
+WEIGHTS = 'test_mobilevitv2.digits'
+OFFLINE = 'ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|ERR_SOCKET_TIMEOUT'
+IDLE, PROBLEM = "document.body.dataset.state === 'idle'", "!document.getElementById('problem').hidden"
+needs_node = pytest.mark.skipif(bool(missing_programs('node')), reason=missing_programs('node'))
+
+
+def _node(script, data):
+    """Run a JavaScript module in the page's folder: it gets `data` as JSON, and prints JSON."""
+    start = "import {readFileSync} from 'node:fs';\nconst data = JSON.parse(readFileSync(0, 'utf8'));\n"
+    done = subprocess.run(['node', '--input-type=module', '-e', start + script], input=json.dumps(data), cwd=WEB,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _onnx_bytes(**props):
+    """A small ONNX model with entries of metadata."""
+    onnx = pytest.importorskip('onnx')
+    value = onnx.helper.make_tensor_value_info('x', onnx.TensorProto.FLOAT, [1, 300])
+    weight = onnx.numpy_helper.from_array(np.ones((300, 300), np.float32), 'w')
+    node = onnx.helper.make_node('MatMul', ['x', 'w'], ['y'])
+    output = onnx.helper.make_tensor_value_info('y', onnx.TensorProto.FLOAT, [1, 300])
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], 'graph', [value], [output], [weight]))
+    onnx.helper.set_model_props(model, props)
+    return model.SerializeToString()
+
+
+def _read_metadata(content):
+    """What metadata.js reads from the bytes of a file: (metadata, name of the error)."""
+    script = '''
+    import {readMetadata} from './metadata.js';
+    let metadata = null, error = null;
+    try { metadata = readMetadata(Uint8Array.from(Buffer.from(data, 'base64'))) ?? null; } catch (e) { error = e.name; }
+    console.log(JSON.stringify([metadata, error]));
+    '''
+    return _node(script, base64.b64encode(content).decode())
+
+
+@needs_node
+def test_metadata_are_read_from_the_file():
+    metadata = {'model': 'é' * 200, 'labels': ['a', 'b'], 'input': {'shape': [1, 3, 32, 32]}}
+    content = _onnx_bytes(other='{}', subquad=json.dumps(metadata, ensure_ascii=False), last='1')
+    assert _read_metadata(content) == [metadata, None]
+    assert _read_metadata(_onnx_bytes(other='{}')) == [None, None]
+
+
+@needs_node
+def test_damaged_files_are_an_error():
+    content = _onnx_bytes(subquad='{}')
+    assert _read_metadata(content[:-1]) == [None, 'RangeError']
+    assert _read_metadata(content[:1000]) == [None, 'RangeError']
+    assert _read_metadata(b'\x89PNG\r\n\x1a\n' + bytes(50))[1] == 'RangeError'
+    assert _read_metadata(b'<!doctype html><html>')[1] == 'RangeError'
+    assert _read_metadata(_onnx_bytes(subquad='{'))[1] == 'SyntaxError'
+
+
+def _picture(width, height):
+    """Smooth colors with noise, of any size."""
+    generator = np.random.default_rng(0)
+    coarse = Image.fromarray(generator.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int64)
+    return Image.fromarray((smooth + generator.integers(-40, 40, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def _prepare(picture, metadata):
+    """The input that preprocessing.js makes of a picture, (1, C, H, W)."""
+    script = '''
+    import {prepare} from './preprocessing.js';
+    const pixels = Uint8ClampedArray.from(Buffer.from(data.pixels, 'base64'));
+    const {input, shape} = prepare({width: data.width, height: data.height, data: pixels}, data.metadata);
+    console.log(JSON.stringify({shape, input: Buffer.from(input.buffer).toString('base64')}));
+    '''
+    pixels = base64.b64encode(picture.convert('RGBA').tobytes()).decode()
+    found = _node(script, dict(pixels=pixels, width=picture.width, height=picture.height, metadata=metadata))
+    return np.frombuffer(base64.b64decode(found['input']), dtype=np.float32).reshape(found['shape'])
+
+
+@needs_node
+@pytest.mark.parametrize('size', [(160, 107), (94, 125), (64, 64), (31, 20)], ids=str)
+@pytest.mark.parametrize('transform', [
+    dict(input_size=(3, 64, 64), crop_pct=0.875, interpolation='bicubic'),
+    dict(input_size=(3, 64, 64), crop_pct=1.0, interpolation='bilinear'),
+    dict(input_size=(3, 48, 32), crop_pct=0.9, interpolation='bicubic', crop_mode='squash'),
+    dict(input_size=(3, 48, 64), crop_pct=0.9, interpolation='bilinear'),
+    dict(input_size=(1, 32, 32), crop_pct=0.95, interpolation='bilinear'),
+], ids=['bicubic', 'bilinear', 'squash', 'oblong', 'gray'])
+def test_pictures_are_prepared_as_timm_does(transform, size):
+    channels, picture = transform['input_size'][0], _picture(*size)
+    transform = dict(transform, mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels])
+    metadata = describe('model', 'classification', 'random', (1, *transform['input_size']), preprocessing(transform))
+    expected = timm.data.create_transform(**transform)(picture.convert('L') if channels == 1 else picture)
+    actual = _prepare(picture, metadata)
+    assert actual.shape == (1, *expected.shape)
+    # One step of 8 bits is 0.017 or more.
+    np.testing.assert_allclose(actual[0], expected.numpy(), rtol=0, atol=1e-6)
+
+
+def test_the_lock_file_names_one_version_and_no_registry():
+    lock, package = (json.loads((WEB / name).read_text()) for name in ('package-lock.json', 'package.json'))
+    wanted = package['dependencies']
+    assert list(wanted) == ['onnxruntime-web'] and re.fullmatch(r'\d+\.\d+\.\d+', wanted['onnxruntime-web'])
+    assert lock['packages']['node_modules/onnxruntime-web']['version'] == wanted['onnxruntime-web']
+    assert all(entry.get('integrity', '').startswith('sha512-') for name, entry in lock['packages'].items() if name)
+    assert not any('resolved' in entry for entry in lock['packages'].values())
+    assert 'http' not in json.dumps([entry for name, entry in lock['packages'].items() if name]).replace('funding', '')
+
+
+def _copy(folder):
+    folder.mkdir()
+    for name in SOURCES:
+        shutil.copy(WEB / name, folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    """The page with its packages and the exported classifier of digits, in a folder."""
+    reason = missing_programs('chromium', 'chromedriver', 'node', 'npm') or ', '.join(missing_packages('onnx'))
+    if reason:
+        pytest.skip(reason)
+    folder = _copy(tmp_path_factory.mktemp('web') / 'site')
+    done = subprocess.run(['npm', 'ci', '--prefer-offline'], cwd=folder, capture_output=True, text=True)
+    if done.returncode and re.search(OFFLINE, done.stderr):
+        pytest.skip('npm cannot reach its registry')
+    assert done.returncode == 0, done.stderr
+    subject = classifier_subject(*classifier_from(WEIGHTS))
+    assert export(subject, 'onnx', folder / 'model.onnx', repeats=0).passed
+    return folder
+
+
+@pytest.fixture(scope='module')
+def chromium(site, tmp_path_factory):
+    with browser(tmp_path_factory.mktemp('profile')) as session:
+        yield session
+
+
+@pytest.fixture(scope='module')
+def digits(tmp_path_factory):
+    """Pictures of digits by name, and the probabilities of the ordinary model for them."""
+    datasets = pytest.importorskip('sklearn.datasets')
+    folder, images = tmp_path_factory.mktemp('digits'), datasets.load_digits().images
+    model = timm.create_model(WEIGHTS, pretrained=True).eval()
+    prepare = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    found = {}
+    for name, n, size in (('exact', 3, (64, 64)), ('wide', 7, (160, 120)), ('small', 0, (8, 8)),
+                          ('high', 4, (300, 500))):
+        file = folder / f'{name}.png'
+        Image.fromarray((images[n] / 16 * 255).astype(np.uint8)).resize(size).convert('RGB').save(file)
+        with torch.inference_mode():
+            probabilities = model(prepare(Image.open(file))[None]).softmax(1)[0].tolist()
+        found[name] = SimpleNamespace(file=file, probabilities=probabilities, label=str(n))
+    return found
+
+
+def _open(chromium, address):
+    chromium.open(f'{address}/index.html')
+    chromium.wait(f'{IDLE}')
+
+
+def _classes(chromium):
+    """The labels on the page with their probabilities, in order."""
+    chromium.wait(f"{PROBLEM} || document.body.classList.contains('classified') && {IDLE}")
+    assert not chromium.run(f'return {PROBLEM}'), chromium.run('return document.body.innerText')
+    rows = chromium.run("return [...document.querySelectorAll('#classes li')].map("
+                        "(row) => [row.dataset.label, Number(row.dataset.probability), row.innerText])")
+    assert all(text.split() == [label, f'{100 * value:.1f}', '%'] for label, value, text in rows)
+    return {label: value for label, value, _ in rows}
+
+
+def _problem(chromium):
+    chromium.wait(f'{PROBLEM} && {IDLE}')
+    return chromium.run("return document.getElementById('problem').innerText")
+
+
+@pytest.mark.parametrize('name', ['exact', 'wide', 'small', 'high'])
+def test_the_page_finds_the_classes_of_the_ordinary_model(chromium, site, digits, name):
+    digit = digits[name]
+    with served(site) as address:
+        _open(chromium, address)
+        assert 'test_mobilevitv2.digits · fp32 · 64 × 64' in chromium.run("return document.body.innerText")
+        chromium.choose('#choose-picture', digit.file)
+        found = _classes(chromium)
+    assert next(iter(found)) == digit.label and len(found) == 5
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    for label, probability in found.items():
+        assert probability == pytest.approx(digit.probabilities[int(label)], abs=1e-4)
+    assert [entry for entry in chromium.log() if entry['level'] == 'SEVERE'] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('precision', ['fp16', 'int8'])
+def test_other_precisions_find_the_same_classes(chromium, site, digits, precision, tmp_path):
+    subject = classifier_subject(*classifier_from(WEIGHTS))
+    images = [subject.prepare(digit.file) for digit in digits.values()] if precision == 'int8' else []
+    assert export(subject, 'onnx', tmp_path / 'other.onnx', Options(precision, calibration=images), repeats=0).passed
+    with served(site) as address:
+        _open(chromium, address)
+        chromium.choose('#choose-model', tmp_path / 'other.onnx')
+        for digit in digits.values():
+            chromium.choose('#choose-picture', digit.file)
+            found = _classes(chromium)
+            assert f'digits · {precision}' in chromium.run('return document.body.innerText')
+            assert next(iter(found)) == digit.label
+            assert found[digit.label] == pytest.approx(digit.probabilities[int(digit.label)], abs=0.02)
+
+
+def test_a_dropped_picture_is_classified(chromium, site, digits):
+    content = base64.b64encode(digits['wide'].file.read_bytes()).decode()
+    script = '''
+    const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], 'dropped.png', {type: 'image/png'}));
+    document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {dataTransfer: transfer, bubbles: true}));
+    '''
+    with served(site) as address:
+        _open(chromium, address)
+        chromium.run(script, content)
+        assert next(iter(_classes(chromium))) == digits['wide'].label
+        assert 'dropped.png · 160 × 120' in chromium.run('return document.body.innerText')
+
+
+def test_errors_are_one_sentence(chromium, site, digits, tmp_path):
+    onnx = pytest.importorskip('onnx')
+    model = onnx.load(site / 'model.onnx')
+    metadata = json.loads({prop.key: prop.value for prop in model.metadata_props}['subquad'])
+
+    def write(name, **props):
+        del model.metadata_props[:]
+        onnx.helper.set_model_props(model, props)
+        onnx.save(model, tmp_path / name)
+        return tmp_path / name
+    bare, detector = write('bare.onnx'), write('ssd.onnx', subquad=json.dumps(dict(metadata, task='detection')))
+    text, damaged = tmp_path / 'text.png', tmp_path / 'damaged.onnx'
+    text.write_text('no picture')
+    damaged.write_bytes((site / 'model.onnx').read_bytes()[:-100])
+    with served(site) as address:
+        _open(chromium, address)
+        for selector, file, sentence in (
+                ('#choose-picture', text, 'text.png is not an image that this browser can read.'),
+                ('#choose-model', bare, 'bare.onnx has no metadata of “subquad export”; export the model again.'),
+                ('#choose-model', detector, 'ssd.onnx is a model for detection, and this page only classifies.'),
+                ('#choose-model', damaged, 'damaged.onnx is not an ONNX file, or it is damaged.')):
+            chromium.choose(selector, file)
+            chromium.wait(f'{PROBLEM} && {IDLE} && '
+                          f'document.getElementById("problem").innerText.startsWith({json.dumps(file.name)})')
+            assert _problem(chromium) == sentence
+        chromium.choose('#choose-picture', digits['exact'].file)      # the model before is still there
+        assert next(iter(_classes(chromium))) == digits['exact'].label
+
+
+def test_a_page_without_a_model_asks_for_one(chromium, site, digits, tmp_path):
+    folder, packages = _copy(tmp_path / 'site'), 'node_modules/onnxruntime-web/dist'
+    (folder / packages).mkdir(parents=True)
+    for name in ('ort.wasm.bundle.min.mjs', 'ort-wasm-simd-threaded.wasm'):         # all that the page needs
+        (folder / packages / name).symlink_to(site / packages / name)
+    with served(folder) as address:
+        _open(chromium, address)
+        assert _problem(chromium) == \
+            'There is no model.onnx beside this page; choose or drop the .onnx file of a classifier.'
+        chromium.choose('#choose-picture', digits['exact'].file)
+        chromium.wait(f"{PROBLEM} && document.getElementById('problem').innerText.startsWith('Choose a model')")
+        chromium.choose('#choose-model', site / 'model.onnx')
+        assert next(iter(_classes(chromium))) == digits['exact'].label
+
+
+def test_a_page_without_its_packages_says_so(chromium, site, tmp_path):
+    folder = _copy(tmp_path / 'site')
+    shutil.copy(site / 'model.onnx', folder)
+    with served(folder) as address:
+        _open(chromium, address)
+        assert _problem(chromium) == \
+            'onnxruntime-web is not installed; run “npm ci” in this folder and reload the page.'

@@ -1,0 +1,84 @@
+"""Record the graph of a subject with torch.export, and check it for what other runtimes cannot run."""
+from typing import AbstractSet, Dict, Iterator, List
+
+import torch
+
+from ..common.cli import UserError, one_line
+from .subject import Sizes, Subject
+
+# Operators that only move elements; converters fold a chain of them, so the ranks in between do not matter.
+MOVES = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
+         'expand', 'alias', 'select', 'slice', 'cat')
+_REFUSED = ('linalg', 'im2col', 'while_loop', 'scan', 'cond')
+LARGEST_BATCH = 64
+
+
+def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> torch.export.ExportedProgram:
+    """Record the graph of a subject, not decomposed, and check it.
+
+    Args:
+        subject: What to export.
+        dynamic: 'batch' and 'hw' for the dimensions that the graph leaves open.
+
+    Raises:
+        UserError: The model does not support dynamic sizes, or its graph cannot be recorded, or `check_program` refuses
+            the graph.
+    """
+    if 'hw' in dynamic and isinstance(subject.sizes, str):
+        raise UserError(subject.sizes)
+    dims: Dict[int, object] = {}
+    if 'batch' in dynamic:
+        dims[0] = torch.export.Dim('batch', min=1, max=LARGEST_BATCH)
+    if 'hw' in dynamic:
+        dims.update(_size_dims(subject.sizes))
+    # An example of size 1 would fix the dimension, and equal sides would be taken for one.
+    size = _example_size(subject) if 'hw' in dynamic else subject.size
+    example = subject.example(batch=2 if 'batch' in dynamic else 1, size=size)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(subject.module, (example,), dynamic_shapes=(dims,) if dims else None)
+    except Exception as error:             # torch.export raises exceptions of many kinds
+        raise UserError(f'torch.export cannot record {subject.name}: {one_line(error)[:500]}') from error
+    check_program(program)
+    return program
+
+
+def _size_dims(sizes: Sizes) -> Dict[int, object]:
+    """Dimensions of height and width, in steps."""
+    step = sizes.multiple_of
+    return {axis: step * torch.export.Dim(name, min=max(2, sizes.smallest // step), max=sizes.largest // step)
+            if step > 1 else torch.export.Dim(name, min=sizes.smallest, max=sizes.largest)
+            for axis, name in ((2, 'height'), (3, 'width'))}
+
+
+def _example_size(subject: Subject) -> List[int]:
+    step = subject.sizes.multiple_of
+    height, width = (max(3 * step, -(-side // step) * step) for side in subject.size)
+    return [height, width + step if width == height else width]
+
+
+def check_program(program: torch.export.ExportedProgram) -> None:
+    """Refuse operators that other runtimes do not have.
+
+    Raises:
+        UserError: The decomposed graph holds a custom operator, linear algebra, control flow, or arithmetic on tensors
+            of more than 4 dimensions.
+    """
+    bad = list(dict.fromkeys(_refused(program)))
+    if bad:
+        raise UserError('the exported graph holds operators that other runtimes cannot run: ' + ', '.join(bad[:5]))
+
+
+def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
+    for node in program.run_decompositions({}).graph.nodes:
+        if node.op != 'call_function':
+            continue
+        name = str(node.target)
+        namespace = name.partition('.')[0]
+        if not name.startswith(('aten.', '<built-in function', 'prims.', 'sym_', 'torch.sym_', 'math.')) or any(
+                word in name for word in _REFUSED):
+            yield name if namespace else repr(node.target)
+        value = node.meta.get('val')
+        rank = value.ndim if isinstance(value, torch.Tensor) else 0
+        if rank > 4 and name.removeprefix('aten.').split('.')[0] not in MOVES:
+            yield f'{name} on {rank} dimensions'

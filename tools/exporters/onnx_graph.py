@@ -1,0 +1,208 @@
+"""ONNX graphs: how PyTorch's operators are written, the removal of reshapes, and the check for what runtimes refuse."""
+from collections import Counter
+from typing import Callable, Dict, Iterable, List, Optional
+
+import numpy as np
+import onnx
+import torch
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnxscript import FLOAT
+from onnxscript import opset20 as op
+
+from ..common.cli import UserError
+
+# The oldest version with Gelu. Newer ones bring nothing that these models need, and older runtimes refuse them.
+OPSET = 20
+LARGEST_RANK = 4
+_CONTROL_FLOW = ('Loop', 'Scan', 'If', 'SequenceMap')
+
+
+def _softplus(x: FLOAT, beta: float = 1.0, threshold: float = 20.0) -> FLOAT:
+    """Write softplus as one operator: that of ONNX does not overflow, so the threshold has no use."""
+    return op.Softplus(x) if beta == 1 else op.Div(op.Softplus(op.Mul(x, beta)), beta)
+
+
+def _group_norm(
+        x: FLOAT,
+        num_groups: int,
+        weight: Optional[FLOAT] = None,
+        bias: Optional[FLOAT] = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+) -> FLOAT:
+    """Write GroupNorm as InstanceNormalization of rows (B, groups, N), for which ONNX Runtime has a CPU kernel.
+
+    It has none for GroupNormalization, which it would replace by 14 operators.
+    """
+    one, zero = (op.Constant(value_floats=[value] * num_groups) for value in (1.0, 0.0))
+    if len(x.shape) == 3 and x.shape[1] == num_groups:
+        y = op.InstanceNormalization(x, one, zero, epsilon=eps)
+    else:
+        rows = op.Reshape(x, op.Constant(value_ints=[0, num_groups, -1]))
+        y = op.Reshape(op.InstanceNormalization(rows, one, zero, epsilon=eps), op.Shape(x))
+    axes = op.Constant(value_ints=list(range(1, len(x.shape) - 1)))
+    y = y if weight is None else op.Mul(y, op.Unsqueeze(weight, axes))
+    return y if bias is None else op.Add(y, op.Unsqueeze(bias, axes))
+
+
+def translations() -> Dict[Callable, Callable]:
+    """Return the functions that write an operator of PyTorch otherwise than its exporter does."""
+    return {torch.ops.aten.softplus.default: _softplus, torch.ops.aten.group_norm.default: _group_norm}
+
+
+def merge_reshapes(model: ModelProto) -> None:
+    """Remove reshapes of a tensor that only another reshape takes, in place.
+
+    The operators split tokens into a grid of rank 5 and merge the grid again; this leaves tensors of rank 4.
+    """
+    graph = model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer
+                 if tensor.data_type == TensorProto.INT64}
+    producers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type != 'Reshape' or not _names_all_sizes(node, producers, constants):
+            continue
+        before = producers.get(node.input[0])
+        while before is not None and before.op_type in ('Reshape', 'Unsqueeze', 'Squeeze', 'Flatten'):
+            node.input[0] = before.input[0]
+            before = producers.get(node.input[0])
+    remove_unused(model)
+
+
+def _names_all_sizes(node: NodeProto, producers: Dict[str, NodeProto], constants: Dict[str, object]) -> bool:
+    """False if a size may be 0, which stands for the size of the input."""
+    shape = node.input[1]
+    if shape in constants:
+        return 0 not in constants[shape]
+    made = producers.get(shape)
+    if made is None or made.op_type not in ('Concat', 'Shape'):
+        return False
+    return made.op_type == 'Shape' or not any(0 in constants[name] for name in made.input if name in constants)
+
+
+def remove_unused(model: ModelProto) -> None:
+    """Remove nodes and constants that no output depends on, and versions of operator sets that no node uses."""
+    graph = model.graph
+    needed = {value.name for value in graph.output}
+    kept: List[NodeProto] = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    constants = [tensor for tensor in graph.initializer if tensor.name in needed]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(constants)
+    used = {node.domain for node in kept}
+    versions = [entry for entry in model.opset_import if entry.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(versions)
+
+
+def sort_nodes(model: ModelProto) -> None:
+    """Order the nodes so that each one follows those whose outputs it takes, in place."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    done, ordered = set(), []
+    for last in model.graph.node:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            before = [producers[name] for name in node.input if name in producers and id(producers[name]) not in done]
+            if before:
+                waiting += before
+                continue
+            waiting.pop()
+            if id(node) not in done:
+                done.add(id(node))
+                ordered.append(node)
+    ordered = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+    del model.graph.node[:]
+    model.graph.node.extend(ordered)
+
+
+def strip(model: ModelProto) -> None:
+    """Remove what the exporter notes beside the graph, among it lines of the source and paths of this computer."""
+    graph = model.graph
+    del graph.value_info[:], model.metadata_props[:]
+    for item in (*graph.node, *graph.initializer, *graph.input, *graph.output, graph):
+        del item.metadata_props[:]
+        item.doc_string = ''
+    model.doc_string = ''
+
+
+def name_dimensions(model: ModelProto, names: Dict[int, str]) -> None:
+    """Name the open dimensions of the input, and those of the outputs after them, such as 'height/4'.
+
+    Args:
+        model: Model with one input.
+        names: Names by the axis of the input.
+    """
+    symbols = {}                                   # symbol -> (name, multiple of the symbol)
+    for axis, dim in enumerate(model.graph.input[0].type.tensor_type.shape.dim):
+        if dim.dim_param:
+            factor, _, symbol = dim.dim_param.rpartition('*')
+            symbols[symbol] = (names[axis], int(factor or 1))
+            dim.dim_param = names[axis]
+    for value in model.graph.output:
+        for dim in value.type.tensor_type.shape.dim:
+            if not dim.dim_param:
+                continue
+            factor, _, symbol = dim.dim_param.rpartition('*')
+            name, multiple = symbols.get(symbol, ('', 0))
+            if not name or factor and not factor.isdigit() or multiple % int(factor or 1):
+                dim.ClearField('dim_param')        # the runtime does not need it
+                continue
+            stride = multiple // int(factor or 1)
+            dim.dim_param = name if stride == 1 else f'{name}/{stride}'
+
+
+def refuse_other_sizes(model: ModelProto, multiple: int) -> None:
+    """Make the runtime fail for a height or width that is no multiple of `multiple`, in place.
+
+    The image is reshaped to the multiples below its height and width, which fails unless they are equal. Without this,
+    a later reshape could take pixels of one image for those of another.
+    """
+    graph, image, given = model.graph, model.graph.input[0].name, 'accepted_image'
+    for node in graph.node:
+        node.input[:] = [given if name == image else name for name in node.input]
+    graph.initializer.append(numpy_helper.from_array(np.array([1, 1, multiple, multiple]), 'multiples'))
+    name = f'height_and_width_must_be_multiples_of_{multiple}'
+    added = [onnx.helper.make_node('Shape', [image], ['image_shape'], name='image_shape'),
+             onnx.helper.make_node('Div', ['image_shape', 'multiples'], ['image_steps'], name='image_steps'),
+             onnx.helper.make_node('Mul', ['image_steps', 'multiples'], ['accepted_shape'], name='accepted_shape'),
+             onnx.helper.make_node('Reshape', [image, 'accepted_shape'], [given], name=name, allowzero=1)]
+    nodes = [*added, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def check_graph(model: ModelProto) -> None:
+    """Refuse what a runtime may not have.
+
+    Raises:
+        UserError: The graph holds an operator outside of the standard, a function, control flow, a tensor of more than
+            4 dimensions, or one of unknown rank.
+    """
+    bad = [f'{node.domain}.{node.op_type}' for node in model.graph.node if node.domain not in ('', 'ai.onnx')]
+    bad += [f'function {function.name}' for function in model.functions]
+    bad += [node.op_type for node in model.graph.node if node.op_type in _CONTROL_FLOW]
+    ranks = tensor_ranks(model)
+    for node in model.graph.node:
+        for name in node.output:
+            if name and ranks.get(name, LARGEST_RANK + 1) > LARGEST_RANK:
+                bad.append(f'{node.op_type} with {ranks.get(name, "an unknown number of")} dimensions')
+    if bad:
+        raise UserError('the ONNX graph holds what other runtimes cannot run: ' + ', '.join(dict.fromkeys(bad)))
+
+
+def tensor_ranks(model: ModelProto) -> Dict[str, int]:
+    """Return the ranks of all tensors, by ONNX's shape inference."""
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    ranks = {value.name: len(value.type.tensor_type.shape.dim)
+             for value in (*graph.input, *graph.value_info, *graph.output) if value.type.tensor_type.HasField('shape')}
+    return {**ranks, **{tensor.name: len(tensor.dims) for tensor in graph.initializer}}
+
+
+def count_operators(names: Iterable[str]) -> Dict[str, int]:
+    """Return the number of operators by name, the most frequent first. Constants are not counted."""
+    return dict(Counter(name for name in names if name != 'Constant').most_common())

@@ -1,0 +1,237 @@
+"""What is exported: a model in its export form, the ordinary model to compare with, and the metadata."""
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...backbones.mobilevitv2_export import prepare_for_export
+from ..common.cli import UserError, one_line
+from ..engine.classification.weight_files import Classifier, assumed_transform, read_classifier
+from ..engine.zoo import create, default_size, size_options
+from .file_metadata import Normalize, describe, preprocessing
+from .fusing import fuse_norms
+
+_LARGEST = 2048                  # sides of dynamic images, in pixels
+
+
+class Sizes(NamedTuple):
+    """The heights and widths that a file with dynamic sizes takes, in pixels."""
+    smallest: int
+    multiple_of: int
+    largest: int
+
+
+@dataclass
+class Subject:
+    """A model to export.
+
+    Attributes:
+        name: name of the model or config.
+        task: 'classification', 'features', 'detection' or 'segmentation'.
+        module: the export form in evaluation mode, with BatchNorm fused; maps images to a tuple of tensors.
+        eager: the ordinary model with the same weights; maps images to the same tuple.
+        size: height and width of the images.
+        in_chans: channels of the images.
+        outputs: names of the outputs.
+        metadata: what the file says about itself; see `file_metadata.describe`.
+        sizes: the dynamic sizes that the export form supports, or the sentence that says why there are none.
+        prepare: reads an image file and returns the input (1, in_chans, height, width) for it; None if unknown.
+    """
+    name: str
+    task: str
+    module: nn.Module
+    eager: nn.Module
+    size: Tuple[int, int]
+    in_chans: int
+    outputs: Tuple[str, ...]
+    metadata: Dict[str, Any]
+    sizes: Union[Sizes, str]
+    prepare: Optional[Callable[[Path], Tensor]] = None
+
+    def example(self, batch: int = 1, size: Optional[Sequence[int]] = None, seed: int = 0) -> Tensor:
+        """Return generated images (batch, in_chans, height, width), float32, normalized unless the graph does that.
+
+        Even seeds give noise, odd seeds smooth images.
+        """
+        height, width = size or self.size
+        generator = torch.Generator().manual_seed(seed)
+        if seed % 2:
+            coarse = 2 * torch.randn(batch, self.in_chans, 6, 6, generator=generator)
+            images = F.interpolate(coarse, (height, width), mode='bicubic', align_corners=False)
+        else:
+            images = torch.randn(batch, self.in_chans, height, width, generator=generator)
+        if self.metadata['preprocessing'].get('normalize_in_graph'):
+            return (128 + 64 * images).clamp(0, 255).round()
+        return images
+
+
+class _Outputs(nn.Module):
+    """Return the logits of a classifier as a tuple of one tensor."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tuple[Tensor, ...]:
+        return (self.model(images),)
+
+
+class _Pyramid(nn.Module):
+    """Return the feature maps of all stages of a backbone as a tuple."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tuple[Tensor, ...]:
+        return tuple(self.model.forward_intermediates(images, intermediates_only=True))
+
+
+def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[int]] = None, features: bool = False,
+                       normalize: bool = False) -> Subject:
+    """Prepare a classifier, or its feature pyramid.
+
+    Args:
+        read: The classifier with its options, classes and transform.
+        weights: Name or file of the weights, or 'random'.
+        size: Height and width; by default those of the transform.
+        features: Export the feature maps of all stages instead of the logits.
+        normalize: Put the normalization into the graph, which then takes values from 0 to 255.
+
+    Raises:
+        UserError: The model cannot be exported, or does not take images of this size.
+    """
+    eager = read.model.eval()
+    if not features and not getattr(eager, 'num_classes', 0):
+        raise UserError(f'{read.name} has no classifier; export its feature maps with --features')
+    if not hasattr(eager, 'forward_intermediates') and (features or not hasattr(eager, 'stem')):
+        raise UserError(f'{read.name} cannot be exported: `subquad export` takes networks for images'
+                        + (' with feature maps' if features else ''))
+    if weights != 'random' and not read.transform:
+        read = read._replace(transform=assumed_transform(read, weights))
+    transform = dict(read.transform or _default_transform(read.name))
+    channels = getattr(eager, 'in_chans', transform['input_size'][0])
+    if size is not None and tuple(size) != tuple(transform['input_size'][-2:]):
+        transform['input_size'] = (channels, *size)
+    if len(transform['mean']) != channels or len(transform['std']) != channels:
+        raise UserError(f"the transform of {read.name} has means for {len(transform['mean'])} channels, but the model "
+                        f'takes images of {channels}')
+    height, width = transform['input_size'][-2:]
+    export_form = create(read.name, exportable=True, **{**size_options(read.name, (height, width)), **read.options})
+    export_form.load_state_dict(eager.state_dict())
+    wrap = _Pyramid if features else _Outputs
+    prepare_for_export(fuse_norms(export_form.eval()))
+    module, reference = wrap(export_form), wrap(eager)
+    task = 'features' if features else 'classification'
+    description = preprocessing(transform)
+    metadata = describe(read.name, task, weights, (1, channels, height, width), description,
+                        [] if features else read.classes)
+    reductions = [entry['reduction'] for entry in eager.feature_info] if features else []
+    outputs = tuple(f'stride_{n}' for n in reductions) or ('logits',)
+    subject = Subject(read.name, task, module, reference, (height, width), channels, outputs, metadata,
+                      dynamic_sizes(eager), _reader(transform, channels))
+    subject = with_normalization(subject) if normalize else subject
+    _check_size(subject)
+    return subject
+
+
+def with_normalization(subject: Subject) -> Subject:
+    """Put the normalization into the graph, which then takes values from 0 to 255."""
+    metadata = copy.deepcopy(subject.metadata)
+    metadata['preprocessing']['normalize_in_graph'] = True
+    metadata['input']['range'] = [0, 255]
+    before = subject.metadata['preprocessing']
+    if 'pad' in before:                    # the border is normalized, too, so its color is now in pixels
+        metadata['preprocessing']['pad']['value'] = [(value * std + mean) / before['scale'] for value, mean, std in zip(
+            before['pad']['value'], before['mean'], before['std'])]
+    prepare = subject.prepare
+    mean, std = (torch.tensor(before[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))
+    return replace(
+        subject,
+        module=Normalize(subject.module, before).eval(),
+        eager=Normalize(subject.eager, before).eval(),
+        metadata=metadata,
+        prepare=prepare and (lambda file: (prepare(file) * std + mean) / before['scale']),
+    )
+
+
+def random_classifier(name: str, size: Optional[Sequence[int]] = None, **options: Any) -> Classifier:
+    """Build a classifier with random weights, without classes.
+
+    Raises:
+        UserError: The name is unknown, or the model refuses an option or the size.
+    """
+    options = {**size_options(name, size or default_size(name)), **options}
+    return Classifier(create(name, **options).eval(), name, options, [], {}, {})
+
+
+def classifier_from(model: str, checkpoint: Optional[str] = None, allow_nonfinite: bool = False) -> Tuple[Classifier,
+                                                                                                          str]:
+    """Find the classifier that the command line names: (classifier, name of its weights or 'random').
+
+    Args:
+        model: timm name of a model, name of published weights (ARCH.TAG), or a weight file that names its model.
+        checkpoint: Weight file, name of published weights, or tag of published weights of the model.
+        allow_nonfinite: Accept weights that hold NaN or infinities.
+
+    Raises:
+        UserError: Model or weights are unknown or do not match.
+    """
+    import timm
+    if checkpoint is None:
+        if timm.is_model(model) and '.' not in model:
+            return random_classifier(model), 'random'
+        return read_classifier(model, None, allow_nonfinite), Path(model).name
+    known = f'{model}.{checkpoint}' in timm.list_pretrained(f'{model}.*') if timm.is_model(model) else False
+    checkpoint = f'{model}.{checkpoint}' if known and not Path(checkpoint).exists() else checkpoint
+    return read_classifier(checkpoint, model, allow_nonfinite), Path(checkpoint).name
+
+
+def dynamic_sizes(model: nn.Module) -> Union[Sizes, str]:
+    """Return the sizes that a model's export form takes if height and width are dynamic, or why it takes one only."""
+    family = type(model).__name__
+    if family == 'MobileViTv2':
+        return Sizes(64, 64, _LARGEST)        # the maps at strides 8, 16 and 32 are divided into patches of 2 x 2
+    if family == 'PPMA':
+        return Sizes(64, 32, _LARGEST)
+    if family == 'Myo':
+        return 'Myo builds its quad tree for one image size, so height and width cannot be dynamic'
+    return f'height and width of {family} cannot be dynamic here'
+
+
+def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor]:
+    """Return a function that reads an image file as the model's transform prepares it."""
+    import timm.data
+
+    from ..common.images import open_image
+    if channels not in (1, 3):
+        raise UserError(f'the model takes images of {channels} channels; image files have 1 or 3')
+    try:
+        prepare = timm.data.create_transform(**transform)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f'transform: {one_line(error)}') from error
+
+    def read(file: Path) -> Tensor:
+        image = open_image(file)
+        return prepare(image.convert('L') if channels == 1 else image)[None]
+    return read
+
+
+def _default_transform(name: str) -> Dict[str, Any]:
+    import timm.data
+    return timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+
+
+def _check_size(subject: Subject) -> None:
+    """Run the ordinary model once, so that a wrong size ends before the conversion starts."""
+    try:
+        with torch.inference_mode():
+            subject.eager(subject.example())
+    except (ValueError, RuntimeError, AssertionError) as error:
+        height, width = subject.size
+        raise UserError(f'{subject.name} does not accept images of {height} x {width}: '
+                        f'{str(error).splitlines()[0]}') from error

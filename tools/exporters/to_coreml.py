@@ -1,0 +1,179 @@
+"""Write Core ML packages (ML programs). They run on Apple's systems only: elsewhere they are reloaded and checked."""
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..common.cli import UserError, one_line
+from .file_metadata import dumps
+from .formats import Conversion, Options
+from .graph import LARGEST_BATCH, export_program
+from .silence import silence
+from .subject import Subject
+
+_KEY = 'subquad'                 # of the metadata
+_LARGEST_RANK = 4
+# Operators that only pass their argument on. The converter does not know all of them.
+_PASSED_ON = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def convert(subject: Subject, options: Options, path: Path) -> Conversion:
+    """Write an ML program for iOS 16 and macOS 13 or later.
+
+    With fp16, weights and arithmetic have half precision, except for cumulative sums; inputs and outputs are float32.
+
+    Args:
+        subject: What to export.
+        options: Precision, and whether the batch is dynamic.
+        path: The `.mlpackage` folder.
+
+    Raises:
+        UserError: Height and width should be dynamic, or the graph cannot be converted, or the file does not keep what
+            was asked.
+    """
+    if 'hw' in options.dynamic:
+        raise UserError('Core ML files have a fixed height and width, because the converter writes them into reshapes')
+    if options.precision not in ('fp32', 'fp16'):
+        raise UserError(f'Core ML files are written in fp32 or fp16 here, not in {options.precision}')
+    # The converter writes the batch of the example into group norms.
+    forms = {torch.ops.aten.group_norm.default: _norm_of_one_group} if 'batch' in options.dynamic else {}
+    program = export_program(subject, options.dynamic).run_decompositions(forms)
+    _pass_on(program)
+    results = [node.meta['val'].is_floating_point() for node in program.graph.output_node().args[0]]
+    with silence():
+        import coremltools as ct
+        batch = ct.RangeDim(1, LARGEST_BATCH, 1) if 'batch' in options.dynamic else 1
+        shape = ct.Shape((batch, subject.in_chans, *subject.size))
+        half = options.precision == 'fp16'
+        model = ct.convert(
+            program,
+            convert_to='mlprogram',
+            inputs=[ct.TensorType(name=subject.metadata['input']['name'], shape=shape, dtype=np.float32)],
+            outputs=[ct.TensorType(name=name, dtype=np.float32 if floating else np.int32)
+                     for name, floating in zip(subject.outputs, results)],
+            compute_precision=ct.transform.FP16ComputePrecision(_takes_half) if half else ct.precision.FLOAT32,
+            minimum_deployment_target=ct.target.iOS16,
+            skip_model_load=True,
+        )
+        model.user_defined_metadata[_KEY] = dumps(subject.metadata)
+        model.short_description = f'{subject.name}: {subject.task}'
+        model.save(str(path))
+    operations = _operations(_reload(path))
+    check(path)
+    return Conversion(dict(Counter(operation.type for operation in operations if operation.type != 'const')))
+
+
+def check(path: Path) -> None:
+    """Reload a package and check its operators, their ranks and, with a dynamic batch, its shapes.
+
+    Raises:
+        UserError: The package is broken, or holds an operator that Core ML does not define, or a tensor of rank 6, or a
+            reshape to constants where the batch is dynamic.
+    """
+    model = _reload(path)
+    operations = _operations(model)
+    with silence():
+        from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+    known = set(SSAOpRegistry.core_ops)
+    unknown = sorted({operation.type for operation in operations} - known)
+    if unknown or not operations:
+        raise UserError(f'{path} holds operators that Core ML does not define: {", ".join(unknown) or "none at all"}')
+    ranks = [output.type.tensorType.rank for operation in operations for output in operation.outputs]
+    if max(ranks) > _LARGEST_RANK:
+        raise UserError(f'{path} holds a tensor of rank {max(ranks)}; Core ML takes {_LARGEST_RANK} at most')
+    if 'batch' in read_metadata(path)['input']['dynamic']:
+        _check_flexible(path, operations, model.get_spec().description)
+
+
+def read_metadata(path: Path) -> Dict[str, Any]:
+    """Return the metadata in the package.
+
+    Raises:
+        UserError: The package is broken or has no metadata.
+    """
+    try:
+        return json.loads(_reload(path).user_defined_metadata[_KEY])
+    except (KeyError, ValueError) as error:
+        raise UserError(f'{path} holds no metadata of subquad') from error
+
+
+def _reload(path: Path) -> Any:
+    """Read a package without compiling it."""
+    with silence():
+        import coremltools as ct
+        try:
+            return ct.models.MLModel(str(path), skip_model_load=True)
+        except Exception as error:             # coremltools raises exceptions of many kinds
+            raise UserError(f'{path} cannot be read as a Core ML package: {one_line(error)}') from error
+
+
+def _operations(model: Any) -> List[Any]:
+    """Return the operations of the main function, as in the file."""
+    function = model.get_spec().mlProgram.functions['main']
+    return list(function.block_specializations[function.opset].operations)
+
+
+def _check_flexible(path: Path, operations: List[Any], description: Any) -> None:
+    """Refuse a program that only pretends to take any batch.
+
+    Its converter may write the batch of the example into a reshape; then the target is constant without a -1."""
+    constants = {operation.outputs[0].name: list(operation.attributes['val'].immediateValue.tensor.ints.values)
+                 for operation in operations if operation.type == 'const'}
+    types = {output.name: output.type.tensorType for operation in operations for output in operation.outputs}
+    for operation in operations:
+        if operation.type == 'reshape':
+            source, target = (operation.inputs[name].arguments[0].name for name in ('x', 'shape'))
+            if source in types and _is_open(types[source]) and target in constants and -1 not in constants[target]:
+                raise UserError(f'the batch cannot be dynamic: {path} would hold a reshape to the constant shape '
+                                f'{constants[target]}')
+    fixed = [output.name for output in description.output if not _is_open(types[output.name])]
+    if fixed:
+        raise UserError(f'the batch cannot be dynamic: the output {fixed[0]} of {path} would have a constant shape')
+
+
+def _is_open(kind: Any) -> bool:
+    """Whether a tensor's type leaves a dimension open."""
+    return any(dimension.HasField('unknown') for dimension in kind.dimensions)
+
+
+def _pass_on(program: torch.export.ExportedProgram) -> None:
+    """Remove operators that only pass their argument on."""
+    for node in list(program.graph.nodes):
+        if node.target in _PASSED_ON:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+
+
+def _norm_of_one_group(x: Tensor, groups: int, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None,
+                       eps: float = 1e-5, _: bool = True) -> Tensor:
+    """Compute `torch.group_norm` for one group, with the batch as the only open dimension of reshapes."""
+    if groups != 1:
+        return NotImplemented
+    flat = x.reshape(-1, math.prod(x.shape[1:]))
+    centered = flat - flat.mean(1, keepdim=True)
+    flat = centered / (centered.square().mean(1, keepdim=True) + eps).sqrt()
+    y = flat.reshape(-1, *x.shape[1:])
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+def _takes_half(operation: Any) -> bool:
+    """Whether an operation may be computed in half precision.
+
+    Cumulative sums and their differences may not: the logarithm of a decay would lose its last digits."""
+    if operation.op_type == 'sub':
+        return not any(_is_cumulative(operation.inputs[name]) for name in ('x', 'y'))
+    return operation.op_type != 'cumsum'
+
+
+def _is_cumulative(value: Any) -> bool:
+    """Whether a value is a cumulative sum, perhaps moved or cast."""
+    while value.op is not None and value.op.op_type in ('expand_dims', 'transpose', 'reshape', 'cast'):
+        value = value.op.x
+    return value.op is not None and value.op.op_type == 'cumsum'

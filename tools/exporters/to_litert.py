@@ -1,0 +1,126 @@
+"""Write LiteRT (TFLite) files. The metadata is a zip archive at the end of the file, as TensorFlow Lite stores it."""
+import json
+import os
+import tempfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+from torch import Tensor
+
+from ..common.cli import UserError, one_line, shown
+from .file_metadata import dumps
+from .formats import Conversion, Options
+from .graph import export_program
+from .silence import silence
+from .subject import Subject
+
+_METADATA = 'subquad.json'       # in the archive
+_DELEGATE = 'DELEGATE'           # the interpreter lists the delegate's calls among the operators
+
+
+def convert(subject: Subject, options: Options, path: Path) -> Conversion:
+    """Write a `.tflite` file with the metadata at its end.
+
+    With fp16, the weights of convolutions and linear layers have half precision, and the arithmetic is float32.
+
+    Args:
+        subject: What to export.
+        options: Precision; no dimension may be dynamic.
+        path: The `.tflite` file.
+
+    Raises:
+        UserError: A dimension should be dynamic, or the graph cannot be converted.
+    """
+    if options.dynamic:
+        raise UserError('LiteRT files have static shapes here: nothing can be dynamic')
+    if options.precision not in ('fp32', 'fp16'):
+        raise UserError(f'LiteRT files are written in fp32 or fp16 here, not in {options.precision}')
+    export_program(subject)                                  # its checks hold for every format
+    with silence():
+        import litert_torch
+        litert_torch.convert(subject.module, (subject.example(),)).export(str(path))
+        if options.precision == 'fp16':
+            _halve_weights(path)
+    with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
+        archive.writestr(_METADATA, dumps(subject.metadata))
+    return Conversion(_operators(path))
+
+
+def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
+    """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs.
+
+    Raises:
+        UserError: The file is broken.
+    """
+    run = _interpreter(path, threads).get_signature_runner()
+    inputs, outputs = list(run.get_input_details()), sorted(run.get_output_details(), key=_number)
+    shape = tuple(run.get_input_details()[inputs[0]]['shape'])
+
+    def infer(images: Tensor) -> List[Tensor]:
+        if tuple(images.shape) != shape:
+            raise UserError(f'{path.name} takes images of shape {shape}, got {tuple(images.shape)}')
+        results = run(**{inputs[0]: images.contiguous().numpy()})
+        results = [torch.from_numpy(results[name]) for name in outputs]
+        return [result if result.is_floating_point() else result.long() for result in results]
+    return infer
+
+
+def read_metadata(path: Path) -> Dict[str, Any]:
+    """Return the metadata at the end of the file.
+
+    Raises:
+        UserError: The file is missing or has no metadata.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return json.loads(archive.read(_METADATA))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f'{path} holds no metadata of subquad ({one_line(error)})') from error
+
+
+def _interpreter(path: Path, threads: int = 1, **options: Any) -> Any:
+    with silence():
+        from ai_edge_litert.interpreter import Interpreter
+        try:
+            interpreter = Interpreter(model_path=str(path), num_threads=threads, **options)
+            interpreter.allocate_tensors()
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f'{path} is not a file for LiteRT: {shown(one_line(error))}') from error
+    return interpreter
+
+
+def _number(name: str) -> int:
+    """Return the index in the name of an output, such as output_10."""
+    return int(''.join(filter(str.isdigit, name)) or 0)
+
+
+def _operators(path: Path) -> Dict[str, int]:
+    """Return the number of operators by name."""
+    from ai_edge_litert.interpreter import OpResolverType
+    plain = _interpreter(path, experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES)
+    names = Counter(operator['op_name'] for operator in plain._get_ops_details())
+    return {name: count for name, count in names.items() if name != _DELEGATE}
+
+
+def _halve_weights(path: Path) -> None:
+    """Store the weights of convolutions and linear layers in half precision."""
+    from ai_edge_quantizer import qtyping, quantizer
+    from ai_edge_quantizer.algorithm_manager import AlgorithmName
+    work = quantizer.Quantizer(str(path))
+    work.update_quantization_recipe(
+        regex='.*',
+        operation_name=qtyping.TFLOperationName.ALL_SUPPORTED,
+        op_config=qtyping.OpQuantizationConfig(
+            weight_tensor_config=qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT),
+            compute_precision=qtyping.ComputePrecision.FLOAT,
+            explicit_dequantize=True,
+        ),
+        algorithm_key=AlgorithmName.FLOAT_CASTING,
+    )
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        halved = Path(folder) / path.name
+        work.quantize().export_model(str(halved))
+        os.replace(halved, path)
