@@ -54,12 +54,12 @@ if not hasattr(torch.ops.torchvision, "nms"):
     raise RuntimeError("operator torchvision::nms does not exist")
 """
 
-_MEND = ('import importlib.util, sys, warnings\n'
-         'spec = importlib.util.spec_from_file_location("mend", sys.argv[1])\n'
-         'mend = importlib.util.module_from_spec(spec); spec.loader.exec_module(mend)\n'
+_REPAIR = ('import importlib.util, sys, warnings\n'
+         'spec = importlib.util.spec_from_file_location("module", sys.argv[1])\n'
+         'module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n'
          'with warnings.catch_warnings(record=True) as seen:\n'
-         '    warnings.simplefilter("always"); mend.repair_torchvision(); mend.repair_torchvision()\n'
-         'print(len(seen), mend._library is not None)\n')
+         '    warnings.simplefilter("always"); module.repair_torchvision(); module.repair_torchvision()\n'
+         'print(len(seen), module._library is not None)\n')
 
 
 @pytest.mark.parametrize('body, expected', [
@@ -68,7 +68,7 @@ _MEND = ('import importlib.util, sys, warnings\n'
     ('raise ModuleNotFoundError("No module named torchvision")', '0 False')])
 def test_torchvision_of_another_build(tmp_path, body, expected):
     _fake_torchvision(tmp_path, body)
-    done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
+    done = subprocess.run([sys.executable, '-c', _REPAIR, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
     assert done.stdout.strip() == expected, done.stderr
 
@@ -94,6 +94,6 @@ def test_commands_print_no_warning(command):
 
 def test_other_torchvision_errors_are_not_swallowed(tmp_path):
     _fake_torchvision(tmp_path, 'raise RuntimeError("something else")')
-    done = subprocess.run([sys.executable, '-c', _MEND, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
+    done = subprocess.run([sys.executable, '-c', _REPAIR, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
     assert 'something else' in done.stderr
