@@ -72,10 +72,33 @@ def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any,
             macs.append(multiply_adds(folded.graph))
             return ExportedProgramPassResult(folded, True)
 
-    edge = to_edge_transform_and_lower(program, transform_passes=[Prepare()], partitioner=[XnnpackPartitioner()],
-                                       constant_methods={'metadata': metadata})
+    with _values_of_copies():
+        edge = to_edge_transform_and_lower(program, transform_passes=[Prepare()], partitioner=[XnnpackPartitioner()],
+                                           constant_methods={'metadata': metadata})
     found = delegation(macs[0], edge.exported_program().graph)
     return edge.to_executorch(), found
+
+
+@contextlib.contextmanager
+def _values_of_copies() -> Iterator[None]:
+    """Give copies that ExecuTorch inserts for channels-last operators the shape of what they copy.
+
+    Version 1.5.1 looks for it, and does not find it, where a quantized value that has been copied leaves the part of
+    the graph that XNNPACK runs, as in PPMA.
+    """
+    from executorch.backends.xnnpack._passes.channels_last_tagged_reshape_pass import ChannelsLastTaggedReshapePass
+    create = ChannelsLastTaggedReshapePass.create_call_function_node
+
+    def create_with_value(self, graph_module, target, args, memory_format=None):
+        node = create(self, graph_module, target, args, memory_format)
+        node.meta['val'] = args[0].meta['val']
+        return node
+
+    ChannelsLastTaggedReshapePass.create_call_function_node = create_with_value
+    try:
+        yield
+    finally:
+        ChannelsLastTaggedReshapePass.create_call_function_node = create
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:

@@ -4,6 +4,7 @@ XNNPACK has no norms over groups or layers, no sums, no expansion and no softplu
 weights. `FORMS` computes such operators from others, where shapes are static; the values change by rounding only.
 Other formats keep the operators, which their runtimes have.
 """
+import itertools
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -30,7 +31,7 @@ def fold_constants(program: ExportedProgram) -> ExportedProgram:
 
 def _folded(program: ExportedProgram) -> ExportedProgram:
     from executorch.exir.passes.constant_prop_pass import constant_prop_pass
-    program = constant_prop_pass(program, custom_skip_targets=_kept())
+    program = _renamed(constant_prop_pass(program, custom_skip_targets=_kept()))
     # ExecuTorch takes a constant that is permuted in memory for a channels-last image.
     for name, tensor in program.constants.items():
         if isinstance(tensor, Tensor):
@@ -38,6 +39,22 @@ def _folded(program: ExportedProgram) -> ExportedProgram:
     for node in program.graph.find_nodes(op='placeholder'):
         if node.name not in program.graph_signature.user_inputs and isinstance(node.meta.get('val'), Tensor):
             node.meta['val'] = node.meta['val'].contiguous()
+    return program
+
+
+def _renamed(program: ExportedProgram) -> ExportedProgram:
+    """Give constants that were computed new names.
+
+    The pass that computes them numbers their names. When it runs again after a program has become a module and a
+    program again, as for quantization, it can give a number twice, because it then sees only some of the names.
+    """
+    taken = {*program.state_dict, *program.constants}
+    numbers = (n for n in itertools.count() if f'folded_{n}' not in taken)
+    for spec in program.graph_signature.input_specs:
+        if spec.target in program.constants and spec.target.startswith('_prop_tensor_constant'):
+            name = f'folded_{next(numbers)}'
+            program.constants[name] = program.constants.pop(spec.target)
+            spec.target = name
     return program
 
 
