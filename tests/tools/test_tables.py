@@ -61,6 +61,19 @@ def test_newest_record_of_a_preset_is_shown(tmp_path):
     assert '| `ppma_tiny-224` | m | 2 x |' in text and '1 x' not in text and 'C, 2 threads, torch 2, commit abc' in text
 
 
+def test_records_with_another_number_of_threads_have_a_table_of_their_own(tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    record = {'times_ms': {}, 'floor': None, 'cpu': 'C', 'torch': '2', 'commit': 'abc', 'date': '2026-12-01',
+              'metrics': [dict(name='m', value=1.0, unit='x', bound=None, target=None, met=None)]}
+    lines = [{**record, 'preset': preset, 'threads': threads}
+             for preset, threads in (('ppma_tiny-224', 2), ('ppma_tiny-800x1280', 1))]
+    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+    two, one = tables.content('cpu ppma', tmp_path).split('C, 1 thread, torch 2')
+    assert 'C, 2 threads, torch 2' in two and '`ppma_tiny-224`' in two and '800x1280' not in two
+    assert '`ppma_tiny-800x1280`' in one and '`ppma_tiny-224`' not in one
+
+
 @pytest.mark.parametrize('line, message', [
     ('{"preset": "ppma_ti', 'cpu.jsonl, line 1: the record is damaged'),
     ('{"preset": "ppma_tiny-224", "figures": []}', "the field 'figures' of a record was renamed to 'metrics'"),

@@ -58,14 +58,18 @@ def _record(line: str, place: str) -> Dict[str, Any]:
 
 
 def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
+    """Records measured on the same processor with the same number of threads."""
     records = _records(root, 'cpu*.jsonl', family)
     if not records:
         raise UserError(f'no benchmark records cpu*.jsonl in {root / RECORDS}')
-    return [[record for record in records if record['cpu'] == cpu] for cpu in dict.fromkeys(r['cpu'] for r in records)]
+    groups: Dict[Any, List[Dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record['cpu'], record['threads']), []).append(record)
+    return list(groups.values())
 
 
 def _table(records: Sequence[Dict[str, Any]], rows_of: Callable[[Dict[str, Any]], Sequence[Row]]) -> str:
-    """Rows of records from one processor or GPU, below a line that names it and the commits.
+    """Rows of records from one GPU, or one processor and number of threads, below a line that names both and commits.
 
     An asterisk marks records whose calls were timed in a fixed order.
     """
@@ -86,7 +90,7 @@ def fixed_order(record: Dict[str, Any]) -> bool:
 
 
 def cpu_table(root: Path, family: str) -> str:
-    """The newest metrics of the CPU presets, one table per processor.
+    """The newest metrics of the CPU presets, one table per processor and number of threads.
 
     Raises:
         UserError: There are no records.
@@ -95,7 +99,7 @@ def cpu_table(root: Path, family: str) -> str:
 
 
 def cpu_times_table(root: Path, family: str) -> str:
-    """The newest times and floors of the CPU presets, one table per processor.
+    """The newest times and floors of the CPU presets, one table per processor and number of threads.
 
     Raises:
         UserError: There are no records.

@@ -136,7 +136,7 @@ def conditions(record: Dict[str, Any]) -> str:
     """Device and versions in one line."""
     if record.get('device', 'cpu') == 'cuda':
         return '{gpu} ({clocks}), torch {torch}, CUDA {cuda}, Triton {triton}'.format(**record)
-    return '{cpu}, {threads} threads, torch {torch}'.format(**record)
+    return '{cpu}, {threads} thread{s}, torch {torch}'.format(s='s' * (record['threads'] != 1), **record)
 
 
 def table(records: Sequence[Dict[str, Any]]) -> Table:
