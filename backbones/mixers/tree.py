@@ -238,8 +238,10 @@ class TreeMixer(nn.Module):
         table = self.edge_bias[min(n, BIASED_LEVELS - 1)]
         table = table.to(torch.promote_types(table.dtype, torch.float32))
         top, left = level.top % 2, level.left % 2
-        table = table.permute(2, 0, 1)[None]
-        table = table.repeat(1, 1, (level.height + top + 1) // 2, (level.width + left + 1) // 2)
+        rows, columns = (level.height + top + 1) // 2, (level.width + left + 1) // 2
+        # Tensor.repeat would reach exporters with one more dimension for each that it repeats.
+        table = table.permute(2, 0, 1).reshape(-1, 1, 4).expand(-1, rows, -1)             # (heads, rows, 2 * 2)
+        table = table.reshape(-1, 1, 2).expand(-1, columns, -1).reshape(1, self.num_heads, 2 * rows, 2 * columns)
         if tuple(table.shape[2:]) == (level.height, level.width):
             return table
         return table[:, :, top:top + level.height, left:left + level.width]

@@ -165,10 +165,9 @@ def polyline_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
     groups, tokens, dtype = batch * heads, height * width, compute_dtype(q.dtype)
     q, k, values = (x.to(dtype).reshape(groups, tokens, x.shape[-1]) for x in (q, k, v))
     sa, sb = (cumulative(x.reshape(groups, height, width), dim, dtype) for x, dim in ((log_alpha, 2), (log_beta, 1)))
-    row = -(sa.unsqueeze(3) - sa.unsqueeze(2)).abs()                              # (G, i, j, l)
-    column = -(sb.unsqueeze(2) - sb.unsqueeze(1)).abs()                           # (G, i, k, l)
-    column = column.reshape(groups, height, 1, tokens)                            # (G, i, 1, k*l)
-    v2h = (row.repeat(1, 1, 1, height) + column).reshape(groups, tokens, tokens)
+    row = -(sa.unsqueeze(3) - sa.unsqueeze(2)).abs().reshape(groups * height, width, 1, width)         # (G*i, j, 1, l)
+    column = -(sb.unsqueeze(2) - sb.unsqueeze(1)).abs().reshape(groups * height, 1, height, width)     # (G*i, 1, k, l)
+    v2h = (row + column).reshape(groups, tokens, tokens)
     chosen = [m for p, m in (('v2h', v2h), ('h2v', v2h.transpose(1, 2))) if paths in (p, 'both')]
     logits = q @ k.transpose(1, 2)
     if mask_mode == 'multiplicative':

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from subquad.tools.exporters.delegation import delegation, multiply_adds
+from subquad.tools.exporters.delegation import delegation, highest_rank, multiply_adds
 
 
 class Layers(nn.Module):
@@ -40,6 +40,23 @@ def test_share_of_a_graph():
     assert found.macs == pytest.approx(1 - 3 * 4 * 5 / 600)
     assert found.operators == {'linear.default': 1, 'relu.default': 1} and found.calls == 0
     assert delegation(0, torch.fx.Graph()).macs is None
+
+
+def test_highest_rank():
+    x = torch.zeros(2, 3, 4, 6)
+    for shape, rank in (((6, 24), 4), ((6, 2, 2, 2, 3), 5)):
+        module = _Reshape(shape)
+        assert highest_rank(torch.export.export(module, (x,)).graph) == rank
+    assert highest_rank(torch.fx.Graph()) == 0
+
+
+class _Reshape(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x):
+        return x.reshape(self.shape).relu().reshape(-1)
 
 
 class _Linear(nn.Module):

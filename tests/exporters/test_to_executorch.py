@@ -1,5 +1,6 @@
 """ExecuTorch files: their outputs, what XNNPACK runs of them, metadata, and refusals."""
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from subquad.tools.exporters.subject import Subject, classifier_subject, random_
 
 pytest.importorskip('executorch')
 executorch = pytest.importorskip('subquad.tools.exporters.to_executorch')
+fold_constants = pytest.importorskip('subquad.tools.exporters.xnnpack_forms').fold_constants
 MODELS = ('subquad_mobilevitv2_050', 'test_mobilevitv2', 'test_ppma', 'ppma_tiny', 'test_myo', 'myo_tiny')
 
 
@@ -172,6 +174,41 @@ def test_conversion_and_runs_print_nothing(tmp_path, python):
                     f'path, _ = t.converted(s, t.Options(), pathlib.Path({str(tmp_path)!r}))\n'
                     'e.load(path, 2)(s.example()); e.load(path)(s.example()); e.read_metadata(path)\n')
     assert (result.returncode, result.stdout, result.stderr) == (0, '', '')
+
+
+class Grid(nn.Module):
+    """Arithmetic on 4 dimensions, and a reshape to 5 that no form removes."""
+
+    def forward(self, images):
+        return (images.reshape(1, 3, 4, 4, 24).permute(0, 1, 3, 2, 4).reshape(1, 3, 16, 24).relu(),)
+
+
+def test_tensors_of_five_dimensions_are_refused(tmp_path):
+    subject = dataclasses.replace(small_subject(), module=Grid())
+    with pytest.raises(UserError, match='a tensor of 5 dimensions; ExecuTorch files here have at most 4'):
+        converted(subject, Options(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Computed(nn.Module):
+    """A weight and a bias that are computed from parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 24)), nn.Parameter(torch.randn(5))
+
+    def forward(self, images):
+        return F.linear(images, self.weight + 1, self.bias.exp())
+
+
+def test_computed_constants_have_names_that_no_later_pass_gives():
+    module = Computed()
+    program = fold_constants(torch.export.export(module, (torch.zeros(1, 3, 16, 24),)))
+    assert sorted(program.constants) == ['folded_0', 'folded_1']
+    again = fold_constants(torch.export.export(program.module(), (torch.zeros(1, 3, 16, 24),)))
+    assert not any(name.startswith('_prop_tensor') for name in (*again.constants, *again.state_dict))
+    x = torch.randn(1, 3, 16, 24)
+    assert torch.equal(again.module()(x), module(x))
 
 
 @pytest.mark.slow

@@ -56,6 +56,17 @@ def _multiply_adds(node: Node) -> int:
     return 0
 
 
+def highest_rank(graph: Graph) -> int:
+    """Return the largest number of dimensions of a graph's tensors."""
+    return max((value.ndim for node in graph.nodes for value in _values(node)), default=0)
+
+
+def _values(node: Node) -> List[torch.Tensor]:
+    value = node.meta.get('val')
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _calls(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == 'call_function')
 

@@ -11,6 +11,7 @@ MOVES = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'tra
          'expand', 'alias', 'select', 'slice', 'cat')
 _REFUSED = ('linalg', 'im2col', 'while_loop', 'scan', 'cond')
 LARGEST_BATCH = 64
+LARGEST_RANK = 4                # of tensors that runtimes compute with
 
 
 def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> torch.export.ExportedProgram:
@@ -80,5 +81,5 @@ def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
             yield name if namespace else repr(node.target)
         value = node.meta.get('val')
         rank = value.ndim if isinstance(value, torch.Tensor) else 0
-        if rank > 4 and name.removeprefix('aten.').split('.')[0] not in MOVES:
+        if rank > LARGEST_RANK and name.removeprefix('aten.').split('.')[0] not in MOVES:
             yield f'{name} on {rank} dimensions'

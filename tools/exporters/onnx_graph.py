@@ -10,10 +10,10 @@ from onnxscript import FLOAT
 from onnxscript import opset20 as op
 
 from ..common.cli import UserError
+from .graph import LARGEST_RANK
 
 # The oldest version with Gelu. Newer ones bring nothing that these models need, and older runtimes refuse them.
 OPSET = 20
-LARGEST_RANK = 4
 _CONTROL_FLOW = ('Loop', 'Scan', 'If', 'SequenceMap')
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..common.cli import UserError, one_line
 from .file_metadata import dumps
 from .formats import Conversion, Options
-from .graph import LARGEST_BATCH, export_program
+from .graph import LARGEST_BATCH, LARGEST_RANK, export_program
 from .silence import silence
 from .subject import Subject
 
 _KEY = 'subquad'                 # of the metadata
-_LARGEST_RANK = 4
 # Operators that only pass their argument on. The converter does not know all of them.
 _PASSED_ON = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -84,8 +83,8 @@ def check(path: Path) -> None:
     if unknown or not operations:
         raise UserError(f'{path} holds operators that Core ML does not define: {", ".join(unknown) or "none at all"}')
     ranks = [output.type.tensorType.rank for operation in operations for output in operation.outputs]
-    if max(ranks) > _LARGEST_RANK:
-        raise UserError(f'{path} holds a tensor of rank {max(ranks)}; Core ML takes {_LARGEST_RANK} at most')
+    if max(ranks) > LARGEST_RANK:
+        raise UserError(f'{path} holds a tensor of rank {max(ranks)}; Core ML takes {LARGEST_RANK} at most')
     if 'batch' in read_metadata(path)['input']['dynamic']:
         _check_flexible(path, operations, model.get_spec().description)
 

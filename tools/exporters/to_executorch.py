@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, one_line, quiet, shown
-from .delegation import Delegation, delegation, multiply_adds, remove_copies
+from .delegation import Delegation, delegation, highest_rank, multiply_adds, remove_copies
 from .file_metadata import dumps
 from .formats import Conversion, Options
-from .graph import export_program
+from .graph import LARGEST_RANK, export_program
 from .subject import Subject
 from .xnnpack_forms import fold_constants, halved, rewrite
 
@@ -60,7 +60,7 @@ def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any,
     from executorch.exir.pass_base import ExportedProgramPassBase, ExportedProgramPassResult
     from executorch.exir.passes.constant_prop_pass import constant_prop_pass
     from executorch.exir.program._program import lift_constant_tensor_pass
-    macs = []
+    macs, ranks = [], []
 
     class Prepare(ExportedProgramPassBase):
         """Remove copies and compute constants again, then count; this runs before the partitioning."""
@@ -70,11 +70,15 @@ def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any,
             # Numbers of the graph have become tensors, which the constant propagation sees only as inputs.
             folded = constant_prop_pass(lift_constant_tensor_pass(exported_program), _skip_dim_order=False)
             macs.append(multiply_adds(folded.graph))
+            ranks.append(highest_rank(folded.graph))
             return ExportedProgramPassResult(folded, True)
 
     with _values_of_copies():
         edge = to_edge_transform_and_lower(program, transform_passes=[Prepare()], partitioner=[XnnpackPartitioner()],
                                            constant_methods={'metadata': metadata})
+    if ranks[0] > LARGEST_RANK:
+        raise UserError(f'the graph holds a tensor of {ranks[0]} dimensions; ExecuTorch files here have at most '
+                        f'{LARGEST_RANK}, which all delegates take')
     found = delegation(macs[0], edge.exported_program().graph)
     return edge.to_executorch(), found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.cli import UserError, one_line, shown
 from .file_metadata import dumps
 from .formats import Conversion, Options
-from .graph import export_program
+from .graph import LARGEST_RANK, export_program
 from .silence import silence
 from .subject import Subject
 
@@ -98,9 +98,17 @@ def _number(name: str) -> int:
 
 
 def _operators(path: Path) -> Dict[str, int]:
-    """Return the number of operators by name."""
+    """Return the number of operators by name.
+
+    Raises:
+        UserError: A tensor has more than 4 dimensions, which GPU delegates refuse.
+    """
     from ai_edge_litert.interpreter import OpResolverType
     plain = _interpreter(path, experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES)
+    rank = max(len(tensor['shape']) for tensor in plain.get_tensor_details())
+    if rank > LARGEST_RANK:
+        raise UserError(f'the converted graph holds a tensor of {rank} dimensions; GPU delegates of LiteRT take '
+                        f'{LARGEST_RANK} at most')
     names = Counter(operator['op_name'] for operator in plain._get_ops_details())
     return {name: count for name, count in names.items() if name != _DELEGATE}
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
+from .graph import LARGEST_RANK
+
 aten = torch.ops.aten
-_MAX_RANK = 6                   # of XNNPACK's tensors
 _ROW = 256                      # largest number of values that one row of a linear layer averages
 
 
@@ -249,7 +250,7 @@ def _grow(x: Tensor, factors: Sequence[int]) -> Tensor:
 
 def _expand(x: Tensor, size: Sequence[Any], *, implicit: bool = False):
     before = [1] * (len(size) - x.ndim) + list(x.shape)
-    if not x.is_floating_point() or len(size) > _MAX_RANK or not _reshapable(before):
+    if not x.is_floating_point() or len(size) > LARGEST_RANK or not _reshapable(before):
         return NotImplemented
     factors: List[Any] = [1 if not (_static(have) and have == 1) or (_static(want) and want == -1) else want
                           for have, want in zip(before, size)]
@@ -260,13 +261,14 @@ def _expand(x: Tensor, size: Sequence[Any], *, implicit: bool = False):
 
 def _repeat(x: Tensor, repeats: Sequence[Any]):
     axes = [axis for axis, count in enumerate(repeats) if not (_static(count) and count == 1)]
-    if len(repeats) != x.ndim or len(axes) != 1 or x.ndim >= _MAX_RANK or not x.is_floating_point():
+    if len(repeats) != x.ndim or len(axes) != 1 or not x.is_floating_point() or not _reshapable(x.shape):
         return NotImplemented
-    axis, count, shape = axes[0], repeats[axes[0]], list(x.shape)
-    if not _static(count, shape[axis]) or not _reshapable(shape):
+    axis = axes[0]
+    rest = x.shape[axis:]
+    if not _static(repeats[axis], *rest):
         return NotImplemented
-    y = _grow(_reshape(x, [*shape[:axis], 1, *shape[axis:]]), [1] * axis + [count] + [1] * (x.ndim - axis))
-    return _reshape(y, [*shape[:axis], count * shape[axis], *shape[axis + 1:]])
+    y = _grow(x.reshape(-1, 1, math.prod(rest)), [1, repeats[axis], 1])
+    return _reshape(y, [*x.shape[:axis], repeats[axis] * rest[0], *rest[1:]])
 
 
 def _unsqueeze(x: Tensor, dim: int):
@@ -318,7 +320,8 @@ def _nearest(x: Tensor, size: Optional[Sequence[int]], scales: Optional[Sequence
     if size is not None or [*(scales or ())] != factors or not factors or not _static(*x.shape[1:]):
         return NotImplemented
     channels, height, width = x.shape[1:]
-    y = _grow(x.reshape(-1, height, 1, width, 1), [1, 1, factors[0], 1, factors[1]])
+    y = _grow(x.reshape(-1, width, 1), [1, 1, factors[1]])
+    y = _grow(y.reshape(-1, 1, width * factors[1]), [1, factors[0], 1])
     return y.reshape(-1, channels, height * factors[0], width * factors[1])
 
 
