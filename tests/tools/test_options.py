@@ -161,3 +161,19 @@ def test_every_stock_config_loads(library):
         except (Exception, SystemExit):
             continue
         assert not whole, f'{path}: {message}'
+
+
+@pytest.mark.skipif(find_spec('mmengine') is None, reason='MMEngine is not installed')
+def test_a_detector_without_mmdetection_names_the_command_that_installs_it(python):
+    result = python('import sys, importlib.util as util, importlib.metadata as metadata\n'
+                    'find, version = util.find_spec, metadata.distribution\n'
+                    'util.find_spec = lambda name, *a: None if name == "mmdet" else find(name, *a)\n'
+                    'def distribution(name):\n'
+                    '    if name == "mmdet": raise metadata.PackageNotFoundError(name)\n'
+                    '    return version(name)\n'
+                    'metadata.distribution = distribution\n'
+                    'sys.modules["mmdet"] = None\n'
+                    'import subquad\n'
+                    'from subquad.tools.engine.config import load\n'
+                    f'load({MASK_RCNN!r})\n')
+    assert 'configs of detectors and segmenters need mmdet: run make mm in a checkout' in result.stderr

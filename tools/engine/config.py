@@ -2,6 +2,7 @@
 import difflib
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -87,9 +88,22 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
         for old, new in _MOVED.items():
             if f"'{old}'" in str(error) or f"'{old}." in str(error):
                 raise _moved_error(path, old, new) from error
+        for library in ('mmdet', 'mmseg', 'mmcv'):
+            if library in str(error):
+                need(library)
         raise UserError(f'{path}: {one_line(error)}') from error
     check_types(config, path)
     return config
+
+
+def need(library: str) -> None:
+    """Check that a library which detectors and segmenters need is installed.
+
+    Raises:
+        UserError: It is missing. The error gives the command that installs it.
+    """
+    if find_spec(library) is None:
+        raise UserError(f'configs of detectors and segmenters need {library}: run make mm in a checkout')
 
 
 def _moved_error(path: Path, old: str, new: Sequence[str]) -> UserError:

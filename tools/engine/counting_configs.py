@@ -17,12 +17,11 @@ auxiliary head, the numbers of MobileViTv2 do not.
 import difflib
 import math
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..common.cli import UserError, one_line
-from .config import configs_folder, find, known_configs, load
+from .config import configs_folder, find, known_configs, load, need
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
@@ -65,13 +64,13 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
         UserError: The config is unknown or of another kind, or its network cannot be built or refuses the size.
     """
     import torch
-    _need('mmengine')
+    need('mmengine')
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
 
     from .counting import three_counts
     config = load(name, overrides)
-    _need(config.get('default_scope', 'mmengine'))
+    need(config.get('default_scope', 'mmengine'))
     if config.model.get('type') == 'TimmClassifier':
         raise UserError(f'{name} trains a classifier: use subquad stats {config.model.name}')
     usual = not (height and width or overrides)
@@ -98,11 +97,6 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
         row['nearest_count'] = min(COUNTS, key=lambda count: abs(row[count] / 1e9 - gmacs))
         row['deviation_percent'] = round(100 * (row[row['nearest_count']] / 1e9 / gmacs - 1), 2)
     return row
-
-
-def _need(library: str) -> None:
-    if find_spec(library) is None:
-        raise UserError(f'configs of detectors and segmenters need {library}: run make mm in a checkout')
 
 
 def _image_size(name: str, config) -> Tuple[int, int]:
