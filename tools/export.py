@@ -2,7 +2,7 @@
 
 The command converts the model's export form with BatchNorm fused, runs the file on the format's runtime and compares
 its outputs with the ordinary model. A file appears only if the largest relative error is within the tolerance: 1e-4 for
-fp32, 1e-2 for fp16, 1 for int8. Core ML does not run here: its file is converted, reloaded and its operators checked.
+fp32, 1e-2 for fp16, 1 for int8. Core ML files are not run: they are converted, read again, and their operators checked.
 Sizes, preprocessing and labels are in the file's metadata.
 """
 import argparse
@@ -25,6 +25,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = _parser().parse_args(argv)
     _check(args)
     formats = chosen_formats(args.format, args.precision, frozenset(args.dynamic))
+    if args.precision == 'int8' and not args.calibrate:
+        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER')
     find = finder(Request(args.model, args.checkpoint, args.size and parse_size(args.size, smallest=32, largest=8192),
                           args.features, args.normalize, args.allow_nonfinite))
     reports, failures = export_formats(
@@ -50,12 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--format', nargs='+', required=True, choices=[*FORMATS, 'all'], metavar='FORMAT',
                         help=f"{', '.join(FORMATS)}; or all that are installed")
     parser.add_argument('--checkpoint', metavar='FILE_OR_TAG', help='weight file, name of published weights or their '
-                        'tag (default: random weights, which a note reports)')
+                        'tag (default: those that MODEL names; else random ones, which a note reports)')
     parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: the model's own)")
     parser.add_argument('--dynamic', nargs='+', choices=DYNAMIC, default=[], help='dimensions that the file leaves '
                         'open: the batch, or height and width')
     parser.add_argument('--precision', choices=PRECISIONS, default='fp32', help='precision inside of the file '
-                        '(default: fp32); its inputs and outputs are float32')
+                        '(default: fp32); images and scores remain float32')
     parser.add_argument('--calibrate', nargs='+', metavar='FOLDER', help='images from which int8 takes its ranges')
     parser.add_argument('--calibrate-images', type=int, default=DEFAULT_IMAGES, metavar='N',
                         help='number of these images to use (default: %(default)s)')
@@ -83,8 +85,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--calibrate-images must be at least 1, got {args.calibrate_images}')
     if args.calibrate and args.precision != 'int8':
         raise UserError(f'--calibrate is for --precision int8, not for {args.precision}')
-    if args.precision == 'int8' and not args.calibrate:
-        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER')
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ from ..common.images import LeftOut, UnreadableImage, image_files
 from ..common.output import progress
 from .subject import Subject
 
-DEFAULT_IMAGES = 64
+DEFAULT_IMAGES = 100
 
 
 def calibration_images(subject: Subject, folders: Sequence[str], count: int = DEFAULT_IMAGES) -> List[Tensor]:

@@ -50,7 +50,7 @@ class Format(NamedTuple):
         distributions: what pip installs for them; the extra of this package has the name of the format.
         precisions: the precisions that it supports.
         dynamic: the dimensions that a file may leave open.
-        runs: whether its runtime runs on this computer's operating system.
+        runs: whether the command runs its files on a runtime.
     """
     title: str
     suffix: str

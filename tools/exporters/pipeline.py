@@ -104,8 +104,8 @@ def export(
                                  + ('; use a hundred images or more.' if len(options.calibration) < FEW else '.'))
             else:
                 module.check(temporary)
-                notes.append(f'{name}: converted, reloaded and its operators checked; {FORMATS[name].title} does not '
-                             'run on this operating system, so no output was compared.')
+                notes.append(f'{name}: converted, read again and its operators checked. The file was not run, so that '
+                             'no output was compared.')
         except (UserError, KeyboardInterrupt):
             raise
         except Exception as error:             # converters raise exceptions of many kinds
