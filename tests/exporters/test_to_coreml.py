@@ -25,7 +25,7 @@ def exported(folder, name, precision='fp32', dynamic=frozenset(), **options):
 def test_networks_convert_and_reload(name, options, tmp_path):
     report = exported(tmp_path, name, **options)
     assert report.passed and report.errors is None and [file.name for file in tmp_path.iterdir()] == [report.path.name]
-    assert any('does not run' in note for note in report.notes)
+    assert any('was not run' in note for note in report.notes)
     metadata = to_coreml.read_metadata(report.path)
     assert metadata['model'] == name and metadata['input']['dynamic'] == sorted(options.get('dynamic', ()))
     # Core ML's reciprocal adds 1e-4 to its argument, and coremltools sets no other number.
