@@ -15,6 +15,7 @@ FOLDERS = ('backbones', 'kernels', 'configs', 'tools')
 # Files beside the modules; `subquad weights push` fills the template of the model cards.
 DATA = {
     'subquad.configs': ['*/*.py', '*/*.yml', '*/*.md', '*/_base_/*.py', '*/_base_/*/*.py'],
+    'subquad.kernels.common': ['*.json'],
     'subquad.backbones.weights': ['shipped/*.safetensors'],
     'subquad.model_cards': ['*.md', 'template/*.md'],
 }

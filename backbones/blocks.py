@@ -1,13 +1,16 @@
 """Layers that the backbones share: convolutions, stem, feed-forward layer, block and head."""
+from functools import lru_cache
 from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale
-from timm.models import register_notrace_function
+from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from ..kernels import depthwise_conv
+from ..kernels.common.tracing import is_traced_or_wrapped
 from .inference import forward_in_parts
 from .options import MIN_SIZE
 
@@ -32,25 +35,42 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
 
 
 def can_bypass_forward(*modules: nn.Module) -> bool:
-    """True if the modules are PyTorch's own convolutions and norms without adapter, parametrization or hook.
+    """True if the modules are PyTorch's own convolutions, linear layers and norms without adapter, parametrization or
+    hook.
 
     Then a layer may use their weights directly instead of calling them.
     """
     return all(
-        type(m) in (nn.Conv2d, nn.BatchNorm2d) and not m._forward_hooks and not m._forward_pre_hooks
+        type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) and not m._forward_hooks and not m._forward_pre_hooks
         for m in modules
     )
+
+
+@lru_cache(maxsize=64)
+def _kept_zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):            # training could not save a tensor made in inference mode
+        return torch.zeros(size, device=device, dtype=dtype)
 
 
 def conv_norm_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """Return norm(conv(x)) in evaluation mode, with the norm's statistics folded into the convolution.
 
-    This saves a pass over the output of the convolution.
+    This saves a pass over the output of the convolution. The folded weight is not kept, because a parameter can change
+    without a trace (`parameter.data.copy_`, as averages of weights do).
     """
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-    mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
-    weight = conv.weight * scale[:, None, None, None]
-    return F.conv2d(x, weight, norm.bias - mean * scale, conv.stride, conv.padding, conv.dilation, conv.groups)
+    if isinstance(x, Proxy) or is_traced_or_wrapped(x) or conv.weight.is_cpu:
+        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
+        weight, bias = conv.weight * scale[:, None, None, None], norm.bias - mean * scale
+    else:
+        # The norm of the weight without a mean, and of the bias: two launches on a GPU instead of seven.
+        zeros = _kept_zeros(len(norm.weight), norm.weight.device, norm.running_mean.dtype)
+        bias = zeros.to(conv.weight.dtype) if conv.bias is None else conv.bias
+        weight = F.batch_norm(conv.weight.flatten(1)[None], zeros, norm.running_var, norm.weight, zeros, False, 0.0,
+                              norm.eps).view_as(conv.weight)
+        bias = F.batch_norm(bias[None], norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0,
+                            norm.eps)[0]
+    return F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 class ConvNorm(nn.Module):
@@ -98,10 +118,16 @@ class Stem(nn.Module):
         return self.conv4(self.conv3(self.conv2(self.conv1(x))))
 
 
+@register_notrace_module
 class DepthwiseConv(nn.Module):
-    """k x k depthwise convolution of tokens, (B, H, W, C) -> (B, H, W, C). With `residual` it adds its input.
+    """k x k depthwise convolution of tokens, (B, H, W, C) -> (B, H, W, C), by `subquad.kernels.depthwise_conv`.
 
-    The residual is an increment of 1 at the center of the kernel, which saves a pass over the data.
+    Args:
+        dim: channels C.
+        kernel_size: k, an odd number.
+        residual: add the input, after GELU if there is one.
+        gelu: apply GELU to the input first.
+        device, dtype: device and dtype of the parameters.
     """
 
     def __init__(
@@ -109,26 +135,23 @@ class DepthwiseConv(nn.Module):
             dim: int,
             kernel_size: int,
             residual: bool = False,
+            gelu: bool = False,
             device=None,
             dtype=None,
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, kernel_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.padding = kernel_size // 2
-        self.residual = residual
+        self.residual, self.gelu = residual, gelu
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize as PyTorch's convolutions, like the published network."""
         nn.Conv2d.reset_parameters(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.residual:
-            weight = weight + F.pad(torch.ones_like(weight[:, :, :1, :1]), [self.padding] * 4)
-        x = F.conv2d(x.permute(0, 3, 1, 2), weight, self.bias, padding=self.padding, groups=weight.shape[0])
-        return x.permute(0, 2, 3, 1)
+    def forward(self, x: Tensor, add: Optional[Tensor] = None) -> Tensor:
+        """Convolve x (B, H, W, C), and add a tensor of its shape to the result if there is one."""
+        return depthwise_conv(x, self.weight, self.bias, add, gelu=self.gelu, residual=self.residual)
 
 
 class FeedForward(nn.Module):
@@ -138,11 +161,11 @@ class FeedForward(nn.Module):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.fc1 = nn.Linear(dim, hidden_dim, **dd)
-        self.dwconv = DepthwiseConv(hidden_dim, 3, residual=True, **dd)
+        self.dwconv = DepthwiseConv(hidden_dim, 3, residual=True, gelu=True, **dd)
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
+        return self.fc2(self.dwconv(self.fc1(x)))
 
 
 class Block(nn.Module):

@@ -9,9 +9,12 @@ kernels (except `tree_solve`).
     separable_attention        one context vector, by softmax scores, for all tokens of a group  O(N)
     quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
+    rotary_embedding           rotations of queries and keys by the angles of a table           O(N)
+    depthwise_conv             a window for each channel, with GELU and sums in the same pass    O(N)
 
 Operators with heads take tensors of shape `(B, heads, H, W, D)`. Step logs have shape `(B, heads, H, W)` and hold one
-step each, never cumulative sums. `separable_attention` has no heads and takes `(B, H, W, D)`.
+step each, never cumulative sums. `separable_attention` and `depthwise_conv` have no heads and take `(B, H, W, D)`;
+`rotary_embedding` takes `(B, heads, N, D)`.
 """
 if __name__ != 'subquad.kernels':
     raise ImportError(f'import subquad.kernels instead of {__name__!r}: the folder kernels/ is not a top-level '
@@ -19,13 +22,16 @@ if __name__ != 'subquad.kernels':
 
 from .crisscross_attention import crisscross_attention
 from .decay_attention import decay_attention
+from .depthwise_conv import depthwise_conv
 from .dispatch import use_backend, why_not
 from .polyline_attention import polyline_attention
 from .polyline_linear_attention import polyline_linear_attention
 from .polyline_scan import polyline_scan
 from .quadtree_solve import quadtree_solve
+from .rotary_embedding import rotary_embedding
 from .separable_attention import separable_attention
 from .tree_solve import tree_solve
 
-__all__ = ['crisscross_attention', 'decay_attention', 'polyline_attention', 'polyline_linear_attention',
-           'polyline_scan', 'quadtree_solve', 'separable_attention', 'tree_solve', 'use_backend', 'why_not']
+__all__ = ['crisscross_attention', 'decay_attention', 'depthwise_conv', 'polyline_attention',
+           'polyline_linear_attention', 'polyline_scan', 'quadtree_solve', 'rotary_embedding', 'separable_attention',
+           'tree_solve', 'use_backend', 'why_not']

@@ -1,38 +1,50 @@
 """Compile the Triton kernels ahead of time, for a GPU that this machine need not have, and read their resource use."""
 import re
-import shutil
-import subprocess
-import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .common.launch import interpreted
+from .machine_code import MachineCode, analyze
 from .trees import quadtree_levels
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Resource use of one launch of a kernel.
+def _pairs(constants: Mapping[str, int]) -> int:
+    """Pairs of queries and keys in a tile."""
+    return constants['BLOCK'] ** 2 * constants.get('ROWS', 1)
 
-    Attributes:
-        registers: registers per thread; None if the target's tools do not report them.
-        stack: bytes of stack per thread, which spilled registers use; None if the target's tools do not report them.
-        shared: bytes of shared memory per program.
-    """
-    kernel: str
-    constants: str
-    warps: int
-    registers: Optional[int]
-    stack: Optional[int]
-    shared: int
+
+def _grid_pairs(constants: Mapping[str, int]) -> int:
+    """Pairs of a tile of ROWS x COLS queries and one of KEY_ROWS x COLS keys, blocks of a grid both."""
+    return constants['ROWS'] * constants['COLS'] * constants['KEY_ROWS'] * constants['COLS']
+
+
+def _elements(constants: Mapping[str, int]) -> int:
+    return constants['BLOCK'] * constants['BLOCK_D']
+
+
+# What a kernel works on, and how many of these its programs take in one pass of each innermost loop (or in all, without
+# loops), as functions of its constants. `MachineCode.per_item` takes the number.
+ITEMS: Dict[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
+    **{f'polyline_attention_{part}': ('pair', _grid_pairs) for part in ('fwd', 'bwd_query', 'bwd_key')},
+    **{f'polyline_attention_running_{part}': ('pair', _pairs) for part in ('fwd', 'bwd')},
+    **{f'decay_attention_{part}{line}': ('pair', _pairs)
+       for part in ('fwd', 'bwd', 'transposed') for line in ('', '_line')},
+    'polyline_scan_fwd': ('element', _elements),
+    'polyline_scan_bwd': ('element', _elements),
+    'row_products': ('element', _elements),
+    **{f'separable_attention_{name}': ('element', lambda c: c['BLOCK_N'] * c['BLOCK_D'])
+       for name in ('fwd_context', 'fwd_apply', 'bwd_value')},
+    **{f'separable_attention_{name}': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L'])
+       for name in ('fwd_softmax', 'bwd_query')},
+    'quadtree_solve_up': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
+    'quadtree_solve_down': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
+}
 
 
 @contextmanager
@@ -88,40 +100,28 @@ def compiling_for(target: str) -> Iterator[List]:
         triton.runtime.driver.set_active(None)          # the next launch looks for it again
 
 
-def _usage(kernel) -> Dict[str, int]:
-    """Read REG and STACK of a compiled kernel with cuobjdump, which comes with Triton."""
-    import triton
-    tool = Path(triton.__file__).parent / 'backends' / 'nvidia' / 'bin' / 'cuobjdump'
-    tool = str(tool) if tool.exists() else shutil.which('cuobjdump')
-    if 'cubin' not in kernel.asm or tool is None:
-        return {}
-    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
-        file.write(kernel.asm['cubin'])
-        file.flush()
-        text = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r'(REG|STACK):(\d+)', text)}
-
-
-def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[str, List[Resources]]:
-    """Compile every kernel that the calls launch on meta tensors, and return its resource use by name of the call.
+def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[str, List[MachineCode]]:
+    """Compile every kernel that the calls launch on meta tensors, and return their machine code by name of the call.
 
     Raises:
         Exception: a kernel does not compile (Triton's own exceptions).
     """
-    result: Dict[str, List[Resources]] = {}
+    result: Dict[str, List[MachineCode]] = {}
     for name, call in calls.items():
         with compiling_for(target) as kernels:
             call()
-        result[name] = []
-        for kernel in kernels:
-            usage, constants = _usage(kernel), {}
-            if hasattr(kernel.src, 'constants'):
-                constants = {kernel.src.fn.arg_names[key[0]]: value for key, value in kernel.src.constants.items()}
-            shown = ', '.join(f'{key} {value}' for key, value in constants.items()
-                              if key in ('BLOCK', 'BLOCK_D', 'BLOCK_V', 'SIDE', 'LEVELS'))
-            result[name].append(Resources(kernel.metadata.name.strip('_'), shown, kernel.metadata.num_warps,
-                                          usage.get('REG'), usage.get('STACK'), kernel.metadata.shared))
+        result[name] = [analyze(kernel) for kernel in kernels]
     return result
+
+
+def per_item(code: MachineCode) -> Tuple[List[float], str]:
+    """Return thread-instructions per item of a kernel (see `ITEMS`), one number per loop, and the name of the item.
+
+    Both are empty for kernels without an entry in ITEMS and for targets whose tools do not report instructions."""
+    if code.name not in ITEMS or code.instructions is None:
+        return [], ''
+    item, count = ITEMS[code.name]
+    return code.per_item(count(code.constants)), item
 
 
 def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
@@ -146,19 +146,24 @@ def _cases_of(lengths: Sequence[int]) -> Iterator[Tuple]:
             yield f'polyline_attention, {paths}, {length} x {length}', _polyline, length, 'additive', paths
     for mask_mode in mask_modes:
         yield f'decay_attention, {mask_mode}, lines of 100', _decay, 100, mask_mode
+        for length in (lengths[-1], 100):
+            yield f'crisscross_attention, {mask_mode}, lines of {length}', _crisscross, length, mask_mode
     for length in (*lengths, 100, 256, 600):
         yield f'polyline_scan, lines of {length}', _scan, length
     for latents in (1, 8):
         for keys in ('keys', 'mapped keys'):
             yield (f'separable_attention, {latents} latent, {keys}, 32 x 32', _separable, 32, latents,
                    keys == 'mapped keys')
+    for window, form in ((3, 'residual and GELU'), (5, 'sum')):
+        yield f'depthwise_conv, {window} x {window}, {form}', _depthwise, window, form
+    yield 'rotary_embedding, 14 x 14', _rotary
     # Trees of one tile, and trees of tiles of either side.
     for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
         yield f'quadtree_solve, {parametrization}, {side} x {side}', _quadtree, side, parametrization
 
 
 def _attention_inputs(dtype: torch.dtype, dim: int, length: int) -> Tuple[List[Tensor], List[Tensor]]:
-    """q, k, v and a gradient; sums of step logs along rows and along columns."""
+    """q, k, v and a gradient; step logs, or their sums, along rows and along columns."""
     tensors = [torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta') for _ in range(4)]
     return tensors, [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
 
@@ -172,10 +177,17 @@ def _polyline(dtype: torch.dtype, dim: int, length: int, mask_mode: str, paths: 
 
 
 def _decay(dtype: torch.dtype, dim: int, length: int, mask_mode: str) -> None:
-    from .decay_attention import triton
-    (q, k, v, grad), (sums, _) = _attention_inputs(dtype, dim, length)
-    saved = triton.forward(q, k, v, sums, 'row', mask_mode, True)
-    triton.backward(grad, q, k, v, sums, *saved, 'row', mask_mode)
+    from .decay_attention import triton, triton_backward
+    (q, k, v, grad), (steps, _) = _attention_inputs(dtype, dim, length)
+    saved = triton.forward(q, k, v, steps, 'row', mask_mode, True)
+    triton_backward.backward(grad, q, k, v, steps, *saved, 'row', mask_mode)
+
+
+def _crisscross(dtype: torch.dtype, dim: int, length: int, mask_mode: str) -> None:
+    from .crisscross_attention import triton
+    (q, k, v, grad), steps = _attention_inputs(dtype, dim, length)
+    saved = triton.forward(q, k, v, *steps, mask_mode, 'both', True)
+    triton.backward(grad, [q, k, v, *steps], list(saved), mask_mode, 'both')
 
 
 def _scan(dtype: torch.dtype, dim: int, length: int) -> None:
@@ -186,11 +198,25 @@ def _scan(dtype: torch.dtype, dim: int, length: int) -> None:
 
 
 def _separable(dtype: torch.dtype, dim: int, side: int, latents: int, key_map: bool) -> None:
-    from .separable_attention import triton
+    from .separable_attention import triton, triton_backward
     x = torch.empty(2, side, side, dim, dtype=dtype, device='meta')
     query, weight = x.new_empty(2, side, side, latents), x.new_empty(dim, dim) if key_map else None
     _, statistics, summed = triton.forward(query, x, x, weight, None, (2, 2), 'pixel')
-    triton.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
+    triton_backward.backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')
+
+
+def _depthwise(dtype: torch.dtype, dim: int, window: int, form: str) -> None:
+    from .depthwise_conv import triton
+    x = torch.empty(2, 14, 14, dim, dtype=dtype, device='meta')
+    weight, gelu = x.new_empty(dim, 1, window, window), 'GELU' in form
+    triton.forward(x, weight, x.new_empty(dim), x if form == 'sum' else None, gelu, gelu)
+    triton.backward(x, x, weight, gelu, gelu, True, True)
+
+
+def _rotary(dtype: torch.dtype, dim: int) -> None:
+    from .rotary_embedding import triton
+    q = torch.empty(2, 196, 4, dim, dtype=dtype, device='meta').transpose(1, 2)
+    triton.forward(q, q, torch.empty(196, dim // 2, 2, device='meta'), 0.25, False)
 
 
 def _quadtree(dtype: torch.dtype, dim: int, side: int, parametrization: str) -> None:

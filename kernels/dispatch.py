@@ -72,23 +72,38 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
 
     Args:
         op: the operator's name.
+        backend: the caller's choice, as for `chosen_backend`.
+        tensors: the operator's arguments.
+
+    Raises:
+        ValueError: the backend is unknown, or it is Triton and Triton cannot run these tensors.
+    """
+    backend = chosen_backend(op, backend, *tensors)
+    if backend == 'triton':
+        objection = _objection(op, *tensors)
+        if objection:
+            raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
+    return OPERATORS[op].implementations[backend]
+
+
+def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
+    """Return the name of the backend that `op` would run on.
+
+    Args:
+        op: the operator's name.
         backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export` while a
             graph is exported, `triton` if `why_not` returns None, and `portable` otherwise.
         tensors: the operator's arguments.
 
     Raises:
-        ValueError: the backend is unknown, or it is Triton and Triton cannot run these tensors.
+        ValueError: the backend is unknown.
     """
     if _known(backend, op) == 'auto':
         backend = _active
     if backend == 'auto':
         on_gpu = tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
         backend = 'export' if exporting() else 'triton' if on_gpu else 'portable'
-    elif backend == 'triton':
-        objection = _objection(op, *tensors)
-        if objection:
-            raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
-    return OPERATORS[op].implementations[backend]
+    return backend
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:
@@ -128,7 +143,7 @@ def _objection(op: str, *tensors: Tensor) -> Optional[str]:
     if first.device.type == 'cuda' and torch.version.hip is None:
         if torch.cuda.get_device_capability(first.device) < (7, 0):
             return f'Triton needs compute capability 7.0, and {torch.cuda.get_device_name(first.device)} has less.'
-    elif first.device.type != 'cuda' and not interpreted():
+    elif first.device.type not in ('cuda', 'meta') and not interpreted():       # meta: only shapes are computed
         return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'
     if first.dtype not in _DTYPES:
         return f'the kernels take float32, float16 and bfloat16, and the arguments are {first.dtype}.'

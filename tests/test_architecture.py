@@ -8,13 +8,15 @@ from helpers import ROOT
 
 PACKAGES = ('kernels', 'backbones', 'tools')
 OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
+# Kernels that would make triton.py too long a file.
+MORE_KERNELS = {'triton_backward', 'triton_running'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
-KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2}
+KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
-SHARED_NAMES = OPERATOR_FILES | {'evaluation', 'prediction', 'registry', 'runner'}
+SHARED_NAMES = OPERATOR_FILES | MORE_KERNELS | {'evaluation', 'prediction', 'registry', 'runner'}
 # Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
 COMMANDS = {'benchmark', 'demo', 'export', 'kernels', 'make_dataset', 'models', 'predict', 'stats', 'test', 'train',
             'visualize', 'weights'}
@@ -106,11 +108,13 @@ def test_relative_imports_name_modules_that_exist():
 
 
 def test_every_operator_has_the_same_five_files():
+    """Long kernels have a sixth file, `triton_backward`."""
     from subquad import kernels
     assert {path.name for path in operators()} == set(kernels.__all__) - {'use_backend', 'why_not'}
     for path in operators():
-        assert {file.stem for file in path.iterdir() if file.suffix == '.py'} == OPERATOR_FILES, path.name
-        assert {file.name for file in path.iterdir()} <= {f'{name}.py' for name in OPERATOR_FILES} | {'__pycache__'}
+        found = {file.stem for file in path.iterdir() if file.suffix == '.py'}
+        assert OPERATOR_FILES <= found <= OPERATOR_FILES | MORE_KERNELS, path.name
+        assert {file.name for file in path.iterdir()} <= {f'{name}.py' for name in found} | {'__pycache__'}
 
 
 @pytest.mark.parametrize('package, above', [('kernels', {'backbones', 'tools'}), ('backbones', {'tools'})])
@@ -189,7 +193,8 @@ def test_no_file_name_means_two_things():
 
 def _is_kernel(node: ast.FunctionDef) -> bool:
     """Whether Triton compiles the function: what it does in registers cannot be split at will."""
-    return any(isinstance(name, ast.Attribute) and name.attr == 'jit' for name in node.decorator_list)
+    names = [name.func if isinstance(name, ast.Call) else name for name in node.decorator_list]
+    return any(isinstance(name, ast.Attribute) and name.attr == 'jit' for name in names)
 
 
 def test_files_have_at_most_400_lines():

@@ -5,7 +5,8 @@ the code adds the logarithm of the mask to the logits (`mask_mode='additive'`, w
 trained), and the paper multiplies the softmax by the mask (`mask_mode='multiplicative'`). The default follows the code.
 """
 import math
-from typing import Callable, ClassVar, Dict, Sequence, Tuple
+from functools import lru_cache
+from typing import Callable, ClassVar, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,11 @@ from ...kernels import crisscross_attention, decay_attention, polyline_attention
 from ...kernels.common.checks import MASK_MODES
 from ...kernels.common.tracing import exporting
 from ...kernels.crisscross_attention.portable import crisscross_attention_tokens
+from ...kernels.dispatch import chosen_backend
 from ...kernels.polyline_attention.portable import polyline_attention_tokens
-from ..blocks import DepthwiseConv
+from ..blocks import DepthwiseConv, can_bypass_forward
 from ..options import Options, check, flag, one_of
-from .rotary import rotary_angles, rotate, rotate_flat
+from .rotary import rotate, rotate_flat
 
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
@@ -200,6 +202,38 @@ class PathDecay(nn.Module):
         log_alpha, log_beta = (logs[:, n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
         return log_alpha, log_beta
 
+    def rows(self) -> Tuple[Tensor, List[Tensor]]:
+        """Return the projection as rows of one linear layer on all channels, for use by `logs`.
+
+        The number of heads is padded, so that the layer's output has a multiple of 16 channels, which lets kernels load
+        whole vectors.
+
+        Returns:
+            The weight, (1 or 2 times the padded heads, C), and the parts of the bias, to be concatenated.
+        """
+        weight = self.proj.weight                                                        # (1 or 2, head_dim)
+        heads, padded = _kept_heads(self.num_heads, 16 // len(weight), weight.device, weight.dtype)
+        rows = heads[None, :, :, None] * weight[:, None, None]                           # (1 or 2, padded, heads, D)
+        return rows.reshape(len(weight) * len(heads), -1), [self.dt_bias, padded] * len(weight)
+
+    def logs(self, x: Tensor, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """Return log_alpha and log_beta, (B, heads, H, W) each, for the product x (B, N, rows) with `rows`."""
+        directions = len(self.proj.weight)
+        steps = F.softplus(x.unflatten(2, (directions, -1))[..., :self.num_heads])
+        logs = steps.new_empty(len(steps), directions, self.num_heads, height * width)
+        torch.mul(steps.permute(0, 2, 3, 1), -self.A_log.exp()[:, None], out=logs)
+        logs = logs.unflatten(3, (height, width))
+        return logs[:, 0], logs[:, -1]
+
+
+@lru_cache(maxsize=64)
+def _kept_heads(heads: int, multiple: int, device: torch.device, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
+    """Return the identity (padded heads, heads), and a zero for each head that pads it."""
+    padded = -(-heads // multiple) * multiple
+    with torch.inference_mode(False):                    # training could not save a tensor made in inference mode
+        return (torch.eye(padded, heads, device=device, dtype=dtype),
+                torch.zeros(padded - heads, device=device, dtype=dtype))
+
 
 @register_notrace_module
 class PolylineMixer(nn.Module):
@@ -260,10 +294,13 @@ class PolylineMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, height, width, dim = x.shape
-        v = self.v(x)
         export = self.exportable or exporting()
-        q, k = self._queries_and_keys(x, export)
-        log_alpha, log_beta = self.decay_logs(x)
+        if self._takes_one_product(x, export):
+            q, k, v, log_alpha, log_beta = self._one_product(x)
+        else:
+            v, q, k = self.v(x), self.q(x), self.k(x)
+            log_alpha, log_beta = self.decay_logs(x)
+        q, k = self._queries_and_keys(q, k, export)
         attend = ATTENTIONS[self.attention]
         y = attend(
             q,
@@ -276,8 +313,42 @@ class PolylineMixer(nn.Module):
             backend='export' if export else 'auto',
         )
         y = y.transpose(1, 2)                                                            # (B, N, heads, D)
-        y = self.lepe(v).reshape(y.shape) + y
+        if y.is_contiguous() and not export:             # the order of the Triton kernels: a view of the grid
+            y = self.lepe(v, y.reshape(v.shape))
+        else:
+            y = self.lepe(v).reshape(y.shape) + y
         return self.out(y.reshape(batch, height, width, dim))
+
+    def _linears(self) -> List[nn.Module]:
+        return [self.q, self.k, self.v, *([] if self.decay is None else [self.decay.proj])]
+
+    def _takes_one_product(self, x: Tensor, export: bool) -> bool:
+        """True if q, k, v and the decay are one product: in inference, where the operators run on Triton.
+
+        Elsewhere the layers stay apart: a CPU gains nothing, and MACs are counted by the definition.
+        """
+        linears = self._linears()
+        return (not export and not torch.is_grad_enabled() and can_bypass_forward(*linears)
+                and chosen_backend('rotary_embedding', 'auto', x) == 'triton'
+                and len({linear.weight.dtype for linear in linears}) == 1)
+
+    def _one_product(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v (B, H, W, C) and the step logs (B, heads, H, W) from one product, as views of it.
+
+        The joined weights are not kept. A parameter can change without a trace (`parameter.data.copy_`, as averages of
+        weights do), and joining them takes two launches over a few megabytes at most.
+        """
+        height, width, dim = x.shape[1:]
+        weights, biases = ([getattr(linear, name) for linear in (self.q, self.k, self.v)]
+                           for name in ('weight', 'bias'))
+        if self.decay is not None:
+            rows, row_biases = self.decay.rows()
+            weights, biases = [*weights, rows], biases + row_biases
+        y = F.linear(x, torch.cat(weights), torch.cat(biases))
+        q, k, v = y[..., :3 * dim].split(dim, -1)
+        if self.decay is None:
+            return q, k, v, *self.decay_logs(x)
+        return q, k, v, *self.decay.logs(y[..., 3 * dim:].flatten(1, 2), height, width)
 
     def decay_logs(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Return the step logs for the mixer's input x (B, H, W, C).
@@ -297,18 +368,13 @@ class PolylineMixer(nn.Module):
         """(B, H, W, C) -> (B, heads, N, D), a view."""
         return x.reshape(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
 
-    def _queries_and_keys(self, x: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
-        """Return q and k, (B, heads, N, D) each, with k scaled by head_dim^-1/2.
+    def _queries_and_keys(self, q: Tensor, k: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
+        """Split q and k (B, H, W, C) into heads, (B, heads, N, D) each, with k scaled by head_dim^-1/2.
 
         Softmax attention rotates them. Linear and decomposed attention do not.
         """
         scale = self.head_dim ** -0.5
-        q, k = self._split_heads(self.q(x)), self._split_heads(self.k(x))
+        q, k = self._split_heads(q), self._split_heads(k)
         if self.attention in ('linear', 'decomposed'):
-            k = k * scale
-        elif export:
-            q, k = rotate_flat(q, k, scale)
-        else:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            q, k = rotate(q, k, rotary_angles(q.shape[2], self.head_dim, x.device, dtype), scale)
-        return q, k
+            return q, k * scale
+        return (rotate_flat if export else rotate)(q, k, scale)

@@ -1,11 +1,13 @@
 """Rotary position embedding over the flattened token index, as in the published PPMA."""
+from functools import lru_cache
 from typing import Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference import is_eager_cpu_inference
+from ...kernels import rotary_embedding
+from ...kernels.common.tracing import is_traced_or_wrapped
 
 
 def rotary_angles(tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -14,33 +16,33 @@ def rotary_angles(tokens: int, dim: int, device: torch.device, dtype: torch.dtyp
     return torch.arange(tokens, device=device, dtype=dtype)[:, None] * frequency
 
 
-def rotate(q: Tensor, k: Tensor, angles: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
-    """Rotate the pairs (x[2m], x[2m+1]) of q and k by angles[n, m], and scale k.
+def rotary_table(tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of `rotary_angles`: (tokens, dim / 2, 2)."""
+    angles = rotary_angles(tokens, dim, device, dtype)
+    return torch.stack((angles.cos(), angles.sin()), -1)
+
+
+@lru_cache(maxsize=16)
+def _kept_table(*key) -> Tensor:
+    """Keep the tables of the last few sizes: a network needs one for each stage, 5 MB for 67,000 tokens of 8 pairs."""
+    with torch.inference_mode(False), torch.no_grad():   # training could not save a tensor made in inference mode
+        return rotary_table(*key)
+
+
+def rotate(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    """Rotate the pairs (x[2m], x[2m+1]) of q and k by the angles of their token, and scale k.
+
+    Tables are kept for each size, device and dtype. A graph makes its own, because a tensor of a trace or of the memory
+    of a CUDA graph must not outlive it.
 
     Args:
         q, k: (B, heads, N, D).
-        angles: (N, D / 2).
         scale: factor of k.
     """
-    if q.dtype == angles.dtype and not torch.compiler.is_compiling():
-        factors = torch.polar(torch.ones_like(angles), angles)                       # complex (N, D / 2)
-        return _multiply_pairs(q, factors), _multiply_pairs(k, factors * scale)
-    # Compilers and half precision do not support complex numbers.
-    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-
-    def rotate_pairs(x: Tensor) -> Tensor:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
-
-    return rotate_pairs(q), rotate_pairs(k) * scale
-
-
-def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the pairs of x (B, heads, N, D), read as complex numbers, by factors (N, D / 2)."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    # In inference the result is contiguous for each head, the layout that the operators need. This saves a pass.
-    out = pairs.new_empty(pairs.shape) if is_eager_cpu_inference(x) else None
-    return torch.view_as_real(torch.mul(pairs, factors, out=out)).flatten(-2)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    make = rotary_table if capturing or is_traced_or_wrapped(q) else _kept_table
+    return rotary_embedding(q, k, make(q.shape[2], q.shape[3], q.device, dtype), scale)
 
 
 def rotate_flat(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:

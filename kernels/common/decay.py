@@ -53,6 +53,15 @@ def rounded_sums(steps: Tensor, dim: int) -> Tensor:
     return bounded(steps).cumsum(dim, dtype=torch.float64).float().contiguous()
 
 
+def steps_gradient(dsums: Tensor, steps: Tensor, dim: int) -> Tensor:
+    """Return the gradient of step logs in float64, given that of their `rounded_sums` along `dim`.
+
+    A step is part of its sum and of all later ones. If only differences of sums matter, their gradients add up to 0, so
+    the later ones are minus the earlier ones."""
+    earlier = dsums.cumsum(dim, dtype=torch.float64) - dsums
+    return torch.where((steps >= STEP_LOG_MIN) & (steps <= 0), -earlier, 0)
+
+
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether a backward pass may follow: gradients are enabled and a tensor requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

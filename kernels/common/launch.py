@@ -1,43 +1,24 @@
 """Launch parameters of the Triton kernels: tiles, warps, pipeline stages and layouts. This module needs no Triton."""
 import os
+from functools import lru_cache
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-Launch = Tuple[int, int, Optional[int]]
-# Warps, pipeline stages and, if the compiler's own choice would spill, the maximum of registers per thread, by kernel,
-# target and (bytes per element, side of the tile). A row for one target ('cuda:90') needs a measurement on it. None has
-# been made yet, so all targets take the default, with which no register spills according to the compiler
-# (`subquad kernels --compile cuda:90`).
-CONFIGS: Dict[str, Dict[str, Dict[Tuple[int, int], Launch]]] = {
-    'polyline_attention_fwd': {'default': {(2, 16): (2, 2, 255), (2, 32): (4, 2, 255),
-                                           (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
-    'polyline_attention_bwd': {'default': {(2, 16): (4, 1, 255), (2, 32): (4, 1, 255),
-                                           (4, 16): (4, 1, 255), (4, 32): (8, 1, 255)}},
-    'decay_attention_fwd': {'default': {(2, 16): (1, 2, None), (2, 32): (4, 2, None), (2, 64): (4, 2, None),
-                                        (4, 16): (4, 1, 255), (4, 32): (8, 1, 255), (4, 64): (8, 1, 255)}},
-    'decay_attention_bwd': {'default': {(2, 16): (4, 1, 255), (2, 32): (4, 1, 255), (2, 64): (8, 1, 255),
-                                        (4, 16): (4, 1, 255), (4, 32): (8, 1, 255), (4, 64): (8, 1, 255)}},
-    'polyline_scan_fwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
-                                      for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
-    'polyline_scan_bwd': {'default': {(size, side): (8 if side == 512 else 4, 1, None)
-                                      for size in (2, 4) for side in (16, 32, 64, 128, 256, 512)}},
-    'separable_attention': {'default': {(size, 64): (4, 2, None) for size in (2, 4)}},
-    # The number of values at a tile's first level stands in place of a side: 32 per thread.
-    'quadtree_solve': {'default': {(size, 1 << n): (max(1, (1 << n) // 1024), 1, None)
-                                   for size in (2, 4) for n in range(6, 14)}},
-}
+from . import launch_table
+
 TILES = (16, 32, 64)
 # Sides of the largest tiles that stay in registers, by kernel and bytes per element, for heads of at most (32, 64, 128)
 # channels.
 LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
-    'polyline_attention_fwd': {2: (32, 32, 32), 4: (32, 32, 16)},
-    'polyline_attention_bwd': {2: (16, 32, 16), 4: (32, 32, 16)},
-    'decay_attention': {2: (64, 32, 32), 4: (64, 32, 16)},
+    'polyline_attention_running_fwd': {2: (32, 32, 32), 4: (32, 32, 16)},
+    'polyline_attention_running_bwd': {2: (16, 32, 16), 4: (32, 32, 16)},
+    'decay_attention': {2: (64, 32, 32), 4: (32, 32, 16)},
+    # Lines longer than one tile. Backward tiles of 64 spill on sm_80.
+    'decay_attention_long_fwd': {2: (64, 16, 16), 4: (32, 32, 16)},
+    'decay_attention_long_bwd': {2: (32, 16, 16), 4: (32, 32, 16)},
 }
-# Side of the tiles of decay_attention for lines longer than one tile (64 spilled on sm_80).
-LONG_LINE_TILE = 32
 # Fixed cost of a tile in units of its side: it makes one tile of 64 cheaper than four of 16.
 _TILE_OVERHEAD = 8
 
@@ -74,15 +55,31 @@ def target() -> Tuple[str, str]:
     if interpreted():
         return 'interpreter', ''
     import triton
-    found = triton.runtime.driver.active.get_current_target()
+    driver = triton.runtime.driver.active
+    return _target_of(driver, driver.get_current_device())
+
+
+@lru_cache(maxsize=64)                  # asking the driver takes longer than the rest of a launch's options
+def _target_of(driver: Any, device: int) -> Tuple[str, str]:
+    found = driver.get_current_target()
     return found.backend, str(found.arch)
 
 
-def options(kernel: str, dtype: torch.dtype, side: int) -> Dict[str, Any]:
-    """Return the launch options of a kernel for tiles of this side."""
+def options(kernel: str, dtype: torch.dtype, side: int, channels: int) -> Dict[str, Any]:
+    """Return the launch options of a kernel from `launch_table`.
+
+    Args:
+        kernel: its name in the table.
+        dtype: of its tensors.
+        side: of its tiles, or what stands in place of a side.
+        channels: of its tiles, padded: BLOCK_D, or the larger of BLOCK_D and BLOCK_V.
+
+    Raises:
+        ValueError: the table has no row for these tiles, or SUBQUAD_LAUNCH_TABLE names a file that cannot be used.
+    """
     backend, arch = target()
-    table = CONFIGS[kernel]
-    warps, stages, registers = table.get(f'{backend}:{arch}', table['default'])[dtype.itemsize, side]
+    size = launch_table.Size(dtype.itemsize, channels, side)
+    warps, stages, registers = launch_table.find(launch_table.Key(kernel, size), backend, arch)
     limit = {'maxnreg': registers} if registers and backend == 'cuda' else {}
     return {'num_warps': warps, 'num_stages': stages, **limit}
 
@@ -163,5 +160,31 @@ def dense_like(x: Tensor) -> Tensor:
 
 def strides(x: Tensor, swapped: bool = False) -> Tuple[int, int, int, int]:
     """Return the strides of batch, head, grid row and grid column; with `swapped`, of columns as rows."""
-    batch, heads, row, column, _ = x.stride()
+    batch, heads, row, column = x.stride()[:4]
     return (batch, heads, column, row) if swapped else (batch, heads, row, column)
+
+
+def own_logit_reference(dtype: torch.dtype, *dims: int) -> bool:
+    """Whether polyline attention with heads of `dims` channels may refer its exponentials to the query's own logit.
+
+    Weights exceed 1 where a logit exceeds the own one, and float16 overflows 11 nats above it. Wider heads do not fit
+    the registers of the backward kernels.
+    """
+    return dtype in (torch.bfloat16, torch.float32) and max(dims) <= 64
+
+
+def fits_tile(kernel: str, dtype: torch.dtype, length: int, *dims: int) -> bool:
+    """Whether a line of `length` tokens fits the largest tile for heads of `dims` channels."""
+    return length <= largest_tile(kernel, dtype, *dims)
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """Return an uninitialized tensor like x (B, heads, H, W), stored as (B, H, W, heads)."""
+    batch, heads, height, width = x.shape
+    return x.new_empty((batch, height, width, heads)).permute(0, 3, 1, 2)
+
+
+def token_order(x: Tensor) -> Tensor:
+    """Return an uninitialized tensor like x (B, heads, N, D), stored as (B, N, heads, D)."""
+    batch, heads, tokens, dim = x.shape
+    return x.new_empty((batch, tokens, heads, dim)).transpose(1, 2)

@@ -55,35 +55,38 @@ def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
     return new_top, total * scale + tl.sum(p, 1), y * scale[:, None] + dot(p, values, PRECISION)
 
 
-@triton.jit
-def _row_products_kernel(x, y, z, out, tokens, heads, factor, SECOND: tl.constexpr, DIM: tl.constexpr,
-                         BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out[0] = factor * sum_d x y and, if SECOND, out[1] = sum_d x z - out[0], for each token.
+@triton.jit(do_not_specialize=('tokens', 'heads'))
+def _row_products_kernel(x, y, z, out, tokens, heads, SECOND: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                         BLOCK: tl.constexpr):
+    """Compute out[0] = sum_d x y and, if SECOND, out[1] = sum_d x (2 z - y), for each token.
 
     x, y, z: (B, N, heads, DIM) in memory; out: (1 or 2, B, heads, N)."""
     blocks = tl.cdiv(tokens, BLOCK)
     group = (tl.program_id(0) // blocks).to(tl.int64)
-    token = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    # 64 bits: an image may span 2^31 elements.
+    token = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     line = (group // heads * tokens * heads + group % heads) * DIM
     gradient = load_tokens(x + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
     first = load_tokens(y + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
-    result = tl.sum(gradient * first, 1) * factor
+    result = tl.sum(gradient * first, 1)
     out += group * tokens
     tl.store(out + token, result, mask=token < tokens)
     if SECOND:
-        both = load_tokens(z + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
+        mean = load_tokens(z + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
         groups = tl.num_programs(0) // blocks
-        tl.store(out + groups.to(tl.int64) * tokens + token, tl.sum(gradient * both, 1) - result, mask=token < tokens)
+        tl.store(out + groups.to(tl.int64) * tokens + token, 2 * tl.sum(gradient * mean, 1) - result,
+                 mask=token < tokens)
 
 
-def row_products(grad, first, out=None, factor: float = 1.0):
-    """Return sum_d grad * first * factor and, with `out`, sum_d grad * out minus it: (1 or 2, B, heads, N), float32.
+def row_products(grad, first, mean=None):
+    """Return sum_d grad * first and, if `mean` is the mean of first and second, sum_d grad * second as well.
 
-    All tensors are (B, heads, H, W, D) in the memory order of `launch.token_major`."""
+    All tensors are (B, heads, H, W, D) in the memory order of `launch.token_major`. The result is float32, of shape
+    (1 or 2, B, heads, N)."""
     batch, heads, height, width, dim = grad.shape
     tokens, side = height * width, 32
-    result = torch.empty(2 - (out is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)
-    _row_products_kernel[(batch * heads * triton.cdiv(tokens, side),)](
-        grad, first, grad if out is None else out, result, tokens, heads, factor, SECOND=out is not None, DIM=dim,
+    result = torch.empty(2 - (mean is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)
+    _row_products_kernel[launch.programs(batch * heads * triton.cdiv(tokens, side))](
+        grad, first, grad if mean is None else mean, result, tokens, heads, SECOND=mean is not None, DIM=dim,
         BLOCK_D=launch.padded_power_of_two(dim), BLOCK=side, num_warps=2)
     return result

@@ -3,12 +3,12 @@ from torch import Tensor
 
 from ..common import checks, launch
 from ..dispatch import choose, register
-from . import custom_op, portable, reference, triton
+from . import custom_op, portable, reference
 
 register('crisscross_attention', {
     'reference': reference.crisscross_attention,
     'portable': custom_op.crisscross_attention_portable,
-    'triton': triton.crisscross_attention,
+    'triton': custom_op.crisscross_attention_triton,
     'export': portable.crisscross_attention_export,
 }, launch.head_too_wide)
 

@@ -1,12 +1,14 @@
-"""Registration of portable criss-cross attention with PyTorch: schema, shapes, gradient and operation count. On Triton
-it is a chain of the operators of `decay_attention`, which are registered there."""
-from typing import Sequence, Tuple
+"""Registration of criss-cross attention with PyTorch: schema, shapes, gradient and operation count of the portable
+backend and of the Triton kernels. A compiler sees one node for each. Triton is imported at the first call."""
+from typing import List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..common.decay import compute_dtype, cumulative
+from ..common import launch
+from ..common.decay import compute_dtype, cumulative, needs_gradient
+from ..decay_attention.custom_op import statistics_shape
 from . import portable
 
 
@@ -64,3 +66,79 @@ def crisscross_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Te
     sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
     inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, *sums)]
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+
+
+@torch.library.custom_op('subquad::crisscross_attention_fwd', mutates_args=())
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
+                    save: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output and, with `save`, the tensors that the backward pass needs (see `triton.forward`)."""
+    from . import triton
+    with torch.cuda.device_of(q):
+        return triton.forward(q, k, v, log_alpha, log_beta, mask_mode, paths, save)
+
+
+@torch.library.custom_op('subquad::crisscross_attention_bwd', mutates_args=())
+def _triton_backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode: str,
+                     paths: str) -> List[Tensor]:
+    from . import triton
+    with torch.cuda.device_of(grad):
+        return triton.backward(grad, inputs, saved, mask_mode, paths)
+
+
+@_triton_forward.register_fake
+def _(q, k, v, log_alpha, log_beta, mask_mode, paths, save):
+    shapes = [statistics_shape(q, v, axis, save) for axis in ('row', 'column')]
+    statistics = [log_alpha.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    long = any(len(shape) > 1 for shape in shapes)
+    down, along, first = (launch.token_major(v.shape, v) if needed else v.new_empty(0) for needed in (
+        save and paths != 'h2v', save and paths != 'v2h', save and paths == 'both' and long))
+    return launch.token_major(v.shape, v), down, along, first, *statistics
+
+
+@_triton_backward.register_fake
+def _(grad, inputs, saved, mask_mode, paths):
+    return [*(launch.token_major(x.shape, x) for x in inputs[:3]), *map(launch.heads_last, inputs[3:])]
+
+
+def _triton_save(ctx, inputs, output) -> None:
+    *tensors, ctx.mask_mode, ctx.paths, ctx.saved = inputs
+    out, *others, row_statistics, column_statistics = output
+    if not (row_statistics.numel() or column_statistics.numel()):
+        out = row_statistics                        # only long lines need the output: do not keep it alive
+    ctx.save_for_backward(*tensors, out, *others, row_statistics, column_statistics)
+    ctx.set_materialize_grads(False)
+
+
+def _triton_differentiate(ctx, grad, *_):
+    if not ctx.saved:
+        raise RuntimeError('subquad::crisscross_attention_fwd ran with save=False: it has no gradient')
+    tensors = list(ctx.saved_tensors)
+    return (*_triton_backward(grad, tensors[:5], tensors[5:], ctx.mask_mode, ctx.paths), None, None, None)
+
+
+_triton_forward.register_autograd(_triton_differentiate, setup_context=_triton_save)
+
+
+@register_flop_formula(torch.ops.subquad.crisscross_attention_fwd)
+def _(q, k, v, log_alpha, log_beta, mask_mode, paths, *args, out_shape=None, **kwargs) -> int:
+    return 2 * _axis_pairs(q) * (q[-1] + v[-1] * (2 if paths == 'both' else 1))
+
+
+@register_flop_formula(torch.ops.subquad.crisscross_attention_bwd)
+def _(grad, inputs, saved, mask_mode, paths, out_shape=None, **kwargs) -> int:
+    q, _, v, *_ = inputs
+    return 2 * _axis_pairs(q) * (3 * q[-1] + v[-1] * (4 if paths == 'both' else 2))
+
+
+def _axis_pairs(q: Sequence[int]) -> int:
+    """Return the number of query-key pairs of all rows and all columns."""
+    batch, heads, height, width, _ = q
+    return batch * heads * height * width * (height + width)
+
+
+def crisscross_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                                paths: str) -> Tensor:
+    if v.numel() == 0:
+        return v.clone()
+    return _triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,
+                           needs_gradient(q, k, v, log_alpha, log_beta))[0]

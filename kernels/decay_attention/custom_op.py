@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import compute_dtype, cumulative, needs_gradient, rounded_sums
+from ..common.decay import compute_dtype, cumulative, needs_gradient
 from . import portable
 
 
@@ -63,42 +63,48 @@ def decay_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor,
 
 
 @torch.library.custom_op('subquad::decay_attention_fwd', mutates_args=())
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str,
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str,
                     save: bool) -> Tuple[Tensor, Tensor]:
-    """Return the output and, with `save`, the tensors that the backward pass needs (see `triton.forward`)."""
+    """Return the output and, with `save`, what the backward pass needs of long lines (see `triton.Lines`)."""
     from . import triton
     with torch.cuda.device_of(q):
-        return triton.forward(q, k, v, sums, axis, mask_mode, save)
+        return triton.forward(q, k, v, steps, axis, mask_mode, save)
 
 
 @torch.library.custom_op('subquad::decay_attention_bwd', mutates_args=())
-def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, lse: Tensor, axis: str,
-                     mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    from . import triton
+def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: Tensor, statistics: Tensor,
+                     axis: str, mask_mode: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    from . import triton_backward
     with torch.cuda.device_of(q):
-        return triton.backward(grad, q, k, v, sums, out, lse, axis, mask_mode)
+        return triton_backward.backward(grad, q, k, v, steps, out, statistics, axis, mask_mode)
 
 
 def _length(q: Sequence[int], axis: str) -> int:
     return q[3] if axis == 'row' else q[2]
 
 
+def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, ...]:
+    """Return the shape of `triton.Lines.statistics`."""
+    whole = launch.fits_tile('decay_attention', q.dtype, _length(q.shape, axis), q.shape[-1], v.shape[-1])
+    return (2, *q.shape[:4]) if save and not whole else (0,)
+
+
 @_triton_forward.register_fake
-def _(q, k, v, sums, axis, mask_mode, save):
-    whole = launch.largest_tile('decay_attention', q.dtype, q.shape[-1], v.shape[-1])
-    save = save and _length(q.shape, axis) > whole
-    lse = sums.new_empty((1, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
-    return launch.token_major(v.shape, v), lse
+def _(q, k, v, steps, axis, mask_mode, save):
+    statistics = steps.new_empty(statistics_shape(q, v, axis, save), dtype=torch.float32)
+    return launch.token_major(v.shape, v), statistics
 
 
 @_triton_backward.register_fake
-def _(grad, q, k, v, sums, out, lse, axis, mask_mode):
-    return (*(launch.token_major(x.shape, x) for x in (q, k, v)), torch.empty_like(sums))
+def _(grad, q, k, v, steps, *args):
+    return (*(launch.token_major(x.shape, x) for x in (q, k, v)), launch.heads_last(steps))
 
 
 def _triton_save(ctx, inputs, output) -> None:
     *tensors, ctx.axis, ctx.mask_mode, ctx.saved = inputs
-    ctx.save_for_backward(*tensors, *output)
+    out, statistics = output
+    # Only long lines need the output: do not keep it alive otherwise.
+    ctx.save_for_backward(*tensors, out if statistics.numel() else statistics, statistics)
     ctx.set_materialize_grads(False)
 
 
@@ -118,17 +124,16 @@ def _pairs(q: Sequence[int], axis: str) -> int:
 
 
 @register_flop_formula(torch.ops.subquad.decay_attention_fwd)
-def _(q, k, v, sums, axis, *args, out_shape=None, **kwargs) -> int:
+def _(q, k, v, steps, axis, *args, out_shape=None, **kwargs) -> int:
     return 2 * _pairs(q, axis) * (q[-1] + v[-1])
 
 
 @register_flop_formula(torch.ops.subquad.decay_attention_bwd)
-def _(grad, q, k, v, sums, out, lse, axis, *args, out_shape=None, **kwargs) -> int:
+def _(grad, q, k, v, steps, out, statistics, axis, *args, out_shape=None, **kwargs) -> int:
     return 2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])
 
 
 def decay_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return v.clone()
-    sums = rounded_sums(log_decay, -1 if axis == 'row' else -2)
-    return _triton_forward(q, k, v, sums, axis, mask_mode, needs_gradient(q, k, v, log_decay))[0]
+    return _triton_forward(q, k, v, log_decay, axis, mask_mode, needs_gradient(q, k, v, log_decay))[0]

@@ -92,7 +92,8 @@ def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, 
 def _(q, k, v, sa, sb, mask_mode, paths, save):
     two = mask_mode == 'additive' and paths == 'both'
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
-    lse = sa.new_empty((1 + two, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
+    rows = 1 + two + launch.own_logit_reference(q.dtype, q.shape[-1], v.shape[-1])
+    lse = sa.new_empty((rows, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
     return launch.token_major(v.shape, v), first, lse
 
 

@@ -1,393 +1,320 @@
 """Triton kernels of polyline attention (PPMA, section 3): both masks from one pass over q k', without N x N matrices.
 
-A tile stays inside one grid row of queries and one of keys. For query row i and key row k, with Sa and Sb the sums of
-step logs along rows and columns, the two log masks of the tile of queries j and keys l are
+A tile of queries (i, j) is a block of ROWS x COLS of the grid, a tile of keys (k, l) one of KEY_ROWS x COLS. With Sa
+and Sb the sums of step logs along rows and columns, the two masks of a tile are
 
-    log L  = -|Sa[i,j] - Sa[i,l]| - |Sb[i,l] - Sb[k,l]|      the first term does not depend on k, the second not on j
-    log L~ = -|Sa[k,j] - Sa[k,l]| - |Sb[i,j] - Sb[k,j]|      the first term does not depend on i, the second not on l
+    L  = e1 c    e1[i,j,l] = exp -|Sa[i,j] - Sa[i,l]|    c[i,k,l] = exp -|Sb[i,l] - Sb[k,l]|
+    L~ = e2 w    e2[k,j,l] = exp -|Sa[k,j] - Sa[k,l]|    w[i,k,j] = exp -|Sb[i,j] - Sb[k,j]|
 
-so four vectors determine each. Kernels read tensors through their strides. If columns fill the tiles better than rows,
-the grid is read by columns, by exchanging the strides, Sa with Sb, and L with L~.
+Each factor lacks one of the four indices: e1 is computed once for all key rows, and the others once for a row or a
+column of the tile. So a pair takes one exponential for both masks, p = exp(q k' - r), and its weights are p e1 c and
+p e2 w. The reference r is the query's own logit, q k' at (k, l) = (i, j). Both masks are 1 there, so both sums of
+weights are at least 1, and there is no maximum to follow.
+
+A weight overflows where a logit exceeds the own one by 80 or more and the mask does not take it back. A program that
+meets one sets its flag, and the kernels of `triton_running.py`, launched next, replace the results of its (batch, head)
+group. They return at once where no flag is set, and the host never waits for a flag.
+
+Kernels read tensors through their strides. If columns fill the tiles better than rows, the grid is read by columns, by
+exchanging the strides, Sa with Sb, and L with L~.
 """
-from typing import Tuple
+from typing import Dict, Tuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.tiles import INF, LOG2E, dot, index_sign, load_tokens, row_products, running_softmax, store_tokens
+from ..common.tiles import INF, LOG2E, row_products
+from . import triton_running
+from .triton_backward import _polyline_attention_bwd_key_kernel, _polyline_attention_bwd_query_kernel
+from .triton_running import BOTH, H2V, V2H, decay, load_sums
 
-BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
-# Tiles of a row per launch of the backward kernel. Each tile needs its own slice of partial sums.
+# Queries of a tile, if not 64, by (bytes per element, channels). Each warp has whole grid rows of 16 queries, which
+# share e2 in its registers.
+_QUERIES = {(4, 64): 32}
+# Tiles of a row per launch of the backward kernels. Each tile needs its own slice of partial sums.
 SLICES = 8
+# Programs of a launch that replaces flagged groups: a few for each multiprocessor, because nearly all return at once.
+FALLBACK_PROGRAMS = 512
+# Sums of weights from here on set the flag: 80.4 above the own logit. Products with values reach 2^128.
+_LIMIT = tl.constexpr(2.0 ** 116)
+_LARGEST_RATIO = tl.constexpr(2.0 ** 100)
+_SIZES = ('heads', 'height', 'width', 'token_i')
 
 
 @triton.jit
-def _load_sums(pointer, token, valid, other):
-    return tl.load(pointer + token, mask=valid, other=other) * LOG2E
+def _accumulate(x, value, ones, y, total, TOTALS: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the weights x of a tile to their sums `total`, and their products with values to y.
 
-
-@triton.jit
-def _polyline_attention_fwd_kernel(
-        q, k, v, sa, sb, out, first, lse, heads, height, width, token_i, token_j,
-        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
-        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr,
-        PRECISION: tl.constexpr):
-    """Compute y for the queries (i, j) of one tile of one grid row per program, over all keys."""
-    blocks = tl.cdiv(width, BLOCK)
-    i = tl.program_id(0) // blocks % height
-    group = (tl.program_id(0) // blocks // height).to(tl.int64)
-    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
-    batch, head, tokens = group // heads, group % heads, height * width
-    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    in_j = j < width
-    sa += group * tokens
-    sb += group * tokens
-    q += batch * q_b + head * q_h + i.to(tl.int64) * q_i
-    query = load_tokens(q, j, q_j, width, DIM, BLOCK_D, UPCAST)
-    sa_ij = _load_sums(sa, i * token_i + j * token_j, in_j, 0.0)
-    sb_ij = _load_sums(sb, i * token_i + j * token_j, in_j, 0.0)
-
-    top1 = tl.full((BLOCK,), -INF, tl.float32)
-    top2 = tl.full((BLOCK,), -INF, tl.float32)
-    total1 = tl.zeros((BLOCK,), tl.float32)
-    total2 = tl.zeros((BLOCK,), tl.float32)
-    y1 = tl.zeros((BLOCK, BLOCK_V), tl.float32)
-    y2 = tl.zeros((BLOCK, BLOCK_V), tl.float32)
-    for start in range(0, width, BLOCK):
-        l = start + tl.arange(0, BLOCK)
-        in_l = l < width
-        # An infinite sum gives keys beyond the row a log mask of -inf.
-        sa_il = _load_sums(sa, i * token_i + l * token_j, in_l, INF)
-        sb_il = _load_sums(sb, i * token_i + l * token_j, in_l, 0.0)
-        along_query_row = -tl.abs(sa_ij[:, None] - sa_il[None, :])
-        key_row = k + batch * k_b + head * k_h
-        value_row = v + batch * v_b + head * v_h
-        for row in range(0, height):
-            key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
-            value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
-            logits = dot(query, tl.trans(key), PRECISION) * LOG2E
-            mask1 = tl.zeros((BLOCK, BLOCK), tl.float32)
-            mask2 = tl.zeros((BLOCK, BLOCK), tl.float32)
-            if PATHS != H2V:
-                sb_kl = _load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
-                mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
-            if PATHS != V2H:
-                sa_kj = _load_sums(sa, row * token_i + j * token_j, in_j, 0.0)
-                sb_kj = _load_sums(sb, row * token_i + j * token_j, in_j, 0.0)
-                sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
-                mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
-            if MULTIPLICATIVE:
-                logits = tl.where(in_l[None, :], logits, -INF)
-                new_top = tl.maximum(top1, tl.max(logits, 1))
-                scale = tl.exp2(top1 - new_top)
-                p = tl.exp2(logits - new_top[:, None])
-                total1 = total1 * scale + tl.sum(p, 1)
-                if PATHS == BOTH:
-                    p *= tl.exp2(mask1) + tl.exp2(mask2)
-                else:
-                    p *= tl.exp2(mask1 if PATHS == V2H else mask2)
-                y1 = y1 * scale[:, None] + dot(p, value, PRECISION)
-                top1 = new_top
-            else:
-                if PATHS != H2V:
-                    top1, total1, y1 = running_softmax(logits + mask1, value, top1, total1, y1, PRECISION)
-                if PATHS != V2H:
-                    top2, total2, y2 = running_softmax(logits + mask2, value, top2, total2, y2, PRECISION)
-            key_row += k_i
-            value_row += v_i
-
-    if PATHS == H2V and not MULTIPLICATIVE:
-        top1, total1, y1 = top2, total2, y2
-    y = y1 / total1[:, None]
-    line = ((batch * tokens + i * token_i) * heads + head) * DIM_V
-    if SAVE:
-        tl.store(lse + group * tokens + i * token_i + j * token_j, top1 + tl.log2(total1), mask=in_j)
-    if PATHS == BOTH and not MULTIPLICATIVE:
-        if SAVE:
-            store_tokens(first + line, j, token_j * heads * DIM_V, width, y, DIM_V, BLOCK_V)
-            tl.store(lse + (groups + group) * tokens + i * token_i + j * token_j, top2 + tl.log2(total2), mask=in_j)
-        y = 0.5 * (y + y2 / total2[:, None])
-    store_tokens(out + line, j, token_j * heads * DIM_V, width, y, DIM_V, BLOCK_V)
-
-
-@triton.jit
-def _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2, valid, MULTIPLICATIVE: tl.constexpr,
-                    PATHS: tl.constexpr):
-    """Recompute a tile's weights; return them and the gradients of its logits and of both log masks.
-
-    Tiles have either orientation: lse and delta broadcast along keys, `valid` (keys inside the row) along queries."""
-    if MULTIPLICATIVE:
-        unmasked = tl.where(valid, tl.exp2(logits - lse1), 0.0)
-        weights = tl.zeros_like(logits)
-        grad1 = tl.zeros_like(logits)
-        grad2 = tl.zeros_like(logits)
-        if PATHS != H2V:
-            p1 = unmasked * tl.exp2(mask1)
-            grad1 = p1 * dweights
-            weights += p1
-        if PATHS != V2H:
-            p2 = unmasked * tl.exp2(mask2)
-            grad2 = p2 * dweights
-            weights += p2
-        return weights, grad1 + grad2 - unmasked * delta1, grad1, grad2
+    With TOTALS columns of ones, the sums are a product too: of the rounded weights, as y is."""
+    x = x.to(value.dtype)
+    if TOTALS:
+        total = tl.dot(x, ones, total, input_precision=PRECISION)
     else:
-        weights = tl.zeros_like(logits)
-        grad1 = tl.zeros_like(logits)
-        grad2 = tl.zeros_like(logits)
-        if PATHS != H2V:
-            p1 = tl.exp2(logits + mask1 - lse1)
-            grad1 = p1 * (dweights - delta1)
-            weights += p1
-        if PATHS != V2H:
-            p2 = tl.exp2(logits + mask2 - lse2)
-            grad2 = p2 * (dweights - delta2)
-            weights += p2
-        return weights, grad1 + grad2, grad1, grad2
+        total += x
+    return tl.dot(x, value, y, input_precision=PRECISION), total
 
 
-@triton.jit
-def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
-                token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
-                DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-                BLOCK: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
-                UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Take the tile as queries (r, j), j = own, over keys (row, l). Return dq and the gradients of the tile's own sums;
-    add the gradients of the sums at other columns of its row to cross_a and cross_b. Pointers are the group's."""
-    in_own = own < width
-    own_tokens = r * token_i + own * token_j
-    query = load_tokens(q + r.to(tl.int64) * q_i, own, q_j, width, DIM, BLOCK_D, UPCAST)
-    gradient = load_tokens(grad + r.to(tl.int64) * grad_i, own, grad_j, width, DIM_V, BLOCK_V, UPCAST)
-    sa_ij = _load_sums(sa, own_tokens, in_own, 0.0)
-    sb_ij = _load_sums(sb, own_tokens, in_own, 0.0)
-    # Queries beyond the row have an infinite log-sum-exp, so their weights are zero.
-    lse1 = tl.load(lse1 + own_tokens, mask=in_own, other=INF)[:, None]
-    lse2 = tl.load(lse2 + own_tokens, mask=in_own, other=INF)[:, None]
-    delta1 = tl.load(delta1 + own_tokens, mask=in_own, other=0.0)[:, None]
-    delta2 = tl.load(delta2 + own_tokens, mask=in_own, other=0.0)[:, None]
-    dq = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    dsa = tl.zeros((BLOCK,), tl.float32)
-    dsb = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        l = start + tl.arange(0, BLOCK)
-        in_l = l < width
-        sa_il = _load_sums(sa, r * token_i + l * token_j, in_l, INF)
-        sb_il = _load_sums(sb, r * token_i + l * token_j, in_l, 0.0)
-        along_query_row = -tl.abs(sa_ij[:, None] - sa_il[None, :])
-        sum1 = tl.zeros((BLOCK, BLOCK), tl.float32)         # gradient of log L, summed over key rows
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same, times sign(row - r)
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # gradient of log L~, times that sign
-        key_row, value_row = k, v
-        for row in range(0, height):
-            key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
-            value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
-            sb_kl = _load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
-            sa_kj = _load_sums(sa, row * token_i + own * token_j, in_own, 0.0)
-            sb_kj = _load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
-            sa_kl = _load_sums(sa, row * token_i + l * token_j, in_l, INF)
-            mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
-            mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
-            logits = dot(query, tl.trans(key), PRECISION) * LOG2E
-            dweights = dot(gradient, tl.trans(value), PRECISION) * FACTOR
-            _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2,
-                                                       in_l[None, :], MULTIPLICATIVE, PATHS)
-            dq += dot(dlogits, key, PRECISION)
-            sign = tl.where(row > r, 1.0, 0.0) - tl.where(row < r, 1.0, 0.0)
-            if PATHS != H2V:
-                sum1 += grad1
-                signed1 += sign * grad1
-            if PATHS != V2H:
-                signed2 += sign * grad2
-            key_row += k_i
-            value_row += v_i
-        if PATHS != H2V:
-            sum1 *= index_sign(l[None, :], own[:, None])
-            dsa -= tl.sum(sum1, 1)
-            tl.store(cross_a + l * token_j, tl.sum(sum1, 0), mask=in_l)
-            tl.store(cross_b + l * token_j, -tl.sum(signed1, 0), mask=in_l)
-        if PATHS != V2H:
-            dsb -= tl.sum(signed2, 1)
-    return dq, dsa, dsb
-
-
-@triton.jit
-def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b, r, own, height, width, token_i,
-             token_j, q_i, q_j, k_i, k_j, v_i, v_j, grad_i, grad_j,
-             DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-             BLOCK: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, FACTOR: tl.constexpr,
-             UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Take the tile as keys (r, l), l = own, over queries (row, j). Return dk, dv and the gradients of sums as
-    `_as_queries` does. Tiles are (keys, queries)."""
-    in_own = own < width
-    own_tokens = r * token_i + own * token_j
-    key = load_tokens(k + r.to(tl.int64) * k_i, own, k_j, width, DIM, BLOCK_D, UPCAST)
-    value = load_tokens(v + r.to(tl.int64) * v_i, own, v_j, width, DIM_V, BLOCK_V, UPCAST)
-    sa_kl = _load_sums(sa, own_tokens, in_own, INF)
-    sb_kl = _load_sums(sb, own_tokens, in_own, 0.0)
-    dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK, BLOCK_V), tl.float32)
-    dsa = tl.zeros((BLOCK,), tl.float32)
-    dsb = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        in_j = j < width
-        sa_kj = _load_sums(sa, r * token_i + j * token_j, in_j, 0.0)
-        sb_kj = _load_sums(sb, r * token_i + j * token_j, in_j, 0.0)
-        along_key_row = -tl.abs(sa_kl[:, None] - sa_kj[None, :])
-        sum2 = tl.zeros((BLOCK, BLOCK), tl.float32)         # gradient of log L~, summed over query rows
-        signed2 = tl.zeros((BLOCK, BLOCK), tl.float32)      # the same, times sign(r - row)
-        signed1 = tl.zeros((BLOCK, BLOCK), tl.float32)      # gradient of log L, times that sign
-        query_row, grad_row = q, grad
-        for row in range(0, height):
-            row_tokens = row * token_i + j * token_j
-            query = load_tokens(query_row, j, q_j, width, DIM, BLOCK_D, UPCAST)
-            gradient = load_tokens(grad_row, j, grad_j, width, DIM_V, BLOCK_V, UPCAST)
-            sa_ij = _load_sums(sa, row_tokens, in_j, 0.0)
-            sb_ij = _load_sums(sb, row_tokens, in_j, 0.0)
-            sa_il = _load_sums(sa, row * token_i + own * token_j, in_own, INF)
-            sb_il = _load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
-            mask1 = -tl.abs(sa_il[:, None] - sa_ij[None, :]) - tl.abs(sb_il - sb_kl)[:, None]
-            mask2 = along_key_row - tl.abs(sb_ij - sb_kj)[None, :]
-            logits = dot(key, tl.trans(query), PRECISION) * LOG2E
-            dweights = dot(value, tl.trans(gradient), PRECISION) * FACTOR
-            weights, dlogits, grad1, grad2 = _tile_gradients(
-                logits, dweights, mask1, mask2,
-                tl.load(lse1 + row_tokens, mask=in_j, other=INF)[None, :],
-                tl.load(lse2 + row_tokens, mask=in_j, other=INF)[None, :],
-                tl.load(delta1 + row_tokens, mask=in_j, other=0.0)[None, :],
-                tl.load(delta2 + row_tokens, mask=in_j, other=0.0)[None, :], in_own[:, None], MULTIPLICATIVE, PATHS)
-            dv += dot(weights, gradient, PRECISION)
-            dk += dot(dlogits, query, PRECISION)
-            sign = tl.where(r > row, 1.0, 0.0) - tl.where(r < row, 1.0, 0.0)
-            if PATHS != H2V:
-                signed1 += sign * grad1
-            if PATHS != V2H:
-                sum2 += grad2
-                signed2 += sign * grad2
-            query_row += q_i
-            grad_row += grad_i
-        if PATHS != H2V:
-            dsb += tl.sum(signed1, 1)
-        if PATHS != V2H:
-            sum2 *= index_sign(own[:, None], j[None, :])
-            dsa += tl.sum(sum2, 1)
-            tl.store(cross_a + j * token_j, -tl.sum(sum2, 0), mask=in_j)
-            tl.store(cross_b + j * token_j, tl.sum(signed2, 0), mask=in_j)
-    return dk, dv * FACTOR, dsa, dsb
-
-
-@triton.jit
-def _polyline_attention_bwd_kernel(
-        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, dsums, cross, first_block, blocks, heads, height, width,
-        token_i, token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
-        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-        MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute the gradients of one tile of one grid row r per program, first as queries (dq), then as keys (dk, dv).
-
-    A launch takes `blocks` tiles of each row, from `first_block` on. There are no atomics: gradients of the sums of
-    other tiles (Sa and Sb at row r, other columns) go to the program's own slice of `cross`, which has shape
-    (2 sums, 2 roles, blocks, groups, tokens)."""
-    r = tl.program_id(0) // blocks % height
-    group = (tl.program_id(0) // blocks // height).to(tl.int64)
-    groups = (tl.num_programs(0) // blocks // height).to(tl.int64)
+@triton.jit(do_not_specialize=_SIZES)
+def _polyline_attention_fwd_kernel(
+        q, k, v, sa, sb, out, first, lse, flags, heads, height, width, token_i, token_j,
+        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, TOTALS: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
+        PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute y for one tile of queries per program, over all keys."""
+    M: tl.constexpr = ROWS * COLS
+    N: tl.constexpr = KEY_ROWS * COLS
+    TILE: tl.constexpr = (ROWS, COLS, KEY_ROWS, COLS)           # indices i, j, k, l
+    tiles = tl.cdiv(height, ROWS) * tl.cdiv(width, COLS)
+    tile = tl.program_id(0) % tiles
+    group = (tl.program_id(0) // tiles).to(tl.int64)
+    groups = (tl.num_programs(0) // tiles).to(tl.int64)
     batch, head, tokens = group // heads, group % heads, height * width
-    part = tl.program_id(0) % blocks
-    own = (first_block + part) * BLOCK + tl.arange(0, BLOCK)
-    FACTOR: tl.constexpr = 0.5 if PATHS == BOTH and not MULTIPLICATIVE else 1.0
-    SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
+    first_i = tile // tl.cdiv(width, COLS) * ROWS
+    first_j = tile % tl.cdiv(width, COLS) * COLS
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
     v += batch * v_b + head * v_h
     sa += group * tokens
     sb += group * tokens
-    grad += (batch * tokens * heads + head) * DIM_V
-    lse += group * tokens
-    delta += group * tokens
-    second = groups * tokens if SECOND else 0
-    cross += (part * groups + group) * tokens + r * token_i
-    role = blocks * groups * tokens
-    line = (batch * tokens + r * token_i) * heads + head
 
-    dq_tile, dsa, dsb = _as_queries(
-        q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross, cross + 2 * role, r, own, height, width,
-        token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
-        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, MULTIPLICATIVE, PATHS, FACTOR, UPCAST, PRECISION)
-    store_tokens(dq + line * DIM, own, token_j * heads * DIM, width, dq_tile, DIM, BLOCK_D)
-    dk_tile, dv_tile, more_dsa, more_dsb = _as_keys(
-        q, k, v, sa, sb, grad, lse, lse + second, delta, delta + second, cross + role, cross + 3 * role, r, own, height,
-        width, token_i, token_j, q_i, q_j, k_i, k_j, v_i, v_j, token_i * heads * DIM_V, token_j * heads * DIM_V,
-        DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK, MULTIPLICATIVE, PATHS, FACTOR, UPCAST, PRECISION)
-    store_tokens(dk + line * DIM, own, token_j * heads * DIM, width, dk_tile, DIM, BLOCK_D)
-    store_tokens(dv + line * DIM_V, own, token_j * heads * DIM_V, width, dv_tile, DIM_V, BLOCK_V)
-    own_tokens = group * tokens + r * token_i + own * token_j
-    tl.store(dsums + own_tokens, dsa + more_dsa, mask=own < width)
-    tl.store(dsums + groups * tokens + own_tokens, dsb + more_dsb, mask=own < width)
+    # Tokens of the tile of queries: m over all of them, i and j along its sides.
+    m_i = first_i + tl.arange(0, M) // COLS
+    m_j = first_j + tl.arange(0, M) % COLS
+    in_m = (m_i < height) & (m_j < width)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_V)
+    in_q = in_m[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + (m_i.to(tl.int64) * q_i + m_j * q_j)[:, None] + d[None, :], mask=in_q, other=0.0)
+    own = tl.load(k + (m_i.to(tl.int64) * k_i + m_j * k_j)[:, None] + d[None, :], mask=in_q, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    reference = tl.sum(query.to(tl.float32) * own.to(tl.float32), 1) * LOG2E
+    i = first_i + tl.arange(0, ROWS)
+    j = first_j + tl.arange(0, COLS)
+    in_i = i < height
+    in_j = j < width
+    ij = i[:, None] * token_i + j[None, :] * token_j
+    in_ij = in_i[:, None] & in_j[None, :]
+    sa_ij = load_sums(sa, ij, in_ij, 0.0)[:, :, None, None]
+    sb_ij = load_sums(sb, ij, in_ij, 0.0)[:, :, None, None]
+
+    # Tokens of a tile of keys: n over all of them, k and l along its sides.
+    n = tl.arange(0, N)
+    n_k = n // COLS
+    step = tl.full((), KEY_ROWS, tl.int64)
+    k_offset = tl.arange(0, KEY_ROWS)
+    y1 = tl.zeros((M, BLOCK_V), tl.float32)
+    y2 = tl.zeros((M, BLOCK_V), tl.float32)
+    total1 = tl.zeros((M, TOTALS if TOTALS else N), tl.float32)
+    total2 = tl.zeros((M, TOTALS if TOTALS else N), tl.float32)
+    for start in range(0, width, COLS):
+        l = start + tl.arange(0, COLS)
+        in_l = l < width
+        n_l = start + n % COLS
+        il = i[:, None] * token_i + l[None, :] * token_j
+        in_il = in_i[:, None] & in_l[None, :]
+        # An infinite sum gives keys outside of the grid a mask of 0.
+        e1 = decay(sa_ij, tl.load(sa + il, mask=in_il, other=INF)[:, None, None, :])
+        sb_il = load_sums(sb, il, in_il, 0.0)[:, None, None, :]
+        keys = k + (n_k.to(tl.int64) * k_i + n_l * k_j)[:, None] + d[None, :]
+        values = v + (n_k.to(tl.int64) * v_i + n_l * v_j)[:, None] + d_v[None, :]
+        for row in range(0, height, KEY_ROWS):
+            in_n = n_l < width
+            in_kl = in_l[None, :]
+            in_kj = in_j[None, :]
+            if KEY_ROWS > 1:
+                in_n = in_n & (row + n_k < height)
+                in_kl = in_kl & (row + k_offset < height)[:, None]
+                in_kj = in_kj & (row + k_offset < height)[:, None]
+            key = tl.load(keys, mask=in_n[:, None] & (d < DIM)[None, :], other=0.0)
+            value = tl.load(values, mask=in_n[:, None] & (d_v < DIM_V)[None, :], other=0.0)
+            if UPCAST:
+                key = key.to(tl.float32)
+                value = value.to(tl.float32)
+            ones = tl.full((N, TOTALS if TOTALS else 1), 1.0, value.dtype)
+            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            p = tl.reshape(tl.exp2(logits * LOG2E - reference[:, None]), TILE)
+            kl = (row + k_offset)[:, None] * token_i + l[None, :] * token_j
+            kj = (row + k_offset)[:, None] * token_i + j[None, :] * token_j
+            if PATHS != H2V:
+                c = decay(sb_il, tl.load(sb + kl, mask=in_kl, other=INF if KEY_ROWS > 1 else 0.0)[None, None, :, :])
+            if PATHS != V2H:
+                sa_kl = tl.load(sa + kl, mask=in_kl, other=INF)[None, None, :, :]
+                e2 = decay(tl.trans(load_sums(sa, kj, in_kj, 0.0))[None, :, :, None], sa_kl)
+                w = decay(sb_ij, tl.trans(tl.load(sb + kj, mask=in_kj, other=0.0))[None, :, :, None])
+            if MULTIPLICATIVE:
+                # The softmax has no mask: keys outside of the grid must not count.
+                inside = tl.where(in_n, 1.0, 0.0)
+                if TOTALS:
+                    ones = tl.broadcast_to(inside[:, None], (N, TOTALS)).to(value.dtype)
+                    total1 = tl.dot(tl.reshape(p, (M, N)).to(value.dtype), ones, total1, input_precision=PRECISION)
+                else:
+                    total1 += tl.reshape(p, (M, N)) * inside[None, :]
+                if PATHS == V2H:
+                    x = p * (e1 * c)
+                elif PATHS == H2V:
+                    x = p * (e2 * w)
+                else:
+                    x = p * (e1 * c + e2 * w)
+                y1 = tl.dot(tl.reshape(x, (M, N)).to(value.dtype), value, y1, input_precision=PRECISION)
+            else:
+                if PATHS != H2V:
+                    y1, total1 = _accumulate(tl.reshape(p * e1 * c, (M, N)), value, ones, y1, total1, TOTALS, PRECISION)
+                if PATHS != V2H:
+                    y2, total2 = _accumulate(tl.reshape(p * e2 * w, (M, N)), value, ones, y2, total2, TOTALS, PRECISION)
+            keys += step * k_i
+            values += step * v_i
+
+    sum1 = tl.max(total1, 1) if TOTALS else tl.sum(total1, 1)   # columns of ones give equal sums
+    sum2 = tl.max(total2, 1) if TOTALS else tl.sum(total2, 1)
+    if PATHS == H2V and not MULTIPLICATIVE:
+        sum1, y1 = sum2, y2
+    m_token = m_i * token_i + m_j * token_j
+    lines = ((batch * tokens + m_token) * heads + head)[:, None] * DIM_V + d_v[None, :]
+    in_v = in_m[:, None] & (d_v < DIM_V)[None, :]
+    y = y1 / sum1[:, None]
+    fits = sum1 < _LIMIT
+    if PATHS == BOTH and not MULTIPLICATIVE:
+        if SAVE:
+            tl.store(first + lines, y.to(first.dtype.element_ty), mask=in_v)
+            tl.store(lse + (groups + group) * tokens + m_token, tl.log2(sum1) - tl.log2(sum2), mask=in_m)
+        y = 0.5 * (y + y2 / sum2[:, None])
+        # The backward pass has both weights from one exponential, which must not underflow for either.
+        fits = fits & (sum2 < _LIMIT) & (sum1 < sum2 * _LARGEST_RATIO)
+    tl.store(out + lines, y.to(out.dtype.element_ty), mask=in_v)
+    # Not a number, as 0 times an overflow, does not fit either.
+    fits = fits & (tl.sum((tl.abs(y) < INF).to(tl.int32), 1) == BLOCK_V)
+    overflow = tl.where(in_m & (fits == 0), INF, 0.0)
+    tl.store(flags + tl.program_id(0), tl.max(overflow, 0))
+    if SAVE:
+        SECOND: tl.constexpr = 1 if PATHS == BOTH and not MULTIPLICATIVE else 0
+        tl.store(lse + group * tokens + m_token, reference + tl.log2(sum1) + SECOND, mask=in_m)
+        tl.store(lse + ((1 + SECOND) * groups + group) * tokens + m_token, overflow, mask=in_m)
+
+
+def _columns(height: int, width: int, mask_mode: str) -> Tuple[int, int]:
+    """Return the pairs that tiles of 64 queries and 16 keys cover, and the columns of those tiles that cover least.
+
+    Tiles have 16 columns, or 8, where rows end in less: then they have twice the rows. With the multiplicative mask,
+    tiles of 8 columns spill in the backward pass."""
+    def pairs(columns: int) -> int:
+        line, query_rows, key_rows = -(-width // columns) * columns, 64 // columns, 16 // columns
+        return line * (-(-height // query_rows) * query_rows) * line * (-(-height // key_rows) * key_rows)
+    columns = 16 if mask_mode == 'multiplicative' else min((16, 8), key=pairs)
+    return pairs(columns), columns
 
 
 class _Grid:
-    """Launch of a problem: whether the grid is read by rows or columns, its tile, strides and constants."""
+    """Launches of a problem: whether the grid is read by rows or columns, tiles, strides and constants."""
 
     def __init__(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
                  paths: str):
         batch, heads, height, width, dim = q.shape
+        self.own_reference = launch.own_logit_reference(q.dtype, dim, v.shape[-1])
         # Forward and backward pass must agree on this: saved tensors have L first and L~ second, as the grid is read.
-        swapped = launch.padding_ratio(height) < launch.padding_ratio(width)
+        if self.own_reference:
+            swapped = _columns(width, height, mask_mode)[0] < _columns(height, width, mask_mode)[0]
+        else:
+            swapped = launch.padding_ratio(height) < launch.padding_ratio(width)
         if swapped:
             height, width, sa, sb = width, height, sb, sa
             paths = {'v2h': 'h2v', 'h2v': 'v2h'}.get(paths, paths)
-        self.swapped, self.shape = swapped, (heads, height, width)
+        self.swapped, self.height, self.width, self.groups = swapped, height, width, batch * heads
         self.q, self.k, self.v = (launch.unit_stride(x) for x in (q, k, v))
         self.sa, self.sb = sa.contiguous(), sb.contiguous()
-        self.side = launch.tile(width, launch.largest_tile(kernel, q.dtype, dim, v.shape[-1]))
-        self.blocks = triton.cdiv(width, self.side)
-        self.rows = batch * heads * height
         token_strides = (1, height) if swapped else (width, 1)
         launch.check_line(width, *(x.stride(2 if swapped else 3) for x in (self.q, self.k, self.v)),
                           token_strides[1] * heads * max(dim, v.shape[-1]))
+        self.tensors = (self.q, self.k, self.v, self.sa, self.sb)
         self.sizes = (heads, height, width, *token_strides, *launch.strides(self.q, swapped),
                       *launch.strides(self.k, swapped), *launch.strides(self.v, swapped))
         self.constants = {'DIM': dim, 'DIM_V': v.shape[-1], 'BLOCK_D': launch.padded_power_of_two(dim),
-                          'BLOCK_V': launch.padded_power_of_two(v.shape[-1]), 'BLOCK': self.side,
-                          'MULTIPLICATIVE': mask_mode == 'multiplicative',
-                          'PATHS': _PATHS[paths], **launch.numerics(q.dtype),
-                          **launch.options(kernel, q.dtype, self.side)}
+                          'BLOCK_V': launch.padded_power_of_two(v.shape[-1]),
+                          'MULTIPLICATIVE': mask_mode == 'multiplicative', 'PATHS': _PATHS[paths],
+                          **launch.numerics(q.dtype)}
+        self.side = _columns(height, width, mask_mode)[1] if self.own_reference else 0
+        self.running_side = launch.tile(width, launch.largest_tile(kernel, q.dtype, dim, v.shape[-1]))
+        self.columns = triton.cdiv(width, self.side or self.running_side)
+        self.running_options = launch.options(kernel, q.dtype, self.running_side,
+                                              launch.padded_power_of_two(max(dim, v.shape[-1])))
+
+    def options(self, kernel: str) -> Dict[str, int]:
+        """Return tile and launch options of a kernel that refers to the own logit."""
+        channels = max(self.constants['BLOCK_D'], self.constants['BLOCK_V'])
+        queries = _QUERIES.get((self.q.dtype.itemsize, channels), 64)
+        return {'ROWS': queries // self.side, 'COLS': self.side, 'KEY_ROWS': 16 // self.side,
+                **launch.options(kernel, self.q.dtype, queries, channels)}
+
+    def parts(self, tiles: int) -> Tuple[int, int]:
+        """Return programs of a launch of a running-maximum kernel, and how many share the `tiles` tiles of a group."""
+        if not self.own_reference:
+            return self.groups * tiles, tiles
+        parts = min(tiles, max(1, FALLBACK_PROGRAMS // self.groups))
+        return min(self.groups, FALLBACK_PROGRAMS) * parts, parts
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
             save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the output and, if `save`, tensors for the backward pass (else empty): the output under L alone, if the
-    output is a mean over both masks, and the log2-sum-exps (1 or 2, B, heads, N). sa, sb: float32, dense."""
-    grid = _Grid('polyline_attention_fwd', q, k, v, sa, sb, mask_mode, paths)
+    output is a mean over both masks, and the log2-sum-exps (1 or 2, B, heads, N). sa, sb: float32, dense.
+
+    If `launch.own_logit_reference`, one row more has the flags: infinite at queries whose weights overflow. In groups
+    without a flag, log2-sum-exps of a mean over both masks are saved as the backward kernels take them: the first plus
+    1, so that weights have the factor 1/2 of the mean, and its difference to the second."""
+    grid = _Grid('polyline_attention_running_fwd', q, k, v, sa, sb, mask_mode, paths)
     two = mask_mode == 'additive' and paths == 'both'
     out = launch.token_major(v.shape, v)
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
     tokens = q.shape[2] * q.shape[3]
-    lse = sa.new_empty((1 + two, *q.shape[:2], tokens) if save else 0)
-    _polyline_attention_fwd_kernel[launch.programs(grid.rows * grid.blocks)](
-        grid.q, grid.k, grid.v, grid.sa, grid.sb, out, first, lse, *grid.sizes, SAVE=save, **grid.constants)
+    lse = sa.new_empty((1 + two + grid.own_reference, *q.shape[:2], tokens) if save else 0)
+    flags, count = lse, 0
+    if grid.own_reference:
+        options = grid.options('polyline_attention_fwd')
+        count = triton.cdiv(grid.height, options['ROWS']) * triton.cdiv(grid.width, options['COLS'])
+        flags = sa.new_empty(grid.groups * count)
+        _polyline_attention_fwd_kernel[launch.programs(grid.groups * count)](
+            *grid.tensors, out, first, lse, flags, *grid.sizes, TOTALS=8 if q.dtype.itemsize == 2 else 0, SAVE=save,
+            **grid.constants, **options)
+    programs, parts = grid.parts(grid.height * triton.cdiv(grid.width, grid.running_side))
+    triton_running._polyline_attention_running_fwd_kernel[launch.programs(programs)](
+        *grid.tensors, out, first, lse, flags, count, grid.groups, parts, *grid.sizes, BLOCK=grid.running_side,
+        SAVE=save, FLAGGED=grid.own_reference, **grid.constants, **grid.running_options)
     return out, first, lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
              lse: Tensor, mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, sa and sb."""
-    grid = _Grid('polyline_attention_bwd', q, k, v, sa, sb, mask_mode, paths)
+    grid = _Grid('polyline_attention_running_bwd', q, k, v, sa, sb, mask_mode, paths)
     two = mask_mode == 'additive' and paths == 'both'
     grad = launch.as_token_major(grad)
-    delta = row_products(grad, first, out, 0.5) if two else row_products(grad, out)
+    delta = row_products(grad, first, out) if two else row_products(grad, out)
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
-    groups, tokens = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
-    dsums = sa.new_empty(2, groups, tokens)
-    others = sa.new_zeros(2, groups, tokens)
-    for first_block in range(0, grid.blocks, SLICES):               # a few blocks of a row at a time take O(N) memory
-        blocks = min(SLICES, grid.blocks - first_block)
-        cross = sa.new_zeros(2, 2 * blocks, groups, tokens)
-        _polyline_attention_bwd_kernel[launch.programs(grid.rows * blocks)](
-            grid.q, grid.k, grid.v, grid.sa, grid.sb, grad, lse, delta, dq, dk, dv, dsums, cross, first_block, blocks,
-            *grid.sizes, **grid.constants)
-        others += cross.sum(1)
-    dsa, dsb = ((dsums[n] + others[n]).view_as(sa) for n in (0, 1))
+    flags = lse[-1].flatten(0, 1).amax(-1) if grid.own_reference else lse
+    totals = []
+    for first_tile in range(0, grid.columns, SLICES):           # a few tiles of a row at a time take O(N) memory
+        tiles = min(SLICES, grid.columns - first_tile)
+        sums = sa.new_zeros(2, 2 * tiles + 2, grid.groups, grid.height * grid.width)
+        if grid.own_reference:
+            for kernel, name, outputs in ((_polyline_attention_bwd_query_kernel, 'query', (dq,)),
+                                          (_polyline_attention_bwd_key_kernel, 'key', (dk, dv))):
+                options = grid.options(f'polyline_attention_bwd_{name}')
+                kernel[launch.programs(grid.groups * triton.cdiv(grid.height, options['ROWS']) * tiles)](
+                    *grid.tensors, grad, lse, delta, flags, *outputs, sums, first_tile, tiles, tiles, *grid.sizes,
+                    **grid.constants, **options)
+        # Tiles of the running-maximum kernel are no narrower, so that its slices are no more.
+        blocks = min(tiles, triton.cdiv(grid.width, grid.running_side) - first_tile)
+        if blocks > 0:
+            programs, parts = grid.parts(grid.height * blocks)
+            triton_running._polyline_attention_running_bwd_kernel[launch.programs(programs)](
+                *grid.tensors, grad, lse, delta, dq, dk, dv, sums, flags, 1, grid.groups, parts, first_tile, blocks,
+                tiles, *grid.sizes, BLOCK=grid.running_side, FLAGGED=grid.own_reference, **grid.constants,
+                **grid.running_options)
+        found = [x.sum(0) for x in sums]
+        totals = [x + y for x, y in zip(totals, found)] if totals else found
+    dsa, dsb = (x.view_as(sa) for x in totals)
     return (dq, dk, dv, dsb, dsa) if grid.swapped else (dq, dk, dv, dsa, dsb)

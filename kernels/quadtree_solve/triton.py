@@ -17,8 +17,12 @@ BLOCK_D channels. Odd sizes and shifts become masks. Within a tile, the nodes of
 curve: the children of node n are 4 n to 4 n + 3, so sums over children are sums over a dimension. If one tile does not
 hold the tree, up kernels store r and e (or S) at the roots of tiles, which pose the same problem on a coarser grid.
 Down kernels read their tiles again when x at the roots is known. All arithmetic is float32.
+
+All tensors of one kind are dense and have their dimensions in one ORDER in memory, the slowest first. Kernels compute
+strides from it and from the size of the grid, which is not part of a kernel's compiled form: images of other sizes run
+the same kernels.
 """
-from typing import List, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -35,6 +39,10 @@ SIDES = (8, 16)
 LARGEST_BLOCK = (32, 64)
 # Numbers at a tile's first level, all channels together. With more, registers spill.
 MAX_TILE_ELEMENTS = 8192
+# Orders of the dimensions (batch, head, row, column, channel) that are looked for first: those of channels-last tokens,
+# contiguous tensors and channels-first maps. Dimensions of size 1 fit several, so images must look in one sequence.
+ORDERS = ((0, 2, 3, 1, 4), (0, 1, 2, 3, 4), (0, 1, 4, 2, 3))
+SIZES = ('batch', 'heads', 'height', 'width', 'top', 'left')
 
 
 @triton.jit
@@ -43,8 +51,9 @@ def _every_other_bit(n):
 
 
 @triton.jit
-def _program(grid, heads, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return batch, head, row and column of the tile (counted from the tree's origin), and block of channels.
+def _program(batch, heads, grid, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return image, head, row and column of the tile (counted from the tree's origin), block of channels, and the
+    numbers of images and heads.
 
     Heads vary fastest, because those of one image share cache lines of channels-last tensors."""
     height, width, top, left = grid
@@ -55,20 +64,21 @@ def _program(grid, heads, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.con
     tile = line // heads
     row = tile // columns
     return ((row // rows).to(tl.int64), (line % heads).to(tl.int64), top // SIDE + row % rows,
-            left // SIDE + tile % columns, tl.program_id(0) % blocks)
+            left // SIDE + tile % columns, tl.program_id(0) % blocks, batch, heads)
 
 
 @triton.jit
 def _level_nodes(program, grid, LEVEL: tl.constexpr, SIDE: tl.constexpr):
-    """Return row and column, on the level's grid, of a tile's (SIDE / 2^LEVEL)^2 nodes at LEVEL, and which exist."""
+    """Return row and column, on the level's grid, of a tile's (SIDE / 2^LEVEL)^2 nodes at LEVEL, which of them exist,
+    and the size of the level's grid."""
     side: tl.constexpr = SIDE >> LEVEL
     height, width, top, left = grid
     n = tl.arange(0, side * side)
     row = program[2] * side + _every_other_bit(n >> 1) - (top >> LEVEL)
     column = program[3] * side + _every_other_bit(n) - (left >> LEVEL)
-    last_row = ((top + height - 1) >> LEVEL) - (top >> LEVEL)
-    last_column = ((left + width - 1) >> LEVEL) - (left >> LEVEL)
-    return row, column, (row >= 0) & (row <= last_row) & (column >= 0) & (column <= last_column)
+    rows = ((top + height - 1) >> LEVEL) - (top >> LEVEL) + 1
+    columns = ((left + width - 1) >> LEVEL) - (left >> LEVEL) + 1
+    return row, column, (row >= 0) & (row < rows) & (column >= 0) & (column < columns), rows, columns
 
 
 @triton.jit
@@ -80,20 +90,38 @@ def _tile_nodes(program, grid, LEVELS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _number_places(pointer, strides, program, nodes):
-    """Return pointers into (B, heads, H, W) to a level's nodes, and which nodes exist: (nodes,) each."""
-    row, column, there = nodes
-    first = pointer + (program[0] * strides[0] + program[1] * strides[1])
-    return first + (row * strides[2] + column * strides[3]), there
+def _strides(program, nodes, ORDER: tl.constexpr, DIM: tl.constexpr):
+    """Return the strides of image, head, row, column and channel of a dense level."""
+    image, head, row, column, channel, stride = 0, 0, 0, 0, 0, 1
+    for n in tl.static_range(4, -1, -1):
+        if ORDER[n] == 0:
+            image, stride = stride, stride * program[5]
+        elif ORDER[n] == 1:
+            head, stride = stride, stride * program[6]
+        elif ORDER[n] == 2:
+            row, stride = stride, stride * nodes[3]
+        elif ORDER[n] == 3:
+            column, stride = stride, stride * nodes[4]
+        else:
+            channel, stride = stride, stride * DIM
+    return image, head, row, column, channel
 
 
 @triton.jit
-def _vector_places(pointer, strides, program, nodes, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _number_places(pointer, program, nodes, ORDER: tl.constexpr):
+    """Return pointers into (B, heads, H, W) to a level's nodes, and which nodes exist: (nodes,) each."""
+    image, head, row, column, _ = _strides(program, nodes, ORDER, 1)
+    return pointer + (program[0] * image + program[1] * head) + (nodes[0] * row + nodes[1] * column), nodes[2]
+
+
+@triton.jit
+def _vector_places(pointer, program, nodes, ORDER: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return pointers into (B, heads, H, W, DIM) to a program's channels of a level's nodes, and which exist:
     (nodes, BLOCK_D) each."""
-    places, there = _number_places(pointer, strides, program, nodes)
+    image, head, row, column, channel = _strides(program, nodes, ORDER, DIM)
     d = program[4] * BLOCK_D + tl.arange(0, BLOCK_D)
-    return places[:, None] + (d * strides[4])[None, :], there[:, None] & (d < DIM)[None, :]
+    places = pointer + (program[0] * image + program[1] * head) + (nodes[0] * row + nodes[1] * column)
+    return places[:, None] + (d * channel)[None, :], nodes[2][:, None] & (d < DIM)[None, :]
 
 
 @triton.jit
@@ -143,19 +171,19 @@ def _coefficients(carried, edge, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program, nodes, LEVELS: tl.constexpr,
-               DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_tile(values, edges, carried, program, nodes, LEVELS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+               V_ORDER: tl.constexpr, E_ORDER: tl.constexpr):
     """Load u of all levels of a tile, the edges of all but its last (0 for nodes that do not exist), and the number
     carried up to its first level (1 at leaves). All loads start before any value is needed."""
     u, edge = (), ()
     for level in tl.static_range(LEVELS):
-        u += (_load(_vector_places(values[level], v_strides[level], program, nodes[level], DIM, BLOCK_D), 0.0),)
+        u += (_load(_vector_places(values[level], program, nodes[level], V_ORDER, DIM, BLOCK_D), 0.0),)
         if level + 1 < LEVELS:
-            edge += (_load(_number_places(edges[level], e_strides[level], program, nodes[level]), 0.0),)
+            edge += (_load(_number_places(edges[level], program, nodes[level], E_ORDER), 0.0),)
     if carried is None:
         start = tl.full(nodes[0][0].shape, 1.0, tl.float32)
     else:
-        start = _load(_number_places(carried, c_strides, program, nodes[0]), 1.0)
+        start = _load(_number_places(carried, program, nodes[0], E_ORDER), 1.0)
     return u, edge, start
 
 
@@ -185,54 +213,56 @@ def _edge_gradient(l, x, l_parent, x_parent, KIND: tl.constexpr):
         return -tl.sum(l * x_parent + l_parent * x, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _quadtree_solve_up_kernel(
-        values, edges, carried, right_out, carried_out, v_strides, e_strides, c_strides, r_strides, o_strides, grid,
-        heads, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr,
-        DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+        values, edges, carried, right_out, carried_out, batch, heads, height, width, top, left, KIND: tl.constexpr,
+        TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        V_ORDER: tl.constexpr, E_ORDER: tl.constexpr):
     """Compute r and the carried number at the last level of one tile per program, in float32.
 
-    values, edges, strides: of the tile's levels."""
-    program = _program(grid, heads, SIDE, DIM, BLOCK_D)
+    values, edges: of the tile's levels. right_out has the order of values, carried and carried_out that of edges."""
+    grid = (height, width, top, left)
+    program = _program(batch, heads, grid, SIDE, DIM, BLOCK_D)
     nodes = _tile_nodes(program, grid, LEVELS, SIDE)
-    u, edge, start = _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program, nodes, LEVELS, DIM,
-                                BLOCK_D)
+    u, edge, start = _load_tile(values, edges, carried, program, nodes, LEVELS, DIM, BLOCK_D, V_ORDER, E_ORDER)
     _, _, _, r, pivot = _eliminate(u, edge, start, KIND, TRANSPOSED, LEVELS)
-    _store(_vector_places(right_out, r_strides, program, nodes[LEVELS - 1], DIM, BLOCK_D), r)
-    _store(_number_places(carried_out, o_strides, program, nodes[LEVELS - 1]), pivot)
+    _store(_vector_places(right_out, program, nodes[LEVELS - 1], V_ORDER, DIM, BLOCK_D), r)
+    _store(_number_places(carried_out, program, nodes[LEVELS - 1], E_ORDER), pivot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _quadtree_solve_down_kernel(
-        values, edges, carried, above, solution, out, edge_grads, v_strides, e_strides, c_strides, a_strides, s_strides,
-        o_strides, g_strides, grid, heads, KIND: tl.constexpr, BACKWARD: tl.constexpr, LEVELS: tl.constexpr,
-        SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+        values, edges, carried, above, solution, out, edge_grads, batch, heads, height, width, top, left,
+        KIND: tl.constexpr, BACKWARD: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr, DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr, V_ORDER: tl.constexpr, E_ORDER: tl.constexpr, S_ORDER: tl.constexpr,
+        O_ORDER: tl.constexpr):
     """Compute x at all levels of one tile per program. above: x at its last level in float32, or None for a whole tree.
 
     BACKWARD: values are gradients of the solution, x is the adjoint, and edge_grads are the gradients of edges, of
-    shape (blocks of channels, B, heads, H, W) for each level but the last."""
+    shape (blocks of channels, B, heads, H, W) for each level but the last. above has the order of out, edge_grads
+    after their first dimension that of edges."""
     last: tl.constexpr = LEVELS - 1
-    program = _program(grid, heads, SIDE, DIM, BLOCK_D)
+    grid = (height, width, top, left)
+    program = _program(batch, heads, grid, SIDE, DIM, BLOCK_D)
     nodes = _tile_nodes(program, grid, LEVELS, SIDE)
-    u, edge, start = _load_tile(values, edges, carried, v_strides, e_strides, c_strides, program, nodes, LEVELS, DIM,
-                                BLOCK_D)
+    u, edge, start = _load_tile(values, edges, carried, program, nodes, LEVELS, DIM, BLOCK_D, V_ORDER, E_ORDER)
     rights, scales, downs, r, pivot = _eliminate(u, edge, start, KIND, BACKWARD, LEVELS)
     if above is None:
         x = r * tl.div_rn(1.0, pivot)[:, None]
     else:
-        x = _load(_vector_places(above, a_strides, program, nodes[last], DIM, BLOCK_D), 0.0)
-    _store(_vector_places(out[last], o_strides[last], program, nodes[last], DIM, BLOCK_D), x)
+        x = _load(_vector_places(above, program, nodes[last], O_ORDER, DIM, BLOCK_D), 0.0)
+    _store(_vector_places(out[last], program, nodes[last], O_ORDER, DIM, BLOCK_D), x)
     if BACKWARD:
-        solved = _load(_vector_places(solution[last], s_strides[last], program, nodes[last], DIM, BLOCK_D), 0.0)
+        solved = _load(_vector_places(solution[last], program, nodes[last], S_ORDER, DIM, BLOCK_D), 0.0)
     for level in tl.static_range(LEVELS - 2, -1, -1):
         parent = _repeat_to_children(x)
         x = rights[level] * scales[level][:, None] + downs[level][:, None] * parent
-        _store(_vector_places(out[level], o_strides[level], program, nodes[level], DIM, BLOCK_D), x)
+        _store(_vector_places(out[level], program, nodes[level], O_ORDER, DIM, BLOCK_D), x)
         if BACKWARD:
             solved_parent = _repeat_to_children(solved)
-            solved = _load(_vector_places(solution[level], s_strides[level], program, nodes[level], DIM, BLOCK_D), 0.0)
-            part = edge_grads[level] + program[4].to(tl.int64) * g_strides[level][0]
-            _store(_number_places(part, g_strides[level][1:], program, nodes[level]),
+            solved = _load(_vector_places(solution[level], program, nodes[level], S_ORDER, DIM, BLOCK_D), 0.0)
+            part = program[4].to(tl.int64) * batch * heads * nodes[level][3] * nodes[level][4]
+            _store(_number_places(edge_grads[level] + part, program, nodes[level], E_ORDER),
                    _edge_gradient(x, solved, parent, solved_parent, KIND))
 
 
@@ -251,41 +281,98 @@ def _tiles(level: Level, side: int) -> int:
     return rows * columns
 
 
-def _strides(x):
-    """Return the strides of a tensor, of each of several, or None for None."""
-    return x if x is None else x.stride() if isinstance(x, Tensor) else tuple(y.stride() for y in x)
+class _Order(NamedTuple):
+    dims: Tuple[int, ...]
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether x (B, heads, H, W[, D]) is dense in this order; dimensions of size 1 may have any stride."""
+        stride = 1
+        for dim in reversed(self.dims):
+            if dim < x.ndim and x.shape[dim] != 1:
+                if x.stride(dim) != stride:
+                    return False
+                stride *= x.shape[dim]
+        return True
+
+    def empty(self, like: Tensor, shape: Sequence[int], count: int = 1) -> Tensor:
+        """Return `count` uninitialized float32 tensors (B, heads, H, W[, D]), one behind the other: (count, *shape)."""
+        dims = [dim for dim in self.dims if dim < len(shape)]
+        x = like.new_empty([count, *(shape[dim] for dim in dims)], dtype=torch.float32)
+        return x.permute(0, *(1 + dims.index(dim) for dim in range(len(shape))))
 
 
-def _solve(levels: Sequence[Level], values: Sequence[Tensor], edges: Sequence[Tensor], carried: Optional[Tensor],
-           out: Sequence[Tensor], solution: Sequence[Tensor], edge_grads: Sequence[Tensor], kind: str, block: int
-           ) -> None:
-    """Write x of every level to `out`; with a solution, as BACKWARD. carried: the number at the first level."""
-    batch, heads, _, _, dim = values[0].shape
-    side, count = _tile(len(levels), block)
-    programs = launch.programs(batch * heads * _tiles(levels[0], side) * triton.cdiv(dim, block))
-    options = {'KIND': kind, 'LEVELS': count, 'SIDE': side, 'DIM': dim, 'BLOCK_D': block,
-               **launch.options('quadtree_solve', values[0].dtype, side * side * block)}
-    given, above = (tuple(values[:count]), tuple(edges[:count - 1]), carried), None
-    strides = tuple(_strides(x) for x in given)
-    if count < len(levels):
-        last = count - 1
-        right, above = (values[0].new_empty((batch, heads, levels[last].height, levels[last].width, dim),
-                                            dtype=torch.float32) for _ in range(2))
-        pivot = right.new_empty(right.shape[:-1])
-        _quadtree_solve_up_kernel[programs](*given, right, pivot, *strides, right.stride(), pivot.stride(),
-                                            tuple(levels[0]), heads, TRANSPOSED=bool(solution), **options)
-        _solve(levels[last:], [right, *values[count:]], edges[last:], pivot, [above, *out[count:]], solution[last:],
-               edge_grads[last:], kind, block)
-    found = (above, tuple(solution[:count]), tuple(out[:count]), tuple(edge_grads[:count - 1]))
-    _quadtree_solve_down_kernel[programs](*given, *found, *strides, *(_strides(x) for x in found), tuple(levels[0]),
-                                          heads, BACKWARD=bool(solution), **options)
+def _order(tensors: Sequence[Tensor]) -> Optional[_Order]:
+    """Return an order in which all tensors (B, heads, H, W[, D]) are dense, or None."""
+    for dims in ORDERS:
+        if all(_Order(dims).fits(x) for x in tensors):
+            return _Order(dims)
+    x = tensors[0]
+    order = _Order((*sorted(range(x.ndim), key=x.stride, reverse=True), *range(x.ndim, 5)))
+    return order if all(order.fits(x) for x in tensors) else None
+
+
+def _ordered(tensors: Sequence[Tensor]) -> Tuple[Sequence[Tensor], _Order]:
+    """Return the tensors, copied if they have no order in common, and their order."""
+    order = _order(tensors)
+    if order is None:
+        tensors = [x.contiguous() for x in tensors]
+        order = _order(tensors)
+    return tensors, order
+
+
+class _Solve(NamedTuple):
+    """What the launches of a call share. The orders are those of values, edges, solution and out."""
+    kind: str
+    block: int
+    backward: bool
+    orders: Tuple[_Order, _Order, _Order, _Order]
+
+    def run(self, levels: Sequence[Level], values: Sequence[Tensor], edges: Sequence[Tensor], carried: Optional[Tensor],
+            out: Sequence[Tensor], solution: Sequence[Tensor], edge_grads: Sequence[Tensor]) -> None:
+        """Write x of every level to `out`, and the gradients of edges. carried: the number at the first level."""
+        batch, heads, _, _, dim = values[0].shape
+        of_values, of_edges, of_solution, of_out = self.orders
+        side, count = _tile(len(levels), self.block)
+        programs = launch.programs(batch * heads * _tiles(levels[0], side) * triton.cdiv(dim, self.block))
+        options = {'KIND': self.kind, 'LEVELS': count, 'SIDE': side, 'DIM': dim, 'BLOCK_D': self.block,
+                   'V_ORDER': of_values.dims, 'E_ORDER': of_edges.dims,
+                   **launch.options('quadtree_solve', values[0].dtype, side * side * self.block, self.block)}
+        given, above = (tuple(values[:count]), tuple(edges[:count - 1]), carried), None
+        sizes = (batch, heads, *levels[0])
+        if count < len(levels):
+            last = count - 1
+            shape = (batch, heads, *levels[last][:2], dim)
+            right, above = of_values.empty(values[0], shape)[0], of_out.empty(values[0], shape)[0]
+            pivot = of_edges.empty(values[0], shape[:-1])[0]
+            transposed = self.backward and self.kind == 'skew'         # others have the same factors up and down
+            _quadtree_solve_up_kernel[programs](*given, right, pivot, *sizes, TRANSPOSED=transposed, **options)
+            self.run(levels[last:], [right, *values[count:]], edges[last:], pivot, [above, *out[count:]],
+                     solution[last:], edge_grads[last:])
+        _quadtree_solve_down_kernel[programs](
+            *given, above, tuple(solution[:count]), tuple(out[:count]), tuple(edge_grads[:count - 1]), *sizes,
+            BACKWARD=self.backward, S_ORDER=of_solution.dims, O_ORDER=of_out.dims, **options)
 
 
 def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tensor], solution: Sequence[Tensor],
            edge_grads: Sequence[Tensor], kind: str, shift: Sequence[int], block: int) -> None:
+    """Write x of every level to `out` and, with a solution, the gradients of edges to `edge_grads`."""
     launch.check_grid(*values, *edges, *out, *solution)
-    _solve(quadtree_levels(*values[0].shape[2:4], len(values), shift), values, edges, None, out, solution, edge_grads,
-           kind, block)
+    levels = quadtree_levels(*values[0].shape[2:4], len(values), shift)
+    (values, of_values), (edges, of_edges) = _ordered(values), _ordered(edges)
+    solution, of_solution = _ordered(solution) if solution else (solution, of_values)
+    found, of_out = _ordered(out)                    # other tensors than `out` if those have no order in common
+    # The gradient of an edge is a sum over channels. Blocks of channels write partial sums one behind the other.
+    blocks = triton.cdiv(values[0].shape[-1], block)
+    direct = blocks == 1 and all(of_edges.fits(x) for x in edge_grads)
+    parts = edge_grads if direct else [of_edges.empty(x, x.shape, blocks) for x in edge_grads]
+    solve = _Solve(kind, block, bool(solution), (of_values, of_edges, of_solution, of_out))
+    solve.run(levels, values, edges, None, found, solution, parts)
+    if found is not out:
+        for x, y in zip(out, found):
+            x.copy_(y)
+    if not direct:
+        for x, part in zip(edge_grads, parts):
+            x.copy_(part.sum(0))
 
 
 def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: Sequence[int]) -> List[Tensor]:
@@ -307,11 +394,7 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
     out = [torch.empty_like(g, dtype=x.dtype) for g, x in zip(grads, solution)]
     if not out[0].numel():
         return out, [torch.zeros_like(x) for x in edges]
-    dim, products = out[0].shape[-1], [torch.empty_like(x) for x in edges]
-    block = min(LARGEST_BLOCK[1], triton.next_power_of_2(dim))
-    if dim <= block:
-        parts = [x[None] for x in products]
-    else:
-        parts = [x.new_empty((triton.cdiv(dim, block), *x.shape), dtype=torch.float32) for x in edges]
-    _start(grads, edges, out, solution, parts, parametrization, shift, block)
-    return out, products if dim <= block else [x.copy_(part.sum(0)) for x, part in zip(products, parts)]
+    edge_grads = [torch.empty_like(x) for x in edges]
+    block = min(LARGEST_BLOCK[1], triton.next_power_of_2(out[0].shape[-1]))
+    _start(grads, edges, out, solution, edge_grads, parametrization, shift, block)
+    return out, edge_grads

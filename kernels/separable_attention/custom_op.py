@@ -24,9 +24,9 @@ def _triton_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, ke
                      key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int,
                      patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, and of the context (B, P, D) in float32."""
-    from . import triton
+    from . import triton_backward
     with torch.cuda.device_of(query):
-        return triton.backward(grad, query, key, value, key_weight, key_bias, statistics, summed,
+        return triton_backward.backward(grad, query, key, value, key_weight, key_bias, statistics, summed,
                                (patch_height, patch_width), sampling)
 
 

@@ -11,7 +11,7 @@ and for the gradient dy, with dc = sum_n dy[n] * relu(v[n]) and g[n] = <dc, k[n]
 One kernel does the forward pass if groups are small or many. Otherwise other kernels sum the contexts of chunks of
 tokens first. Keys and values are read once in both cases. All sums are float32.
 """
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -25,29 +25,55 @@ BLOCK_N = 64
 BLOCK_D = 64
 # Tokens of a program that sums or applies a context.
 CHUNK = 512
+# Arguments that follow from the size of an image: kernels are not compiled again for other sizes. Strides of logits are
+# among them, because a thread loads logits one by one.
+SIZES = ('height', 'width', 'v_height', 'v_width', 'chunks', 'q_b', 'q_h', 'q_w')
+# Tiles of a loop that are loaded ahead.
+STAGES = tl.constexpr(2)
 # Enough programs to fill a GPU with one group each, two for each of 132 multiprocessors.
 MANY_PROGRAMS = 264
 
 
 @triton.jit
 def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr):
-    """Return a group's first row and column, their steps, its columns (at least 1, a divisor) and its tokens."""
-    i, j = group // PATCH_W, group % PATCH_W
-    if PIXEL:
-        rows, columns = (height - i + PATCH_H - 1) // PATCH_H, (width - j + PATCH_W - 1) // PATCH_W
-        row, column, row_step, column_step = i, j, PATCH_H, PATCH_W
+    """Return a group's first row and column, their steps, its columns (at least 1, a divisor) and its tokens.
+
+    Without a height the tokens of the image are one group in one row, and columns are None: no token's place takes a
+    division."""
+    if height is None:
+        row, column, row_step, column_step, columns, count = 0, 0, 1, 1, None, width
     else:
-        side_h, side_w = (height + PATCH_H - 1) // PATCH_H, (width + PATCH_W - 1) // PATCH_W
-        row, column, row_step, column_step = i * side_h, j * side_w, 1, 1
-        rows = tl.maximum(tl.minimum(side_h, height - row), 0)
-        columns = tl.maximum(tl.minimum(side_w, width - column), 0)
-    return row, column, row_step, column_step, tl.maximum(columns, 1), rows * columns
+        i, j = group // PATCH_W, group % PATCH_W
+        if PIXEL:
+            rows, columns = (height - i + PATCH_H - 1) // PATCH_H, (width - j + PATCH_W - 1) // PATCH_W
+            row, column, row_step, column_step = i, j, PATCH_H, PATCH_W
+        else:
+            side_h, side_w = (height + PATCH_H - 1) // PATCH_H, (width + PATCH_W - 1) // PATCH_W
+            row, column, row_step, column_step = i * side_h, j * side_w, 1, 1
+            rows = tl.maximum(tl.minimum(side_h, height - row), 0)
+            columns = tl.maximum(tl.minimum(side_w, width - column), 0)
+        columns, count = tl.maximum(columns, 1), rows * columns
+    return row, column, row_step, column_step, columns, count
 
 
 @triton.jit
 def _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w):
     """Return the offset of token n of a group."""
-    return (row + n // columns * row_step) * stride_h + (column + n % columns * column_step) * stride_w
+    if columns is None:
+        offset = n * stride_w
+    else:
+        offset = (row + n // columns * row_step) * stride_h + (column + n % columns * column_step) * stride_w
+    return offset
+
+
+@triton.jit
+def _tokens(height, width):
+    """Return the tokens of an image."""
+    if height is None:
+        tokens = width
+    else:
+        tokens = height * width
+    return tokens
 
 
 @triton.jit
@@ -101,23 +127,23 @@ def _load_statistics(statistics, line, L: tl.constexpr, BLOCK_L: tl.constexpr):
 def _summed_keys(query, key, q_h, q_w, k_h, k_w, row, column, row_step, column_step, columns, start, stop, largest,
                  total, d, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_D: tl.constexpr):
-    """Sum w[n] k[n] over tokens start to stop of a group: (BLOCK_D,)."""
-    summed = tl.zeros((BLOCK_D,), tl.float32)
-    for first in range(start, stop, BLOCK_N):
+    """Sum w[n] k[n] over tokens start to stop of a group: (BLOCK_D,). Threads add up their own before they meet."""
+    summed = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         logits = _load_logits(query, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n, stop, L,
                               BLOCK_L)
         offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
         k = tl.load(key + offset[:, None] + d[None, :], mask=(n < stop)[:, None] & (d < DIM)[None, :], other=0.0)
-        summed += tl.sum(_weights(logits, largest, total, L, BLOCK_L)[:, None] * k.to(tl.float32), 0)
-    return summed
+        summed += _weights(logits, largest, total, L, BLOCK_L)[:, None] * k.to(tl.float32)
+    return tl.sum(summed, 0)
 
 
 @triton.jit
 def _apply(value, out, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, start, stop, context, d,
            DIM: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store relu(v[n]) * context for tokens start to stop of a group."""
-    for first in range(start, stop, BLOCK_N):
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         mask = (n < stop)[:, None] & (d < DIM)[None, :]
         offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
@@ -127,7 +153,7 @@ def _apply(value, out, v_h, v_w, o_h, o_w, row, column, row_step, column_step, c
                  (tl.maximum(v, 0.0) * context[None, :]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _separable_attention_fwd_kernel(
         query, key, value, out, statistics, summed, q_b, q_h, q_w, k_b, k_h, k_w, v_b, v_h, v_w, o_b, o_h, o_w,
         height, width, v_height, v_width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr,
@@ -153,7 +179,7 @@ def _separable_attention_fwd_kernel(
            count, context, d, DIM, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _separable_attention_fwd_softmax_kernel(
         query, statistics, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
         PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
@@ -169,7 +195,7 @@ def _separable_attention_fwd_softmax_kernel(
     tl.store(statistics + line.to(tl.int64) * 2 * L + L + latent, total, mask=latent < L)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _separable_attention_fwd_context_kernel(
         query, key, statistics, partial, q_b, q_h, q_w, k_b, k_h, k_w, height, width, chunks, PATCH_H: tl.constexpr,
         PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr,
@@ -190,7 +216,7 @@ def _separable_attention_fwd_context_kernel(
     tl.store(partial + piece.to(tl.int64) * DIM + d, part, mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _separable_attention_fwd_apply_kernel(
         value, context_in, out, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks, PATCH_H: tl.constexpr,
         PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -209,113 +235,30 @@ def _separable_attention_fwd_apply_kernel(
            start, tl.minimum(start + CHUNK, count), context, d, DIM, BLOCK_N)
 
 
-@triton.jit
-def _separable_attention_bwd_value_kernel(
-        grad, value, context_in, dvalue, partial, g_b, g_h, g_w, v_b, v_h, v_w, o_b, o_h, o_w, height, width, chunks,
-        PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """Compute dv and a summand of dc for BLOCK_D channels of one chunk per program. partial: as above."""
-    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
-    piece = tl.program_id(0) // blocks
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    line = piece // chunks
-    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
-    context = tl.load(context_in + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
-    start = piece % chunks * CHUNK
-    stop = tl.minimum(start + CHUNK, count)
-    dcontext = tl.zeros((BLOCK_D,), tl.float32)
-    for first in range(start, stop, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        mask = (n < stop)[:, None] & (d < DIM)[None, :]
-        offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
-        v = tl.load(value + batch * v_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        offset = _offset(n, row, column, row_step, column_step, columns, g_h, g_w)
-        dy = tl.load(grad + batch * g_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        dcontext += tl.sum(dy * tl.maximum(v, 0.0), 0)
-        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
-        tl.store(dvalue + batch * o_b + offset[:, None] + d[None, :],
-                 tl.where(v > 0, dy * context[None, :], 0.0).to(dvalue.dtype.element_ty), mask=mask)
-    tl.store(partial + piece.to(tl.int64) * DIM + d, dcontext, mask=d < DIM)
-
-
-@triton.jit
-def _separable_attention_bwd_key_kernel(
-        query, key, statistics, dsummed, dkey, products, q_b, q_h, q_w, k_b, k_h, k_w, o_b, o_h, o_w, height, width,
-        chunks, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr, L: tl.constexpr,
-        BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """Compute dk and g for one chunk of a group per program. products: g, (B, height, width), dense, float32."""
-    line = tl.program_id(0) // chunks
-    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
-    largest, total = _load_statistics(statistics, line, L, BLOCK_L)
-    start = tl.program_id(0) % chunks * CHUNK
-    stop = tl.minimum(start + CHUNK, count)
-    for first in range(start, stop, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              stop, L, BLOCK_L)
-        weights = _weights(logits, largest, total, L, BLOCK_L)
-        k_offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
-        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
-        g = tl.zeros((BLOCK_N,), tl.float32)
-        for part in range(0, DIM, BLOCK_D):
-            d = part + tl.arange(0, BLOCK_D)
-            mask = (n < stop)[:, None] & (d < DIM)[None, :]
-            dc = tl.load(dsummed + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
-            k = tl.load(key + batch * k_b + k_offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            g += tl.sum(k * dc[None, :], 1)
-            tl.store(dkey + batch * o_b + offset[:, None] + d[None, :],
-                     (weights[:, None] * dc[None, :]).to(dkey.dtype.element_ty), mask=mask)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        tl.store(products + batch * height * width + place, g / L, mask=n < stop)
-
-
-@triton.jit
-def _separable_attention_bwd_query_kernel(
-        query, statistics, products, dquery, q_b, q_h, q_w, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-        PIXEL: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Compute dq for one group per program from its g. dquery: (B, height, width, L), dense."""
-    line = tl.program_id(0)
-    batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
-    latent = tl.arange(0, BLOCK_L)
-    largest, total = _load_statistics(statistics, line, L, BLOCK_L)
-    mean = tl.zeros((BLOCK_L,), tl.float32)
-    for start in range(0, count, BLOCK_Q):
-        n = start + tl.arange(0, BLOCK_Q)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              count, L, BLOCK_L)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        g = tl.load(products + batch * height * width + place, mask=n < count, other=0.0)
-        mean += tl.sum(tl.where((n < count)[:, None], _scores(logits, largest, total) * g[:, None], 0.0), 0)
-    for start in range(0, count, BLOCK_Q):
-        n = start + tl.arange(0, BLOCK_Q)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              count, L, BLOCK_L)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        g = tl.load(products + batch * height * width + place, mask=n < count, other=0.0)
-        dq = _scores(logits, largest, total) * (g[:, None] - mean[None, :])
-        tl.store(dquery + (batch * height * width + place)[:, None] * L + latent[None, :],
-                 dq.to(dquery.dtype.element_ty), mask=(n < count)[:, None] & (latent < L)[None, :])
+def _grid(patch: Patch, *tensors: Tensor) -> Tuple[Optional[int], int]:
+    """Return height and width of the grid, or None and the number of tokens if the image is one group and all tensors
+    have their rows one behind the other."""
+    height, width = tensors[0].shape[1:3]
+    if patch == (1, 1) and all(height == 1 or x.stride(1) == width * x.stride(2) for x in tensors):
+        return None, height * width
+    return height, width
 
 
 class _Problem:
     """Sizes of a call and constants of its launches, which run over groups, over chunks of groups, or over blocks of
     channels of either."""
 
-    def __init__(self, query: Tensor, value: Tensor, patch: Patch, sampling: str):
-        self.key_grid, self.value_grid = query.shape[1:3], value.shape[1:3]
+    def __init__(self, patch: Patch, sampling: str, keys: Sequence[Tensor], values: Sequence[Tensor]):
+        """keys, values: tensors (B, H, W, ...) on the grid of keys, of which queries are the first, and of values."""
+        query = keys[0]
+        self.key_grid, self.value_grid = _grid(patch, *keys), _grid(patch, *values)
         self.places = patch[0] * patch[1]
         self.groups = len(query) * self.places
         self.patch = {'PATCH_H': patch[0], 'PATCH_W': patch[1], 'PIXEL': sampling == 'pixel'}
         latents = query.shape[3]
         self.latents = {'L': latents, 'BLOCK_L': triton.next_power_of_2(latents)}
         self.largest_keys, self.largest_values = (
-            -(-height // patch[0]) * -(-width // patch[1]) for height, width in (self.key_grid, self.value_grid))
+            -(-x.shape[1] // patch[0]) * -(-x.shape[2] // patch[1]) for x in (query, values[0]))
         self.key_chunks, self.value_chunks = (triton.cdiv(n, CHUNK) for n in (self.largest_keys, self.largest_values))
 
     def logits(self) -> dict:
@@ -343,12 +286,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
             patch: Patch, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the output (B, Hv, Wv, D), the softmax statistics (B, P, 2, L) and the summed keys (B, P, C)."""
     query, key, value = (launch.unit_stride(x) for x in (query, key, value))
-    call, out = _Problem(query, value, patch, sampling), launch.dense_like(value)
+    out = launch.dense_like(value)
+    call = _Problem(patch, sampling, (query, key), (value, out))
     launch.check_grid(query, key, value, out)
     statistics = query.new_empty(len(query), call.places, 2, query.shape[3], dtype=torch.float32)
     summed = key.new_empty(len(key), call.places, key.shape[3], dtype=torch.float32)
     dim = value.shape[3]
-    options = launch.options('separable_attention', value.dtype, BLOCK_D)
+    options = launch.options('separable_attention', value.dtype, BLOCK_N, BLOCK_D)
     largest = max(call.largest_keys, call.largest_values)
     if key_weight is None and (largest <= CHUNK or call.groups * _blocks(dim) >= MANY_PROGRAMS):
         _separable_attention_fwd_kernel[launch.programs(call.groups * _blocks(dim))](
@@ -367,30 +311,3 @@ def forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
         value, _context(summed, key_weight, key_bias), out, *value.stride()[:3], *out.stride()[:3], *call.value_grid,
         call.value_chunks, **call.patch, **call.channels(dim), CHUNK=CHUNK, **options)
     return out, statistics, summed
-
-
-def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
-             key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch: Patch, sampling: str
-             ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dense gradients of query, key and value, and the gradient of the context (B, P, D) in float32."""
-    grad, query, key, value = (launch.unit_stride(x) for x in (grad, query, key, value))
-    call, dim = _Problem(query, value, patch, sampling), value.shape[3]
-    dquery, dkey, dvalue = (launch.dense_like(x) for x in (query, key, value))
-    launch.check_grid(grad, query, key, value, dquery, dkey, dvalue)
-    options = launch.options('separable_attention', value.dtype, BLOCK_D)
-    parts = summed.new_empty(len(value), call.places, call.value_chunks, dim)
-    _separable_attention_bwd_value_kernel[launch.programs(call.groups * call.value_chunks * _blocks(dim))](
-        grad, value, _context(summed, key_weight, key_bias), dvalue, parts, *grad.stride()[:3], *value.stride()[:3],
-        *dvalue.stride()[:3], *call.value_grid, call.value_chunks, **call.patch, **call.channels(dim), CHUNK=CHUNK,
-        **options)
-    dcontext = parts.sum(2)
-    dsummed = dcontext if key_weight is None else dcontext @ key_weight.float()
-    products = summed.new_empty(query.shape[:3])
-    _separable_attention_bwd_key_kernel[launch.programs(call.groups * call.key_chunks)](
-        query, key, statistics, dsummed, dkey, products, *query.stride()[:3], *key.stride()[:3], *dkey.stride()[:3],
-        *call.key_grid, call.key_chunks, **call.patch, **call.latents, **call.channels(key.shape[3]), CHUNK=CHUNK,
-        **options)
-    _separable_attention_bwd_query_kernel[launch.programs(call.groups)](
-        query, statistics, products, dquery, *query.stride()[:3], *call.key_grid, **call.patch, **call.logits(),
-        **options)
-    return dquery, dkey, dvalue, dcontext

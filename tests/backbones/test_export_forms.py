@@ -75,6 +75,5 @@ def test_rotation_of_many_tokens():
         assert torch.equal(torch.from_numpy(_frequencies(dim // 2, torch.float32)),
                            rotary_angles(2, dim, torch.device('cpu'), torch.float32)[1])
     q, k = torch.randn(2, 1, 2, 3136, 16)
-    for actual, expected in zip(rotate_flat(q, k, 0.25),
-                                rotate(q, k, rotary_angles(3136, 16, q.device, q.dtype), 0.25)):
+    for actual, expected in zip(rotate_flat(q, k, 0.25), rotate(q, k, 0.25)):
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)

@@ -22,9 +22,12 @@ def _assert_compiled(resources, kernels_, spills_known=True):
         assert [k for k in found if k['stack']] == []
 
 
-ALL_KERNELS = {'polyline_attention_fwd', 'polyline_attention_bwd', 'decay_attention_fwd', 'decay_attention_bwd',
-               'decay_attention_bwd_line', 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
-               'quadtree_solve_up', 'quadtree_solve_down',
+POLYLINE_KERNELS = {f'polyline_attention_{name}'
+                    for name in ('fwd', 'bwd_query', 'bwd_key', 'running_fwd', 'running_bwd')}
+ALL_KERNELS = {*POLYLINE_KERNELS, 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
+               *(f'decay_attention_{name}{line}' for name in ('fwd', 'bwd', 'transposed') for line in ('', '_line')),
+               'quadtree_solve_up', 'quadtree_solve_down', 'depthwise_conv_fwd', 'depthwise_conv_bwd',
+               'rotary_embedding_fwd',
                *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
                                                             'bwd_value', 'bwd_key', 'bwd_query'))}
 
@@ -41,7 +44,9 @@ def test_compiles_for_other_targets(target, spills_known, python):
     resources = _compiled(python, target, 'additive, 14 x 14, bfloat16, 32', 'additive, lines of 56, bfloat16, 32',
                           'additive, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
                           '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
-                          'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32')
+                          'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32',
+                          'residual and GELU, bfloat16, 64', '5 x 5, sum, bfloat16, 32',
+                          'rotary_embedding, 14 x 14, bfloat16, 32')
     _assert_compiled(resources, ALL_KERNELS, spills_known)
 
 

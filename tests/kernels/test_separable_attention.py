@@ -41,7 +41,7 @@ def _run(inputs, backend, layout=lambda x: x, **options):
 
 def _check(inputs, backend, **options):
     _needs_triton(backend)
-    layout = options.pop('layout', lambda x: x)
+    layout, times = options.pop('layout', lambda x: x), options.pop('times', 1)
     expected = _run([None if x is None else x.double() for x in inputs], 'reference', **options)
     actual = _run(inputs, backend, layout, **options)
     dtype = inputs[2].dtype
@@ -52,7 +52,7 @@ def _check(inputs, backend, **options):
         # Gradients that cancel are held to the scale of the others.
         scale = y.abs().max().clamp(min=0.05 * largest)
         twice = n and dtype != torch.float32                    # gradients pass through rounded numbers, too
-        assert (x.double() - y).abs().max() <= TOLERANCE[dtype] * (2 if twice else 1) * scale, n
+        assert (x.double() - y).abs().max() <= TOLERANCE[dtype] * times * (2 if twice else 1) * scale, n
 
 
 @pytest.mark.parametrize('latents', [1, 3, 8])
@@ -97,15 +97,20 @@ def test_strides(backend, layout):
     _check(_inputs(4, 5, 2), backend, patch_size=2, layout=layout)
 
 
+def _set_blocks(monkeypatch, **sizes):
+    """Set sizes of blocks for which the launch table has no row."""
+    from subquad.kernels.separable_attention import triton
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton, name, size)
+    monkeypatch.setattr(launch, 'options', lambda *_: {'num_warps': 4})
+
+
 @pytest.mark.parametrize('mapped', [None, 6])
 @pytest.mark.parametrize('size', [(9, 20), (1, 150)])
 def test_several_chunks(size, mapped, monkeypatch):
     """Keys, values and logits take several chunks or blocks, with more keys than values and the reverse."""
     _needs_triton('triton')
-    from subquad.kernels.separable_attention import triton
-    monkeypatch.setattr(triton, 'CHUNK', 16)
-    monkeypatch.setattr(triton, 'BLOCK_N', 16)
-    monkeypatch.setattr(triton, 'MANY_PROGRAMS', 1 << 30)
+    _set_blocks(monkeypatch, CHUNK=16, BLOCK_N=16, MANY_PROGRAMS=1 << 30)
     _check(_inputs(*size, 2, dim=20, mapped=mapped), 'triton', patch_size=2)
     _check(_inputs(*size, 1, dim=3, mapped=mapped, values=(4, 6) if size[0] > 1 else (1, 30)), 'triton', patch_size=2)
 
@@ -113,10 +118,7 @@ def test_several_chunks(size, mapped, monkeypatch):
 def test_one_kernel_for_long_groups(monkeypatch):
     """The one-launch kernel takes a long group in several blocks."""
     _needs_triton('triton')
-    from subquad.kernels.separable_attention import triton
-    monkeypatch.setattr(triton, 'CHUNK', 16)
-    monkeypatch.setattr(triton, 'BLOCK_N', 16)
-    monkeypatch.setattr(triton, 'MANY_PROGRAMS', 1)
+    _set_blocks(monkeypatch, CHUNK=16, BLOCK_N=16, MANY_PROGRAMS=1)
     _check(_inputs(9, 20, 3, dim=20), 'triton', patch_size=2)
 
 
@@ -124,10 +126,9 @@ def test_one_kernel_for_long_groups(monkeypatch):
 def test_65536_tokens(backend, monkeypatch):
     if backend == 'triton' and DEVICE == 'cpu':
         _needs_triton(backend)                   # the interpreter takes as long for a small block as for a large one
-        from subquad.kernels.separable_attention import triton
-        monkeypatch.setattr(triton, 'CHUNK', 2048)
-        monkeypatch.setattr(triton, 'BLOCK_N', 512)
-    _check(_inputs(256, 256, dim=4, batch=1), backend, patch_size=2)
+        _set_blocks(monkeypatch, CHUNK=2048, BLOCK_N=512)
+    # Four sums of 16,384 float32 products each reach all gradients of the query.
+    _check(_inputs(256, 256, dim=4, batch=1), backend, patch_size=2, times=3)
 
 
 @pytest.mark.parametrize('sampling', ['pixel', 'patch'])

@@ -156,8 +156,7 @@ def targets(preset: Preset) -> str:
 def resources_table(root: Path) -> str:
     """Registers and memory of the kernels on sm_90, for bfloat16 and heads of 32 channels.
 
-    Of several launches of one kernel in a case, the one with the most registers is shown. The full reports of
-    `subquad kernels --compile`, for every target, lie in model_cards/benchmarks.
+    Of several launches of one kernel in a case, the one with the most registers is shown.
     """
     rows, kind = [], ', bfloat16, 32 channels'
     for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():

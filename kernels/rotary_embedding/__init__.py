@@ -1,0 +1,57 @@
+"""Rotary position embedding of queries and keys (Su et al., "RoFormer", arXiv 2104.09864), from a table of angles."""
+from typing import Tuple
+
+import torch
+from torch import Tensor
+
+from ..common import checks
+from ..dispatch import choose, register
+from . import custom_op, portable, reference
+
+register('rotary_embedding', {
+    'reference': reference.rotary_embedding,
+    'portable': portable.rotary_embedding,
+    'triton': custom_op.rotary_embedding_triton,
+    'export': portable.rotary_embedding_real,
+})
+
+
+def rotary_embedding(
+        q: Tensor,
+        k: Tensor,
+        table: Tensor,
+        scale: float = 1.0,
+        *,
+        backend: str = 'auto',
+) -> Tuple[Tensor, Tensor]:
+    """Rotate the pairs (x[2m], x[2m+1]) of queries and keys by an angle for each token and pair, and scale the keys.
+
+        y[2m] = cos a[n, m] x[2m] - sin a[n, m] x[2m+1],    y[2m+1] = sin a[n, m] x[2m] + cos a[n, m] x[2m+1]
+
+    The arithmetic is in float32, or in float64 for float64 tensors; the result is rounded once.
+
+    Args:
+        q, k: shape (B, heads, N, D) with an even D; float32, float64, float16 or bfloat16; any strides.
+        table: cosines and sines of the angles a[n, m], shape (N, D / 2, 2); float64 for float64 q and k, and float32
+            otherwise. It has no gradient.
+        scale: factor of k.
+        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+
+    Returns:
+        Rotated q and k, (B, heads, N, D) each, in the dtype of q.
+
+    Raises:
+        ValueError: a shape, device or backend is not allowed.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
+    """
+    op = 'rotary_embedding'
+    checks.tensors(op, dict(q=4, k=4, table=3), q=q, k=k, table=table)
+    checks.same_dtype(op, q=q, k=k)
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if table.dtype != kind:
+        raise TypeError(f'{op}: table must have dtype {kind} for q of dtype {q.dtype}, got {table.dtype}')
+    checks.shape(op, 'k', k, q.shape, 'as q')
+    if q.shape[3] < 2 or q.shape[3] % 2:
+        raise ValueError(f'{op}: q must have an even number of channels, got shape {tuple(q.shape)}')
+    checks.shape(op, 'table', table, (q.shape[2], q.shape[3] // 2, 2), 'cosine and sine for each token and pair of q')
+    return choose(op, backend, q, k, table)(q, k, table, float(scale))

@@ -1,0 +1,358 @@
+"""Triton kernels of decay and criss-cross attention: whole and long lines, launches, step logs, machine code."""
+import json
+
+import pytest
+import torch
+from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad import kernels
+from subquad.kernels.common import launch
+
+pytest.importorskip('triton')
+if DEVICE == 'cpu' and not launch.interpreted():
+    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+
+from subquad.kernels.crisscross_attention import triton as crisscross
+from subquad.kernels.decay_attention import triton as decay
+
+CRISSCROSS = [name for name in CALLS if name.startswith('crisscross')]
+
+
+def _inputs(height, width, dtype=torch.float32, heads=1, dim=8, dim_v=8):
+    return attention_inputs(height, width, dtype, 1, heads, dim, dim_v, dim ** -0.5, torch.float32, DEVICE)
+
+
+def _check(name, inputs, tolerance=None, layout=lambda x: x):
+    """Compare output and gradients of the kernels with those of the reference on the same numbers in float64."""
+    expected, wanted = run(CALLS[name], [x.double() for x in inputs], 'reference')
+    actual, grads = run(CALLS[name], inputs, 'triton', layout)
+    assert actual.dtype == inputs[2].dtype
+    largest = max(x.abs().max() for x in (expected, *wanted) if x is not None)
+    for n, (x, y) in enumerate(zip((actual, *grads), (expected, *wanted))):
+        assert (x is None) == (y is None), n
+        if x is not None:
+            scale = y.abs().max().clamp(min=0.05 * largest)
+            twice = 2 if n and x.dtype != torch.float32 else 1
+            assert (x.double() - y).abs().max() <= (tolerance or TOLERANCE[inputs[0].dtype]) * twice * scale, n
+
+
+@pytest.fixture
+def short_tiles(monkeypatch):
+    """Lines of more than 16 tokens are long."""
+    sides = {2: (16,) * 3, 4: (16,) * 3}
+    monkeypatch.setattr(launch, 'LARGEST_TILE', {kernel: sides for kernel in launch.LARGEST_TILE})
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the kernels that are launched."""
+    kind = type(decay._decay_attention_fwd_kernel)           # of compiled kernels, or of interpreted ones
+    launched, run_kernel = [], kind.run
+
+    def record(self, *args, **options):
+        launched.append(self.fn.__name__.removeprefix('_decay_attention_').removesuffix('_kernel'))
+        return run_kernel(self, *args, **options)
+    monkeypatch.setattr(kind, 'run', record)
+    return launched
+
+
+@pytest.fixture
+def sums_made(monkeypatch):
+    """Dimensions along which sums are made outside of the kernels."""
+    made, rounded_sums = [], decay.rounded_sums
+
+    def record(steps, dim):
+        made.append(dim)
+        return rounded_sums(steps, dim)
+    monkeypatch.setattr(decay, 'rounded_sums', record)
+    return made
+
+
+# --- values and gradients
+
+@pytest.mark.parametrize('name', CRISSCROSS)
+def test_crisscross(name):
+    _check(name, _inputs(3, 5, heads=2, dim_v=5))
+
+
+@pytest.mark.parametrize('name, grid', [
+    *((f'crisscross-{mode}-both', grid) for mode in ('additive', 'multiplicative') for grid in ((18, 2), (2, 18))),
+    ('crisscross-additive-v2h', (18, 2)), ('crisscross-multiplicative-v2h', (2, 18)),
+    ('crisscross-additive-h2v', (2, 18)), ('crisscross-multiplicative-h2v', (18, 2))])
+def test_crisscross_of_long_lines(name, grid, short_tiles):
+    """Long columns or long rows; the other lines are whole."""
+    _check(name, _inputs(*grid))
+
+
+def test_crisscross_of_long_rows_and_columns(short_tiles):
+    _check('crisscross-additive-both', _inputs(17, 18))
+
+
+@pytest.mark.parametrize('name, grid, dtype', [
+    ('crisscross-additive-both', (18, 2), torch.bfloat16), ('crisscross-multiplicative-both', (18, 2), torch.float16),
+    ('crisscross-multiplicative-both', (3, 4), torch.bfloat16)])
+def test_crisscross_in_half_types(name, grid, dtype, short_tiles):
+    _check(name, _inputs(*grid, dtype))
+
+
+@pytest.mark.parametrize('length', [17, 64, 65])
+@pytest.mark.parametrize('name', ['decay-additive-row', 'decay-multiplicative-row'])
+def test_lines_at_the_sides_of_tiles(name, length):
+    """Whole lines of 16, 32 and 64 tokens, filled or not, and one that is just too long."""
+    _check(name, _inputs(1, length))
+
+
+@pytest.mark.parametrize('name', ['crisscross-additive-both', 'crisscross-multiplicative-v2h'])
+def test_heads_of_different_channels(name, short_tiles):
+    _check(name, _inputs(3, 18, dim=24, dim_v=40))
+
+
+@pytest.mark.parametrize('name, grid', [('crisscross-additive-both', (3, 4)), ('decay-multiplicative-column', (3, 4)),
+                                        ('decay-additive-row', (2, 18))])
+def test_strided_inputs(name, grid, short_tiles):
+    """Step logs are read where they are: heads last in memory, as a linear layer leaves them."""
+    def layout(x):
+        return x.permute(0, 2, 3, 1, *range(4, x.ndim)).contiguous().permute(0, 3, 1, 2, *range(4, x.ndim))
+    _check(name, _inputs(*grid, heads=2), layout=layout)
+
+
+@pytest.mark.parametrize('name, grid', [
+    ('crisscross-multiplicative-both', (3, 5)), ('crisscross-additive-both', (2, 18)),
+    ('crisscross-multiplicative-both', (18, 2)), ('decay-additive-column', (18, 2))])
+def test_extreme_steps(name, grid, short_tiles):
+    """Step logs 0, tiny, -80 and -inf together. The gradient at a step of exactly 0 is one-sided here and 0 in the
+    reference, so those of the steps are only finite."""
+    inputs = _inputs(*grid)
+    g = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, -1e-6, -80.0, -float('inf'), -0.5])
+    for n in (3, 4):
+        inputs[n] = values[torch.randint(0, 5, inputs[n].shape, generator=g)].to(DEVICE)
+    expected, wanted = run(CALLS[name], [x.double() for x in inputs], 'reference')
+    actual, grads = run(CALLS[name], inputs, 'triton')
+    for n, (x, y) in enumerate(zip((actual, *grads), (expected, *wanted))):
+        assert x is None and y is None or x.isfinite().all(), n
+        if n < 4 and x is not None:
+            assert (x.double() - y).abs().max() <= 2e-5 * y.abs().max().clamp(min=1), n
+
+
+@pytest.mark.parametrize('length', [12, 20])
+@pytest.mark.parametrize('mask_mode', ['additive', 'multiplicative'])
+def test_peaked_logits(mask_mode, length, short_tiles):
+    """Logits of hundreds, whose largest is masked, or stands at the end of the line."""
+    q, k, v, a, _ = _inputs(1, length)
+    k = k.clone()
+    k[..., 0, :] = 300 * q[..., -1, :]
+    k[..., -1, :] = 300 * q[..., 0, :]
+    for steps in (torch.full_like(a, -60.0), torch.full_like(a, -1e-3)):
+        y = kernels.decay_attention(q, k, v, steps, mask_mode=mask_mode, backend='triton')
+        expected = kernels.decay_attention(*(x.double() for x in (q, k, v, steps)), mask_mode=mask_mode,
+                                           backend='reference')
+        assert (y.double() - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+# --- step logs
+
+@pytest.mark.parametrize('length', [12, 20])
+def test_first_step_of_a_line_is_not_used(length, short_tiles):
+    inputs = _inputs(2, length)[:4]
+    y, grads = run(_decay, inputs, 'triton')
+    inputs[3][..., 0] = -80.0
+    changed, _ = run(_decay, inputs, 'triton')
+    assert (grads[3][..., 0] == 0).all() and (grads[3][..., 1:] != 0).any()
+    assert (y - changed).abs().max() <= (0 if length <= 16 else 1e-5)     # outside of kernels, sums begin with it
+
+
+def _decay(q, k, v, log_decay, backend):
+    return kernels.decay_attention(q, k, v, log_decay, backend=backend)
+
+
+@pytest.mark.parametrize('length', [12, 20])
+def test_clamped_steps_have_no_gradient(length, short_tiles):
+    inputs = _inputs(2, length)[:4]
+    inputs[3][..., 3], inputs[3][..., 5], inputs[3][..., 7] = -80.5, -float('inf'), -79.5
+    _, grads = run(_decay, inputs, 'triton')
+    assert (grads[3][..., [3, 5]] == 0).all() and grads[3].isfinite().all()
+    assert (grads[3][..., [1, 2, 4, 6]] != 0).all()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
+def test_step_logs_of_another_dtype(dtype):
+    """Their gradients have that dtype."""
+    inputs = _inputs(3, 4)[:4]
+    inputs[3] = inputs[3].to(dtype)
+    y, grads = run(_decay, inputs, 'triton')
+    expected, wanted = run(_decay, [x.double() for x in inputs], 'reference')
+    assert y.dtype == torch.float32 and grads[3].dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[3].double(), wanted[3], rtol=1e-2, atol=1e-5 if dtype == torch.float64 else 1e-3)
+
+
+# --- launches
+
+@pytest.mark.parametrize('paths, forward, backward', [
+    ('both', ['fwd_line'] * 3, ['transposed_line', 'bwd_line', 'bwd_line']),
+    ('v2h', ['fwd_line'] * 2, ['bwd_line'] * 2), ('h2v', ['fwd_line'] * 2, ['bwd_line'] * 2)])
+def test_crisscross_launches_of_whole_lines(paths, forward, backward, launches, sums_made):
+    """Three launches for both paths, two for one, and no sums outside of them."""
+    inputs = [x.requires_grad_() for x in _inputs(3, 4)]
+    y = CALLS[f'crisscross-additive-{paths}'](*inputs, 'triton')
+    assert launches == forward
+    launches.clear()
+    y.sum().backward()
+    assert launches == backward and sums_made == []
+
+
+def test_crisscross_launches_of_long_lines(launches, sums_made, short_tiles):
+    """The sums of an axis are made once, for both passes."""
+    inputs = [x.requires_grad_() for x in _inputs(18, 3)]
+    y = CALLS['crisscross-additive-both'](*inputs, 'triton')
+    assert launches == ['fwd', 'fwd_line', 'fwd'] and sums_made == [-2]
+    launches.clear()
+    y.sum().backward()
+    products = [name for name in launches if 'row_products' in name]
+    assert [name for name in launches if name not in products] == ['transposed', 'bwd_line', 'bwd']
+    assert len(products) == 2 and sums_made == [-2]
+
+
+@pytest.mark.parametrize('name, saved', [('crisscross-additive-both', 2), ('crisscross-additive-v2h', 1),
+                                         ('decay-additive-row', 0)])
+def test_whole_lines_save_little(name, saved):
+    """Beside its inputs the backward pass gets P_h v and P_w v, no output and no log-sum-exps."""
+    inputs = [x.requires_grad_() for x in _inputs(3, 4)]
+    tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: tensors.append(x) or x, lambda x: x):
+        CALLS[name](*inputs, 'triton')
+    pointers = {x.data_ptr() for x in inputs}
+    kept = [x for x in tensors if x.ndim and x.numel() and x.data_ptr() not in pointers]     # checks keep scalars
+    assert [x.shape for x in kept] == [inputs[2].shape] * saved
+
+
+# --- what PyTorch sees
+
+def _op_arguments(grid, paths, mask_mode='additive'):
+    q, k, v, a, b = _inputs(*grid)
+    ops = torch.ops.subquad
+    saved = ops.crisscross_attention_fwd(q, k, v, a, b, mask_mode, paths, True)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, a, b)]
+    return [(ops.crisscross_attention_fwd, (*leaves, mask_mode, paths, True)),
+            (ops.crisscross_attention_fwd, (q, k, v, a, b, mask_mode, paths, False)),
+            (ops.crisscross_attention_bwd, (v, [q, k, v, a, b], list(saved), mask_mode, paths))]
+
+
+@pytest.mark.parametrize('paths, grid', [('both', (2, 3)), ('both', (2, 17)), ('v2h', (2, 3)), ('h2v', (2, 17))])
+def test_opcheck(paths, grid, short_tiles):
+    for op, arguments in _op_arguments(grid, paths):
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_opcheck_of_long_lines(short_tiles):
+    q, k, v, _, b = _inputs(17, 2)
+    ops = torch.ops.subquad
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, b)]
+    torch.library.opcheck(ops.decay_attention_fwd.default, (*leaves, 'column', 'additive', True))
+    out, statistics = ops.decay_attention_fwd(q, k, v, b, 'column', 'additive', True)
+    assert statistics.shape == (2, *b.shape)
+    torch.library.opcheck(ops.decay_attention_bwd.default, (v, q, k, v, b, out, statistics, 'column', 'additive'))
+
+
+def test_compiled_gradients():
+    call, inputs = CALLS['crisscross-additive-both'], _inputs(2, 3)
+    compiled = torch.compile(call, fullgraph=True, backend='aot_eager')
+    (y, grads), (expected, wanted) = (run(f, inputs, 'triton') for f in (compiled, call))
+    torch.testing.assert_close((y, *grads), (expected, *wanted))
+
+
+def test_flop_counters_count():
+    """Twice the multiplications of the definition: 15 tokens, 3 + 5 keys each, 8 and 4 channels."""
+    inputs = [x.requires_grad_() for x in _inputs(3, 5, heads=2, dim_v=4)]
+    with FlopCounterMode(display=False) as counter:
+        y = CALLS['crisscross-additive-both'](*inputs, 'triton')
+    assert counter.get_total_flops() == 2 * 2 * 15 * 8 * (8 + 2 * 4)
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 15 * 8 * (3 * 8 + 4 * 4)
+
+
+def test_backward_without_saved_tensors_is_refused():
+    q, k, v, a, b = _inputs(2, 3)
+    y, *saved = torch.ops.subquad.crisscross_attention_fwd(q.requires_grad_(), k, v, a, b, 'additive', 'both', False)
+    assert all(x.numel() == 0 for x in saved)
+    with pytest.raises(RuntimeError, match='save=False'):
+        y.sum().backward()
+
+
+def test_results_are_the_same_every_time():
+    inputs = _inputs(3, 5)
+    (y, grads), (again, same) = (run(CALLS['crisscross-additive-both'], inputs, 'triton') for _ in range(2))
+    assert all(torch.equal(x, z) for x, z in zip((y, *grads), (again, *same)))
+
+
+def test_results_do_not_depend_on_saving():
+    inputs = _inputs(3, 5)
+    with_gradient = CALLS['crisscross-additive-both'](*(x.clone().requires_grad_() for x in inputs), 'triton')
+    assert torch.equal(with_gradient, CALLS['crisscross-additive-both'](*inputs, 'triton'))
+    assert crisscross.forward(*inputs, 'additive', 'both', False)[1].numel() == 0
+
+
+# --- machine code
+
+COMPILE = '''
+import json, sys
+import torch
+from subquad.kernels import aot, machine_code
+from subquad.kernels.crisscross_attention import triton as crisscross
+from subquad.kernels.decay_attention import triton as decay, triton_backward
+
+found = []
+for target, length, dim in json.loads(sys.argv[1]):
+    q, k, v, grad = (torch.empty(2, length, length, 4, dim, dtype=torch.bfloat16, device='meta').permute(0, 3, 1, 2, 4)
+                     for _ in range(4))
+    steps = [torch.empty(2, length, length, 4, device='meta').permute(0, 3, 1, 2) for _ in range(2)]
+    with aot.compiling_for(target) as kernels:
+        decay.forward(q, k, v, steps[0], 'row', 'additive', True)
+        saved = crisscross.forward(q, k, v, *steps, 'additive', 'both', True)
+        crisscross.backward(grad, [q, k, v, *steps], list(saved), 'additive', 'both')
+    for kernel in kernels:
+        code = machine_code.analyze(kernel)
+        found.append(dict(name=code.name, stack=code.stack, duplicates=code.duplicates(), loops=len(code.loops),
+                          per_pair=code.per_item(code.constants.get('BLOCK') ** 2)))
+print(json.dumps(found))
+'''
+
+
+@pytest.fixture
+def compiled(python, tmp_path):
+    """Compile for (target, length of lines, channels): decay attention forward, then criss-cross attention."""
+    def compile_(*problems):
+        path = tmp_path / 'kernel.py'
+        path.write_text(COMPILE)
+        done = python(f'import runpy, sys; sys.argv = ["kernel.py", {json.dumps(problems)!r}]\n'
+                      f'runpy.run_path({str(path)!r}, run_name="__main__")', TRITON_INTERPRET='0')
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+    return compile_
+
+
+# Thread-instructions per pair of the forward kernel that ran whole lines of 56 tokens through the running softmax, with
+# four warps, at 16 and at 32 channels.
+RUNNING_SOFTMAX = {16: 24.0, 32: 27.2}
+
+
+@pytest.mark.parametrize('channels', RUNNING_SOFTMAX)
+def test_whole_lines_take_few_instructions(channels, compiled):
+    """At most 60 % of those with the running softmax; no loop, no spilled register, no work done twice."""
+    forward, *others = compiled(('cuda:90', 56, channels))
+    assert [code['name'].removeprefix('decay_attention_') for code in (forward, *others)] == [
+        'fwd_line', 'fwd_line', 'fwd_line', 'fwd_line', 'transposed_line', 'bwd_line', 'bwd_line']
+    assert forward['per_pair'][0] <= 0.6 * RUNNING_SOFTMAX[channels]
+    for code in (forward, *others):
+        assert (code['stack'], code['duplicates'], code['loops']) == (0, 1, 0), code
+
+
+def test_small_tiles_and_long_lines_do_no_work_twice(compiled):
+    codes = compiled(('cuda:90', 14, 32), ('cuda:90', 28, 32), ('cuda:90', 100, 32))
+    assert {code['name'] for code in codes} >= {f'decay_attention_{name}{line}' for line in ('', '_line')
+                                                for name in ('fwd', 'bwd', 'transposed')}
+    for code in codes:
+        assert (code['stack'], code['duplicates']) == (0, 1), code
