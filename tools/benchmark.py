@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from .bench import operators
+from .bench import gpu_plan, operators
 from .bench.jobs import jobs
 from .bench.presets import PRESETS
 from .bench.processes import measure_all, measure_here
@@ -52,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument('--device', choices=('cpu', 'cuda'), default='cpu', help='(default: %(default)s)')
     own.add_argument('--backward', action='store_true', help='measure the operator with its gradients')
     own.add_argument('--train', action='store_true', help='measure training steps of the models')
+    plan = parser.add_argument_group('plan of a rented GPU')
+    plan.add_argument('--gpu-plan', nargs='?', const='all', choices=(*gpu_plan.PARTS, 'all'), metavar='PART',
+                      help='run part 1 (correctness), 2 (tables and profile) or 3 (models) of half an hour on a GPU, '
+                           f'each at most {gpu_plan.LIMIT / 60:.0f} minutes, or all; each step adds a line to '
+                           f'{gpu_plan.FILE}')
+    plan.add_argument('--dry-run', action='store_true',
+                      help='only say what the steps would run, and run the checks on tiny grids on the CPU')
     parser.add_argument('--threads', type=int, default=2, help='CPU threads of torch (default: %(default)s)')
     parser.add_argument('--repeats', type=int, metavar='N', help='rounds of timing (default: set by each preset)')
     parser.add_argument('--processes', type=int, metavar='N',
@@ -77,6 +84,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = parser().parse_args(argv)
     if args.contestants is not None:
         raise UserError('--contestants has a new name: --implementations')
+    if args.gpu_plan is not None:
+        parts = list(gpu_plan.PARTS) if args.gpu_plan == 'all' else [args.gpu_plan]
+        return gpu_plan.run(parts, args.out, args.dry_run)
+    if args.dry_run:
+        raise UserError('--dry-run needs --gpu-plan')
     chosen = jobs(args, defaults=parser().parse_args([]))
     if args.list:
         _print_list()

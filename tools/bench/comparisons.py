@@ -9,8 +9,9 @@ from ..common.cli import UserError
 from ..engine import zoo
 from . import networks
 from . import operators as ops
-from .measure import copy, count_macs, floor, gemm, peak_memory, time_interleaved
-from .metrics import metric, peak_memory_metrics, speedup
+from .graphs import Rotating, Times, copies, time_calls
+from .measure import copy, count_macs, floor, gemm, peak_memory
+from .metrics import metric, peak_memory_metrics
 
 Call = Callable[[], Any]
 _RATE_SAMPLES = 5          # matrix products and copies in each round
@@ -38,11 +39,10 @@ def working(calls: Mapping[str, Call], first: str) -> Dict[str, Call]:
     return kept
 
 
-def _speedups(names: Sequence[str], times: Dict[str, Dict[str, float]], least: Mapping[str, float]
-              ) -> List[Dict[str, Any]]:
+def _speedups(names: Sequence[str], times: Times, least: Mapping[str, float]) -> List[Dict[str, Any]]:
     """How much faster the first implementation is than each other one."""
     first = names[0]
-    return [metric(f'speed-up of {first} over {name}', speedup(times, first, name) if name in times else None, 'x',
+    return [metric(f'speed-up of {first} over {name}', times.speedup(first, name) if name in times.ms else None, 'x',
                    at_least=least.get(name))
             for name in dict.fromkeys([*names[1:], *least]) if name != first]
 
@@ -75,7 +75,8 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
         min_bandwidth_share: Target: share of the copy's bandwidth, for the bytes that must be moved.
 
     Returns:
-        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}.
+        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}; on a GPU also 'eager_ms' and
+        'graphs' (see `graphs.Times`).
     """
     kind = getattr(torch, dtype)
     inputs = ops.OPERATORS[op].inputs(batch, heads, grid, dim, kind, device)
@@ -85,11 +86,11 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
         calls, peaks = _calls_and_peaks(op, names, inputs, tiny, backward, device)
         macs = ops.multiply_adds(op, inputs, backward)
         rates = {'gemm': gemm(device, kind), 'copy': copy(device)}
-        times = time_interleaved({**calls, **rates}, repeats, dict.fromkeys(rates, _RATE_SAMPLES), device)
+        times = time_calls({**calls, **rates}, repeats, dict.fromkeys(rates, _RATE_SAMPLES), device)
     first, moved = names[0], ops.bytes_moved(op, inputs, backward)
-    low = floor(macs, times['gemm']['p50'], device, moved, times['copy']['p50'])
-    ms = times[first]['p50']
-    return {'times_ms': times, 'peak_mb': peaks, 'floor': low, 'metrics': [
+    low = floor(macs, times.ms['gemm']['p50'], device, moved, times.ms['copy']['p50'])
+    ms = times.ms[first]['p50']
+    return {**times.record(), 'peak_mb': peaks, 'floor': low, 'metrics': [
         *_speedups(names, times, min_speedup or {}),
         metric(f'{first}: time / floor', ms / low['ms'], 'x'),
         metric(f'{first}: arithmetic rate', 2e-6 * macs / ms, 'GFLOP/s'),
@@ -99,6 +100,11 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
         *peak_memory_metrics(peaks, {first: max_memory_mb}),
         *(metric(f'memory saving of {first} over {name}', _ratio(peaks.get(name), peaks[first]), 'x', at_least=least)
           for name, least in (min_memory_saving or {}).items())]}
+
+
+def _on_inputs(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], backward: bool) -> Rotating:
+    """A function on several sets of inputs, with gradients or without."""
+    return Rotating([ops.with_gradients(function, x) if backward else partial(function, *x) for x in inputs])
 
 
 def _calls_and_peaks(op: str, names: Sequence[str], inputs: Sequence[Tensor], tiny: Sequence[Tensor], backward: bool,
@@ -111,8 +117,8 @@ def _calls_and_peaks(op: str, names: Sequence[str], inputs: Sequence[Tensor], ti
     with torch.no_grad():
         warm = working({name: partial(functions[name], *tiny) for name in names if name not in _COMPILED}, names[0])
     functions = {name: function for name, function in functions.items() if name in warm or name in _COMPILED}
-    calls = {name: ops.with_gradients(function, inputs) if backward else partial(function, *inputs)
-             for name, function in functions.items()}
+    rotated = copies(inputs) if device == 'cuda' else [inputs]
+    calls = {name: _on_inputs(function, rotated, backward) for name, function in functions.items()}
     peaks = {name: peak_memory(call, True, device) for name, call in calls.items() if name in warm}
     calls = working(calls, names[0])
     peaks.update({name: peak_memory(call, True, device) for name, call in calls.items() if name not in peaks})
@@ -138,7 +144,8 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
         min_speedup: Target: speed-up over other models, by name.
 
     Returns:
-        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}.
+        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}; on a GPU also 'eager_ms' and
+        'graphs' (see `graphs.Times`).
     """
     images = torch.randn(batch, 3, *size, device=device).to(getattr(torch, dtype))
     calls, weights = {}, None
@@ -156,10 +163,10 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
     # Each product of the forward pass has two in the backward pass. (torch's counter would take the gradient of a
     # depthwise convolution for that of a dense one, so the backward pass is not counted.)
     macs = count_macs(counted) * (3 if train else 1)
-    times = time_interleaved({**calls, 'gemm': gemm(device, images.dtype)}, repeats, {'gemm': _RATE_SAMPLES}, device)
-    low = floor(macs, times['gemm']['p50'], device)
-    return {'times_ms': times, 'peak_mb': peaks, 'floor': low, 'metrics': [
+    times = time_calls({**calls, 'gemm': gemm(device, images.dtype)}, repeats, {'gemm': _RATE_SAMPLES}, device)
+    low = floor(macs, times.ms['gemm']['p50'], device)
+    return {**times.record(), 'peak_mb': peaks, 'floor': low, 'metrics': [
         *_speedups(names, times, min_speedup or {}),
-        metric(f'{first}: time / floor', times[first]['p50'] / low['ms'], 'x', at_most=max_over_floor),
-        *(metric(f'{name}: throughput', 1e3 * batch / times[name]['p50'], 'images/s') for name in calls),
+        metric(f'{first}: time / floor', times.ms[first]['p50'] / low['ms'], 'x', at_most=max_over_floor),
+        *(metric(f'{name}: throughput', 1e3 * batch / times.ms[name]['p50'], 'images/s') for name in calls),
         *peak_memory_metrics(peaks, {first: max_memory_mb})]}

@@ -28,9 +28,9 @@ def percentiles(samples: Sequence[float]) -> Dict[str, float]:
     return dict(zip(('p20', 'p50', 'p80'), values.tolist(), strict=True))
 
 
-def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None,
-                     device: str = 'cpu') -> Dict[str, Dict[str, float]]:
-    """Time several calls in turn.
+def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None
+                     ) -> Dict[str, Dict[str, float]]:
+    """Time several calls in turn on the CPU (on a GPU, `graphs.time_calls` does).
 
     Each round times every call, so that a slow spell of the machine affects all of them alike. The order changes from
     round to round, so that no call always finds the caches as the same other call (a large copy, say) has left them.
@@ -39,7 +39,6 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optiona
         calls: The calls by name. Each is called once beforehand, untimed.
         repeats: Number of rounds.
         per_round: How many times a call is timed in each round (default: once).
-        device: 'cpu', or 'cuda' to time by events on the device.
 
     Returns:
         {'p20', 'p50', 'p80'} in milliseconds, for each name.
@@ -51,7 +50,7 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optiona
     for _ in range(repeats):
         for name, call in orders.sample(list(calls.items()), len(calls)):
             for _ in range((per_round or {}).get(name, 1)):
-                samples[name].append(_time_cuda(call) if device == 'cuda' else _time_cpu(call))
+                samples[name].append(_time_cpu(call))
     return {name: percentiles(times) for name, times in samples.items()}
 
 
@@ -62,17 +61,6 @@ def _time_cpu(call: Call) -> float:
     elapsed = (time.perf_counter() - start) * 1e3
     del result                                   # freed outside of any call's time
     return elapsed
-
-
-def _time_cuda(call: Call) -> float:
-    """Milliseconds of a call on the device, from an empty queue: the time of late launches counts."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def _status(field: str) -> Optional[int]:

@@ -74,15 +74,16 @@ def medians(records: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     last = records[-1]
     if len(records) == 1:
         return last
-    middle = {name: {p: _median([record['times_ms'][name][p] for record in records]) for p in percentiles}
-              for name, percentiles in last['times_ms'].items()}
+    middle = {field: {name: {p: _median([record[field][name][p] for record in records]) for p in percentiles}
+                      for name, percentiles in last[field].items()}
+              for field in ('times_ms', 'eager_ms') if field in last}
     results = []
     for n, m in enumerate(last['metrics']):
         values = [record['metrics'][n]['value'] for record in records]
         target = {m['bound'].replace(' ', '_'): m['target']} if m['bound'] else {}
         results.append({**metric(m['name'], _median(values), m['unit'], **target), 'values': values})
     floors = sorted((record['floor'] for record in records), key=lambda low: low['ms']) if last['floor'] else [None]
-    return {**last, 'times_ms': middle, 'metrics': results, 'floor': floors[len(floors) // 2],
+    return {**last, **middle, 'metrics': results, 'floor': floors[len(floors) // 2],
             'processes': len(records), 'other_cpus': max(record['other_cpus'] or 0 for record in records)}
 
 
@@ -106,10 +107,23 @@ def disturbed(record: Dict[str, Any]) -> bool:
     return record['threads'] + (record['other_cpus'] or 0) > max(record['cpus'], record['threads']) + 0.1
 
 
+def _spread(times: Dict[str, float]) -> str:
+    return '{} ms ({} to {})'.format(*(number(times[p]) for p in ('p50', 'p20', 'p80')))
+
+
 def time_rows(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:
-    """Rows (metric, value, '', '') of the median times with their 20th and 80th percentiles, and of the floor."""
-    rows = [(f'{name}: time', '{} ms ({} to {})'.format(*(number(t[p]) for p in ('p50', 'p20', 'p80'))), '', '')
-            for name, t in record['times_ms'].items()]
+    """Rows (metric, value, '', '') of the median times with their 20th and 80th percentiles, and of the floor.
+
+    On a GPU, times are those of captured graphs, and eager times stand beside them.
+    """
+    rows = []
+    for name, t in record['times_ms'].items():
+        rows.append((f'{name}: time', _spread(t), '', ''))
+        if 'graphs' in record:
+            how = record['graphs'][name]
+            rows.append((f'{name}: eager time', _spread(record['eager_ms'][name]), '', ''))
+            if not how.startswith('captured'):
+                rows.append((f'{name}: graph', f'{how}; its time is eager', '', ''))
     if record['floor']:
         low = record['floor']
         parts = [f"{low['macs'] / 1e9:.3g} GMACs at {number(low['gemm_gflops'])} GFLOP/s"]

@@ -6,6 +6,7 @@ from typing import Any, Dict, Sequence
 import torch
 
 from ... import kernels
+from .graphs import time_calls
 from .measure import peak_memory, time_interleaved
 from .metrics import metric, peak_memory_metrics, speedup
 from .operators import attention_inputs, operator_call
@@ -60,8 +61,8 @@ def scan_against_mask(repeats: int, *, sides: Sequence[int], dim: int = 64, devi
         for name in (scan, 'dense'):
             operator_call('polyline_scan', name)(*attention_inputs(1, 1, (2, 65), dim, torch.float32, device))
         peaks = {name: peak_memory(call, True, device) for name, call in calls.items()}
-        times = time_interleaved(calls, repeats, device=device)
+        times = time_calls(calls, repeats, device=device)
     side = max(s for s in sides if s <= dense_until)
-    ratio = speedup(times, f'{scan} {side}x{side}', f'dense {side}x{side}')
-    return {'times_ms': times, 'peak_mb': peaks, 'floor': None, 'metrics': [
+    ratio = times.speedup(f'{scan} {side}x{side}', f'dense {side}x{side}')
+    return {**times.record(), 'peak_mb': peaks, 'floor': None, 'metrics': [
         metric(f'speed-up of {scan} over dense at {side}x{side}', ratio, 'x'), *peak_memory_metrics(peaks)]}

@@ -197,6 +197,10 @@ _GPU_QUADTREE = dict(_ON_GPU, op='quadtree_solve', grid=(56, 56), batch=64, head
                      names=('triton', 'portable', 'loop'))
 _GPU_PPMA = dict(_ON_GPU, names=('ppma_tiny@triton+compile', 'ppma_tiny@portable+compile', 'ppma_tiny@triton'),
                  size=(224, 224), batch=128)
+_GPU_MODELS = dict(_ON_GPU, size=(224, 224), batch=128, names=(
+    'ppma_tiny+compile', *(f'{name}+compile' for name in
+                           ('swin_tiny_patch4_window7_224', 'convnext_tiny', 'vit_small_patch16_224')), 'ppma_tiny'))
+_AHEAD_OF = {'swin_tiny_patch4_window7_224+compile': 1, 'convnext_tiny+compile': 1}
 _GPU = [
     Preset(
         name='gpu-separable_attention-32x32',
@@ -225,7 +229,7 @@ _GPU = [
         measure=compare_operator,
         options=dict(_ON_GPU, op='polyline_attention', grid=(50, 80),
                      names=('triton', 'sdpa', 'flex', 'compiled', 'dense')),
-        targets=dict(min_speedup={'sdpa': 5, 'flex': 1.5}, min_memory_saving={'sdpa': 20}),
+        targets=dict(min_speedup={'sdpa': 8, 'flex': 1.5}, min_memory_saving={'sdpa': 20}),
         family='ppma', device='cuda'),
     Preset(
         name='gpu-polyline_attention-50x80-train',
@@ -283,6 +287,20 @@ _GPU = [
         measure=compare_models,
         options=dict(_GPU_PPMA, train=True),
         targets=dict(min_speedup={'ppma_tiny@portable+compile': 2}),
+        repeats=20, family='ppma', device='cuda'),
+    Preset(
+        name='gpu-models-224',
+        description='PPMA-Tiny and timm models of its size, compiled, 128 images of 224 x 224, bfloat16',
+        measure=compare_models,
+        options=_GPU_MODELS,
+        targets=dict(min_speedup=_AHEAD_OF),
+        repeats=20, family='ppma', device='cuda'),
+    Preset(
+        name='gpu-models-224-train',
+        description='a training step of the models of gpu-models-224',
+        measure=compare_models,
+        options=dict(_GPU_MODELS, train=True),
+        targets=dict(min_speedup=_AHEAD_OF),
         repeats=20, family='ppma', device='cuda'),
     Preset(
         name='gpu-models-800x1280',
