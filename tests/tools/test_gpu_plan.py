@@ -100,6 +100,14 @@ def test_dry_run_goes_through_every_step(capsys, tmp_path, monkeypatch):
     assert printed.endswith('all steps are ok\n') and list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_needs_no_variable_of_the_environment(python):
+    done = python('from subquad.tools import benchmark\n'
+                  'raise SystemExit(benchmark.main(["--gpu-plan", "1", "--dry-run"]))', TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    assert 'check polyline_attention' in done.stdout and ', 0 failed' in done.stdout
+    assert 'all steps are ok' in done.stdout
+
+
 def test_dry_run_reports_a_wrong_kernel(monkeypatch, capsys):
     monkeypatch.setenv('TRITON_INTERPRET', '1')
     monkeypatch.setattr(gpu_plan, 'check_operator', lambda op, device, small: {
