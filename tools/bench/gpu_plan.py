@@ -29,6 +29,7 @@ PARTS = {'1': 'correctness', '2': 'tables and profile', '3': 'models'}
 _BENCH = 'subquad.tools.bench'
 # Test files that run on a GPU.
 TESTS = ('tests/kernels/test_*triton*.py', 'tests/kernels/test_separable_attention.py',
+         'tests/kernels/test_depthwise_conv.py', 'tests/kernels/test_rotary_embedding.py',
          'tests/kernels/test_quadtree.py', 'tests/kernels/test_backends.py', 'tests/backbones/test_ppma.py',
          'tests/backbones/test_mobilevitv2.py',
          'tests/backbones/test_mobilevitv2_options.py', 'tests/backbones/test_myo.py')
