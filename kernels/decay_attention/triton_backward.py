@@ -21,7 +21,7 @@ from .triton import LEAST_STEP, SIZES, Lines, line_exponentials, line_sums, load
 
 @triton.jit
 def _store_sum(out, index, stride, length, x, add, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store x or, if `add`, its sum with what is there."""
+    """Store x or, if `add`, the sum of x and the values of the output tensor."""
     if add:
         x += load_tokens(out, index, stride, length, DIM, BLOCK_D, False).to(tl.float32)
     store_tokens(out, index, stride, length, x, DIM, BLOCK_D)
@@ -36,7 +36,7 @@ def _decay_attention_bwd_line_kernel(
     """Compute all gradients of one whole line per program, from weights that are computed once.
 
     SECOND: add half the gradient of y_2 to those of q, k and the steps. add: add dq and dk, and with SECOND also dv, to
-    what is there; with SECOND and without `add`, store half the gradient of v_2."""
+    the values of these tensors; with SECOND and without `add`, store half the gradient of v_2."""
     batch, line, head, _ = place(heads, lines, 1)
     j = tl.arange(0, BLOCK)
     tokens = (batch * lines * length + line * token_line) * heads + head
@@ -256,7 +256,7 @@ def differentiate(lines: Lines, v: Tensor, grad: Tensor, dq: Tensor, dk: Tensor,
         delta: sum_l P[j, l] dP[j, l] of long lines, (B, heads, H, W) or of as many elements; None for whole lines.
         v_2, grad_2: add half the gradient of y_2 = P v_2, given grad_2.
         dv_2: where half the gradient of v_2 is written, unless `add`.
-        add: add dq and dk, and with v_2 also dv, to what is there.
+        add: add to the values of dq and dk, and with v_2 also of dv, instead of replacing them.
     """
     v = launch.unit_stride(v)
     sizes = (*lines.sizes, *lines.strides, *launch.strides(v, lines.down))

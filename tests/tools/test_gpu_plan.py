@@ -11,6 +11,7 @@ from helpers import ROOT
 
 pytest.importorskip('triton')
 
+from subquad import kernels
 from subquad.kernels.common import launch
 from subquad.tools import benchmark
 from subquad.tools.bench import gpu_checks, gpu_plan, presets
@@ -86,6 +87,12 @@ def test_parts_name_modules_files_and_presets_that_exist():
     measured = [name for name, preset in presets.PRESETS.items() if preset.device == 'cuda']
     left_out = set(measured) - {step.command[2] for step in every if step.name.startswith('preset ')}
     assert left_out == {'gpu-separable_attention-32x32-train', 'gpu-quadtree_solve-56x56-train'}
+
+
+def test_every_operator_with_kernels_of_its_own_is_checked():
+    """tree_solve has no kernel, and polyline_linear_attention runs those of polyline_scan."""
+    assert set(gpu_checks.GRIDS) == set(kernels.__all__) - {
+        'tree_solve', 'polyline_linear_attention', 'use_backend', 'why_not'}
 
 
 @pytest.mark.skipif(not launch.interpreted(), reason='runs kernels in the interpreter')

@@ -4,6 +4,7 @@ Values and gradients are compared with the reference in float64 at sizes of real
 write holds NaN, and two runs must agree to the bit. A case that fails is run again with one warp and one stage for each
 kernel, which tells a fault of the launch options from one of the kernel. The last line of the output is JSON.
 """
+import math
 import sys
 import time
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...backbones.mixers.rotary import rotary_table
 from ...kernels.common import launch_table
 from ...kernels.common.launch_table import Launch
 from ...kernels.trees import quadtree_levels
@@ -30,6 +32,8 @@ GRIDS: Dict[str, Sequence[Tuple[int, int]]] = {
     'crisscross_attention': ((7, 7), (14, 14), (28, 30), (56, 56)),
     'separable_attention': ((1, 200), (16, 16), (31, 33), (64, 64)),
     'quadtree_solve': ((7, 7), (14, 14), (27, 31), (56, 56)),
+    'depthwise_conv': ((7, 7), (14, 14), (28, 30), (50, 80)),
+    'rotary_embedding': ((7, 7), (14, 14), (28, 30), (50, 80)),
 }
 SMALL: Tuple[int, int] = (2, 3)
 
@@ -53,6 +57,28 @@ def _shifted_inputs(grid: Tuple[int, int], dtype: torch.dtype, device: str) -> L
     return values + [torch.rand(2, 2, x.height, x.width, device=device, dtype=dtype) for x in levels[:-1]]
 
 
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor, backend: str) -> Tensor:
+    return kernels.depthwise_conv(x, weight, bias, add, gelu=True, residual=True, backend=backend)
+
+
+def _rotary(q: Tensor, k: Tensor, backend: str) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    table = rotary_table(q.shape[2], q.shape[3], q.device, dtype)
+    return torch.stack(kernels.rotary_embedding(q, k, table, 0.5, backend=backend))
+
+
+def _case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim: int, dtype: torch.dtype,
+          device: str) -> Case:
+    """A case with random inputs. Operators that are not attentions or solves are not among those of the benchmarks."""
+    shapes = {'depthwise_conv': ((batch, *grid, heads * dim), (heads * dim, 1, 5, 5), (heads * dim,),
+                                 (batch, *grid, heads * dim)),
+              'rotary_embedding': ((batch, heads, math.prod(grid), dim),) * 2}
+    if op in shapes:
+        return Case(name, {'depthwise_conv': _depthwise, 'rotary_embedding': _rotary}[op],
+                    [torch.randn(shape, device=device, dtype=dtype) for shape in shapes[op]])
+    return Case(name, ops.OPERATORS[op].call, ops.OPERATORS[op].inputs(batch, heads, grid, dim, dtype, device))
+
+
 def cases(op: str, device: str, small: bool = False) -> Iterator[Case]:
     """The cases of an operator; with `small`, one that the interpreter runs in seconds."""
     grids = [SMALL] if small else GRIDS[op]
@@ -60,9 +86,8 @@ def cases(op: str, device: str, small: bool = False) -> Iterator[Case]:
         types = [torch.bfloat16] if n and n == len(grids) - 1 else list(TOLERANCE)
         for dtype in types[:1] if small else types:
             for dim in (16,) if small else (16, 32):
-                inputs = ops.OPERATORS[op].inputs(1 if small else 2, 1 if small else 2, grid, dim, dtype, device)
                 name = '{}, {} x {}, {} channels, {}'.format(op, *grid, dim, str(dtype).removeprefix('torch.'))
-                yield Case(name, ops.OPERATORS[op].call, inputs)
+                yield _case(op, name, 1 if small else 2, 1 if small else 2, grid, dim, dtype, device)
             if op == 'quadtree_solve' and not small:
                 name = '{}, {} x {}, shifted, skew, {}'.format(op, *grid, str(dtype).removeprefix('torch.'))
                 yield Case(name, _shifted, _shifted_inputs(grid, dtype, device))

@@ -4,14 +4,13 @@ An eager call of a small kernel takes as long as Python needs to launch it. A ca
 its time is that of the kernels. Its calls take turns with copies of the inputs, so that they do not find them in the
 GPU's cache, as a network's layers would not.
 """
-import random
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-from .measure import Call, percentiles, time_interleaved
+from .measure import Call, interleaved, percentiles, time_interleaved
 
 # Copies of the inputs together exceed the second-level cache of an H100 (50 MB) or H200 several times.
 _ROTATED_BYTES, _MOST_COPIES = 2.5e8, 32
@@ -148,15 +147,10 @@ def time_graphs(calls: Mapping[str, Call], repeats: int, per_round: Optional[Map
             graphs[name] = f'not captured: {type(error).__name__}: {" ".join(str(error).split())[:200]}'
     samples: Dict[str, List[float]] = {name: [] for name in calls}
     eager: Dict[str, List[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    orders = random.Random(0)
-    for _ in range(repeats):
-        for name, call in orders.sample(list(calls.items()), len(calls)):
-            for _ in range((per_round or {}).get(name, 1)):
-                eager[name].append(clock(call))
-                if name in replays:
-                    samples[name].append(clock(replays[name]) / len(_parts(call)))
+    for name, call in interleaved(calls, repeats, per_round):
+        eager[name].append(clock(call))
+        if name in replays:
+            samples[name].append(clock(replays[name]) / len(_parts(call)))
     eager_ms = {name: percentiles(times) for name, times in eager.items()}
     return Times({name: percentiles(times) if times else eager_ms[name] for name, times in samples.items()}, eager_ms,
                  graphs)

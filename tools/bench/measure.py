@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -44,14 +44,21 @@ def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optiona
         {'p20', 'p50', 'p80'} in milliseconds, for each name.
     """
     samples: Dict[str, List[float]] = {name: [] for name in calls}
+    for name, call in interleaved(calls, repeats, per_round):
+        samples[name].append(_time_cpu(call))
+    return {name: percentiles(times) for name, times in samples.items()}
+
+
+def interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None
+                ) -> Iterator[Tuple[str, Call]]:
+    """Run each call once, then give the calls to time with their names, in the order of `time_interleaved`."""
     for call in calls.values():
         call()
     orders = random.Random(0)
     for _ in range(repeats):
         for name, call in orders.sample(list(calls.items()), len(calls)):
             for _ in range((per_round or {}).get(name, 1)):
-                samples[name].append(_time_cpu(call))
-    return {name: percentiles(times) for name, times in samples.items()}
+                yield name, call
 
 
 def _time_cpu(call: Call) -> float:
