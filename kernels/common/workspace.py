@@ -1,13 +1,14 @@
 """Memory and block sizes for operators that work through a large problem block by block."""
 from functools import cache
 from math import prod
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-# exp(s) for |s| <= 60 neither overflows nor underflows in float32, and neither do sums of a million such numbers.
-SAFE_LOGIT = 60.0
+# Sums of exponentials from here to the reciprocal are exact: numbers of float32 end at 2^-149 and 2^128, and the rest
+# is for the number of summands and their products with values.
+LEAST_SUM = 2.0 ** -100
 
 
 def ranges(total: int, step: int) -> List[slice]:
@@ -23,11 +24,11 @@ class Workspace:
     def __init__(self, like: Tensor):
         self.like, self.parts = like, {}
 
-    def get(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return an uninitialized tensor for `out=`; calls with the same name share memory."""
+    def get(self, name: str, shape: Sequence[int], dtype: Optional[torch.dtype] = None) -> Tensor:
+        """Return an uninitialized tensor for `out=`; calls with the same name share memory, and have one dtype."""
         count = prod(shape)
         if name not in self.parts or self.parts[name].numel() < count:
-            self.parts[name] = self.like.new_empty(count)
+            self.parts[name] = self.like.new_empty(count, dtype=dtype)
         return self.parts[name][:count].view(shape)
 
 
@@ -41,17 +42,12 @@ def keep_freed_memory() -> None:
     torch.empty(31 * 2 ** 20, dtype=torch.uint8)
 
 
-def exponentials_are_safe(q: Tensor, k: Tensor) -> List[bool]:
-    """Whether the softmax of (q k' + log mask) may skip the subtraction of the maximum, for each group.
-
-    With |q| |k| <= 60 no exponential exceeds e^60. Every row has one log mask of 0, so every row's sum is at least
-    e^-60. On a GPU the answer is always False, because reading it would wait for the device.
+def sums_are_safe(sums: Tensor) -> bool:
+    """Whether sums of exponentials that were not referred to their maximum are exact: none overflowed, and those that
+    underflowed are nothing beside their sum. Reading the answer waits for a GPU.
 
     Args:
-        q, k: (G, ..., D).
+        sums: float32 or float64, of weights at least one of which has a log mask of 0.
     """
-    if q.device.type != 'cpu':
-        return [False] * len(q)
-    ones = q.new_ones(q.shape[-1])           # a product with ones is faster than a sum over so short a dimension
-    squares = [torch.mv(x.reshape(-1, x.shape[-1]).square(), ones).view(len(x), -1).amax(1) for x in (q, k)]
-    return (squares[0] * squares[1] <= SAFE_LOGIT ** 2).tolist()
+    low, high = torch.aminmax(sums)
+    return LEAST_SUM <= float(low) and float(high) <= 1 / LEAST_SUM      # false for NaN

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import compute_dtype, cumulative, needs_gradient
+from ..common.decay import compute_dtype, cumulative, needs_gradient, portable_bfloat16
 from ..decay_attention.custom_op import statistics_shape
 from . import portable
 
@@ -62,9 +62,9 @@ def crisscross_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Te
                                   paths: str) -> Tensor:
     if v.numel() == 0:
         return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
     sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
-    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, *sums)]
+    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *sums)]
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 

@@ -4,8 +4,9 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ..common.autocast import without_autocast
 from ..common.decay import compute_dtype
-from ..common.workspace import Workspace, exponentials_are_safe, ranges
+from ..common.workspace import Workspace, ranges
 from ..decay_attention import portable as decay_portable
 from ..decay_attention.portable import LineWeights, line_weights_export
 
@@ -25,24 +26,24 @@ class _Axes:
     """Weights within rows (P_w) and within columns (P_h) of some groups. q, k: (G, H, W, D); sa, sb: (G, H, W)."""
 
     def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, space: Workspace,
-                 skip_maximum: bool = False):
-        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows',
-                                skip_maximum=skip_maximum)
+                 fast: bool = False):
+        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows', fast=fast)
         self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask_mode, space, 'columns',
-                                   skip_maximum=skip_maximum)
+                                   fast=fast)
 
     def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """Return the output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D), or None if no path needs them."""
-        along = along_then_down = down = down_then_along = None
-        if paths != 'v2h':
+        if paths == 'h2v':
             along = _on_lines(self.rows.apply, v)
-            along_then_down = _on_lines(self.columns.apply, _swap(along)).transpose(1, 2)
-        if paths != 'h2v':
-            down = _on_lines(self.columns.apply, _swap(v))
-            down_then_along = _on_lines(self.rows.apply, _swap(down))
-        if paths == 'both':
-            return down_then_along.add_(along_then_down).mul_(0.5), along, down
-        return along_then_down if down is None else down_then_along, along, down
+            return _on_lines(self.columns.apply, _swap(along)).transpose(1, 2), along, None
+        down = _on_lines(self.columns.apply, _swap(v))
+        if paths == 'v2h':
+            return _on_lines(self.rows.apply, _swap(down)), None, down
+        # One product with the weights of rows serves both paths.
+        y = _on_lines(self.rows.apply, torch.cat((v, down.transpose(1, 2)), -1))
+        along, down_then_along = y.split(v.shape[-1], -1)
+        along_then_down = _on_lines(self.columns.apply, _swap(along)).transpose(1, 2)
+        return (down_then_along + along_then_down).mul_(0.5), along, down
 
 
 def _on_lines(f, x: Tensor) -> Tensor:
@@ -51,10 +52,14 @@ def _on_lines(f, x: Tensor) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
-    """Compute the output for q, k (G, H, W, D), v (G, H, W, Dv) and sums sa, sb (G, H, W), with G = B * heads."""
-    output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
-    for g in _plan(q):
-        output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask_mode, space, all(safe[g])).chain(v[g], paths)[0]
+    """Compute the output for q, k (G, H, W, D), v (G, H, W, Dv) and sums sa, sb (G, H, W), with G = B * heads.
+
+    q, k and v may be bfloat16, and the sums float32: then products and exponentials are bfloat16."""
+    output, space = torch.empty_like(v), Workspace(q)
+    fast = q.is_cpu                                    # elsewhere, reading sums of weights would wait for the device
+    with without_autocast(q):
+        for g in _plan(q):
+            output[g] = _Axes(q[g], k[g], sa[g], sb[g], mask_mode, space, fast).chain(v[g], paths)[0]
     return output
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import compute_dtype, cumulative, needs_gradient
+from ..common.decay import compute_dtype, cumulative, needs_gradient, portable_bfloat16
 from . import portable
 
 
@@ -55,9 +55,10 @@ def _(grad, q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
 def decay_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_decay) else compute_dtype(q.dtype)
     sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
-    inputs = [x.to(dtype).transpose(2, 3) if axis == 'column' else x.to(dtype) for x in (q, k, v, sums)]
+    inputs = [*(x.to(dtype) for x in (q, k, v)), sums]
+    inputs = [x.transpose(2, 3) for x in inputs] if axis == 'column' else inputs
     y = _portable_forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask_mode).view(inputs[2].shape)
     return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
 

@@ -9,8 +9,9 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
+from ..common.autocast import without_autocast
 from ..common.decay import compute_dtype, cumulative
-from ..common.workspace import Workspace, exponentials_are_safe, ranges
+from ..common.workspace import Workspace, ranges, sums_are_safe
 
 # Elements of the logits of a block, 4 MB in float32. With smaller blocks, calls cost more than arithmetic; larger
 # blocks and their copies do not fit into the caches of a CPU.
@@ -21,39 +22,55 @@ class LineWeights:
     """Attention weights (n, Lq, L) of some queries of some lines, their products and their gradients.
 
     Args:
-        q: (n, Lq, D), k: (n, L, D), sums: (n, L).
+        q: (n, Lq, D), k: (n, L, D); with `fast` they may be bfloat16, and weights are bfloat16 too.
+        sums: (n, L), at least float32.
         mask_mode: 'additive' or 'multiplicative'.
         space: memory for the weights. `name` separates the memory of two instances in one workspace.
         queries: positions of the queries on their lines.
-        skip_maximum: leave the weights as p / scale, which saves passes over p. Only `apply` works then, and q and k
-            must be safe (`exponentials_are_safe`).
+        fast: in additive mode, leave the weights as p / scale and refer exponentials to no maximum, which saves passes
+            over p, unless they leave the range of numbers. Only `apply` works then.
     """
 
     def __init__(self, q: Tensor, k: Tensor, sums: Tensor, mask_mode: str, space: Workspace, name: str = '',
-                 queries: slice = slice(None), skip_maximum: bool = False):
-        self.q, self.k, self.sums, self.queries = q, k, sums, queries
-        self.unmasked, self.scale = None, None
+                 queries: slice = slice(None), fast: bool = False):
+        self.sums, self.queries, self.unmasked, self.scale = sums, queries, None, None
         shape = (*q.shape[:2], k.shape[1])
-        distance = torch.sub(*self._ends(), out=space.get(name + 'distance', shape)).abs_()
+        if fast and mask_mode == 'additive':
+            self.p = self._logits(q, k, space, name).exp_()
+            self.scale = self.p.sum(-1, keepdim=True)               # added in float32 at least, and rounded once
+            if sums_are_safe(self.scale):
+                return
+            self.scale = None
+        self.q, self.k = q.to(sums.dtype), k.to(sums.dtype)
         if mask_mode == 'multiplicative':
-            logits = torch.bmm(q, k.transpose(1, 2), out=space.get('logits', shape))
-            self.unmasked = torch.softmax(logits, -1, out=space.get(name + 'unmasked', shape))
+            logits = torch.bmm(self.q, self.k.transpose(1, 2), out=space.get('logits', shape, sums.dtype))
+            self.unmasked = torch.softmax(logits, -1, out=space.get(name + 'unmasked', shape, sums.dtype))
+            distance = self._distance(space, name)
             self.p = torch.mul(self.unmasked, distance.neg_().exp_(), out=distance)
-            return
-        logits = torch.baddbmm(distance, q, k.transpose(1, 2), beta=-1, out=distance)
-        if skip_maximum:
-            self.p = logits.exp_()
-            self.scale = self.p.sum(-1, keepdim=True)
         else:
-            self.p = torch.softmax(logits, -1, out=space.get(name + 'p', shape))
+            p = space.get(name + 'p', shape, sums.dtype)
+            self.p = torch.softmax(self._logits(self.q, self.k, space, name), -1, out=p)
 
     def _ends(self) -> Tuple[Tensor, Tensor]:
         return self.sums[:, self.queries, None], self.sums[:, None, :]
 
+    def _distance(self, space: Workspace, name: str) -> Tensor:
+        """Return minus the log mask, (n, Lq, L), with the precision of the sums."""
+        left, right = self._ends()
+        shape = (*left.shape[:2], right.shape[2])
+        return torch.sub(left, right, out=space.get(name + 'distance', shape, self.sums.dtype)).abs_()
+
+    def _logits(self, q: Tensor, k: Tensor, space: Workspace, name: str) -> Tensor:
+        """Return the logits with the log mask, (n, Lq, L), in the dtype of q."""
+        out = self._distance(space, name)
+        if q.dtype != out.dtype:
+            out = space.get(name + 'logits', out.shape, q.dtype).copy_(out)
+        return torch.baddbmm(out, q, k.transpose(1, 2), beta=-1, out=out)
+
     def apply(self, v: Tensor) -> Tensor:
-        """Return weights @ v: (n, L, Dv) -> (n, Lq, Dv)."""
-        y = torch.bmm(self.p, v)
-        return y if self.scale is None else y.div_(self.scale)
+        """Return weights @ v: (n, L, Dv) -> (n, Lq, Dv), in the dtype of v."""
+        y = torch.bmm(self.p, v.to(self.p.dtype))
+        return y.to(v.dtype) if self.scale is None else y.div_(self.scale)
 
     def apply_transposed(self, v: Tensor) -> Tensor:
         """Return weights' @ v for normalized weights: (n, Lq, Dv) -> (n, L, Dv)."""
@@ -81,13 +98,16 @@ def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
-    """Compute the output (n, L, Dv) for q, k (n, L, D), v (n, L, Dv) and sums (n, L)."""
-    output, space, safe = torch.empty_like(v), Workspace(q), exponentials_are_safe(q, k)
-    for lines, blocks in _plan(q):
-        for rows in blocks:
-            weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask_mode, space, queries=rows,
-                                  skip_maximum=all(safe[lines]))
-            output[lines, rows] = weights.apply(v[lines])
+    """Compute the output (n, L, Dv) for q, k (n, L, D), v (n, L, Dv) and sums (n, L).
+
+    q, k and v may be bfloat16, and sums float32: then products and exponentials are bfloat16."""
+    output, space = torch.empty_like(v), Workspace(q)
+    fast = q.is_cpu                                    # elsewhere, reading sums of weights would wait for the device
+    with without_autocast(q):
+        for lines, blocks in _plan(q):
+            for rows in blocks:
+                weights = LineWeights(q[lines, rows], k[lines], sums[lines], mask_mode, space, queries=rows, fast=fast)
+                output[lines, rows] = weights.apply(v[lines])
     return output
 
 

@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import column_log_decay, compute_dtype, needs_gradient, rounded_sums, row_log_decay
+from ..common.decay import (
+    column_log_decay,
+    compute_dtype,
+    needs_gradient,
+    portable_bfloat16,
+    rounded_sums,
+    row_log_decay,
+)
 from . import portable
 
 
@@ -65,9 +72,9 @@ def polyline_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tens
                                 paths: str) -> Tensor:
     if v.numel() == 0:
         return torch.zeros_like(v)
-    dtype = compute_dtype(q.dtype)
-    row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
-    inputs = [x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v, row, column)]
+    tables = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
+    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *tables)]
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
