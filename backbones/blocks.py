@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from ..kernels import depthwise_conv
 from ..kernels.common.tracing import is_traced_or_wrapped
-from .inference import forward_in_parts
+from .inference import GELU, convolution, forward_in_parts, is_eager_cpu_inference, linear
 from .options import MIN_SIZE
 
 
@@ -52,8 +52,8 @@ def _kept_zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, device=device, dtype=dtype)
 
 
-def conv_norm_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Return norm(conv(x)) in evaluation mode, with the norm's statistics folded into the convolution.
+def conv_norm_act_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, act: nn.Module, x: Tensor) -> Tensor:
+    """Return act(norm(conv(x))) in evaluation mode, with the norm's statistics folded into the convolution.
 
     This saves a pass over the output of the convolution. The folded weight is not kept, because a parameter can change
     without a trace (`parameter.data.copy_`, as averages of weights do).
@@ -70,7 +70,7 @@ def conv_norm_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor
                               norm.eps).view_as(conv.weight)
         bias = F.batch_norm(bias[None], norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0,
                             norm.eps)[0]
-    return F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return convolution(conv, x, act, (weight, bias))
 
 
 class ConvNorm(nn.Module):
@@ -93,7 +93,7 @@ class ConvNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.norm.training or not can_bypass_forward(self.conv, self.norm):
             return self.act(self.norm(self.conv(x)))
-        return self.act(conv_norm_folded(self.conv, self.norm, x))
+        return conv_norm_act_folded(self.conv, self.norm, self.act, x)
 
 
 class Stem(nn.Module):
@@ -149,9 +149,12 @@ class DepthwiseConv(nn.Module):
         """Initialize as PyTorch's convolutions, like the published network."""
         nn.Conv2d.reset_parameters(self)
 
-    def forward(self, x: Tensor, add: Optional[Tensor] = None) -> Tensor:
-        """Convolve x (B, H, W, C), and add a tensor of its shape to the result if there is one."""
-        return depthwise_conv(x, self.weight, self.bias, add, gelu=self.gelu, residual=self.residual)
+    def forward(self, x: Tensor, add: Optional[Tensor] = None, activated: bool = False) -> Tensor:
+        """Convolve x (B, H, W, C), and add a tensor of its shape to the result if there is one.
+
+        `activated`: x is a result of GELU, which is not applied again."""
+        gelu = self.gelu and not activated
+        return depthwise_conv(x, self.weight, self.bias, add, gelu=gelu, residual=self.residual)
 
 
 class FeedForward(nn.Module):
@@ -165,6 +168,8 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_eager_cpu_inference(x):
+            return linear(self.fc2, self.dwconv(linear(self.fc1, x, GELU), activated=True))
         return self.fc2(self.dwconv(self.fc1(x)))
 
 

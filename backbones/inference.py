@@ -1,14 +1,16 @@
-"""Inference on a CPU: split a batch into parts that fit the caches, and reuse freed memory."""
-from typing import Callable
+"""Inference on a CPU: parts of a batch that fit the caches, memory that stays, and layers joined with activations."""
+import platform
+from typing import Callable, List, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.common.tracing import exporting
 from ..kernels.common.workspace import keep_freed_memory
 
-# Elements of the token map that run at a time (3 images of 224 x 224 at PPMA-T's stride 4): 3.2 MB in float32.
-PART_ELEMENTS = 800_000
+# Bytes of the token map that run at a time: in float32, 3 images of 224 x 224 at PPMA-T's stride 4.
+PART_BYTES = 3_200_000
 
 
 def is_eager_cpu_inference(x: Tensor) -> bool:
@@ -36,10 +38,68 @@ def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: 
     if not isinstance(x, Tensor) or not is_eager_cpu_inference(x) or _has_hooks_or_trains(module):
         return forward(x)
     keep_freed_memory()
-    images = max(1, PART_ELEMENTS // max(1, elements))
+    images = max(1, PART_BYTES // max(1, elements * _dtype(x).itemsize))
     return forward(x) if len(x) <= images else torch.cat([forward(part) for part in x.split(images)])
 
 
 def _has_hooks_or_trains(module: nn.Module) -> bool:
     """True if a part of the module has a hook, which would see a few images at a time, or is in training mode."""
     return any(m.training or m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+# oneDNN's layers with an activation, which torch.compile uses on CPUs too: the names that it has for activations.
+_ACTIVATIONS = {nn.Identity: ('none', [], ''), nn.GELU: ('gelu', [], 'none'), nn.SiLU: ('swish', [], '')}
+_ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
+    hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
+_DTYPES = (torch.float32, torch.bfloat16)
+_NO_ACTIVATION, GELU = nn.Identity(), nn.GELU()
+
+
+def linear(layer: nn.Module, x: Tensor, act: nn.Module = _NO_ACTIVATION) -> Tensor:
+    """Return act(layer(x)): (..., C) -> (..., C').
+
+    Eager inference on an x86 CPU calls oneDNN, which adds the bias and applies the activation while a block of the
+    result is in the cache. Layers other than plain ones run as they are."""
+    if not _runs_on_onednn(x, layer, nn.Linear, act):
+        return act(layer(x))
+    x, weight, bias = _in_one_dtype(x, layer.weight, layer.bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, *_ACTIVATIONS[type(act)])
+
+
+def convolution(layer: nn.Module, x: Tensor, act: nn.Module, folded: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
+    """Return act(layer(x)), with x (B, C, H, W), as `linear` does.
+
+    `folded`: weight and bias that replace those of a plain `nn.Conv2d`."""
+    if not _runs_on_onednn(x, layer, nn.Conv2d, act):
+        return act(layer(x) if folded is None else F.conv2d(
+            x, *folded, layer.stride, layer.padding, layer.dilation, layer.groups))
+    x, weight, bias = _in_one_dtype(x, *(folded or (layer.weight, layer.bias)))
+    return torch.ops.mkldnn._convolution_pointwise(
+        x, weight, bias, layer.padding, layer.stride, layer.dilation, layer.groups, *_ACTIVATIONS[type(act)])
+
+
+def _runs_on_onednn(x: Tensor, layer: nn.Module, kind: type, act: nn.Module) -> bool:
+    """True if oneDNN can compute a layer and nobody would miss PyTorch's own operator.
+
+    Hooks, adapters and quantized weights change what a layer does. Modes such as a counter of operations know PyTorch's
+    own operators only."""
+    if type(act) is nn.SiLU and _dtype(x) != torch.bfloat16:             # no faster than a pass of PyTorch's own
+        return False
+    plain = type(layer) is kind and type(layer.weight) is nn.Parameter and type(act) in _ACTIVATIONS
+    return (_ONEDNN and plain and type(x) is Tensor and is_eager_cpu_inference(x) and x.numel() > 0
+            and getattr(act, 'approximate', 'none') == 'none'
+            and not any(m._forward_hooks or m._forward_pre_hooks for m in (layer, act))
+            and torch._C._get_mkldnn_enabled() and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+            and layer.weight.dtype in _DTYPES and _dtype(x) in _DTYPES
+            and (torch.is_autocast_enabled('cpu') or x.dtype == layer.weight.dtype))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else x.dtype
+
+
+def _in_one_dtype(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
+    """Cast as autocast would."""
+    dtype = _dtype(tensors[0])
+    return [None if x is None else x.to(dtype) for x in tensors]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..kernels.common.patches import fold_patches, unfold_patches
 from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq
-from .blocks import can_bypass_forward, check_image, conv_norm_folded
-from .inference import forward_in_parts
+from .blocks import can_bypass_forward, check_image, conv_norm_act_folded
+from .inference import convolution, forward_in_parts, is_eager_cpu_inference
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import check_source
 
@@ -73,7 +73,7 @@ class ConvNormAct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bn.training or not can_bypass_forward(self.conv, self.bn):
             return self.act(self.bn(self.conv(x)))
-        return self.act(conv_norm_folded(self.conv, self.bn, x))
+        return conv_norm_act_folded(self.conv, self.bn, self.act, x)
 
 
 class InvertedResidual(nn.Module):
@@ -135,7 +135,14 @@ class TransformerLayer(nn.Module):
         not normalized.
         """
         x = x + self.drop_path1(self.attn(self.norm1(x), source, grouped))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        return x + self.drop_path2(self._feed_forward(self.norm2(x)))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        mlp = self.mlp
+        if not is_eager_cpu_inference(x) or mlp._forward_hooks or mlp._forward_pre_hooks:
+            return mlp(x)
+        x = mlp.norm(convolution(mlp.fc1, x, mlp.act))
+        return mlp.fc2(mlp.drop(x))
 
 
 def to_even_size(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ...kernels.crisscross_attention.portable import crisscross_attention_tokens
 from ...kernels.dispatch import chosen_backend
 from ...kernels.polyline_attention.portable import polyline_attention_tokens
 from ..blocks import DepthwiseConv, can_bypass_forward
+from ..inference import linear
 from ..options import Options, check, flag, one_of
 from .rotary import rotate, rotate_flat
 
@@ -298,7 +299,7 @@ class PolylineMixer(nn.Module):
         if self._takes_one_product(x, export):
             q, k, v, log_alpha, log_beta = self._one_product(x)
         else:
-            v, q, k = self.v(x), self.q(x), self.k(x)
+            v, q, k = (linear(layer, x) for layer in (self.v, self.q, self.k))
             log_alpha, log_beta = self.decay_logs(x)
         q, k = self._queries_and_keys(q, k, export)
         attend = ATTENTIONS[self.attention]
@@ -317,7 +318,7 @@ class PolylineMixer(nn.Module):
             y = self.lepe(v, y.reshape(v.shape))
         else:
             y = self.lepe(v).reshape(y.shape) + y
-        return self.out(y.reshape(batch, height, width, dim))
+        return linear(self.out, y.reshape(batch, height, width, dim))
 
     def _linears(self) -> List[nn.Module]:
         return [self.q, self.k, self.v, *([] if self.decay is None else [self.decay.proj])]

@@ -9,7 +9,7 @@ import torch
 from helpers import relative_error
 
 from subquad import kernels
-from subquad.backbones.blocks import ConvNorm, conv_norm_folded
+from subquad.backbones.blocks import ConvNorm, conv_norm_act_folded
 from subquad.backbones.mixers import PolylineMixer
 from subquad.kernels.common import launch
 
@@ -110,4 +110,4 @@ def test_a_folded_norm_has_the_same_values_on_any_device(bias):
     layer.conv.weight = ElsewhereParameter(layer.conv.weight.detach())
     assert not layer.conv.weight.is_cpu
     with torch.no_grad():
-        assert relative_error(conv_norm_folded(layer.conv, layer.norm, x), expected) <= 1e-5
+        assert relative_error(conv_norm_act_folded(layer.conv, layer.norm, layer.act, x), expected) <= 1e-5

@@ -194,7 +194,7 @@ def test_feature_maps_of_any_image_size(size):
 
 
 def test_a_hook_sees_the_whole_batch(monkeypatch):
-    monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', 1)
+    monkeypatch.setattr('subquad.backbones.inference.PART_BYTES', 1)
     model, seen = timm.create_model('test_ppma').eval(), []
     model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_inference_in_parts_equals_inference_of_the_whole_batch(monkeypatch):
     x = torch.randn(5, 3, 64, 48)
     whole = model(x)                                   # with gradients the batch stays whole
     for elements in (1, 3000):
-        monkeypatch.setattr('subquad.backbones.inference.PART_ELEMENTS', elements)
+        monkeypatch.setattr('subquad.backbones.inference.PART_BYTES', 4 * elements)
         with torch.no_grad():
             assert_close(model(x), whole)
 
