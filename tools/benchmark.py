@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument('--implementations', nargs='+', default=[], metavar='NAME',
                      help='implementations to compare; the first one is compared with the others (default: all that '
                           'support the device)')
-    own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile]',
+    own.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile][+autocast]',
                      help='timm models to compare; the first one is compared with the others')
     own.add_argument('--size', default='imagenet',
                      help=f"{', '.join(operators.SIZES)}, one number or HEIGHTxWIDTH; numbers are pixels for models "

@@ -313,6 +313,7 @@ def test_append_after_a_truncated_line(tmp_path):
     (['--operator', 'polyline_scan', '--contestants'], '--contestants has a new name: --implementations'),
     (['--model', 'ppma_tinny'], 'did you mean ppma_tiny'),
     (['--model', 'ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
+    (['--model', 'ppma_tiny+autocast', '--dtype', 'bfloat16'], 'starts from float32 images, and these are bfloat16'),
     (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'give one of the three'),
     ([NAME, '--operator', 'polyline_scan'], 'give one of the three'),
     (['--batch', '0'], '--batch must be at least 1'),

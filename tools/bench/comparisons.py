@@ -133,7 +133,7 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
 
     Args:
         repeats: Rounds of timing.
-        names: timm names, each optionally with @BACKEND or +compile.
+        names: timm names, each optionally with @BACKEND, +compile or +autocast.
         size: Image height and width in pixels.
         batch: Number of images.
         dtype: Data type of the images; a training step in a half type runs under autocast.
@@ -153,7 +153,8 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
         calls[name], own = networks.model_call(name, images, train, weights)
         weights = weights or own
     first = names[0]
-    architecture, _, _ = networks.parse_model(first)
+    subject = networks.parse_model(first)
+    architecture = subject.name
     small = images[:1] if zoo.size_options(architecture, size) else images[:1, :, :64, :64]
     networks.model_call(first, small, False)[0]()      # so that the memory of lazy initialization does not count
     counted, _ = networks.model_call(f'{architecture}@portable', images, False)
@@ -163,7 +164,8 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
     # Each product of the forward pass has two in the backward pass. (torch's counter would take the gradient of a
     # depthwise convolution for that of a dense one, so the backward pass is not counted.)
     macs = count_macs(counted) * (3 if train else 1)
-    times = time_calls({**calls, 'gemm': gemm(device, images.dtype)}, repeats, {'gemm': _RATE_SAMPLES}, device)
+    product = gemm(device, torch.bfloat16 if subject.autocast else images.dtype)
+    times = time_calls({**calls, 'gemm': product}, repeats, {'gemm': _RATE_SAMPLES}, device)
     low = floor(macs, times.ms['gemm']['p50'], device)
     return {**times.record(), 'peak_mb': peaks, 'floor': low, 'metrics': [
         *_speedups(names, times, min_speedup or {}),

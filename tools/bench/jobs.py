@@ -82,7 +82,7 @@ def _model_job(args: argparse.Namespace) -> Preset:
     grid = size(args.size, tokens=False)
     shown = '{}x{}'.format(*grid)
     for text in args.model:
-        networks.check_model(text)
+        networks.check_model(text, args.dtype)
     return Preset(
         name=f"{args.model[0]}-{shown}-{args.dtype}{'-train' if args.train else ''}",
         description=f"{', '.join(args.model)}, {args.batch} image(s) of {shown}",

@@ -1,5 +1,6 @@
 """Models as `subquad benchmark` runs them: any timm model, a backend, compiled or not, a forward pass or a step."""
-from typing import Any, Callable, Dict, Optional, Tuple
+from functools import partial
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -10,27 +11,37 @@ from ..common.cli import UserError
 from ..engine import zoo
 from .operators import OWN_BACKENDS
 
+OPTIONS = ('compile', 'autocast')
 
-def parse_model(text: str) -> Tuple[str, Optional[str], bool]:
-    """Split 'NAME', 'NAME@BACKEND', 'NAME+compile' or 'NAME@BACKEND+compile'.
 
-    Returns:
-        (name, backend or None, whether it is compiled).
+class Subject(NamedTuple):
+    """A model as a benchmark names it. backend: None for 'auto'. autocast: to bfloat16, from float32."""
+    name: str
+    backend: Optional[str] = None
+    compile: bool = False
+    autocast: bool = False
+
+
+def parse_model(text: str) -> Subject:
+    """Read 'NAME' with an optional '@BACKEND' and then '+compile' or '+autocast' or both.
 
     Raises:
         UserError: The text has another form, or the backend is unknown.
     """
-    text, plus, option = text.partition('+')
-    name, at, backend = text.partition('@')
-    if plus and option != 'compile' or at and backend not in OWN_BACKENDS:
-        raise UserError('a model is NAME, NAME@BACKEND, NAME+compile or NAME@BACKEND+compile, where BACKEND is one of '
-                        f"{', '.join(OWN_BACKENDS)}; got {text + plus + option!r}")
-    return name, backend or None, bool(plus)
+    model, *options = text.split('+')
+    name, at, backend = model.partition('@')
+    if not set(options) <= set(OPTIONS) or len(set(options)) < len(options) or at and backend not in OWN_BACKENDS:
+        raise UserError('a model is NAME, NAME@BACKEND, or one of them with +compile, +autocast or both, where BACKEND '
+                        f"is one of {', '.join(OWN_BACKENDS)}; got {text!r}")
+    return Subject(name, backend or None, **{option: option in options for option in OPTIONS})
 
 
-def check_model(text: str) -> None:
-    """Raise UserError for an unknown model, before anything runs."""
-    zoo.create(parse_model(text)[0], device='meta')
+def check_model(text: str, dtype: str) -> None:
+    """Raise UserError for an unknown model, or autocast of images that are not float32, before anything runs."""
+    subject = parse_model(text)
+    if subject.autocast and dtype != 'float32':
+        raise UserError(f'{text}: +autocast starts from float32 images, and these are {dtype}')
+    zoo.create(subject.name, device='meta')
 
 
 def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[str, Tensor]] = None
@@ -50,26 +61,27 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
     Raises:
         UserError: The model or backend is unknown, or the model refuses the size.
     """
-    name, backend, compiled = parse_model(text)
-    fixed = zoo.size_options(name, images.shape[2:])
-    network: nn.Module = zoo.create(name, **fixed).to(images.device).train(train)
+    subject = parse_model(text)
+    fixed = zoo.size_options(subject.name, images.shape[2:])
+    network: nn.Module = zoo.create(subject.name, **fixed).to(images.device).train(train)
     own = network.state_dict()
     if weights and {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in own.items()}:
         network.load_state_dict(weights)
-    half = images.dtype != torch.float32
-    if half and not train:
+    half = subject.autocast or images.dtype != torch.float32
+    if half and not train and not subject.autocast:
         network = network.to(images.dtype)
-    run = torch.compile(network, dynamic=False) if compiled else network
+    run = torch.compile(network, dynamic=False) if subject.compile else network
+    context = partial(torch.autocast, images.device.type, torch.bfloat16 if subject.autocast else images.dtype)
     labels = torch.randint(0, network.num_classes, (len(images),), device=images.device)
     optimizer = torch.optim.SGD(network.parameters(), 1e-3)
 
     def forward():
-        with torch.no_grad(), kernels.use_backend(backend or 'auto'):
+        with torch.no_grad(), kernels.use_backend(subject.backend or 'auto'), context(enabled=subject.autocast):
             return run(images)
 
     def training_step():
-        with kernels.use_backend(backend or 'auto'):
-            with torch.autocast(images.device.type, images.dtype, enabled=half):
+        with kernels.use_backend(subject.backend or 'auto'):
+            with context(enabled=half):
                 loss = F.cross_entropy(run(images.float()).float(), labels)
             loss.backward()
         optimizer.step()

@@ -118,6 +118,26 @@ _PPMA = [
         repeats=3, family='ppma'),
 ]
 
+
+
+def _autocast(title: str, name: str, family: str, *others: str) -> Preset:
+    """Return a preset of a model under autocast to bfloat16 beside float32 and beside other models under autocast."""
+    return Preset(
+        name=f'{name.removeprefix("subquad_")}-autocast',
+        description=f'{title} under autocast to bfloat16 and in float32, eight 224 x 224 images',
+        measure=compare_models,
+        options=dict(names=(f'{name}+autocast', name, *(f'{other}+autocast' for other in others)), size=(224, 224),
+                     batch=8),
+        targets=dict(min_speedup={name: 2, **{f'{other}+autocast': 1 for other in others}}),
+        repeats=15, processes=3, family=family)
+
+
+_AUTOCAST = [
+    _autocast('PPMA-Tiny', 'ppma_tiny', 'ppma', 'swin_tiny_patch4_window7_224'),
+    _autocast('Myo-Tiny', 'myo_tiny', 'myo'),
+    _autocast('MobileViTv2-1.0', 'subquad_mobilevitv2_100', 'mobilevitv2'),
+]
+
 _SEPARABLE = dict(op='separable_attention', batch=8, heads=1, dim=128, names=('portable', 'eager', 'matmul'))
 _MOBILEVITV2 = [
     Preset(
@@ -310,7 +330,7 @@ _GPU = [
         repeats=20, family='ppma', device='cuda'),
 ]
 
-PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_GPU)}
+PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_AUTOCAST, *_GPU)}
 # What `subquad benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()
