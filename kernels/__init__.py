@@ -1,5 +1,5 @@
 """Operators on grids and trees, each with a float64 reference, a portable PyTorch backend for any device, and Triton
-kernels (except `tree_solve`).
+kernels (except `tree_solve`, `eos_elementwise` and `eos_matmul`).
 
     decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
     crisscross_attention       two of them chained, on both paths                               O(N^1.5)
@@ -14,7 +14,7 @@ kernels (except `tree_solve`).
 
 Operators with heads take tensors of shape `(B, heads, H, W, D)`. Step logs have shape `(B, heads, H, W)` and hold one
 step each, never cumulative sums. `separable_attention` and `depthwise_conv` have no heads and take `(B, H, W, D)`;
-`rotary_embedding` takes `(B, heads, N, D)`.
+`rotary_embedding`, `eos_elementwise` and `eos_matmul` take `(B, heads, N, D)`.
 """
 if __name__ != 'subquad.kernels':
     raise ImportError(f'import subquad.kernels instead of {__name__!r}: the folder kernels/ is not a top-level '
@@ -24,6 +24,8 @@ from .crisscross_attention import crisscross_attention
 from .decay_attention import decay_attention
 from .depthwise_conv import depthwise_conv
 from .dispatch import use_backend, why_not
+from .eos_elementwise import eos_elementwise
+from .eos_matmul import eos_matmul
 from .polyline_attention import polyline_attention
 from .polyline_linear_attention import polyline_linear_attention
 from .polyline_scan import polyline_scan
@@ -32,6 +34,6 @@ from .rotary_embedding import rotary_embedding
 from .separable_attention import separable_attention
 from .tree_solve import tree_solve
 
-__all__ = ['crisscross_attention', 'decay_attention', 'depthwise_conv', 'polyline_attention',
-           'polyline_linear_attention', 'polyline_scan', 'quadtree_solve', 'rotary_embedding', 'separable_attention',
-           'tree_solve', 'use_backend', 'why_not']
+__all__ = ['crisscross_attention', 'decay_attention', 'depthwise_conv', 'eos_elementwise', 'eos_matmul',
+           'polyline_attention', 'polyline_linear_attention', 'polyline_scan', 'quadtree_solve', 'rotary_embedding',
+           'separable_attention', 'tree_solve', 'use_backend', 'why_not']

@@ -11,7 +11,8 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 # Kernels that would make triton.py too long a file.
 MORE_KERNELS = {'triton_backward', 'triton_running'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
-KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2}
+KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2,
+                 'kernels.eos_scan': 2}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}

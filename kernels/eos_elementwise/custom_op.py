@@ -1,0 +1,135 @@
+"""Registration of the elementwise recurrence with PyTorch: schemas, shapes, gradients and operation counts of the
+portable backend, for oscillations of rank one and of full rank. A compiler sees one node for each."""
+from typing import Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..common.decay import compute_dtype, needs_gradient
+from ..eos_scan import full_rank
+from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
+from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
+from ..eos_scan.registration import differentiate, empty_gradient, in_dtype
+from . import portable
+
+Three = Tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op('subquad::eos_elementwise_portable_fwd', mutates_args=())
+def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Optional[Tensor],
+                      state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool) -> Three:
+    return portable.forward(i, e, s, log_k, log_d, state, direction, chunk, save, last)
+
+
+@torch.library.custom_op('subquad::eos_elementwise_portable_bwd', mutates_args=())
+def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                       log_d: Optional[Tensor], state: Optional[Tensor], states: Tensor, direction: str, chunk: int
+                       ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = portable.backward(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk)
+    return tuple(in_dtype(grad, x) for grad, x in zip(grads, (i, e, s, log_k, log_d, state)))
+
+
+@torch.library.custom_op('subquad::eos_elementwise_full_portable_fwd', mutates_args=())
+def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Optional[Tensor],
+                           z: Optional[Tensor], weight: Optional[Tensor], state: Optional[Tensor], form: str,
+                           tau: float, direction: str, save: bool, last: bool) -> Three:
+    problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
+    return full_rank.forward(problem, direction, save, last)
+
+
+@torch.library.custom_op('subquad::eos_elementwise_full_portable_bwd', mutates_args=())
+def _portable_full_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
+                            log_k: Optional[Tensor], log_d: Optional[Tensor], z: Optional[Tensor],
+                            weight: Optional[Tensor], state: Optional[Tensor], states: Tensor, form: str, tau: float,
+                            direction: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
+    grads, dstate = full_rank.backward(dy, dfinal, problem, states, direction)
+    return tuple(in_dtype(grad, x) for grad, x in zip((*grads, dstate), (*problem[:7], state)))
+
+
+def _keys(e: Tensor) -> int:
+    return e.shape[1 if e.ndim == 3 else 3]
+
+
+def _fake(i: Tensor, e: Tensor, states: Sequence[int], last: bool) -> Three:
+    dtype = compute_dtype(i.dtype)
+    final = (*i.shape[:2], _keys(e), i.shape[3]) if last else (0,)
+    return i.new_empty(i.shape), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+
+
+@_portable_forward.register_fake
+def _(i, e, s, log_k, log_d, state, direction, chunk, save, last):
+    return _fake(i, e, boundary_shape(i, _keys(e), state, direction, chunk, save, last), last)
+
+
+@_portable_backward.register_fake
+def _(dy, dfinal, i, e, s, log_k, log_d, state, *args):
+    return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, state))
+
+
+@_portable_full_forward.register_fake
+def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, save, last):
+    count = -(-i.shape[2] // full_rank.CHUNK)
+    states = (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3]) if save else (0,)
+    return _fake(i, e, states, last)
+
+
+@_portable_full_backward.register_fake
+def _(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, *args):
+    return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, z, weight, state))
+
+
+differentiate(_portable_forward, _portable_backward, 6)
+differentiate(_portable_full_forward, _portable_full_backward, 8)
+
+
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int) -> Tuple[int, int]:
+    """Return the operations of the products within chunks, and of one product of each token with a memory."""
+    batch, heads, length, dim = i
+    tokens = batch * heads * length * len(DIRECTIONS[direction])
+    return 2 * tokens * min(length, chunk) * (keys + dim), 2 * tokens * keys * dim if length > SINGLE_CHUNK else 0
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_portable_fwd)
+def _(i, e, s, log_k, log_d, state, direction, chunk, *args, out_shape=None, **kwargs) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk)
+    return inside + 2 * memory
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_portable_bwd)
+def _(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk, *args, out_shape=None, **kwargs) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk)
+    return 5 * inside // 2 + 4 * memory
+
+
+def _loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
+    """Return the operations that each do one multiplication and addition for every element of every memory."""
+    return 2 * torch.Size(i).numel() * e[1 if len(e) == 3 else 3] * len(DIRECTIONS[direction])
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_full_portable_fwd)
+def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, *args, out_shape=None, **kwargs) -> int:
+    return 3 * _loop_flops(i, e, direction)              # the oscillation, the memory, the output
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_full_portable_bwd)
+def _(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states, form, tau, direction, *args, out_shape=None,
+      **kwargs) -> int:
+    return 8 * _loop_flops(i, e, direction)              # both again, the adjoint, and five gradients
+
+
+def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    i, e, s, log_k, log_d, _, weight, _, form, tau, state = problem
+    save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    if problem.full_rank:
+        y, _, final = _portable_full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form, tau,
+                                             direction, save, output_state)
+    else:
+        y, _, final = _portable_forward(i, e, s, log_k, log_d, state, direction, chunk, save, output_state)
+    return y, final if output_state else None
+
+
+def eos_elementwise_portable(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
+                             initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
+    return solve(run_portable, i, e, s, oscillation, scale, direction, initial_state, output_state, chunk)

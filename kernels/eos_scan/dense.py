@@ -1,0 +1,170 @@
+"""Both recurrences for exporters: dense decays within chunks, tensors of rank 4 at most, and no loop that depends on
+values. Chunks and lines are unrolled by their static sizes."""
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..common.decay import STEP_LOG_MIN, compute_dtype
+from .generator import generated_logs
+from .problem import RealProblem
+
+SINGLE_CHUNK = 64
+
+
+def _lines(x: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+    """Return (B, H, T, c), where B and T may be 1, as (B H, T, c)."""
+    return None if x is None else x.expand(*like.shape[:3], x.shape[-1]).flatten(0, 1)
+
+
+def _sums(steps: Tensor, reverse: bool) -> Tensor:
+    return steps.flip(1).cumsum(1).flip(1) if reverse else steps.cumsum(1)
+
+
+def _decays(rows: Tensor, columns: Tensor, reverse: bool, diagonal: bool = True) -> Tensor:
+    """Return exp(rows[t] - columns[j]) for sums of step logs (G, C, c), zero beyond the triangle: (G, C, C, c)."""
+    size = rows.shape[1]
+    inside = torch.ones(size, size, dtype=torch.bool, device=rows.device)
+    inside = inside.triu(0 if diagonal else 1) if reverse else inside.tril(0 if diagonal else -1)
+    logs = rows.unsqueeze(2) - columns.unsqueeze(1)
+    return logs.clamp(max=0).exp() * inside[:, :, None].to(logs.dtype)
+
+
+def diagonal(problem: RealProblem) -> Tensor:
+    """Return the term of each token itself, (s_t * e_t)' i_t: (B, H, T, D)."""
+    dtype = compute_dtype(problem.i.dtype)
+    i, e, s = (x.to(dtype) for x in problem[:3])
+    if e.ndim == s.ndim == 4:
+        return (s * e).sum(-1, keepdim=True) * i
+    if e.ndim == s.ndim == 3:
+        return (s * e).sum(1).unsqueeze(1) * i
+    return (s @ e if e.ndim == 3 else e @ s) * i
+
+
+def _matrix(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
+    """Return A[t, j] = sum_c x[t, c] decay[t, j, c] y[j, c], (G, C, C)."""
+    if decay.shape[-1] == 1:
+        return (x @ y.mT) * decay.squeeze(-1)
+    return (x.unsqueeze(2) * decay * y.unsqueeze(1)).sum(-1)
+
+
+def _chunks(length: int, chunk: int, reverse: bool):
+    size = length if length <= SINGLE_CHUNK else chunk
+    starts = range(0, length, size)
+    return [slice(n, min(n + size, length)) for n in (reversed(starts) if reverse else starts)]
+
+
+def _joined(outputs: list, reverse: bool) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1] if reverse else outputs, 1)
+
+
+def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, Tensor]:
+    """Compute y (B, H, T, D) and the last memory (B, H, K, D) chunk by chunk."""
+    i, dtype = problem.i, compute_dtype(problem.i.dtype)
+    x, e, s = (y.to(dtype).flatten(0, 1) for y in problem[:3])
+    zero = x.new_zeros(1, 1, 1, 1)
+    steps = [_lines(zero if log is None else log, i) for log in (problem.log_k, problem.log_d)]
+    state = x.new_zeros(len(x), e.shape[2], x.shape[2]) if problem.state is None else (
+        problem.state.to(dtype).flatten(0, 1))
+    outputs = []
+    for part in _chunks(i.shape[2], chunk, reverse):
+        value, key, query = x[:, part], e[:, part], s[:, part]
+        own = [log[:, part] for log in steps]
+        sums = [_sums(log, reverse) for log in own]
+        total = [log.sum(1, keepdim=True) for log in own]
+        decay = [_decays(log, log, reverse) for log in sums]
+        a = _matrix(query, key, decay[0])
+        if problem.log_d is None:
+            y = a @ value
+        else:
+            y = (a.unsqueeze(-1) * decay[1] * value.unsqueeze(1)).sum(2)
+        outputs.append(y + ((query * sums[0].exp()) @ state) * sums[1].exp())
+        leave = [(whole - log).clamp(max=0).exp() for whole, log in zip(total, sums)]
+        state = total[0].exp().mT * state * total[1].exp() + (key * leave[0]).mT @ (value * leave[1])
+    return _joined(outputs, reverse).unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
+
+
+def full_rank(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, Tensor]:
+    """Compute y and the last memory in log2 T steps, which join lines of 1, 2, 4, ... tokens before each token.
+
+    This form has all memories of a line at once, (B H, T, K, D): it is for inference on short lines."""
+    i, dtype = problem.i, compute_dtype(problem.i.dtype)
+    batch, heads, length, dim = i.shape
+
+    def lines(x: Tensor, axis: int) -> Tensor:
+        """(B H, T, K, D), where sizes may be 1."""
+        if x.ndim == 3:                                                      # constant: the same for all lines
+            return x.to(dtype).repeat(batch, 1, 1).unsqueeze(1)
+        return x.to(dtype).flatten(0, 1).unsqueeze(axis)
+
+    x, e, s = lines(i, -2), lines(problem.e, -1), lines(problem.s, -1)
+    log = x.new_zeros(1, 1, 1, 1)
+    if problem.z is not None:
+        z, weight = problem.z.to(dtype).flatten(0, 1), problem.weight.to(dtype)
+        z = z if z.ndim == 4 else z.unsqueeze(-1 if problem.axis == 'k' else -2)
+        weight = weight.repeat(batch, 1, 1) if len(weight) > 1 else weight
+        log = generated_logs(z, weight.unsqueeze(1), problem.form, problem.tau).clamp(STEP_LOG_MIN, 0.0)
+    for steps, axis in ((problem.log_k, -1), (problem.log_d, -2)):
+        if steps is not None:
+            log = log + _lines(steps, i).unsqueeze(axis)
+    o = log.exp().expand(batch * heads, length, e.shape[2], dim)
+    memory = (e * x).expand_as(o)
+    if problem.state is not None:
+        first = o[:, -1:] if reverse else o[:, :1]
+        entering = first * problem.state.to(dtype).flatten(0, 1).unsqueeze(1)
+        rest = torch.zeros_like(memory[:, 1:])
+        memory = memory + torch.cat([rest, entering] if reverse else [entering, rest], 1)
+    step = 1
+    while step < length:
+        # Before the first token nothing is added and nothing decays.
+        if reverse:
+            before, decay = (F.pad(y[:, step:], (0, 0, 0, 0, 0, step), value=v) for y, v in ((memory, 0.0), (o, 1.0)))
+        else:
+            before, decay = (F.pad(y[:, :-step], (0, 0, 0, 0, step, 0), value=v) for y, v in ((memory, 0.0), (o, 1.0)))
+        memory, o = memory + o * before, o * decay
+        step *= 2
+    y = (s * memory).sum(2)
+    state = memory[:, 0] if reverse else memory[:, -1]
+    return y.unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
+
+
+def _unit_inverse(n: Tensor) -> Tensor:
+    """Return (I - N)^-1 for strictly lower triangular N (G, C, C), by joining inverses of blocks of 1, 2, 4, ..."""
+    lines, size, _ = n.shape
+    padded = 1 << (size - 1).bit_length()
+    n = F.pad(n, (0, padded - size, 0, padded - size))
+    inverse, h = n.new_ones(lines, padded, 1, 1), 1
+    while h < padded:
+        # The blocks below the diagonal, between the two halves of each pair: (G, pairs, h, h).
+        corner = torch.stack([n[:, at + h:at + 2 * h, at:at + h] for at in range(0, padded, 2 * h)], 1)
+        first, second = inverse[:, 0::2], inverse[:, 1::2]
+        low = second @ (corner @ first)
+        top = torch.cat([first, torch.zeros_like(first)], -1)
+        inverse, h = torch.cat([top, torch.cat([low, second], -1)], -2), 2 * h
+    return inverse[:, 0, :size, :size]
+
+
+def delta_rule(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor], state: Optional[Tensor],
+               reverse: bool, chunk: int) -> Tuple[Tensor, Tensor]:
+    """Compute y (B, H, T, D) and the last memory of `eos_matmul` chunk by chunk; gk are canonical step logs."""
+    dtype, shape, length = compute_dtype(i.dtype), i.shape[:2], i.shape[2]
+    x, e, s, a, b = (y.to(dtype).flatten(0, 1) for y in (i, e, s, a, b))
+    steps = _lines(i.new_zeros(1, 1, 1, 1, dtype=dtype) if gk is None else gk, i)
+    state = x.new_zeros(len(x), e.shape[2], x.shape[2]) if state is None else state.to(dtype).flatten(0, 1)
+    outputs = []
+    for part in _chunks(length, chunk, reverse):
+        own, value, key, query, read, write = (y[:, part] for y in (steps, x, e, s, a, b))
+        sums = _sums(own, reverse)
+        before, total = sums - own, own.sum(1, keepdim=True)
+        inside, strict = _decays(sums, sums, reverse), _decays(before, sums, reverse, False)
+        n = _matrix(read, write, strict)
+        n = (n.mT if reverse else n)
+        inverse = _unit_inverse(n)
+        inverse = inverse.mT if reverse else inverse
+        w = inverse @ ((read * before.exp()) @ state + _matrix(read, key, strict) @ value)
+        y = (query * sums.exp()) @ state + _matrix(query, write, inside) @ w + _matrix(query, key, inside) @ value
+        outputs.append(y)
+        leave = (total - sums).clamp(max=0).exp()
+        state = total.exp().mT * state + (write * leave).mT @ w + (key * leave).mT @ value
+    return _joined(outputs, reverse).unflatten(0, shape), state.unflatten(0, shape)

@@ -1,0 +1,53 @@
+"""What the registrations of the recurrences share: gradients of forward operators, and results without elements."""
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..common.decay import compute_dtype
+
+
+def in_dtype(grad: Tensor, x: Optional[Tensor]) -> Tensor:
+    """Return the gradient of x in the dtype of x; the one of None as it is."""
+    return grad if x is None else grad.to(x.dtype)
+
+
+def empty_gradient(x: Optional[Tensor], like: Tensor) -> Tensor:
+    """Return an uninitialized gradient of x, without elements for None."""
+    return like.new_empty(0, dtype=compute_dtype(like.dtype)) if x is None else x.new_empty(x.shape)
+
+
+def unchanged(i: Tensor, e: Tensor, state: Optional[Tensor], output_state: bool, is_complex: bool = False
+              ) -> Tuple[Tensor, Optional[Tensor]]:
+    """Return the output and the memory after lines without tokens."""
+    y, dtype = torch.zeros_like(i), compute_dtype(i.dtype)
+    if not output_state:
+        return y, None
+    dtype = dtype.to_complex() if is_complex else dtype
+    if state is not None:
+        return y, state.to(dtype, copy=True)
+    return y, i.new_zeros(*i.shape[:2], e.shape[1 if e.ndim == 3 else 3], i.shape[3], dtype=dtype)
+
+
+def differentiate(forward: Any, backward: Any, tensors: int) -> None:
+    """Register the gradient of a forward operator of so many tensors, other options, and `save` and `last`.
+
+    It returns (y, states, memory); backward takes (dy, dmemory, tensors, states, options)."""
+    def save(ctx, inputs, output) -> None:
+        ctx.options, ctx.saved, ctx.last = inputs[tensors:-2], *inputs[-2:]
+        ctx.present = [x is not None for x in inputs[:tensors]]
+        ctx.save_for_backward(*inputs[:tensors], output[1])
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dy, _, dfinal):
+        if not ctx.saved:
+            raise RuntimeError(f'{forward._qualname} ran with save=False: it has no gradient')
+        *inputs, states = ctx.saved_tensors
+        none = (None,) * (len(ctx.options) + 2)
+        if dy is None and dfinal is None:
+            return (*(None,) * tensors, *none)
+        dy = torch.zeros_like(inputs[0]) if dy is None else dy
+        grads = backward(dy, dfinal if ctx.last else None, *inputs, states, *ctx.options)
+        return (*(grad if there else None for grad, there in zip(grads, ctx.present)), *none)
+
+    forward.register_autograd(gradient, setup_context=save)
