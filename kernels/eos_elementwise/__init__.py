@@ -6,7 +6,7 @@ from torch import Tensor
 from ..common.autocast import without_autocast
 from ..dispatch import choose, register
 from ..eos_scan import DecayGenerator
-from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, memory_fits, tensors_of
+from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
 from ..eos_scan.problem import Oscillation, direction_name
 from . import custom_op, portable, reference, triton
 
@@ -77,7 +77,6 @@ def eos_elementwise(
     oscillation = Oscillation(log_o_k, log_o_d, log_o, theta, generator)
     check_oscillation(op, oscillation, i, e, s, keys)
     check_run(op, i, keys, reverse, bidirectional, initial_state, output_state, chunk, theta is not None)
-    memory_fits(op, i, keys)
     run = choose(op, backend, *tensors_of(i, e, s, oscillation, initial_state))
     with without_autocast(i):
         y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,

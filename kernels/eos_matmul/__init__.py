@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common.autocast import without_autocast
 from ..dispatch import choose, register
-from ..eos_scan.eos_arguments import check_keys, check_log, check_run, memory_fits, tensors_of
+from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_of
 from ..eos_scan.problem import direction_name
 from . import custom_op, portable, reference, triton
 
@@ -71,7 +71,6 @@ def eos_matmul(
     if gk is not None:
         check_log(op, 'gk', gk, i, keys)
     check_run(op, i, keys, reverse, bidirectional, initial_state, output_state, chunk)
-    memory_fits(op, i, keys)
     run = choose(op, backend, *tensors_of(i, e, s, a, b, gk, initial_state))
     with without_autocast(i):
         y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state, output_state,

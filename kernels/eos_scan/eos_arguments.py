@@ -1,5 +1,5 @@
 """Argument checks of `eos_elementwise` and `eos_matmul`."""
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -118,20 +118,13 @@ def check_run(op: str, i: Tensor, keys: int, reverse: bool, bidirectional: bool,
                          'direction')
     if chunk not in CHUNKS:
         raise ValueError(f"{op}: chunk must be one of {', '.join(map(str, CHUNKS))}, got {chunk!r}")
+    if output_state:
+        checks.fits(op, 'the memory', i, (*i.shape[:2], keys, i.shape[3]))
     if state is not None:
         checks.tensors(op, dict(i=4, initial_state=4), i=i, initial_state=_real(state))
         checks.shape(op, 'initial_state', state, (*i.shape[:2], keys, i.shape[3]), 'the memory (B, H, K, D)')
         if state.is_complex() and not complex_state:
             raise TypeError(f'{op}: a complex initial_state needs theta')
-
-
-def given(**tensors: Optional[Tensor]) -> Dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
-def memory_fits(op: str, i: Tensor, keys: int) -> None:
-    """Check that the result, and one memory for each line, fit beside expanded inputs."""
-    checks.fits(op, 'the memory', i, (i.shape[0], i.shape[1], keys, i.shape[3]))
 
 
 def tensors_of(*groups: Sequence[Optional[Tensor]]) -> Tuple[Tensor, ...]:

@@ -1,0 +1,218 @@
+"""`eos_elementwise` and `eos_matmul` beside their values: errors, compilers, export, memory, operation counts."""
+import pytest
+import torch
+from eos_cases import NAMES, call, inputs
+from helpers import assert_close
+from torch import nn
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad import kernels
+from subquad.kernels import eos_elementwise, eos_matmul
+from subquad.kernels.common import checks
+from subquad.kernels.eos_scan import DecayGenerator
+
+ops = torch.ops.subquad
+
+
+def _tensors():
+    return inputs('kd', 6, dtype=torch.float32)
+
+
+# --- errors
+
+@pytest.mark.parametrize('change, error, message', [
+    (dict(i=torch.zeros(3, 6, 5)), ValueError, 'i must have 4 dimensions'),
+    (dict(e=torch.zeros(2, 3, 7, 4)), ValueError, r'e must have shape \(2, 3, 6, 4\)'),
+    (dict(s=torch.zeros(2, 3, 6, 3)), ValueError, r's must have shape \(2, 3, 6, 4\) \(tokens and heads of i'),
+    (dict(s=torch.zeros(3, 4, 6)), ValueError, r's must have shape \(3, 4, 5\)'),
+    (dict(e=torch.zeros(2, 3, 6, 4).double()), TypeError, 'i, e, s must share a dtype'),
+    (dict(e=[1.0]), TypeError, 'e must be a tensor, got list'),
+    (dict(i=torch.zeros(2, 3, 6, 5, dtype=torch.int64)), TypeError, 'i has dtype torch.int64'),
+    (dict(e=torch.zeros(2, 3, 6, 4, dtype=torch.complex64)), TypeError, 'complex e or s need theta'),
+    (dict(log_o_k=torch.full((3, 4), 0.5)), ValueError, 'log_o_k must not be positive .*, got 0.5'),
+    (dict(log_o_k=torch.zeros(3, 5)), ValueError, r'log_o_k must have shape \(B, H, T, 4\), .* got \(3, 5\)'),
+    (dict(log_o_d=torch.zeros(2, 3, 1, 5)), ValueError, 'log_o_d must have shape'),
+    (dict(log_o=torch.zeros(3, 4, 4)), ValueError, 'log_o must have shape'),
+    (dict(log_o=torch.ones(3, 4, 5)), ValueError, 'log_o must not be positive'),
+    (dict(theta=torch.zeros(2, 4)), ValueError, 'theta must have shape'),
+    (dict(theta=torch.zeros(3, 4, 2)), ValueError, 'theta must have shape'),
+    (dict(generator='sigmoid'), TypeError, 'generator must be a DecayGenerator, got str'),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'z')), ValueError,
+     "generator.axis must be one of 'k', 'd', got 'z'"),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k', 'cosine')), ValueError,
+     "generator.form must be one of 'sigmoid', 'exponential'"),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k', tau=0)), ValueError,
+     'generator.tau must be positive, got 0'),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'd')), ValueError,
+     r'generator.z must have shape \(2, 3, 6, 5\)'),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 2, 5), 'k')), ValueError,
+     r'generator.weight must have shape \(3, 4 or 1, 5 or 1\), got \(3, 2, 5\)'),
+    (dict(generator=DecayGenerator(-torch.ones(2, 3, 6, 4), torch.ones(3, 4, 5), 'k', 'exponential')), ValueError,
+     "generator.z must not be negative with form='exponential', got -1"),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k'),
+          log_o=torch.zeros(3, 4, 5)), ValueError, 'either log_o or generator'),
+    (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k'), theta=torch.zeros(3, 4)),
+     ValueError, 'theta needs a decay of rank one'),
+    (dict(reverse=True, bidirectional=True), ValueError, 'exclude each other'),
+    (dict(bidirectional=True, output_state=True), ValueError, 'need one direction'),
+    (dict(initial_state=torch.zeros(2, 3, 5, 4)), ValueError, r'initial_state must have shape \(2, 3, 4, 5\)'),
+    (dict(initial_state=torch.zeros(2, 3, 4, 5, dtype=torch.complex64)), TypeError, 'needs theta'),
+    (dict(chunk=24), ValueError, 'chunk must be one of 16, 32, 64, 128, got 24'),
+    (dict(backend='fast'), ValueError, "unknown backend 'fast'"),
+    (dict(backend='triton'), ValueError, "eos_elementwise: backend 'triton' cannot run: it has no Triton kernel."),
+    (dict(i=torch.zeros(2, 3, 6, 5, device='meta')), ValueError, 'e is on cpu, the other arguments on meta'),
+], ids=str)
+def test_wrong_arguments_of_eos_elementwise(change, error, message):
+    i, e, s = _tensors()[:3]
+    with pytest.raises(error, match=message):
+        eos_elementwise(**{**dict(i=i, e=e, s=s), **change})
+
+
+@pytest.mark.parametrize('change, error, message', [
+    (dict(a=torch.zeros(2, 3, 6, 3)), ValueError, r'a must have shape \(2, 3, 6, 4\)'),
+    (dict(b=torch.zeros(3, 4, 5)), ValueError, 'b must have 4 dimensions'),
+    (dict(e=torch.zeros(2, 3, 6, 4, dtype=torch.complex64)), TypeError, 'e must be real'),
+    (dict(gk=torch.ones(3, 1)), ValueError, 'gk must not be positive'),
+    (dict(gk=torch.zeros(2, 3, 6, 5)), ValueError, 'gk must have shape'),
+    (dict(reverse=True, bidirectional=True), ValueError, 'exclude each other'),
+    (dict(chunk=0), ValueError, 'chunk must be one of'),
+    (dict(backend='triton'), ValueError, "eos_matmul: backend 'triton' cannot run: it has no Triton kernel."),
+], ids=str)
+def test_wrong_arguments_of_eos_matmul(change, error, message):
+    i, e, s = _tensors()[:3]
+    with pytest.raises(error, match=message):
+        eos_matmul(**{**dict(i=i, e=e, s=s, a=e, b=-e), **change})
+
+
+def test_the_portable_backend_is_chosen():
+    for op in ('eos_elementwise', 'eos_matmul'):
+        assert kernels.why_not(op) == f'{op} runs on the portable backend: it has no Triton kernel.'
+
+
+@pytest.mark.parametrize('name', ['kd', 'delta k'])
+@pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
+def test_positive_step_logs_count_as_zero_where_they_cannot_be_read(name, backend, monkeypatch):
+    monkeypatch.setattr(checks, 'step_logs', lambda op, **logs: None)
+    tensors = inputs(name, 20)
+    last = tensors[-1].clone()
+    last[:, :, ::3] *= -1
+    y = call(name, [*tensors[:-1], last], backend)
+    assert_close(y, call(name, [*tensors[:-1], last.clamp(max=0)], 'reference'), 1e-12)
+
+
+def test_expanded_tensors_whose_memory_is_too_large_are_refused():
+    one = torch.zeros(1, 1, 1, 1).expand(1 << 10, 1 << 10, 1, 1 << 10)
+    with pytest.raises(ValueError, match='eos_elementwise: the memory has a shape of .* takes 4,398 GB'):
+        eos_elementwise(one, one, one, output_state=True)
+    with pytest.raises(ValueError, match='eos_matmul: the memory has a shape of .* takes 4,398 GB'):
+        eos_matmul(one, one, one, a=one, b=one, output_state=True)
+
+
+# --- compilers and exporters
+
+@pytest.mark.parametrize('name', ['kd', 'scalar', 'sigmoid k', 'exponential', 'delta k', 'theta'])
+def test_compiled_graphs_have_no_break(name):
+    for length, direction in ((9, 'both'), (70, 'reverse')):
+        torch._dynamo.reset()
+        tensors = [x.requires_grad_() for x in inputs(name, length, dtype=torch.float32)]
+        compiled = torch.compile(lambda *x, way=direction: call(name, x, 'auto', way), backend='aot_eager',
+                                 fullgraph=True)
+        y, expected = compiled(*tensors), call(name, tensors, 'portable', direction)
+        torch.testing.assert_close(y, expected)
+        for actual, wanted in zip(*(torch.autograd.grad(x.square().sum(), tensors) for x in (y, expected))):
+            torch.testing.assert_close(actual, wanted)
+
+
+def test_opcheck():
+    for length in (6, 70):
+        i, e, s, g, h = (x.requires_grad_() for x in inputs('kd', length, batch=1, dtype=torch.float32))
+        state = torch.randn(1, 3, 4, 5, requires_grad=True)
+        torch.library.opcheck(ops.eos_elementwise_portable_fwd, (i, e, s, g, h, None, 'both', 16, True, False))
+        torch.library.opcheck(ops.eos_elementwise_portable_fwd, (i, e, s, None, h, state, 'reverse', 16, True, True))
+        weight = torch.randn(3, 4, 5, requires_grad=True)
+        torch.library.opcheck(ops.eos_elementwise_full_portable_fwd, (
+            i, e, s, None, h, e.detach().unsqueeze(-1).requires_grad_(), weight, state, 'sigmoid', 4.0, 'forward', True,
+            True))
+        torch.library.opcheck(ops.eos_matmul_portable_fwd, (i, e, s, e, s, g, None, 'both', 16, True, False))
+
+
+class _Module(nn.Module):
+    def __init__(self, name, direction):
+        super().__init__()
+        self.name, self.direction = name, direction
+
+    def forward(self, *tensors):
+        return call(self.name, tensors, 'auto', self.direction)
+
+
+@pytest.mark.parametrize('name', [name for name in NAMES if name not in ('log_o per token', 'complex bank')])
+def test_export(name):
+    """Exported graphs have no operator of ours and, on a line and on several chunks, no tensor of rank above 4."""
+    for length, direction in ((7, 'both'), (70, 'forward')):
+        tensors = inputs(name, length, dtype=torch.float32)
+        program = torch.export.export(_Module(name, direction), tuple(tensors))
+        program = program.run_decompositions()
+        assert 'subquad' not in program.graph_module.code and 'triangular' not in program.graph_module.code
+        values = [x for node in program.graph.nodes for x in tree_iter(node.meta.get('val'))]
+        assert max(x.ndim for x in values if isinstance(x, torch.Tensor)) <= 4
+        torch.testing.assert_close(program.module()(*tensors), call(name, tensors, 'portable', direction), rtol=1e-4,
+                                   atol=1e-5)
+
+
+# --- memory and operations
+
+def _peak(run) -> int:
+    """Return the most bytes that were allocated at a time during run(), inside of operators too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = found.profiler.kineto_results.events()
+    events = sorted((x.start_ns(), x.nbytes()) for x in events if x.name() == '[memory]')
+    total = peak = 0
+    for _, size in events:
+        total += size
+        peak = max(peak, total)
+    return peak
+
+
+def _generated(i, e, s, z, weight):
+    eos_elementwise(i, e, s, generator=DecayGenerator(z, weight, 'k')).square().sum().backward()
+
+
+def _materialized(i, e, s, z, weight):
+    o = (z[..., None] * weight[:, None]).sigmoid() ** (1 / 16)
+    state, outputs = torch.zeros_like(o[:, :, 0]), []
+    for step, key, query, value in zip(*(x.unbind(2) for x in (o, e, s, i))):
+        state = torch.addcmul(key[..., None] * value[..., None, :], step, state)
+        outputs.append((query[..., None] * state).sum(-2))
+    torch.stack(outputs, 2).square().sum().backward()
+
+
+def test_memory_of_full_rank_does_not_grow_with_the_memories_of_all_tokens():
+    """At T = 4,096, K = 32, D = 64 at most an eighth of the form with o, both passes."""
+    peaks = []
+    for length in (1024, 4096):
+        tensors = [torch.randn(1, 1, length, n, requires_grad=True) for n in (64, 32, 32, 32)]
+        tensors.append(torch.randn(1, 32, 64, requires_grad=True))
+        peaks.append(_peak(lambda given=tensors: _generated(*given)))
+    numbers = 4096 * 32 * 64 * 4                                             # bytes of one number for each element
+    assert peaks[1] < numbers / 2
+    # Growth with T is that of the arguments' gradients and of one memory for 32 tokens.
+    assert peaks[1] - peaks[0] < 3072 * 4 * (8 * (64 + 3 * 32) + 3 * 32 * 64 / 32)
+    reference = _peak(lambda: _materialized(*tensors))
+    assert reference > 4 * numbers and peaks[1] < reference / 8
+
+
+@pytest.mark.parametrize('name, forward, backward', [
+    ('kd', 2 * 64 * (4 + 5) + 4 * 4 * 5, 5 * 64 * (4 + 5) + 8 * 4 * 5),
+    ('sigmoid k', 6 * 4 * 5, 16 * 4 * 5),
+    ('delta', 8 * 64 * (4 + 5) + 8 * 4 * 5, 20 * 64 * (4 + 5) + 20 * 4 * 5)])
+def test_operation_counts(name, forward, backward):
+    """For each token: products of a chunk of 64 tokens, and of memories of 4 x 5 numbers."""
+    tensors = [x.requires_grad_() for x in inputs(name, 128)]
+    with FlopCounterMode(display=False) as counter:
+        y = call(name, tensors, 'portable')
+    assert counter.get_total_flops() == 2 * 3 * 128 * forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * 3 * 128 * backward
