@@ -119,9 +119,17 @@ def _(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states, form, tau, di
     return 8 * _loop_flops(i, e, direction)              # both again, the adjoint, and five gradients
 
 
+def _full_attention(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
+    """Return the output of both directions without decay: all tokens share one memory, e' i."""
+    i, e, s, dtype = *(x.to(compute_dtype(x.dtype)) for x in (i, e, s)), i.dtype
+    return (s @ (e.mT @ i)).to(dtype)
+
+
 def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
     i, e, s, log_k, log_d, _, weight, _, form, tau, state = problem
     save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    if direction == 'both' and log_k is log_d is None and not problem.full_rank:
+        return _full_attention(i, e, s), None
     if problem.full_rank:
         y, _, final = _portable_full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form, tau,
                                              direction, save, output_state)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common.decay import compute_dtype
 from ..eos_scan import dense
 from ..eos_scan.chunks import Layout, boundary_shape, carries, carry, expanded, layout, line_decays
-from ..eos_scan.decayed_products import Decays, matrix, times, transposed_times
+from ..eos_scan.decayed_products import Decays, matrix, times, transposed_times, triangle
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
 
 Empty = Optional[Tensor]
@@ -42,17 +42,27 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
     log_k, log_d = (expanded(log, chunks, last or state is not None) for log in (log_k, log_d))
     batch, heads, length, dim = i.shape
     carried, names = carries(length, state, last), DIRECTIONS[direction]
+    # One step for the whole memory in both directions: one product with the sum of both matrices of decays.
+    symmetric = len(names) == 2 and log_d is None and log_k is not None and log_k.shape[3] == 1
     y = torch.empty_like(i, memory_format=torch.contiguous_format)
     states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=dtype)
     final = i.new_empty((batch, heads, e.shape[3], dim) if last else 0, dtype=dtype)
-    for n, reverse in enumerate(names):
+    for n, reverse in enumerate(names[:1] if symmetric and not carried else names):
         for lines, parts in chunks.blocks(batch, _elements(i, e), reverse):
             run = None if state is None else state[lines].to(dtype)
             for part in parts:
                 x, key, query = (chunks.chunked(t, lines, part, dtype) for t in (i, e, s))
                 decay = [line_decays(log, chunks, lines, part, reverse) for log in (log_k, log_d)]
-                out, bounds = _chunks_forward(x, key, query, *decay, run, reverse, n == 0, carried)
+                if not symmetric:
+                    out = times(matrix(query, key, decay[0], reverse, n == 0), x, decay[1], reverse)
+                elif n == 0:
+                    back = line_decays(log_k, chunks, lines, part, True)
+                    out = (query @ key.mT).mul_(decay[0].mask + triangle(back.mask, True, False)) @ x
+                else:
+                    out = torch.zeros_like(x)
                 if carried:
+                    entered, bounds = _enter(x, key, query, *decay, run, reverse)
+                    out += entered
                     run = bounds[:, :, 0 if reverse else -1]
                     if save:
                         states[n, lines, :, part.start:part.stop + 1] = bounds
@@ -64,16 +74,13 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
     return y, states, final
 
 
-def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays], state: Empty,
-                    reverse: bool, diagonal: bool, carried: bool) -> Tuple[Tensor, Empty]:
-    """Return the output of chunks (b, H, n, C, D) and the memories at their boundaries."""
-    y = times(matrix(s, e, k, reverse, diagonal), x, d, reverse)
-    if not carried:
-        return y, None
+def _enter(x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays], state: Empty, reverse: bool
+           ) -> Tuple[Tensor, Tensor]:
+    """Return what chunks get from the memories that enter them, (b, H, n, C, D), and those at all boundaries."""
     local = _scaled(e, _of(k, 'leave')).mT @ _scaled(x, _of(d, 'leave'))
     bounds = carry(local, _of(k, 'total'), _of(d, 'total'), state, reverse)
     entering = bounds[:, :, 1:] if reverse else bounds[:, :, :-1]
-    return y + _scaled(_scaled(s, _of(k, 'enter')) @ entering, _of(d, 'enter')), bounds
+    return _scaled(_scaled(s, _of(k, 'enter')) @ entering, _of(d, 'enter')), bounds
 
 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty,

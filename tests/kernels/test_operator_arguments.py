@@ -181,6 +181,11 @@ def _all_calls():
             yield 'v', lambda change, call=call: call(q, k, change(v), a, b)
             log = 'log_decay' if name == 'decay_attention' else 'log_alpha'
             yield log, lambda change, call=call: call(q, k, v, change(a), b)
+    line, steps = q[:, :, 0], a[:, :, 0, :, None]
+    yield 'i', lambda change: kernels.eos_elementwise(change(line), line, line)
+    yield 's', lambda change: kernels.eos_elementwise(line, line, change(line))
+    yield 'log_o_k', lambda change: kernels.eos_elementwise(line, line, line, log_o_k=change(steps))
+    yield 'b', lambda change: kernels.eos_matmul(line, line, line, a=line, b=change(line))
     yield 'query', lambda change: kernels.separable_attention(change(query), key, value)
     yield 'key', lambda change: kernels.separable_attention(query, change(key), value)
     yield 'value', lambda change: kernels.separable_attention(query, key, change(value))
