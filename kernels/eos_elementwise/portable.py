@@ -12,18 +12,14 @@ from torch import Tensor
 from ..common.decay import compute_dtype
 from ..eos_scan import dense
 from ..eos_scan.chunks import Layout, boundary_shape, carries, carry, expanded, layout, line_decays
-from ..eos_scan.decayed_products import Decays, matrix, times, transposed_times, triangle
+from ..eos_scan.decayed_products import Decays, matrix, scaled, times, transposed_times, triangle
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
 
 Empty = Optional[Tensor]
 
 
-def _scaled(x: Tensor, factor: Optional[Tensor]) -> Tensor:
-    return x if factor is None else x * factor
-
-
-def _of(decay: Optional[Decays], name: str) -> Optional[Tensor]:
-    return None if decay is None else getattr(decay, name)
+def _total(decay: Optional[Decays]) -> Optional[Tensor]:
+    return None if decay is None else decay.total
 
 
 def _line_layout(i: Tensor, log_k: Empty, log_d: Empty, chunk: int) -> Layout:
@@ -43,26 +39,23 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
     batch, heads, length, dim = i.shape
     carried, names = carries(length, state, last), DIRECTIONS[direction]
     # One step for the whole memory in both directions: one product with the sum of both matrices of decays.
-    symmetric = len(names) == 2 and log_d is None and log_k is not None and log_k.shape[3] == 1
+    symmetric = not carried and len(names) == 2 and log_d is None and log_k is not None and log_k.shape[3] == 1
+    names = names[:1] if symmetric else names
     y = torch.empty_like(i, memory_format=torch.contiguous_format)
     states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=dtype)
     final = i.new_empty((batch, heads, e.shape[3], dim) if last else 0, dtype=dtype)
-    for n, reverse in enumerate(names[:1] if symmetric and not carried else names):
+    for n, reverse in enumerate(names):
         for lines, parts in chunks.blocks(batch, _elements(i, e), reverse):
             run = None if state is None else state[lines].to(dtype)
             for part in parts:
                 x, key, query = (chunks.chunked(t, lines, part, dtype) for t in (i, e, s))
                 decay = [line_decays(log, chunks, lines, part, reverse) for log in (log_k, log_d)]
-                if not symmetric:
-                    out = times(matrix(query, key, decay[0], reverse, n == 0), x, decay[1], reverse)
-                elif n == 0:
+                weights = None
+                if symmetric:
                     back = line_decays(log_k, chunks, lines, part, True)
-                    out = (query @ key.mT).mul_(decay[0].mask + triangle(back.mask, True, False)) @ x
-                else:
-                    out = torch.zeros_like(x)
+                    weights = (query @ key.mT).mul_(decay[0].mask + triangle(back.mask, True, False))
+                out, bounds = _chunks_forward(x, key, query, *decay, run, reverse, n == 0, carried, weights)
                 if carried:
-                    entered, bounds = _enter(x, key, query, *decay, run, reverse)
-                    out += entered
                     run = bounds[:, :, 0 if reverse else -1]
                     if save:
                         states[n, lines, :, part.start:part.stop + 1] = bounds
@@ -74,13 +67,19 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
     return y, states, final
 
 
-def _enter(x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays], state: Empty, reverse: bool
-           ) -> Tuple[Tensor, Tensor]:
-    """Return what chunks get from the memories that enter them, (b, H, n, C, D), and those at all boundaries."""
-    local = _scaled(e, _of(k, 'leave')).mT @ _scaled(x, _of(d, 'leave'))
-    bounds = carry(local, _of(k, 'total'), _of(d, 'total'), state, reverse)
-    entering = bounds[:, :, 1:] if reverse else bounds[:, :, :-1]
-    return _scaled(_scaled(s, _of(k, 'enter')) @ entering, _of(d, 'enter')), bounds
+def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays], state: Empty,
+                    reverse: bool, diagonal: bool, carried: bool, weights: Empty) -> Tuple[Tensor, Empty]:
+    """Return the output of chunks (b, H, n, C, D) and the memories at their boundaries.
+
+    weights: the matrix between tokens where the caller has it."""
+    query, key, value = scaled(s, k, True), scaled(e, k, False), scaled(x, d, False)
+    bounds, entered = None, None
+    if carried:
+        bounds = carry(key.end.mT @ value.end, _total(k), _total(d), state, reverse)
+        entered = query.end @ _entering(bounds, reverse)
+    if weights is not None:
+        return weights @ x if entered is None else entered + weights @ x, bounds
+    return times(matrix(query, key, k, reverse, diagonal), value, d, reverse, entered), bounds
 
 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty,
@@ -118,24 +117,22 @@ def _chunks_backward(dy: Tensor, x: Tensor, e: Tensor, s: Tensor, k: Optional[De
 
     bounds: memories at the boundaries; None if nothing enters or leaves the chunks.
     adjoint: gradient of the memory that leaves the last chunk, or None for zeros."""
-    a, da = matrix(s, e, k, reverse, diagonal), matrix(dy, x, d, reverse, diagonal)
-    ds, de = times(da, e, k, reverse), transposed_times(da, s, k, reverse)
-    dx = transposed_times(a, dy, d, reverse)
-    y = None if d is None else times(a, x, d, reverse)
+    query, key, value, grad = scaled(s, k, True), scaled(e, k, False), scaled(x, d, False), scaled(dy, d, True)
     seeds: List[Empty] = [None, None]
+    ends: List[Empty] = [None] * 4
     if bounds is not None:
-        query, value = _scaled(s, _of(k, 'enter')), _scaled(dy, _of(d, 'enter'))
         entering, leaving = _entering(bounds, reverse), _entering(bounds, not reverse)
-        flow = carry(query.mT @ value, _of(k, 'total'), _of(d, 'total'), adjoint, not reverse)
+        flow = carry(query.end.mT @ grad.end, _total(k), _total(d), adjoint, not reverse)
         after, adjoint = _entering(flow, not reverse), flow[:, :, -1 if reverse else 0]
-        ds += _scaled(value @ entering.mT, _of(k, 'enter'))
-        de += _scaled(_scaled(x, _of(d, 'leave')) @ after.mT, _of(k, 'leave'))
-        dx += _scaled(_scaled(e, _of(k, 'leave')) @ after, _of(d, 'leave'))
-        if y is not None:
-            y += _scaled(query @ entering, _of(d, 'enter'))
+        ends = [grad.end @ entering.mT, value.end @ after.mT, key.end @ after,
+                None if d is None else query.end @ entering]
         if k is not None or d is not None:
             product = after * leaving
             seeds = [product.sum(-1).unsqueeze(-2), product.sum(-2).unsqueeze(-2)]
+    a, da = matrix(query, key, k, reverse, diagonal), matrix(grad, value, d, reverse, diagonal)
+    ds, de = times(da, key, k, reverse, ends[0]), transposed_times(da, query, k, reverse, ends[1])
+    dx = transposed_times(a, grad, d, reverse, ends[2])
+    y = None if d is None else times(a, value, d, reverse, ends[3])
     dlog_k = None if k is None else step_gradient(s * ds - e * de, seeds[0], k)
     dlog_d = None if d is None else step_gradient(dy * y - x * dx, seeds[1], d)
     return [dx, de, ds], (dlog_k, dlog_d), adjoint

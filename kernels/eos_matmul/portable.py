@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.decay import compute_dtype
 from ..eos_scan.chunks import Layout, boundary_shape, carries, expanded, layout, line_decays
-from ..eos_scan.decayed_products import Decays, matrix, times, transposed_times
+from ..eos_scan.decayed_products import Decays, Scaled, matrix, scaled, times, transposed_times, triangle
 from ..eos_scan.dense import delta_rule
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
 from ..eos_scan.registration import unchanged
@@ -19,13 +19,13 @@ Empty = Optional[Tensor]
 
 
 class Chunks(NamedTuple):
-    """Chunks (b, H, n, C, .) of a block: arguments, decays of s and of a, and the matrices between tokens."""
+    """Chunks (b, H, n, C, .) of a block: arguments after their decays, and the decays of s and of a."""
 
     x: Tensor
-    e: Tensor
-    s: Tensor
-    a: Tensor
-    b: Tensor
+    e: Scaled
+    s: Scaled
+    a: Scaled
+    b: Scaled
     decay: Optional[Decays]
     before: Optional[Decays]
     reverse: bool
@@ -33,19 +33,10 @@ class Chunks(NamedTuple):
 
     def weights(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return s b', s e', a b' and a e' under the decay."""
-        return (matrix(self.s, self.b, self.decay, self.reverse), matrix(self.s, self.e, self.decay, self.reverse,
-                                                                         self.own),
+        return (matrix(self.s, self.b, self.decay, self.reverse),
+                matrix(self.s, self.e, self.decay, self.reverse, self.own),
                 matrix(self.a, self.b, self.before, self.reverse, False),
                 matrix(self.a, self.e, self.before, self.reverse, False))
-
-    def entering(self, x: Tensor, before: bool = False) -> Tensor:
-        """Multiply vectors by the decay from the chunk's entry to their token, or to the one before it."""
-        decay = self.before if before else self.decay
-        return x if decay is None else x * decay.enter
-
-    def leaving(self, x: Tensor) -> Tensor:
-        """Multiply vectors by the decay from their token to the chunk's exit."""
-        return x if self.decay is None else x * self.decay.leave
 
     def solve(self, n: Tensor, x: Tensor, transpose: bool = False) -> Tensor:
         """Return (I - N)^-1 x, or the transpose's."""
@@ -54,7 +45,7 @@ class Chunks(NamedTuple):
 
     def transition(self, ta: Tensor) -> Tensor:
         """Return the matrix from the memory before a chunk to that after it, (b, H, n, K, K)."""
-        product = self.leaving(self.b).mT @ ta
+        product = self.b.end.mT @ ta
         if self.decay is None:
             product.diagonal(dim1=-2, dim2=-1).add_(1)
         else:
@@ -86,7 +77,9 @@ def _blocks(tensors: List[Tensor], gk: Empty, chunks: Layout, backward: bool, re
     def block(lines: slice, part: slice) -> Chunks:
         decay = line_decays(gk, chunks, lines, part, reverse)
         before = line_decays(gk, chunks, lines, part, reverse, True)
-        return Chunks(*(chunks.chunked(x, lines, part, dtype) for x in tensors), decay, before, reverse, own)
+        x, e, s, a, b = (chunks.chunked(x, lines, part, dtype) for x in tensors)
+        return Chunks(x, scaled(e, decay, False), scaled(s, decay, True), scaled(a, before, True),
+                      scaled(b, decay, False), decay, before, reverse, own)
 
     for lines, parts in chunks.blocks(len(i), max(i.numel(), e.numel()), reverse != backward):
         yield lines, [(part, block) for part in parts]
@@ -123,12 +116,12 @@ def _chunks_forward(c: Chunks, state: Empty, carried: bool) -> Tuple[Tensor, Emp
     sb, se, ab, ae = c.weights()
     if not carried:
         return sb @ c.solve(ab, ae @ c.x) + se @ c.x, None
-    keys = c.a.shape[-1]
-    ta, w = c.solve(ab, torch.cat([c.entering(c.a, True), ae @ c.x], -1)).split([keys, c.x.shape[-1]], -1)
-    local = c.leaving(c.b).mT @ w + c.leaving(c.e).mT @ c.x
+    keys = c.a.x.shape[-1]
+    ta, w = c.solve(ab, torch.cat([c.a.end, ae @ c.x], -1)).split([keys, c.x.shape[-1]], -1)
+    local = c.b.end.mT @ w + c.e.end.mT @ c.x
     bounds = _carry(c.transition(ta), local, state, c.reverse)
     entering, _ = _boundaries(bounds, c.reverse)
-    return c.entering(c.s) @ entering + sb @ (ta @ entering + w) + se @ c.x, bounds
+    return c.s.end @ entering + sb @ (ta @ entering + w) + se @ c.x, bounds
 
 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty,
@@ -163,37 +156,33 @@ def _chunks_backward(c: Chunks, dy: Tensor, bounds: Empty, adjoint: Empty) -> Tu
     w = ae @ c.x
     if bounds is not None:
         entering, leaving = _boundaries(bounds, c.reverse)
-        first, query = c.entering(c.a, True), c.entering(c.s)
-        ta = c.solve(ab, first)
-        w = w + first @ entering
-        flow = _carry(c.transition(ta).mT, query.mT @ dy + ta.mT @ dw, adjoint, not c.reverse)
+        ta = c.solve(ab, c.a.end)
+        w = w + c.a.end @ entering
+        flow = _carry(c.transition(ta).mT, c.s.end.mT @ dy + ta.mT @ dw, adjoint, not c.reverse)
         _, after = _boundaries(flow, c.reverse)
         adjoint = flow[:, :, -1 if c.reverse else 0]
-        dw = dw + c.leaving(c.b) @ after
+        dw = dw + c.b.end @ after
     w, dr = c.solve(ab, w), c.solve(ab, dw, True)
-    dse = matrix(dy, c.x, None, c.reverse, c.own)
-    dsb, dab, dae = (matrix(*pair, None, c.reverse, diagonal) for pair, diagonal in (
-        ((dy, w), True), ((dr, w), False), ((dr, c.x), False)))
+    dsb, dse, dab, dae = (triangle(left @ right.mT, c.reverse, diagonal) for left, right, diagonal in (
+        (dy, w, True), (dy, c.x, c.own), (dr, w, False), (dr, c.x, False)))
     dx = se.mT @ dy + ae.mT @ dr
-    ds = times(dsb, c.b, c.decay, c.reverse) + times(dse, c.e, c.decay, c.reverse)
-    da = times(dab, c.b, c.before, c.reverse) + times(dae, c.e, c.before, c.reverse)
-    db = transposed_times(dsb, c.s, c.decay, c.reverse) + transposed_times(dab, c.a, c.before, c.reverse)
-    de = transposed_times(dse, c.s, c.decay, c.reverse) + transposed_times(dae, c.a, c.before, c.reverse)
+    ends: List[Empty] = [None] * 4
     if bounds is not None:
-        dx += c.leaving(c.e) @ after
-        ds += c.entering(dy @ entering.mT)
-        da += c.entering(dr @ entering.mT, True)
-        db += c.leaving(w @ after.mT)
-        de += c.leaving(c.x @ after.mT)
+        dx += c.e.end @ after
+        ends = [dy @ entering.mT, dr @ entering.mT, w @ after.mT, c.x @ after.mT]
         seed = (after * leaving).sum(-1).unsqueeze(-2)
+    ds = times(dsb, c.b, c.decay, c.reverse, ends[0]) + times(dse, c.e, c.decay, c.reverse)
+    da = times(dab, c.b, c.before, c.reverse, ends[1]) + times(dae, c.e, c.before, c.reverse)
+    db = transposed_times(dsb, c.s, c.decay, c.reverse, ends[2]) + transposed_times(dab, c.a, c.before, c.reverse)
+    de = transposed_times(dse, c.s, c.decay, c.reverse, ends[3]) + transposed_times(dae, c.a, c.before, c.reverse)
     return [dx, de, ds, da, db], None if c.decay is None else _step_gradient(c, ds, da, db, de, seed), adjoint
 
 
 def _step_gradient(c: Chunks, ds: Tensor, da: Tensor, db: Tensor, de: Tensor, seed: Empty) -> Tensor:
     """Return the gradient of the steps of chunks: as `step_gradient` of `eos_elementwise`, where a acts before the
     step of its own token."""
-    own = c.a * da
-    terms = c.s * ds - c.b * db - c.e * de + own
+    own = c.a.x * da
+    terms = c.s.x * ds - c.b.x * db - c.e.x * de + own
     if c.decay.mask is not None:
         terms, own, seed = (None if x is None else x.sum(-1, keepdim=True) for x in (terms, own, seed))
     sums = (terms.cumsum(-2) if c.reverse else terms.flip(-2).cumsum(-2).flip(-2)) - own

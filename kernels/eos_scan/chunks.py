@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.workspace import ranges
+from ..common.workspace import keep_freed_memory, ranges
 from .decayed_products import Decays, decays
 from .problem import DIRECTIONS
 
 # A line of up to this length is one chunk, because memories at boundaries would cost more than the larger matrix.
 SINGLE_CHUNK = 64
 # Elements of an argument that are computed at a time, so that temporaries stay in the cache.
-BLOCK_ELEMENTS = 1 << 16
+BLOCK_ELEMENTS = 1 << 17
 
 
 class Layout(NamedTuple):
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
         if x.shape[2] == 1 and self.length > 1:
             return x.unsqueeze(2).expand(-1, -1, -1, self.size, -1).to(dtype)
         stop = chunks.stop * self.size
-        x = x[:, :, chunks.start * self.size:stop].to(dtype)
+        x = x[:, :, chunks.start * self.size:stop].to(dtype).contiguous()
         if stop > self.length:
             x = F.pad(x, (0, 0, 0, stop - self.length))
         return x.unflatten(2, (chunks.stop - chunks.start, self.size))
@@ -49,6 +49,7 @@ class Layout(NamedTuple):
         """Yield slices of the batch with a list of slices of chunks, for arguments with `elements` in all.
 
         The slices of chunks are in the order of the time loop, reversed if `backward`."""
+        keep_freed_memory()
         per_chunk = max(1, elements // (batch * self.count))
         lines = max(1, BLOCK_ELEMENTS // (per_chunk * self.count))
         chunks = ranges(self.count, max(1, BLOCK_ELEMENTS // per_chunk))

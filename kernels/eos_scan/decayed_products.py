@@ -4,8 +4,8 @@ All exponents are at most 0. A decay between two tokens is the product of two fa
 them, each at most 1, so that decays of any size need no case of their own: a factor underflows only where the product
 does. Blocks of 1, 2, 4, ... tokens are joined in pairs, and the boundary is the one between the two blocks of a pair.
 
-Arrays have shape (..., C, c), with C = 2^n tokens in a chunk and c channels. With `reverse` decays act towards the
-start, and the matrix is upper triangular.
+Arrays have shape (..., C, c), with C = 2^n tokens in a chunk and c channels; without a decay, C is any number. With
+`reverse` decays act towards the start, and the matrix is upper triangular.
 """
 from typing import List, NamedTuple, Optional, Tuple
 
@@ -16,23 +16,37 @@ Pair = Tuple[Tensor, Tensor]
 
 
 class Decays(NamedTuple):
-    """Decays within chunks along one axis of the memory, from step logs (..., C, c).
+    """Decays within chunks along one axis of the memory.
 
-    levels: for pairs of blocks of 1, 2, 4, ... tokens, decays from the boundary between the two to each token of the
-        later block (inclusive) and from each token of the earlier block to the boundary: (..., pairs, tokens, c).
-    enter: decay from the chunk's entry to each token, (..., C, c).
-    leave: decay from each token to the chunk's exit, (..., C, c).
+    first: decay of each token's own step, (..., C, c); None if it does not count.
+    totals: for pairs of blocks of 1, 2, 4, ... tokens, decays of the later and of the earlier one: (..., pairs, 1, c).
     total: decay of the chunk, (..., 1, c).
     mask: if c is 1, all decays as a matrix, (..., C, C), zero beyond the triangle; otherwise None.
+    enter, leave: if c is 1, decays from the chunk's entry to each token and from there to its exit, (..., C, 1).
     reverse: whether the later token of a pair is the one of the smaller index.
     """
 
-    levels: List[Pair]
-    enter: Tensor
-    leave: Tensor
+    first: Optional[Tensor]
+    totals: List[Pair]
     total: Tensor
     mask: Optional[Tensor]
+    enter: Optional[Tensor]
+    leave: Optional[Tensor]
     reverse: bool
+
+
+class Scaled(NamedTuple):
+    """Vectors of tokens (..., C, c) and what their decays make of them.
+
+    x: the vectors.
+    halves: for pairs of blocks of 1, 2, 4, ... tokens, the vectors of the later block after the decay from the boundary
+        (queries), or those of the earlier block after the decay to the boundary (keys): (..., pairs, tokens, c).
+    end: all vectors after the decay from the chunk's entry (queries) or to its exit (keys).
+    """
+
+    x: Tensor
+    halves: List[Tensor]
+    end: Tensor
 
 
 def _halves(x: Tensor, reverse: bool) -> Pair:
@@ -51,28 +65,42 @@ def decays(steps: Tensor, reverse: bool, exclusive: bool = False) -> Decays:
 
     With `exclusive`, the decay to a token lacks the token's own step, as for a product with the memory before it; then
     the matrix has no diagonal."""
-    total = steps.unsqueeze(-2).exp()                                    # (..., blocks, 1, c)
-    enter = torch.ones_like(total) if exclusive else total
-    leave = torch.ones_like(total)
-    mask = None if steps.shape[-1] > 1 else torch.zeros_like(total) if exclusive else torch.ones_like(total)
-    levels = []
-    while enter.shape[-3] > 1:
-        (enter, enter0), (leave, leave0), (later, earlier) = (_halves(x, reverse) for x in (enter, leave, total))
-        levels.append((enter, leave0))
-        if mask is not None:
-            mask = _joined_masks(mask, enter @ leave0.mT, reverse)
-        enter, leave = _joined(enter * earlier, enter0, reverse), _joined(leave, leave0 * later, reverse)
-        total = later * earlier
-    enter, leave, total = (x.squeeze(-3) for x in (enter, leave, total))
-    return Decays(levels, enter, leave, total, None if mask is None else mask.squeeze(-3), reverse)
+    first = steps.exp()
+    total, totals = first.unsqueeze(-2), []                                  # (..., blocks, 1, c)
+    while total.shape[-3] > 1:
+        totals.append(_halves(total, reverse))
+        total = totals[-1][0] * totals[-1][1]
+    found = Decays(None if exclusive else first, totals, total.squeeze(-3), None, None, None, reverse)
+    return found if steps.shape[-1] > 1 else _with_mask(found, first, exclusive)
 
 
-def _joined_masks(mask: Tensor, corner: Tensor, reverse: bool) -> Tensor:
-    later, earlier = _halves(mask, reverse)
-    beyond = torch.zeros_like(corner)
-    later, earlier = torch.cat([later, corner] if reverse else [corner, later], -1), torch.cat(
-        [beyond, earlier] if reverse else [earlier, beyond], -1)
-    return _joined(later, earlier, reverse)
+def _with_mask(decay: Decays, first: Tensor, exclusive: bool) -> Decays:
+    """Join the decays of one channel to matrices of twice the size, until they have the chunk's."""
+    reverse, ones = decay.reverse, torch.ones_like(first).unsqueeze(-2)
+    enter, leave, mask = ones if exclusive else first.unsqueeze(-2), ones, ones - float(exclusive)
+    for later, earlier in decay.totals:
+        (near, near0), (far, far0), (low, low0) = (_halves(x, reverse) for x in (enter, leave, mask))
+        enter, leave = _joined(near * earlier, near0, reverse), _joined(far, far0 * later, reverse)
+        corner, beyond = near @ far0.mT, torch.zeros_like(low)
+        low, low0 = ((low, corner), (beyond, low0)) if reverse else ((corner, low), (low0, beyond))
+        mask = _joined(torch.cat(low, -1), torch.cat(low0, -1), reverse)
+    enter, leave, mask = (x.squeeze(-3) for x in (enter, leave, mask))
+    return decay._replace(enter=enter, leave=leave, mask=mask)
+
+
+def scaled(x: Tensor, decay: Optional[Decays], query: bool) -> Scaled:
+    """Apply decays to the vectors x, as queries (from a boundary before them) or as keys (to a boundary after them)."""
+    if decay is None:
+        return Scaled(x, [], x)
+    if decay.mask is not None:
+        return Scaled(x, [], x * (decay.enter if query else decay.leave))
+    first = decay.first if query else None
+    end, halves = x.clone(memory_format=torch.contiguous_format) if first is None else x * first, []
+    for n, (later, earlier) in enumerate(decay.totals):
+        half = _pairs(end, 1 << n, decay.reverse)[0 if query else 1]
+        halves.append(half.clone(memory_format=torch.contiguous_format))
+        half.mul_(earlier if query else later)
+    return Scaled(x, halves, end)
 
 
 def _blocks(matrix: Tensor, h: int, reverse: bool) -> Tensor:
@@ -92,48 +120,52 @@ def triangle(matrix: Tensor, reverse: bool, diagonal: bool = True) -> Tensor:
     return matrix.triu(0 if diagonal else 1) if reverse else matrix.tril(0 if diagonal else -1)
 
 
-def matrix(x: Tensor, y: Tensor, decay: Optional[Decays], reverse: bool, diagonal: bool = True) -> Tensor:
+def matrix(x: Scaled, y: Scaled, decay: Optional[Decays], reverse: bool, diagonal: bool = True) -> Tensor:
     """Return A[t, j] = sum_c x[t, c] decay[t, j, c] y[j, c] of each chunk, (..., C, C); zero beyond the triangle."""
     if decay is None:
-        return triangle(x @ y.mT, reverse, diagonal)
+        return triangle(x.x @ y.x.mT, reverse, diagonal)
     if decay.mask is not None:
-        product = (x @ y.mT).mul_(decay.mask)
+        product = (x.x @ y.x.mT).mul_(decay.mask)
         return product if diagonal else triangle(product, reverse, False)
-    size = x.shape[-2]
-    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    result = x.new_zeros(*lead, size, size)
+    size = x.x.shape[-2]
+    result = x.x.new_zeros(*x.x.shape[:-1], size)
     if diagonal:
-        result.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
-    for enter, leave in decay.levels:
-        h = enter.shape[-2]
-        later, earlier = _pairs(x, h, reverse)[0] * enter, _pairs(y, h, reverse)[1] * leave
-        _blocks(result, h, reverse).copy_(later @ earlier.mT)
+        result.diagonal(dim1=-2, dim2=-1).copy_((x.x * y.x).sum(-1))
+    for n, (later, earlier) in enumerate(zip(x.halves, y.halves)):
+        _blocks(result, 1 << n, reverse).copy_(later @ earlier.mT)
     return result
 
 
-def times(a: Tensor, y: Tensor, decay: Optional[Decays], reverse: bool) -> Tensor:
-    """Return sum_j a[t, j] decay[t, j, c] y[j, c] for each token t of a chunk, given a triangular matrix a."""
+def times(a: Tensor, y: Scaled, decay: Optional[Decays], reverse: bool, end: Optional[Tensor] = None) -> Tensor:
+    """Return sum_j a[t, j] decay[t, j, c] y[j, c] for each token t of a chunk, given a triangular matrix a.
+
+    end: vectors to add after the decay from the chunk's entry to each token, (..., C, c)."""
     if decay is None:
-        return a @ y
+        return a @ y.x if end is None else end + a @ y.x
     if decay.mask is not None:
-        return (a * decay.mask) @ y
-    result = a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * y
-    for enter, leave in decay.levels:
-        h = enter.shape[-2]
-        block, target = _blocks(a, h, reverse), _pairs(result, h, reverse)[0]
-        target.add_((block @ (_pairs(y, h, reverse)[1] * leave)).mul_(enter))
-    return result
+        product = (a * decay.mask) @ y.x
+        return product if end is None else product.addcmul_(end, decay.enter)
+    result = torch.zeros_like(y.x, memory_format=torch.contiguous_format) if end is None else end
+    for n, (_, earlier) in reversed(list(enumerate(decay.totals))):
+        half = _pairs(result, 1 << n, reverse)[0]
+        half.mul_(earlier).add_(_blocks(a, 1 << n, reverse) @ y.halves[n])
+    if decay.first is None:
+        return result
+    return result.mul_(decay.first).addcmul_(a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), y.x)
 
 
-def transposed_times(a: Tensor, x: Tensor, decay: Optional[Decays], reverse: bool) -> Tensor:
-    """Return sum_t a[t, j] decay[t, j, c] x[t, c] for each token j of a chunk, given a triangular matrix a."""
+def transposed_times(a: Tensor, x: Scaled, decay: Optional[Decays], reverse: bool, end: Optional[Tensor] = None
+                     ) -> Tensor:
+    """Return sum_t a[t, j] decay[t, j, c] x[t, c] for each token j of a chunk, given a triangular matrix a.
+
+    end: vectors to add after the decay from each token to the chunk's exit, (..., C, c)."""
     if decay is None:
-        return a.mT @ x
+        return a.mT @ x.x if end is None else end + a.mT @ x.x
     if decay.mask is not None:
-        return (a * decay.mask).mT @ x
-    result = a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * x
-    for enter, leave in decay.levels:
-        h = enter.shape[-2]
-        block, target = _blocks(a, h, reverse), _pairs(result, h, reverse)[1]
-        target.add_((block.mT @ (_pairs(x, h, reverse)[0] * enter)).mul_(leave))
-    return result
+        product = (a * decay.mask).mT @ x.x
+        return product if end is None else product.addcmul_(end, decay.leave)
+    result = torch.zeros_like(x.x, memory_format=torch.contiguous_format) if end is None else end
+    for n, (later, _) in reversed(list(enumerate(decay.totals))):
+        half = _pairs(result, 1 << n, reverse)[1]
+        half.mul_(later).add_(_blocks(a, 1 << n, reverse).mT @ x.halves[n])
+    return result.addcmul_(a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), x.x)
