@@ -65,7 +65,7 @@ def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, T
     x, e, s = (y.to(dtype).flatten(0, 1) for y in problem[:3])
     zero = x.new_zeros(1, 1, 1, 1)
     steps = [_lines(zero if log is None else log, i) for log in (problem.log_k, problem.log_d)]
-    state = x.new_zeros(len(x), e.shape[2], x.shape[2]) if problem.state is None else (
+    state = x.new_zeros(x.shape[0], e.shape[2], x.shape[2]) if problem.state is None else (
         problem.state.to(dtype).flatten(0, 1))
     outputs = []
     for part in _chunks(i.shape[2], chunk, reverse):
@@ -151,7 +151,7 @@ def delta_rule(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Option
     dtype, shape, length = compute_dtype(i.dtype), i.shape[:2], i.shape[2]
     x, e, s, a, b = (y.to(dtype).flatten(0, 1) for y in (i, e, s, a, b))
     steps = _lines(i.new_zeros(1, 1, 1, 1, dtype=dtype) if gk is None else gk, i)
-    state = x.new_zeros(len(x), e.shape[2], x.shape[2]) if state is None else state.to(dtype).flatten(0, 1)
+    state = x.new_zeros(x.shape[0], e.shape[2], x.shape[2]) if state is None else state.to(dtype).flatten(0, 1)
     outputs = []
     for part in _chunks(length, chunk, reverse):
         own, value, key, query, read, write = (y[:, part] for y in (steps, x, e, s, a, b))

@@ -43,7 +43,7 @@ def check_log(op: str, name: str, x: Tensor, i: Tensor, channels: int, sign: boo
     rank = 2 if isinstance(x, Tensor) and x.ndim == 2 else 4
     checks.tensors(op, {'i': 4, name: rank}, i=i, **{name: x})
     allowed = [(*i.shape[:3], n) if rank == 4 else (i.shape[1], n) for n in (channels, 1)]
-    if tuple(x.shape) not in allowed:
+    if all(tuple(x.shape) != shape for shape in allowed):
         raise ValueError(f'{op}: {name} must have shape (B, H, T, {channels}), (B, H, T, 1), (H, {channels}) or (H, 1) '
                          f'with B, H, T = {tuple(i.shape[:3])}, got {tuple(x.shape)}')
     if sign:
@@ -81,7 +81,8 @@ def check_generator(op: str, generator: DecayGenerator, i: Tensor, keys: int) ->
     heads, dim = i.shape[1], i.shape[3]
     channels = keys if axis == 'k' else dim
     checks.shape(op, 'generator.z', z, (*i.shape[:3], channels), f'tokens and heads of i, axis {axis!r} of the memory')
-    if weight.shape[0] != heads or weight.shape[1] not in (1, keys) or weight.shape[2] not in (1, dim):
+    # Sizes may be symbolic, which `in` does not compare.
+    if not (weight.shape[0] == heads and all(n == 1 or n == size for n, size in zip(weight.shape[1:], (keys, dim)))):
         raise ValueError(f'{op}: generator.weight must have shape ({heads}, {keys} or 1, {dim} or 1), got '
                          f'{tuple(weight.shape)}')
     if form == 'exponential':

@@ -1,7 +1,7 @@
 """`eos_elementwise` and `eos_matmul` beside their values: errors, compilers, export, memory, operation counts."""
 import pytest
 import torch
-from eos_cases import NAMES, call, inputs
+from eos_cases import call, inputs
 from helpers import assert_close
 from torch import nn
 from torch.utils._pytree import tree_iter
@@ -124,6 +124,23 @@ def test_compiled_graphs_have_no_break(name):
             torch.testing.assert_close(actual, wanted)
 
 
+def test_a_compiled_graph_takes_lines_of_any_length():
+    def both(i, e, s, g, weight):
+        y = eos_elementwise(i, e, s, generator=DecayGenerator(g, weight, 'k'))
+        delta, memory = eos_matmul(i, e, s, a=e, b=-e * 0.1, gk=g, output_state=True)
+        return y + eos_elementwise(i, e, s, log_o_k=g, bidirectional=True) + delta, memory
+    torch._dynamo.reset()
+    compiled, graphs = torch.compile(both, backend='aot_eager', fullgraph=True, dynamic=True), []
+    for length in (70, 90, 130):
+        i, e, s, g = inputs('k', length, dtype=torch.float32)
+        i, e, weight = i.requires_grad_(), torch.nn.functional.normalize(e, dim=-1), torch.randn(3, 4, 5)
+        results = [call(i, e, s, g, weight) for call in (compiled, both)]
+        for actual, expected in zip(*([*x, *torch.autograd.grad(x[0].sum() + x[1].sum(), i)] for x in results)):
+            torch.testing.assert_close(actual, expected)
+        graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'])
+    assert graphs[0] == graphs[-1]
+
+
 def test_opcheck():
     for length in (6, 70):
         i, e, s, g, h = (x.requires_grad_() for x in inputs('kd', length, batch=1, dtype=torch.float32))
@@ -146,7 +163,8 @@ class _Module(nn.Module):
         return call(self.name, tensors, 'auto', self.direction)
 
 
-@pytest.mark.parametrize('name', [name for name in NAMES if name not in ('log_o per token', 'complex bank')])
+@pytest.mark.parametrize('name', ['ones', 'kd', 'constant', 'scalar', 'theta', 'log_o', 'constant e and s', 'sigmoid k',
+                                  'exponential', 'delta', 'delta k'])
 def test_export(name):
     """Exported graphs have no operator of ours and, on a line and on several chunks, no tensor of rank above 4."""
     for length, direction in ((7, 'both'), (70, 'forward')):
@@ -158,6 +176,16 @@ def test_export(name):
         assert max(x.ndim for x in values if isinstance(x, torch.Tensor)) <= 4
         torch.testing.assert_close(program.module()(*tensors), call(name, tensors, 'portable', direction), rtol=1e-4,
                                    atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['kd', 'scalar', 'sigmoid k', 'delta k', 'theta'])
+def test_export_with_any_batch(name):
+    tensors, batch = inputs(name, 9, dtype=torch.float32), torch.export.Dim('batch', min=1, max=64)
+    sizes = tuple({0: batch} if x.ndim == 4 else None for x in tensors)
+    program = torch.export.export(_Module(name, 'both'), tuple(tensors), dynamic_shapes=(sizes,))
+    several = [torch.cat([x, x, x]) if x.ndim == 4 else x for x in tensors]
+    expected = call(name, several, 'portable', 'both')
+    torch.testing.assert_close(program.module()(*several), expected, rtol=1e-4, atol=1e-5)
 
 
 # --- memory and operations

@@ -1,4 +1,4 @@
-"""The recurrences against the operators of fla-core (flash-linear-attention), where they run in Triton's interpreter."""
+"""The recurrences against the operators of fla-core (flash-linear-attention), run in the interpreter of Triton."""
 import pytest
 import torch
 import torch.nn.functional as F
