@@ -14,7 +14,7 @@ from .problem import DIRECTIONS, RealProblem
 # Tokens whose oscillation exists at a time; the memory before each chunk is kept for the backward pass.
 CHUNK = 32
 # Elements of the oscillation that exist at a time.
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 18
 
 
 class Tokens(NamedTuple):
@@ -77,11 +77,11 @@ def _block(problem: RealProblem, tokens: Tokens, dtype: torch.dtype) -> Block:
     i, e, s, log_k, log_d, z, weight = (tokens.of(x, dtype) for x in (
         _vector(problem.i, -2), _vector(problem.e, -1), _vector(problem.s, -1), _vector(problem.log_k, -1),
         _vector(problem.log_d, -2), problem.z, problem.weight))
-    log = i.new_zeros(()) if z is None else generated_logs(z, weight, problem.form, problem.tau).clamp_(
+    log = i.new_zeros((1,) * 5) if z is None else generated_logs(z, weight, problem.form, problem.tau).clamp_(
         STEP_LOG_MIN, 0.0)
     for rank_one in (log_k, log_d):
         log = log if rank_one is None else log + rank_one
-    return Block(i, e, s, log.exp(), z, weight)
+    return Block(i, e, s, log.exp_(), z, weight)
 
 
 def _run(add: Tensor, o: Tensor, state: Tensor, out: Tensor) -> None:
@@ -165,9 +165,7 @@ def _block_backward(dy: Tensor, problem: RealProblem, tokens: Tokens, state: Ten
     if problem.log_d is not None:
         tokens.add(grads[4], dlog.sum(-2))
     if problem.z is not None:
-        log = generated_logs(block.z, block.weight, problem.form, problem.tau)
         du = dlog.mul_(generated_slope(block.z, block.weight, problem.form, problem.tau))
-        du = du.masked_fill_((log < STEP_LOG_MIN) | (log > 0), 0.0)
         tokens.add(grads[5], du * block.weight)
         tokens.add(grads[6], du * block.z)
 

@@ -1,8 +1,11 @@
 """Oscillation states of full rank that are computed inside of the time loop, from a factor per token and a weight."""
+import math
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..common.decay import STEP_LOG_MIN
 
 GENERATOR_FORMS = ('sigmoid', 'exponential')
 
@@ -33,10 +36,16 @@ class DecayGenerator(NamedTuple):
 def generated_logs(z: Tensor, weight: Tensor, form: str, tau: float) -> Tensor:
     """Return log o = log(sigmoid(z weight)) / tau or -z weight, for z and weight that broadcast."""
     u = z * weight
-    return F.logsigmoid(u) / tau if form == 'sigmoid' else -u
+    return F.logsigmoid(u).mul_(1 / tau) if form == 'sigmoid' else -u
 
 
 def generated_slope(z: Tensor, weight: Tensor, form: str, tau: float) -> Tensor:
-    """Return the derivative of `generated_logs` with respect to z weight."""
+    """Return the derivative of `generated_logs` with respect to z weight, zero where step logs are clamped."""
     u = z * weight
-    return (-u).sigmoid() / tau if form == 'sigmoid' else -u.new_ones(()).expand_as(u)
+    if form == 'exponential':
+        return ((u >= 0) & (u <= -STEP_LOG_MIN)).to(u.dtype).neg_()
+    # log(sigmoid(u)) / tau = STEP_LOG_MIN at this u.
+    width = -STEP_LOG_MIN * tau
+    least = -width if width > 40 else -math.log(math.expm1(width))
+    clamped = u < least
+    return u.neg_().sigmoid_().mul_(1 / tau).masked_fill_(clamped, 0.0)

@@ -5,7 +5,7 @@ from eos_cases import NAMES, call, inputs, values_and_gradients
 from helpers import assert_close
 
 from subquad.kernels import eos_elementwise, eos_matmul
-from subquad.kernels.eos_scan import chunks, full_rank
+from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank
 from subquad.kernels.eos_scan.decayed_products import decays
 
 STATEFUL = [name for name in NAMES if name not in ('theta', 'constant theta', 'complex bank')]
@@ -71,6 +71,23 @@ def test_many_blocks_equal_one(name, monkeypatch):
         monkeypatch.setattr(full_rank, 'BLOCK_ELEMENTS', elements)
         for direction in ('forward', 'reverse', 'both'):
             _check(name, tensors, 'portable', direction=direction, chunk=16)
+
+
+@pytest.mark.parametrize('form, tau', [('sigmoid', 0.01), ('sigmoid', 0.5), ('sigmoid', 16.0), ('exponential', 1.0)])
+def test_clamped_generated_decays_have_no_gradient(form, tau):
+    i, e, s = inputs('ones', 9, 1, 1, 1, 1)
+    z = torch.tensor([-2e3, -1300.0, -1200.0, -60.0, -1.0, -0.5, 0.0, 1.0, 70.0], dtype=torch.float64)
+    z = (z if form == 'sigmoid' else z.abs()).view(1, 1, 9, 1)
+    weight = torch.full((1, 1, 1), 1.25, dtype=torch.float64)
+    found = []
+    for backend in ('reference', 'portable', 'export'):
+        given = [x.clone().requires_grad_() for x in (z, weight)]
+        y = eos_elementwise(i, e, s, generator=DecayGenerator(*given, 'k', form, tau), backend=backend)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), given)])
+    for actual in found[1:]:
+        for x, expected in zip(actual, found[0]):
+            torch.testing.assert_close(x, expected, rtol=1e-11, atol=1e-11)
+    assert found[0][1].count_nonzero() > 0
 
 
 def test_the_printed_backward_pass_is_wrong():
