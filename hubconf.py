@@ -7,6 +7,7 @@ lists the names, and `torch.hub.help` describes one.
 # torch.hub checks these before it loads a model; setup.py names their versions.
 dependencies = ['torch', 'timm', 'numpy', 'safetensors', 'huggingface_hub', 'filelock']
 
+from subquad.backbones.lcsm import lcsm_base, lcsm_small, lcsm_tiny, test_lcsm  # noqa: E402, F401
 from subquad.backbones.mobilevitv2 import (  # noqa: E402, F401
     subquad_mobilevitv2_050,
     subquad_mobilevitv2_075,

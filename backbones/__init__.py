@@ -3,9 +3,10 @@ if __name__ != 'subquad.backbones':
     raise ImportError(f'import subquad.backbones instead of {__name__!r}: the folder backbones/ is not a top-level '
                       'package, and its models would be registered twice')
 
+from .lcsm import LCSM
 from .mobilevitv2 import MobileViTv2
 from .myo import Myo
 from .myo_sequence import MyoSequence
 from .ppma import PPMA
 
-__all__ = ['MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']
+__all__ = ['LCSM', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']

@@ -6,16 +6,18 @@ import timm
 import torch
 from helpers import ROOT
 
-from subquad.backbones import PPMA, MobileViTv2, Myo, MyoSequence
+from subquad.backbones import LCSM, PPMA, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.hierarchical import HierarchicalBackbone
 from subquad.backbones.options import check
 from subquad.backbones.weights import WeightsError, check_options
 
-FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_mobilevitv2': MobileViTv2, 'myo_sequence': MyoSequence}
+FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_lcsm': LCSM, 'test_mobilevitv2': MobileViTv2,
+            'myo_sequence': MyoSequence}
 # Values that no option accepts; and, by the words in the description of an option, values that are almost accepted.
 NEVER = ('yes', '3', float('nan'), float('inf'), [], {}, object(), b'avg', 1j)
 BESIDE = {'True or False': (1, 0, 'True', 'False'), 'an integer': (True, 1.0, '1', -2, 1 << 70),
-          'a number': (True, '0.1', -0.5, 1e9, [0.1]), 'one of': (True, 1.5, 32.0, 'AVG', ['avg']),
+          'a string': (1, 2.5, True), 'a number': (True, '0.1', -0.5, 1e9, [0.1]),
+          'one of': (True, 1.5, 32.0, 'AVG', ['avg']),
           'one value for each of 4 stages': (4, (1, 1, 1), (1, 1, 1, -1), (1, 1, 1, '1'), (1, 1, 1, None), '1111',
                                              ('no',) * 4),
           'an integer of at least 32 or a pair': ((64,), (64, 64, 64), 64.0, (64, True), (64, '64'), 0, True, '64')}
@@ -92,7 +94,7 @@ def test_a_source_of_another_shape_is_rejected(options):
         unit(*groups, grouped=True)
 
 
-@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo'])
+@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'])
 def test_a_classifier_needs_pooling(name):
     with pytest.raises(ValueError, match='needs num_classes=0, got num_classes=5'):
         timm.create_model(name, num_classes=5, global_pool='')

@@ -15,6 +15,7 @@ PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], 
 MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
                       layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
                               'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
+LCSM = SimpleNamespace(**{**vars(MYO), 'name': 'test_lcsm', 'module': 'lcsm'})
 # Maps of 3 columns become 4 wide.
 MOBILEVITV2 = SimpleNamespace(name='test_mobilevitv2', module='mobilevitv2', strides=[2, 4, 8, 16, 32],
                               channels=[16, 32, 64, 96, 128], small=(2, 4),
@@ -24,7 +25,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, MOBILEVITV2, SMALLEST, MYO], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
 def family(request):
     return request.param
 
@@ -39,7 +40,8 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('ppma*') == [f'ppma_{size}{variant}' for size in ('base', 'small', 'tiny')
                                          for variant in ('', '_crisscross')]
     assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
-    for family in (PPMA, MOBILEVITV2, MYO):
+    assert timm.list_models('lcsm*') == ['lcsm_base', 'lcsm_small', 'lcsm_tiny']
+    for family in (PPMA, MOBILEVITV2, MYO, LCSM):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
 
 
@@ -81,7 +83,7 @@ def test_reset_classifier_and_pooling(model, family):
     with pytest.raises(ValueError, match="global_pool='' needs num_classes=0, got num_classes=4"):
         model.reset_classifier(4, '')
     assert model.num_classes == 0 and model(x).shape == (2, model.head_hidden_size)
-    if family not in (PPMA, MYO):
+    if family not in (PPMA, MYO, LCSM):
         model.reset_classifier(4, 'catavgmax')
         assert model(x).shape == (2, 4) and model.head_hidden_size == 2 * model.num_features
 
@@ -169,7 +171,8 @@ def test_flop_counter_counts_the_operators():
 @pytest.mark.parametrize('family, options', [
     (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
     (MYO, dict()), (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
-    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
+    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (LCSM, dict()), (LCSM, dict(mode='raster')),
+    (LCSM, dict(mixer='1-1-1-6')), (LCSM, dict(mixer='lrpe')), (PPMA, dict(mask_mode='multiplicative')),
     (SMALLEST, dict()), (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
     (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
                          ids=lambda x: getattr(x, 'name', str(x)))

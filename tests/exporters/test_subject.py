@@ -15,7 +15,7 @@ from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import check_program, export_program
 from subquad.tools.exporters.subject import classifier_from, classifier_subject, random_classifier
 
-FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo']
+FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
 
 
 @pytest.mark.parametrize('name', FAMILIES)
@@ -145,6 +145,8 @@ def test_graph_of_every_family_passes(name):
     export_program(subject_of(name, size=(64, 64)))
 
 
-def test_dynamic_sizes_of_myo_are_refused():
+def test_dynamic_sizes_of_myo_and_lcsm_are_refused():
     with pytest.raises(UserError, match='Myo builds its quad tree for one image size'):
         export_program(subject_of('test_myo', size=(64, 64)), {'hw'})
+    with pytest.raises(UserError, match='LCSM unrolls its recurrences for one image size'):
+        export_program(subject_of('test_lcsm', size=(64, 64)), {'hw'})

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..common.cli import UserError, nearest
 
-FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence')
+FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm')
 
 
 def our_models() -> List[str]:

@@ -200,6 +200,8 @@ def dynamic_sizes(model: nn.Module) -> Union[Sizes, str]:
         return Sizes(64, 32, _LARGEST)
     if family == 'Myo':
         return 'Myo builds its quad tree for one image size, so height and width cannot be dynamic'
+    if family == 'LCSM':
+        return 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic'
     return f'height and width of {family} cannot be dynamic here'
 
 

@@ -1,0 +1,131 @@
+"""LCSM: a hierarchical vision backbone that mixes tokens by a linear recurrence of the user's choice.
+
+The recurrences are from Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Unified
+Perspective", arXiv 2405.17383, which describes them for sequences. These backbones are this project's: they are PPMA
+with another token mixer. There are no published weights. See backbones/mixers/eos.py for the layer, and
+backbones/mixers/eos_codes.py for the names of the recurrences.
+"""
+from typing import Any, ClassVar, Dict, Optional, Set
+
+from timm.models import generate_default_cfgs, register_model
+from torch import nn
+
+from .hierarchical import OPTIONS, HierarchicalBackbone
+from .mixers import EosMixer
+from .options import Options, check
+from .timm_interface import build_model, image_cfg, published_cfgs
+
+__all__ = ['LCSM']
+
+# Widths, depths and ratios of PPMA. Heads have 32 channels, or 16 where 32 does not divide the width.
+ARCHS: Dict[str, Dict[str, Any]] = {
+    'tiny': dict(
+        dims=(64, 128, 256, 512),
+        depths=(2, 2, 8, 2),
+        num_heads=(2, 4, 8, 16),
+        mlp_ratios=(3, 3, 3, 3),
+        drop_path_rate=0.1,
+    ),
+    'small': dict(
+        dims=(64, 128, 256, 512),
+        depths=(3, 4, 18, 4),
+        num_heads=(2, 4, 8, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.15,
+    ),
+    'base': dict(
+        dims=(80, 160, 320, 512),
+        depths=(4, 8, 25, 8),
+        num_heads=(5, 5, 10, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.4,
+        layer_scale=(False, False, True, True),
+    ),
+    'test': dict(
+        dims=(32, 48, 64, 96),
+        depths=(1, 1, 2, 1),
+        num_heads=(1, 3, 2, 3),
+        mlp_ratios=(3, 3, 3, 3),
+        head_hidden_size=128,
+    ),
+}
+
+
+class LCSM(HierarchicalBackbone):
+    """Backbone with bidirectional linear recurrences.
+
+    Args:
+        mixer: a preset such as 'gla', 'mamba' or 'deltanet', or a code of the paper such as '1-1-1-6'; an unknown one
+            raises an error that lists all.
+        mode: 'axis' (columns, then rows) or 'raster' (the flattened map).
+        expand_dim: keys of each head's memory; None for 16.
+        tau: temperature of the decays, above 0; None for 16.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        learned_decay: learn the constants of the oscillations 0, 4 and 5.
+        kwargs: arguments of HierarchicalBackbone.
+
+    Raises:
+        ValueError: the value of an option is not allowed, or has no effect on this recurrence.
+        TypeError: an option does not exist.
+    """
+
+    OPTIONS: ClassVar[Options] = {**OPTIONS, **EosMixer.OPTIONS}
+
+    def __init__(
+            self,
+            mixer: str = 'gla',
+            mode: str = 'axis',
+            expand_dim: Optional[int] = None,
+            tau: Optional[float] = None,
+            numbering: str = 'code',
+            learned_decay: bool = True,
+            **kwargs: Any,
+    ):
+        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer))
+        options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay)
+
+        def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+            return EosMixer(dim, num_heads, mixer, **options, **dd)
+
+        super().__init__(build, **options, **kwargs)
+
+    def no_weight_decay(self) -> Set[str]:
+        """The decays, angles and matrices of recurrences that do not belong to linear layers."""
+        return {name for name, _ in self.named_parameters()
+                if '.mixer.recurrence.' in name and not name.endswith(('.weight', '.bias'))}
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    return image_cfg(paper_ids='arXiv:2405.17383', **kwargs)
+
+
+default_cfgs = generate_default_cfgs(published_cfgs({
+    'lcsm_tiny': _cfg(),
+    'lcsm_small': _cfg(),
+    'lcsm_base': _cfg(),
+    'test_lcsm': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),
+}))
+
+
+@register_model
+def lcsm_tiny(pretrained: bool = False, **kwargs: Any) -> LCSM:
+    """LCSM-T: 14.8 M parameters, 2.6 GMACs at 224 with the default mixer."""
+    return build_model(LCSM, 'lcsm_tiny', pretrained, {**ARCHS['tiny'], **kwargs})
+
+
+@register_model
+def lcsm_small(pretrained: bool = False, **kwargs: Any) -> LCSM:
+    """LCSM-S: 27.9 M parameters, 5.0 GMACs at 224 with the default mixer."""
+    return build_model(LCSM, 'lcsm_small', pretrained, {**ARCHS['small'], **kwargs})
+
+
+@register_model
+def lcsm_base(pretrained: bool = False, **kwargs: Any) -> LCSM:
+    """LCSM-B: 56.3 M parameters, 11.1 GMACs at 224 with the default mixer."""
+    return build_model(LCSM, 'lcsm_base', pretrained, {**ARCHS['base'], **kwargs})
+
+
+@register_model
+def test_lcsm(pretrained: bool = False, **kwargs: Any) -> LCSM:
+    """A small LCSM with a few hundred thousand parameters, for tests and demonstrations."""
+    return build_model(LCSM, 'test_lcsm', pretrained, {**ARCHS['test'], **kwargs})

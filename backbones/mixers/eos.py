@@ -1,0 +1,216 @@
+"""Token mixing by any linear recurrence (LCSM): expand, oscillation and shrink states around one operator.
+
+Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Unified Perspective", 2024. The paper
+describes sequences. On images, `EosMixer` runs over the lines of the grid, or over the flattened image.
+"""
+from typing import Any, Callable, ClassVar, Dict, Optional
+
+import torch
+import torch.nn.functional as F
+from timm.layers import is_exportable
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from ...kernels.common.tracing import exporting
+from ..options import Option, Options, check, flag, integer, one_of, or_none
+from . import eos_linear as linear
+from . import eos_systems as systems
+from .eos_codes import CONSTANT, NUMBERINGS, WITHOUT_KEYS, Code, has_tau, parse, refuse
+from .eos_linear import Recurrence, Sizes
+
+MODES = ('axis', 'raster')
+TAU, EXPAND_DIM = 16.0, 16
+
+Build = Callable[..., Recurrence]
+
+
+def _attention(oscillation: Callable[..., linear.Oscillation], activation: int = 0, normalized: bool = False) -> Build:
+    """Return a function of sizes that builds an elementwise recurrence with e and s of the token."""
+    def build(sizes: Sizes, **dd: Any) -> Recurrence:
+        return linear.Elementwise(sizes, oscillation(sizes, **dd), activation, normalized=normalized, **dd)
+    return build
+
+
+def _retnet(sizes: Sizes, device=None, dtype=None) -> linear.Oscillation:
+    return linear.FixedDecay(torch.log1p(-torch.exp2(-5.0 - torch.arange(sizes.heads, dtype=torch.float64))), device,
+                              dtype)
+
+
+def _tnl(sizes: Sizes, device=None, dtype=None) -> linear.Oscillation:
+    return linear.FixedDecay(-linear.slopes(sizes.heads), device, dtype)
+
+
+_DUR = _attention(lambda sizes, **dd: linear.TokenGates(1, sizes, **dd))
+
+
+def _deltanet(sizes: Sizes, **dd: Any) -> Recurrence:
+    return linear.Delta(sizes, rate=True, second_key=False, **dd)
+
+
+# Preset (see `eos_codes.PRESETS`) -> function of sizes that builds its recurrence.
+BUILD: Dict[str, Build] = {
+    's4': lambda sizes, **dd: systems.Modes('s4', sizes, **dd),
+    's4d': lambda sizes, **dd: systems.Modes('s4d', sizes, **dd),
+    's5': systems.System,
+    'dss': lambda sizes, **dd: systems.Modes('dss', sizes, **dd),
+    'tnn': lambda sizes, **dd: systems.Modes('tnn', sizes, **dd),
+    'mamba': systems.Selective,
+    'linear_attention': _attention(lambda sizes, **dd: linear.Oscillation(), 3),
+    'cosformer': _attention(lambda sizes, **dd: linear.QuarterTurn(sizes), 1, normalized=True),
+    'lrpe': _attention(lambda sizes, **dd: linear.Phases(sizes, True, **dd), 3),
+    'retnet': _attention(_retnet),
+    'tnl': _attention(_tnl, 4),
+    'gla': _attention(lambda sizes, **dd: linear.TokenGates(3, sizes, **dd), 4),
+    'gateloop': _attention(linear.TurningGates),
+    'dur': _DUR,
+    'gfw': _DUR,
+    'rwkv4': systems.WeightedMean,
+    'hgrn': lambda sizes, **dd: systems.GatedChannels(sizes, True, **dd),
+    'lrn': lambda sizes, **dd: systems.GatedChannels(sizes, False, **dd),
+    'deltanet': _deltanet,
+    'fwp': _deltanet,
+    'm1': lambda sizes, **dd: linear.Delta(sizes, rate=False, second_key=False, **dd),
+    'm2': lambda sizes, **dd: linear.Delta(sizes, rate=False, second_key=True, **dd),
+    'm3': linear.ComplementKeys,
+}
+
+
+def _of_code(code: Code, sizes: Sizes, learned: bool, **dd: Any) -> Recurrence:
+    """Build the recurrence of a code."""
+    number = code.oscillation
+    if not code.linear:
+        return systems.Selective(sizes, code.activation, **dd)
+    if number == 12:
+        return linear.RunningSoftmax(sizes, code.activation, code.shrink, **dd)
+    if number in CONSTANT:
+        oscillation: linear.Oscillation = linear.Constant(number, sizes, learned, **dd)
+    elif number in linear.TokenGates.AXES:
+        oscillation = linear.TokenGates(number, sizes, **dd)
+    elif number in linear.GatedProduct.AXES:
+        oscillation = linear.GatedProduct(number, sizes, **dd)
+    else:
+        oscillation = linear.Phases(sizes, False, **dd) if number == 11 else linear.Oscillation()
+    return linear.Elementwise(sizes, oscillation, code.activation, code.expand, code.shrink, **dd)
+
+
+def make_recurrence(
+        dim: int,
+        num_heads: int,
+        mixer: str = 'gla',
+        expand_dim: Optional[int] = None,
+        tau: Optional[float] = None,
+        numbering: str = 'code',
+        learned_decay: bool = True,
+        device=None,
+        dtype=None,
+) -> Recurrence:
+    """Build the recurrence of a preset or code; see `EosMixer` for the arguments.
+
+    Raises:
+        ValueError: an argument is not allowed or has no effect on this recurrence; the message has the table of codes.
+    """
+    code = parse(mixer, numbering)
+    if num_heads < 1 or dim % num_heads:
+        refuse(f'dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}')
+    if tau is not None:
+        if not 0 < tau < float('inf'):
+            refuse(f'tau must be positive, got {tau!r}')
+        if not has_tau(mixer, code) or not learned_decay:
+            refuse(f'tau={tau!r} has no effect: mixer={mixer!r} has no temperature'
+                   f"{'' if learned_decay else ' with learned_decay=False'}")
+    if expand_dim is not None and mixer in WITHOUT_KEYS:
+        refuse(f'expand_dim={expand_dim!r} has no effect: mixer={mixer!r} has a memory for each channel')
+    if not learned_decay and (code is None or not code.linear or code.oscillation not in CONSTANT):
+        refuse(f'learned_decay=False is for codes with the oscillation 0, 4 or 5, got mixer={mixer!r}')
+    sizes = Sizes(num_heads, expand_dim or EXPAND_DIM, dim // num_heads, TAU if tau is None else float(tau))
+    dd = {'device': device, 'dtype': dtype}
+    return BUILD[mixer](sizes, **dd) if code is None else _of_code(code, sizes, learned_decay, **dd)
+
+
+@register_notrace_module
+class EosMixer(nn.Module):
+    """out(SiLU(gate(x)) * LayerNorm(recurrence(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
+
+    The recurrence runs in both directions, which share all parameters, and counts the term of the token itself once.
+
+    Args:
+        dim: channels C; heads are contiguous slices of C.
+        num_heads: number of heads; dim must be a multiple of it.
+        mixer: a preset such as 'gla', or a code 'e-o-s-a' or 'p-e-o-s-a' of the paper's Tables 2 and 3 such as
+            '1-1-1-6'; an unknown one raises an error that lists all.
+        mode: 'axis' runs along the columns, and over the normalized result along the rows, with the same parameters;
+            'raster' runs over the flattened image.
+        expand_dim: keys K of each head's memory K x D; None for 16.
+        tau: temperature of oscillations sigmoid(.)^(1/tau), above 0; None for 16. A large one means a long memory.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        learned_decay: False replaces the learned constants of the oscillations 0, 4 and 5 by exp(-slope), with the
+            slopes of ALiBi for the heads.
+        device, dtype: device and dtype of the parameters.
+
+    Raises:
+        ValueError: an argument is not allowed or has no effect on this recurrence; the message has the table of codes.
+    """
+
+    OPTIONS: ClassVar[Options] = {
+        'mixer': Option('a string', lambda value: isinstance(value, str)),
+        'mode': one_of(*MODES),
+        'expand_dim': or_none(integer(1, 128)),
+        'tau': or_none(Option('a number', lambda value: isinstance(value, (int, float)) and value is not True)),
+        'numbering': one_of(*NUMBERINGS),
+        'learned_decay': flag(),
+    }
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            mixer: str = 'gla',
+            mode: str = 'axis',
+            expand_dim: Optional[int] = None,
+            tau: Optional[float] = None,
+            numbering: str = 'code',
+            learned_decay: bool = True,
+            device=None,
+            dtype=None,
+    ):
+        super().__init__()
+        check('EosMixer', self.OPTIONS, dict(mixer=mixer, mode=mode, expand_dim=expand_dim, tau=tau,
+                                             numbering=numbering, learned_decay=learned_decay))
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads, self.mode = num_heads, mode
+        self.recurrence = make_recurrence(dim, num_heads, mixer, expand_dim, tau, numbering, learned_decay, **dd)
+        self.value, self.gate = nn.Linear(dim, dim, **dd), nn.Linear(dim, dim, **dd)
+        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.out = nn.Linear(dim, dim, **dd)
+        self.exportable = is_exportable()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate(x)) * self.norm(self.mix(self.value(x), x)))
+
+    def mix(self, values: Tensor, x: Tensor) -> Tensor:
+        """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C)."""
+        tokens = self.recurrence.tokens(x)
+        if self.mode == 'raster':
+            return self._run(values, tokens, 0)
+        # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small
+        # for the epsilon of the next norm, and those of others too large for float16.
+        columns = F.layer_norm(self._run(values, tokens, 1), values.shape[-1:], eps=self.norm.eps)
+        return self._run(columns.to(values.dtype), tokens, 2)
+
+    def _run(self, values: Tensor, tokens: Dict[str, Tensor], axis: int) -> Tensor:
+        """Run along the columns (axis 1), along the rows (2), or over the flattened image (0)."""
+        batch, height, width, _ = values.shape
+
+        def lines(y: Tensor) -> Tensor:
+            """(B, H, W, heads * c) -> (lines, heads, T, c). No tensor has more than 4 dimensions, for exporters."""
+            y = y.transpose(1, 2) if axis == 1 else y
+            shape = {0: (batch, height * width), 1: (batch * width, height), 2: (batch * height, width)}[axis]
+            return y.reshape(*shape, self.num_heads, y.shape[3] // self.num_heads).transpose(1, 2)
+
+        backend = 'export' if self.exportable or exporting() else 'auto'
+        y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()}, bidirectional=True,
+                                 backend=backend)
+        y = y.transpose(1, 2)
+        if axis == 1:
+            return y.reshape(batch, width, height, -1).transpose(1, 2)
+        return y.reshape(batch, height, width, -1)

@@ -1,0 +1,218 @@
+"""State space models and recurrences of single channels for `EosMixer`: S4, S5, DSS, TNN, Mamba, RWKV-4 and HGRN."""
+import math
+from typing import Any, Dict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels import eos_elementwise
+from ...kernels.common.autocast import without_autocast
+from ...kernels.eos_scan import DecayGenerator
+from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, at_least_float, gate_log
+from .scan import hippo_normal_eigenvalues
+
+# Range of initial steps, and the rank of Mamba's map from tokens to steps.
+_STEPS = (1e-3, 1e-1)
+_STEP_RANK = 16
+
+
+def _modes(kind: str, keys: int) -> Tensor:
+    """Return initial eigenvalues, complex (keys,)."""
+    if kind == 's4d':                                                         # S4D-Lin
+        return torch.complex(torch.full((keys,), -0.5), math.pi * torch.arange(keys).float())
+    return hippo_normal_eigenvalues(keys)
+
+
+def _log_steps(shape, **dd: Any) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, **dd).uniform_(*(math.log(step) for step in _STEPS)))
+
+
+def _split(x: Tensor) -> Tensor:
+    """(B, heads, T, D) -> (B, heads * D, T, 1): a head for each channel."""
+    return x.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
+
+
+def _join(x: Tensor, heads: int) -> Tensor:
+    """Invert `_split`."""
+    return x.squeeze(-1).unflatten(1, (heads, -1)).transpose(2, 3)
+
+
+class Modes(Recurrence):
+    """A constant diagonal system with complex modes for each channel: y = Re(C m) + skip i (S4, DSS, TNN).
+
+    's4' and 's4d' have a step for each channel, and zero-order hold. 'dss' and 'tnn' have one step for each head; the
+    expand state is 1 for DSS, and the shrink state is 1 for TNN.
+    """
+
+    def __init__(self, kind: str, sizes: Sizes, **dd: Any):
+        super().__init__()
+        self.kind = kind
+        heads, keys, width = sizes[:3]
+        own = kind.startswith('s4')
+        modes = _modes(kind, keys).to(dd.get('device'))
+        self.log_rate = nn.Parameter((-modes.real).log().expand(heads, -1).to(dd.get('dtype')).clone())
+        self.frequency = nn.Parameter(modes.imag.expand(heads, -1).to(dd.get('dtype')).clone())
+        self.log_step = _log_steps((heads, 1, width) if own else (heads, 1), **dd)
+        self.expand_matrix = self.shrink_matrix = None
+        if kind != 'dss':
+            self.expand_matrix = nn.Parameter(torch.zeros(heads, keys, width, 2, **dd))
+            nn.init.ones_(self.expand_matrix[..., 0])
+        if kind != 'tnn':
+            self.shrink_matrix = nn.Parameter(torch.empty(heads, keys, width, 2, **dd))
+            nn.init.normal_(self.shrink_matrix, std=math.sqrt(0.5))
+        self.skip = nn.Parameter(torch.ones(heads, 1, width, **dd))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return {}
+
+    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+        values = at_least_float(i)
+        dtype = values.dtype
+        with without_autocast(i):
+            step = self.log_step.to(dtype).exp()
+            rate, frequency = self.log_rate.to(dtype).exp(), self.frequency.to(dtype)
+            matrices = (self.expand_matrix, self.shrink_matrix)
+            e, s = (None if x is None else torch.view_as_complex(x.to(dtype).contiguous()) for x in matrices)
+            if step.ndim == 3:
+                rate, frequency = rate.unsqueeze(-1), frequency.unsqueeze(-1)
+            log, theta = -rate * step, frequency * step
+            if self.kind.startswith('s4'):
+                decay = torch.polar(log.exp(), theta)
+                e = e * (decay - 1) / torch.complex(-rate, frequency)         # zero-order hold
+            ones = values.new_ones(log.shape[0], log.shape[1], i.shape[3])
+            e, s = (ones if x is None else x for x in (e, s))
+            argument = 'log_o' if log.ndim == 3 else 'log_o_k'
+            y = eos_elementwise(values, e, s, theta=theta, **{argument: log}, **run)
+            return (y + self.skip.to(dtype) * values).to(i.dtype)
+
+
+class System(Recurrence):
+    """S5: x_t = diag(lambda) x_{t-1} + B i_t, y_t = Re(C x_t) + skip i_t, one system for all channels of all heads.
+
+    A mode is a head of the operator with a memory of one number. Its real part is read from the input B i, and its
+    imaginary part from -i B i.
+    """
+
+    def __init__(self, sizes: Sizes, **dd: Any):
+        super().__init__()
+        count, dim = sizes.heads * sizes.keys, sizes.dim
+        modes = hippo_normal_eigenvalues(count).to(dd.get('device'))
+        self.heads = sizes.heads
+        self.log_rate = nn.Parameter((-modes.real).log().to(dd.get('dtype')))
+        self.frequency = nn.Parameter(modes.imag.to(dd.get('dtype')))
+        self.log_step = _log_steps(count, **dd)
+        self.input_matrix = nn.Parameter(torch.empty(2 * count, dim, **dd))
+        self.output_matrix = nn.Parameter(torch.empty(dim, 2 * count, **dd))
+        nn.init.normal_(self.input_matrix, std=dim ** -0.5)
+        nn.init.normal_(self.output_matrix, std=count ** -0.5)
+        self.skip = nn.Parameter(torch.ones(dim, **dd))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return {}
+
+    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+        values = at_least_float(i).transpose(1, 2).flatten(2)                              # (B, T, C)
+        dtype = values.dtype
+        with without_autocast(i):
+            step = self.log_step.to(dtype).exp()
+            rate, frequency = self.log_rate.to(dtype).exp(), self.frequency.to(dtype)
+            log, theta = -rate * step, frequency * step
+            hold = (torch.polar(log.exp(), theta) - 1) / torch.complex(-rate, frequency)
+            real, imaginary = F.linear(values, self.input_matrix.to(dtype)).chunk(2, -1)
+            e = torch.complex(real, imaginary) * hold                                      # (B, T, modes)
+            e = torch.cat([e, -1j * e], -1).transpose(1, 2).unsqueeze(-1)                  # (B, 2 modes, T, 1)
+            ones = e.real.new_ones(e.shape)
+            log, theta = (torch.cat([x, x]).unsqueeze(-1) for x in (log, theta))
+            states = eos_elementwise(ones, e, ones, log_o_k=log, theta=theta, **run)
+            states = states.squeeze(-1).transpose(1, 2)                                    # real, imaginary parts
+            sign = torch.ones_like(states[:1, :1])
+            sign[..., states.shape[-1] // 2:] = -1
+            y = F.linear(states * sign, self.output_matrix.to(dtype)) + self.skip.to(dtype) * values
+        return y.unflatten(2, (self.heads, -1)).transpose(1, 2).to(i.dtype)
+
+
+class Selective(Recurrence):
+    """Mamba: delta = softplus(W2 W1 x + bias), i = delta v, o = exp(-delta A), y = C m + skip v."""
+
+    def __init__(self, sizes: Sizes, activation: int = 0, **dd: Any):
+        super().__init__()
+        heads, keys, width = sizes[:3]
+        self.activate = ACTIVATE[activation]
+        self.expand, self.shrink = (nn.Linear(sizes.dim, heads * keys, bias=False, **dd) for _ in range(2))
+        self.step = nn.Sequential(nn.Linear(sizes.dim, _STEP_RANK, bias=False, **dd),
+                                  nn.Linear(_STEP_RANK, sizes.dim, bias=False, **dd))
+        step = torch.empty(sizes.dim, **dd).uniform_(*(math.log(step) for step in _STEPS)).exp()
+        self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))               # the inverse of softplus
+        rates = torch.arange(1, keys + 1, dtype=torch.float32)[:, None].expand(heads, keys, width).log()
+        self.A_log = nn.Parameter(rates.to(dd.get('device'), dd.get('dtype')).clone())
+        self.skip = nn.Parameter(torch.ones(heads, 1, width, **dd))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        step = F.softplus(at_least_float(self.step(x)) + self.step_bias)
+        return {'e': self.activate(self.expand(x)), 's': self.activate(self.shrink(x)), 'step': step}
+
+    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+        step = tokens['step']
+        generator = DecayGenerator(step, self.A_log.to(step.dtype).exp(), 'd', 'exponential')
+        y = eos_elementwise((i * step).to(i.dtype), tokens['e'].to(i.dtype), tokens['s'].to(i.dtype),
+                            generator=generator, **run)
+        return y + self.skip.to(i.dtype) * i
+
+
+class WeightedMean(Recurrence):
+    """RWKV-4: sigmoid(r) times the mean of all values with weights exp(k_j - w (distance - 1)), and exp(u + k_t) for t.
+
+    The memory of a channel is (sum of weighted values, sum of weights). Subtracting the largest key of a line, and
+    multiplying numerator and denominator by exp(-w), leave the quotient as it is.
+    """
+
+    def __init__(self, sizes: Sizes, device=None, dtype=None):
+        super().__init__()
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.heads = sizes.heads
+        self.key, self.receptance = (nn.Linear(sizes.dim, sizes.dim, **dd) for _ in range(2))
+        self.log_rate = nn.Parameter(torch.linspace(-5, 0, sizes.dim, **dd))
+        self.bonus = nn.Parameter(torch.full((sizes.dim,), math.log(0.3), **dd))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return {'key': self.key(x), 'receptance': self.receptance(x)}
+
+    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+        values, key = _split(at_least_float(i)), _split(at_least_float(tokens['key']))
+        rate = self.log_rate.to(key.dtype).exp().unsqueeze(-1)                             # (C, 1)
+        # Weights below e^-60 of the largest could make the denominator 0.
+        e = (key - key.amax(2, keepdim=True).detach()).clamp(min=-60).exp()
+        values = torch.cat([values, torch.ones_like(values)], -1)
+        sums = eos_elementwise(values, e, torch.ones_like(e), log_o_k=-rate, **run)
+        own = torch.expm1(self.bonus.to(key.dtype).unsqueeze(-1) - rate).unsqueeze(-1)     # (C, 1, 1)
+        sums = sums + own * e * values
+        y = _join(sums[..., :1] / sums[..., 1:], self.heads)
+        return y.to(i.dtype) * tokens['receptance'].sigmoid().to(i.dtype)
+
+
+class GatedChannels(Recurrence):
+    """HGRN, LRN: m_t = f_t e^{i theta} m_{t-1} + (1 - f_t) i_t, y = sigmoid(V x) Re(m_t), f = sigmoid(W x)^(1/tau)."""
+
+    def __init__(self, sizes: Sizes, turning: bool, device=None, dtype=None):
+        super().__init__()
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.heads, self.tau = sizes.heads, sizes.tau
+        self.forget, self.shrink = (nn.Linear(sizes.dim, sizes.dim, **dd) for _ in range(2))
+        angles = 10000.0 ** (-torch.arange(sizes.dim, dtype=torch.float32, device=device) / sizes.dim)
+        self.theta = nn.Parameter(angles.to(dtype or torch.get_default_dtype())) if turning else None
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return {'log': gate_log(self.forget(x), self.tau), 'shrink': self.shrink(x)}
+
+    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+        log = tokens['log']
+        values = -torch.expm1(log) * i
+        if self.theta is None:
+            ones = i.new_ones(*i.shape[:3], 1)
+            y = eos_elementwise(values.to(i.dtype), ones, ones, log_o_d=log, **run)
+        else:
+            values, log = _split(values), _split(log)
+            ones, theta = torch.ones_like(values), self.theta.to(values.dtype).unsqueeze(-1)
+            y = _join(eos_elementwise(ones, values, ones, log_o_k=log, theta=theta, **run), self.heads).to(i.dtype)
+        return y * tokens['shrink'].sigmoid().to(i.dtype)
