@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import mobilevitv2, myo, ppma
+from .. import lcsm, mobilevitv2, myo, ppma
 from ..weights import WeightsError, check_choice, check_finite, differences, load_state_dict, read_file, some
 from ..weights.resolve import resolve
 from . import cvnets
@@ -306,6 +306,17 @@ class Myo(DenseBackbone, myo.Myo, BaseModule):
     """Myo backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.Myo`."""
 
     family, archs = myo.Myo, myo.ARCHS
+
+    def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
+                 **kwargs: Any):
+        super().__init__(arch, out_indices, output_norms, **kwargs)
+
+
+@MODELS.register_module()
+class LCSM(DenseBackbone, lcsm.LCSM, BaseModule):
+    """LCSM backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.LCSM`."""
+
+    family, archs = lcsm.LCSM, lcsm.ARCHS
 
     def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
                  **kwargs: Any):

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import subquad.backbones.mm as mm
 from subquad.backbones.weights import WeightsError, save_weights
 
-FAMILIES = {'PPMA': ('test_ppma', 4), 'Myo': ('test_myo', 4), 'MobileViTv2': ('test_mobilevitv2', 5)}
+FAMILIES = {'PPMA': ('test_ppma', 4), 'Myo': ('test_myo', 4), 'LCSM': ('test_lcsm', 4),
+            'MobileViTv2': ('test_mobilevitv2', 5)}
 
 
 def _build(family, **kwargs):

@@ -76,7 +76,7 @@ def test_configs_of_all_published_networks_exist():
     sizes = [f'{kind}_{name}-{size}_fpn_{schedule}_coco' for size in 'tsb' for kind, name, schedule in (
         ('mask-rcnn', 'ppma', '1x'), ('mask-rcnn', 'ppma', '3x-ms'), ('cascade-mask-rcnn', 'ppma', '3x-ms'),
         ('retinanet', 'ppma', '1x'), ('mask-rcnn', 'myo', '1x'), ('mask-rcnn', 'myo', '3x-ms'),
-        ('cascade-mask-rcnn', 'myo', '3x-ms'))]
+        ('cascade-mask-rcnn', 'myo', '3x-ms'), ('mask-rcnn', 'lcsm', '1x'), ('mask-rcnn', 'lcsm', '3x-ms'))]
     widths = [f'mask-rcnn_mobilevitv2-{width}_fpn_1x_coco' for width in ('050', '100', '150', '200')]
     assert {*sizes, *widths, *STOCK} <= {*NAMES}
 

@@ -115,7 +115,7 @@ def test_batch_norms_are_synchronized_as_published():
     sync = torch.nn.SyncBatchNorm
     for name in CONFIGS:
         config = config_of(name)
-        if re.match('(upernet|fpn)_(ppma|myo)-t', name):
+        if re.match('(upernet|fpn)_(ppma|myo|lcsm)-t', name):
             model = build_on_meta(config)
             assert config.get('sync_bn') is None and not any(isinstance(m, sync) for m in model.backbone.modules())
             for head in [model.decode_head] + ([model.auxiliary_head] if model.with_auxiliary_head else []):

@@ -1,0 +1,3 @@
+_base_ = 'upernet_ppma-b_8xb1-160k_cityscapes-1024x1024.py'
+
+model = dict(backbone=dict(type='LCSM'))

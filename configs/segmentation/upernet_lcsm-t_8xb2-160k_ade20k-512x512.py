@@ -1,0 +1,3 @@
+_base_ = 'upernet_ppma-t_8xb2-160k_ade20k-512x512.py'
+
+model = dict(backbone=dict(type='LCSM'))
