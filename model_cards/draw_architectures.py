@@ -15,8 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-VARIANTS = {'ppma': ('tiny', 'small', 'base'), 'mobilevitv2': ('050', '100', '200'), 'myo': ('tiny', 'small', 'base')}
-PREFIXES = {'ppma': 'ppma_', 'mobilevitv2': 'subquad_mobilevitv2_', 'myo': 'myo_'}
+VARIANTS = {'ppma': ('tiny', 'small', 'base'), 'mobilevitv2': ('050', '100', '200'), 'myo': ('tiny', 'small', 'base'),
+            'lcsm': ('tiny', 'small', 'base')}
+PREFIXES = {'ppma': 'ppma_', 'mobilevitv2': 'subquad_mobilevitv2_', 'myo': 'myo_', 'lcsm': 'lcsm_'}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -185,6 +186,24 @@ def draw_quadtree(axes):
     axes.set_title('One solve on the quad tree: every token reaches every other', fontsize=9)
 
 
+def draw_recurrence(axes):
+    """Draw the passes over columns and rows of a map, both in two directions."""
+    for x, color, title, vertical in ((0., FIRST, 'columns', True), (6.5, SECOND, 'then rows', False)):
+        for i in range(4):
+            for j in range(4):
+                axes.add_patch(Rectangle((x + j, 1 - i), 1, 1, facecolor=MIXER if (j if vertical else i) == 1 else 'white',
+                                         edgecolor='#999999', linewidth=0.8))
+            place = x + i + 0.5 if vertical else 1.5 - i
+            for start, end, shift in ((-1.8, 1.8, -0.15), (1.8, -1.8, 0.15)):
+                if vertical:
+                    arrow(axes, (place + shift, start), (place + shift, end), color)
+                else:
+                    arrow(axes, (x + 2 + start, place + shift), (x + 2 + end, place + shift), color)
+        axes.text(x + 2, -2.5, title, ha='center', va='center', fontsize=8)
+    axes.set(xlim=(-0.2, 10.7), ylim=(-2.8, 2.3), aspect='equal')
+    axes.set_title('m = o m + e i\', y = m\' s along every line, in both directions', fontsize=9)
+
+
 def draw(family):
     """Draw the picture of a family: a matplotlib figure."""
     figure = Figure(figsize=(9.2, 5.2), layout='constrained')
@@ -198,9 +217,9 @@ def draw(family):
         draw_mobilevitv2_block(block)
         draw_separable(mixer)
     else:
-        name = {'ppma': 'polyline path\nattention', 'myo': 'quad-tree\nsolve'}[family]
+        name = {'ppma': 'polyline path\nattention', 'myo': 'quad-tree\nsolve', 'lcsm': 'linear\nrecurrence'}[family]
         draw_block(block, name, 'One block of a stage')
-        {'ppma': draw_polyline, 'myo': draw_quadtree}[family](mixer)
+        {'ppma': draw_polyline, 'myo': draw_quadtree, 'lcsm': draw_recurrence}[family](mixer)
     for axes in (stages, block, mixer):
         axes.axis('off')
     return figure

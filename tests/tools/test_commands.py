@@ -84,8 +84,8 @@ def test_configs_load_and_augmentation_never_fails(images):
              '_voc12-coco-512x512', '_shapes')
     assert [name for name in names if not name.startswith('myo_') and not name.endswith(dense)] == [
         'ppma-tiny-crisscross_folder', 'ppma-tiny_finetune-folder', 'ppma-tiny_folder',
-        *(f'test-{model}_{data}' for model in ('mobilevitv2', 'myo', 'ppma') for data in ('digits', 'mnist5k'))]
-    for model, size in (('ppma', 32), ('mobilevitv2', 64), ('myo', 32)):
+        *(f'test-{model}_{data}' for model in ('lcsm', 'mobilevitv2', 'myo', 'ppma') for data in ('digits', 'mnist5k'))]
+    for model, size in (('ppma', 32), ('mobilevitv2', 64), ('myo', 32), ('lcsm', 32)):
         config = load(f'test-{model}_mnist5k')
         dataset, test = config.train_dataloader.dataset, config.test_dataloader.dataset
         assert config.model.name == f'test_{model}' and dataset.type == test.type == 'MNIST5k'
@@ -107,7 +107,7 @@ def test_models_and_stats(capsys):
     models.main(['--json'])
     names = [row['name'] for row in json.loads(capsys.readouterr().out)]
     assert names[5:8] == ['ppma_base_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
-    assert names[-3:] == ['test_ppma', 'test_mobilevitv2', 'test_myo'] and 'myo_sequence' in names
+    assert names[-4:] == ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'] and 'myo_sequence' in names
     models.main([])
     assert 'ppma_tiny' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_100', '--set', 'width=0.5'])

@@ -34,7 +34,7 @@ def test_models_table_leaves_test_models_out(tmp_path):
 
 @pytest.mark.parametrize('marker, message', [
     ('modles', "unknown table 'modles'; did you mean models"),
-    ('models lcsm', "one of ppma, mobilevitv2, myo, got 'lcsm'"),
+    ('models resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
     ('claims resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
     ('gpu ppma', "'gpu' takes no family"), ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
 def test_wrong_marker_raises(marker, message, tmp_path):

@@ -14,7 +14,7 @@ from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import model_tables as models
 
-FAMILIES = ('ppma', 'mobilevitv2', 'myo')
+FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'lcsm')
 # Tables of figures from papers. They also take papers of which this package has no models.
 _PAPER_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'claims': claims.claims_table,
