@@ -191,8 +191,8 @@ def draw_recurrence(axes):
     for x, color, title, vertical in ((0., FIRST, 'columns', True), (6.5, SECOND, 'then rows', False)):
         for i in range(4):
             for j in range(4):
-                axes.add_patch(Rectangle((x + j, 1 - i), 1, 1, facecolor=MIXER if (j if vertical else i) == 1 else 'white',
-                                         edgecolor='#999999', linewidth=0.8))
+                fill = MIXER if (j if vertical else i) == 1 else 'white'
+                axes.add_patch(Rectangle((x + j, 1 - i), 1, 1, facecolor=fill, edgecolor='#999999', linewidth=0.8))
             place = x + i + 0.5 if vertical else 1.5 - i
             for start, end, shift in ((-1.8, 1.8, -0.15), (1.8, -1.8, 0.15)):
                 if vertical:
