@@ -241,9 +241,6 @@ class Elementwise(Recurrence):
         e = tokens['e'] if self.expand_matrix is None else self.activate(self.expand_matrix)
         s = tokens['s'] if self.shrink_matrix is None else self.activate(self.shrink_matrix)
         options = {**self.oscillation.arguments(tokens, i.shape[2]), **run}
-        if type(self.oscillation) is Oscillation and 3 in (e.ndim, s.ndim):
-            # The loop for memories with a matrix needs a decay.
-            options['log_o_k'] = torch.zeros(i.shape[1], 1, device=i.device, dtype=at_least_float(i[:0]).dtype)
         if not self.normalized:
             return eos_elementwise(i, e.to(i.dtype), s.to(i.dtype), **options)
         values = at_least_float(torch.cat([i, torch.ones_like(i[..., :1])], -1))
