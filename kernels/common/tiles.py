@@ -55,24 +55,24 @@ def running_softmax(logits, values, top, total, y, PRECISION: tl.constexpr):
     return new_top, total * scale + tl.sum(p, 1), y * scale[:, None] + dot(p, values, PRECISION)
 
 
-@triton.jit(do_not_specialize=('tokens', 'heads'))
-def _row_products_kernel(x, y, z, out, tokens, heads, SECOND: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                         BLOCK: tl.constexpr):
-    """Compute out[0] = sum_d x y and, if SECOND, out[1] = sum_d x (2 z - y), for each token.
+@triton.jit(do_not_specialize=('second', 'tokens', 'heads'))
+def _row_products_kernel(x, y, z, out, second, tokens, heads, dim, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out[0] = sum_d x y and, if `second`, out[1] = sum_d x (2 z - y), for each token.
 
-    x, y, z: (B, N, heads, DIM) in memory; out: (1 or 2, B, heads, N)."""
+    x, y, z: (B, N, heads, dim) in memory; out: (1 or 2, B, heads, N)."""
     blocks = tl.cdiv(tokens, BLOCK)
     group = (tl.program_id(0) // blocks).to(tl.int64)
     # 64 bits: an image may span 2^31 elements.
     token = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    line = (group // heads * tokens * heads + group % heads) * DIM
-    gradient = load_tokens(x + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
-    first = load_tokens(y + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
-    result = tl.sum(gradient * first, 1)
+    d = tl.arange(0, BLOCK_D)
+    at = ((group // heads * tokens + token) * heads + group % heads)[:, None] * dim + d[None, :]
+    inside = (token < tokens)[:, None] & (d < dim)[None, :]
+    gradient = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    result = tl.sum(gradient * tl.load(y + at, mask=inside, other=0.0).to(tl.float32), 1)
     out += group * tokens
     tl.store(out + token, result, mask=token < tokens)
-    if SECOND:
-        mean = load_tokens(z + line, token, heads * DIM, tokens, DIM, BLOCK_D, False).to(tl.float32)
+    if second:
+        mean = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
         groups = tl.num_programs(0) // blocks
         tl.store(out + groups.to(tl.int64) * tokens + token, 2 * tl.sum(gradient * mean, 1) - result,
                  mask=token < tokens)
@@ -84,9 +84,10 @@ def row_products(grad, first, mean=None):
     All tensors are (B, heads, H, W, D) in the memory order of `launch.token_major`. The result is float32, of shape
     (1 or 2, B, heads, N)."""
     batch, heads, height, width, dim = grad.shape
-    tokens, side = height * width, 32
-    result = torch.empty(2 - (mean is None), batch, heads, tokens, dtype=torch.float32, device=grad.device)
+    tokens, side, second = height * width, 32, int(mean is not None)
+    result = torch.empty(1 + second, batch, heads, tokens, dtype=torch.float32, device=grad.device)
+    # One kernel for heads of up to 32 channels, which all stages of a network have.
     _row_products_kernel[launch.programs(batch * heads * triton.cdiv(tokens, side))](
-        grad, first, grad if mean is None else mean, result, tokens, heads, SECOND=mean is not None, DIM=dim,
-        BLOCK_D=launch.padded_power_of_two(dim), BLOCK=side, num_warps=2)
+        grad, first, mean if second else grad, result, second, tokens, heads, dim,
+        BLOCK_D=max(32, launch.padded_power_of_two(dim)), BLOCK=side, num_warps=2)
     return result

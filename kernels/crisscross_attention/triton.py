@@ -33,9 +33,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor
         along, _ = rows.apply(v)
         out, _ = columns.apply(along)
     else:
-        down, _ = columns.apply(v, earlier=v, mean=False)
-        along, first = rows.apply(v, down)
-        out, _ = columns.apply(along, earlier=first)
+        down, _ = columns.apply(v, share=True)
+        along, first = rows.apply(v, down, share=True)
+        out, _ = columns.apply(along, earlier=first, share=True)
         if rows.whole and columns.whole:
             first = v.new_empty(0)
     if not save:

@@ -25,7 +25,7 @@ from ..common.tiles import INF, LOG2E, dot, load_tokens, store_tokens
 # Arguments that change with the size of the grid, or between the launches of criss-cross attention. Triton would
 # compile a kernel again where one is 1 or divisible by 16. The strides of q, k and v stay specialized: loads of several
 # channels at once depend on them.
-SIZES = ('heads', 'lines', 'length', 'token_line', 'token_j', 's_b', 's_h', 's_line', 's_j', 'mean', 'add')
+SIZES = ('heads', 'lines', 'length', 'token_line', 'token_j', 's_b', 's_h', 's_line', 's_j', 'mean', 'second', 'add')
 LEAST_STEP = tl.constexpr(STEP_LOG_MIN)
 
 
@@ -107,12 +107,14 @@ def _decay_attention_fwd_line_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _decay_attention_fwd_kernel(
-        q, k, v, sums, lse, out, v_2, out_2, earlier, mean, heads, lines, length, token_line, token_j,
+        q, k, v, sums, lse, out, v_2, out_2, earlier, mean, second, heads, lines, length, token_line, token_j,
         s_b, s_h, s_line, s_j, q_b, q_h, q_line, q_j, k_b, k_h, k_line, k_j, v_b, v_h, v_line, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         MULTIPLICATIVE: tl.constexpr, SECOND: tl.constexpr, SAVE: tl.constexpr,
         UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute the same for one tile of queries of a long line per program, over all keys of the line."""
+    """Compute the same for one tile of queries of a long line per program, over all keys of the line.
+
+    y_2 is only computed if `second` is 1 as well: a launch without v_2 may pass any tensors in place of v_2 and out_2."""
     batch, line, head, block = place(heads, lines, tl.cdiv(length, BLOCK))
     j = block * BLOCK + tl.arange(0, BLOCK)
     at_line = batch * s_b + head * s_h + line * s_line
@@ -145,12 +147,14 @@ def _decay_attention_fwd_kernel(
         weights = weights.to(value.dtype)
         y = y * scale[:, None] + dot(weights, value, PRECISION)
         if SECOND:
-            value = load_tokens(v_2 + first, l, stride, length, DIM_V, BLOCK_V, UPCAST)
-            y_2 = y_2 * scale[:, None] + dot(weights, value, PRECISION)
+            # The load is masked instead of conditional, because loads inside of conditions are not pipelined.
+            value = load_tokens(v_2 + first, l, stride, length * second, DIM_V, BLOCK_V, UPCAST)
+            if second:
+                y_2 = y_2 * scale[:, None] + dot(weights, value, PRECISION)
     share = 1.0 / total[:, None]
     _store_result(out, earlier, first, j, stride, length, y * share, mean, DIM_V, BLOCK_V)
     if SECOND:
-        store_tokens(out_2 + first, j, stride, length, y_2 * share, DIM_V, BLOCK_V)
+        store_tokens(out_2 + first, j, stride, length * second, y_2 * share, DIM_V, BLOCK_V)
     if SAVE:
         tl.store(lse + at_line + j * s_j, top + tl.log2(total), mask=j < length)
 
@@ -210,7 +214,7 @@ class Lines:
         channels = max(constants['BLOCK_D'], constants['BLOCK_V'])
         return {**constants, **launch.options(kernel, self.q.dtype, self.side, channels)}
 
-    def apply(self, v: Tensor, v_2: Optional[Tensor] = None, earlier: Optional[Tensor] = None, mean: bool = True
+    def apply(self, v: Tensor, v_2: Optional[Tensor] = None, earlier: Optional[Tensor] = None, share: bool = False
               ) -> Tuple[Tensor, Optional[Tensor]]:
         """Return P v and, if v_2 is there, P v_2, for the weights P of all lines.
 
@@ -218,20 +222,26 @@ class Lines:
             v: (B, heads, H, W, dim_v).
             v_2, earlier: of the same shape, in the memory order of `launch.token_major`.
             earlier: return the mean of P v and this tensor instead of P v.
-            mean: with False, `earlier` is not read. It then only makes two launches share a compiled kernel.
+            share: compile one kernel for launches with and without `earlier`, and for long lines also for those with
+                and without v_2. It costs whole lines registers to carry a second product that they do not compute.
         """
         v = launch.unit_stride(v)
         launch.check_line(self.sizes[2], v.stride(2 if self.down else 3))
         out, out_2 = launch.token_major(v.shape, v), None if v_2 is None else launch.token_major(v.shape, v)
         strides = (*self.sizes, *self.strides, *launch.strides(v, self.down))
+        mean, second = int(earlier is not None), int(v_2 is not None)
+        # Tensors that the launch does not read stand for those that another launch of the kernel has.
+        if share and not (self.whole and second):
+            earlier = v if earlier is None else earlier
         if self.whole:
             _decay_attention_fwd_line_kernel[self.programs](
-                self.q, self.k, v, self.sums, out, v_2, out_2, earlier, int(mean), *strides, SECOND=v_2 is not None,
+                self.q, self.k, v, self.sums, out, v_2, out_2, earlier, mean, *strides, SECOND=bool(second),
                 **self.options('decay_attention_fwd_line'))
-        else:
-            _decay_attention_fwd_kernel[self.programs](
-                self.q, self.k, v, self.sums, self.lse, out, v_2, out_2, earlier, int(mean), *strides,
-                SECOND=v_2 is not None, SAVE=self.lse is not None, **self.options('decay_attention_fwd'))
+            return out, out_2
+        others = (v, out) if share and not second else (v_2, out_2)
+        _decay_attention_fwd_kernel[self.programs](
+            self.q, self.k, v, self.sums, self.lse, out, *others, earlier, mean, second, *strides,
+            SECOND=others[0] is not None, SAVE=self.lse is not None, **self.options('decay_attention_fwd'))
         return out, out_2
 
 

@@ -41,7 +41,7 @@ FALLBACK_PROGRAMS = 512
 # Sums of weights from here on set the flag: 80.4 above the own logit. Products with values reach 2^128.
 _LIMIT = tl.constexpr(2.0 ** 116)
 _LARGEST_RATIO = tl.constexpr(2.0 ** 100)
-_SIZES = ('heads', 'height', 'width', 'token_i')
+_SIZES = ('heads', 'height', 'width', 'token_i', 'token_j')
 
 
 @triton.jit
@@ -120,6 +120,8 @@ def _polyline_attention_fwd_kernel(
         # An infinite sum gives keys outside of the grid a mask of 0.
         e1 = decay(sa_ij, tl.load(sa + il, mask=in_il, other=INF)[:, None, None, :])
         sb_il = load_sums(sb, il, in_il, 0.0)[:, None, None, :]
+        kl = k_offset[:, None] * token_i + l[None, :] * token_j
+        kj = k_offset[:, None] * token_i + j[None, :] * token_j
         keys = k + (n_k.to(tl.int64) * k_i + n_l * k_j)[:, None] + d[None, :]
         values = v + (n_k.to(tl.int64) * v_i + n_l * v_j)[:, None] + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
@@ -138,8 +140,6 @@ def _polyline_attention_fwd_kernel(
             ones = tl.full((N, TOTALS if TOTALS else 1), 1.0, value.dtype)
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             p = tl.reshape(tl.exp2(logits * LOG2E - reference[:, None]), TILE)
-            kl = (row + k_offset)[:, None] * token_i + l[None, :] * token_j
-            kj = (row + k_offset)[:, None] * token_i + j[None, :] * token_j
             if PATHS != H2V:
                 c = decay(sb_il, tl.load(sb + kl, mask=in_kl, other=INF if KEY_ROWS > 1 else 0.0)[None, None, :, :])
             if PATHS != V2H:
@@ -166,6 +166,8 @@ def _polyline_attention_fwd_kernel(
                     y1, total1 = _accumulate(tl.reshape(p * e1 * c, (M, N)), value, ones, y1, total1, TOTALS, PRECISION)
                 if PATHS != V2H:
                     y2, total2 = _accumulate(tl.reshape(p * e2 * w, (M, N)), value, ones, y2, total2, TOTALS, PRECISION)
+            kl += KEY_ROWS * token_i
+            kj += KEY_ROWS * token_i
             keys += step * k_i
             values += step * v_i
 
@@ -197,14 +199,16 @@ def _polyline_attention_fwd_kernel(
 
 
 def _columns(height: int, width: int, mask_mode: str) -> Tuple[int, int]:
-    """Return the pairs that tiles of 64 queries and 16 keys cover, and the columns of those tiles that cover least.
+    """Return the pairs that tiles of 64 queries and 16 keys cover, and the columns of those tiles.
 
-    Tiles have 16 columns, or 8, where rows end in less: then they have twice the rows. With the multiplicative mask,
-    tiles of 8 columns spill in the backward pass."""
+    Tiles have 16 columns, or 8 columns and twice the rows where these cover fewer pairs. Only grids of at most 16 x 16
+    and squares that they fill may have tiles of 8 columns. Detectors see hundreds of other sizes, and would compile each
+    kernel for both tiles. With the multiplicative mask, tiles of 8 columns spill in the backward pass."""
     def pairs(columns: int) -> int:
         line, query_rows, key_rows = -(-width // columns) * columns, 64 // columns, 16 // columns
         return line * (-(-height // query_rows) * query_rows) * line * (-(-height // key_rows) * key_rows)
-    columns = 16 if mask_mode == 'multiplicative' else min((16, 8), key=pairs)
+    narrow = max(height, width) <= 16 or (height == width and height % 8 == 0)
+    columns = min((16, 8), key=pairs) if narrow and mask_mode == 'additive' else 16
     return pairs(columns), columns
 
 
@@ -237,7 +241,9 @@ class _Grid:
                           'MULTIPLICATIVE': mask_mode == 'multiplicative', 'PATHS': _PATHS[paths],
                           **launch.numerics(q.dtype)}
         self.side = _columns(height, width, mask_mode)[1] if self.own_reference else 0
-        self.running_side = launch.tile(width, launch.largest_tile(kernel, q.dtype, dim, v.shape[-1]))
+        # One side where nearly all programs return at once: another would be another kernel to compile.
+        largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
+        self.running_side = largest if self.own_reference else launch.tile(width, largest)
         self.columns = triton.cdiv(width, self.side or self.running_side)
         self.running_options = launch.options(kernel, q.dtype, self.running_side,
                                               launch.padded_power_of_two(max(dim, v.shape[-1])))
@@ -250,11 +256,11 @@ class _Grid:
                 **launch.options(kernel, self.q.dtype, queries, channels)}
 
     def parts(self, tiles: int) -> Tuple[int, int]:
-        """Return programs of a launch of a running-maximum kernel, and how many share the `tiles` tiles of a group."""
+        """Return how many programs of a running-maximum kernel share the `tiles` tiles of a group, and how many groups
+        are computed at a time."""
         if not self.own_reference:
-            return self.groups * tiles, tiles
-        parts = min(tiles, max(1, FALLBACK_PROGRAMS // self.groups))
-        return min(self.groups, FALLBACK_PROGRAMS) * parts, parts
+            return tiles, self.groups
+        return min(tiles, max(1, FALLBACK_PROGRAMS // self.groups)), min(self.groups, FALLBACK_PROGRAMS)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str,
@@ -279,10 +285,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: 
         _polyline_attention_fwd_kernel[launch.programs(grid.groups * count)](
             *grid.tensors, out, first, lse, flags, *grid.sizes, TOTALS=8 if q.dtype.itemsize == 2 else 0, SAVE=save,
             **grid.constants, **options)
-    programs, parts = grid.parts(grid.height * triton.cdiv(grid.width, grid.running_side))
-    triton_running._polyline_attention_running_fwd_kernel[launch.programs(programs)](
-        *grid.tensors, out, first, lse, flags, count, grid.groups, parts, *grid.sizes, BLOCK=grid.running_side,
-        SAVE=save, FLAGGED=grid.own_reference, **grid.constants, **grid.running_options)
+    parts, together = grid.parts(grid.height * triton.cdiv(grid.width, grid.running_side))
+    triton_running._polyline_attention_running_fwd_kernel[launch.programs(parts * together)](
+        *grid.tensors, out, first, lse, flags, count, grid.groups, parts, together, *grid.sizes,
+        BLOCK=grid.running_side, SAVE=save, FLAGGED=grid.own_reference, **grid.constants, **grid.running_options)
     return out, first, lse
 
 
@@ -309,10 +315,10 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
         # Tiles of the running-maximum kernel are no narrower, so that its slices are no more.
         blocks = min(tiles, triton.cdiv(grid.width, grid.running_side) - first_tile)
         if blocks > 0:
-            programs, parts = grid.parts(grid.height * blocks)
-            triton_running._polyline_attention_running_bwd_kernel[launch.programs(programs)](
-                *grid.tensors, grad, lse, delta, dq, dk, dv, sums, flags, 1, grid.groups, parts, first_tile, blocks,
-                tiles, *grid.sizes, BLOCK=grid.running_side, FLAGGED=grid.own_reference, **grid.constants,
+            parts, together = grid.parts(grid.height * blocks)
+            triton_running._polyline_attention_running_bwd_kernel[launch.programs(parts * together)](
+                *grid.tensors, grad, lse, delta, dq, dk, dv, sums, flags, 1, grid.groups, parts, together, first_tile,
+                blocks, tiles, *grid.sizes, BLOCK=grid.running_side, FLAGGED=grid.own_reference, **grid.constants,
                 **grid.running_options)
         found = [x.sum(0) for x in sums]
         totals = [x + y for x, y in zip(totals, found)] if totals else found

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..common.tiles import INF, LOG2E, index_sign
 from .triton_running import BOTH, H2V, V2H, decay, load_sums
 
-SIZES = ('heads', 'height', 'width', 'token_i', 'first_tile', 'tiles', 'slices')
+SIZES = ('heads', 'height', 'width', 'token_i', 'token_j', 'first_tile', 'tiles', 'slices')
 
 
 @triton.jit
@@ -144,6 +144,8 @@ def _polyline_attention_bwd_query_kernel(
         sb_il = load_sums(sb, il, in_il, 0.0)[:, None, None, :]
         sum1 = tl.zeros((ROWS, COLS, COLS), tl.float32)         # g1, summed over key rows
         signed1 = tl.zeros((ROWS, 8, KEY_ROWS, COLS), tl.float32)       # g1 times sign(k - i), summed over j
+        kl = k_offset[:, None] * token_i + l[None, :] * token_j
+        kj = k_offset[:, None] * token_i + j[None, :] * token_j
         keys = k + (n_k.to(tl.int64) * k_i + n_l * k_j)[:, None] + d[None, :]
         values = v + (n_k.to(tl.int64) * v_i + n_l * v_j)[:, None] + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
@@ -163,8 +165,6 @@ def _polyline_attention_bwd_query_kernel(
             p = tl.reshape(tl.exp2(logits * LOG2E - m_lse[:, None]), TILE)
             dweights = tl.reshape(tl.dot(gradient, tl.trans(value), input_precision=PRECISION), TILE)
             sign = _direction(row + k_offset[None, :], i[:, None])[:, None, :, None]
-            kl = (row + k_offset)[:, None] * token_i + l[None, :] * token_j
-            kj = (row + k_offset)[:, None] * token_i + j[None, :] * token_j
             dlogits = tl.zeros(TILE, tl.float32)
             if MULTIPLICATIVE:
                 dlogits = -p * delta1
@@ -183,10 +183,12 @@ def _polyline_attention_bwd_query_kernel(
                 dlogits += g2
                 signed2 += sign * _sum_over_columns(g2)
             dq_tile = tl.dot(tl.reshape(dlogits, (M, N)).to(key.dtype), key, dq_tile, input_precision=PRECISION)
+            kl += KEY_ROWS * token_i
+            kj += KEY_ROWS * token_i
             keys += step * k_i
             values += step * v_i
         if PATHS != H2V:
-            sum1 *= index_sign(l[None, :], j[:, None])[None, :, :]
+            sum1 *= index_sign((l * token_j)[None, :], (j * token_j)[:, None])[None, :, :]
             dsa -= tl.sum(sum1, 2)
             tl.store(sums + part * groups * tokens + il, tl.sum(sum1, 1), mask=in_il)
             tl.store(sums + (2 * slices + 2 + part) * groups * tokens + il, -tl.sum(tl.sum(signed1, 2), 1), mask=in_il)
@@ -266,7 +268,7 @@ def _polyline_attention_bwd_key_kernel(
         e2 = decay(sa_kl, tl.load(sa + kj, mask=in_kj, other=0.0)[:, None, None, :])
         sb_kj = tl.load(sb + kj, mask=in_kj, other=0.0)[:, None, None, :]
         sum2 = tl.zeros((ROWS, COLS, COLS), tl.float32)         # g2, summed over query rows
-        signed2 = tl.zeros((ROWS, 8, KEY_ROWS, COLS), tl.float32)       # g2 times sign(k - i), summed over l
+        signed2 = tl.zeros((ROWS, 8, COLS), tl.float32)         # g2 times sign(k - i), summed over l
         queries = q + (n_i.to(tl.int64) * q_i + n_j * q_j)[:, None] + d[None, :]
         n_line = (batch * tokens + n_i * token_i + n_j * token_j) * heads + head
         gradients = grad + n_line[:, None] * DIM_V + d_v[None, :]
@@ -316,7 +318,7 @@ def _polyline_attention_bwd_key_kernel(
                 weights += x2
                 dlogits += g2
                 sum2 += tl.sum(g2, 2)
-                signed2 += sign * _sum_over_rows(g2)
+                signed2 += tl.sum(sign * _sum_over_rows(g2), 2)
             dv_tile = tl.dot(tl.reshape(weights, (M, N)).to(gradient.dtype), gradient, dv_tile,
                              input_precision=PRECISION)
             dk_tile = tl.dot(tl.reshape(dlogits, (M, N)).to(query.dtype), query, dk_tile, input_precision=PRECISION)
@@ -326,7 +328,7 @@ def _polyline_attention_bwd_key_kernel(
             sum2 *= index_sign(l[:, None], j[None, :])[None, :, :]
             dsa += tl.sum(sum2, 2)
             tl.store(sums + (slices + part) * groups * tokens + kj, -tl.sum(sum2, 1), mask=in_kj)
-            tl.store(sums + (3 * slices + 2 + part) * groups * tokens + kj, tl.sum(tl.sum(signed2, 2), 1), mask=in_kj)
+            tl.store(sums + (3 * slices + 2 + part) * groups * tokens + kj, tl.sum(signed2, 1), mask=in_kj)
     line = (batch * tokens + m_k * token_i + m_l * token_j) * heads + head
     tl.store(dk + line[:, None] * DIM + d[None, :], dk_tile.to(dk.dtype.element_ty), mask=in_k)
     tl.store(dv + line[:, None] * DIM_V + d_v[None, :], dv_tile.to(dv.dtype.element_ty), mask=in_v)

@@ -11,7 +11,8 @@ from ..common.tiles import INF, LOG2E, dot, index_sign, load_tokens, running_sof
 
 BOTH, V2H, H2V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Integers that change with the image: a value of 1 or a multiple of 16 must not compile another variant.
-SIZES = ('heads', 'height', 'width', 'token_i', 'groups', 'parts', 'flag_count', 'first_block', 'blocks', 'slices')
+SIZES = ('heads', 'height', 'width', 'token_i', 'token_j', 'groups', 'parts', 'together', 'flag_count', 'first_block',
+         'blocks', 'slices')
 
 
 @triton.jit
@@ -121,17 +122,19 @@ def _outputs_of_a_tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def _polyline_attention_running_fwd_kernel(
-        q, k, v, sa, sb, out, first, lse, flags, flag_count, groups, parts, heads, height, width, token_i, token_j,
-        q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
+        q, k, v, sa, sb, out, first, lse, flags, flag_count, groups, parts, together, heads, height, width, token_i,
+        token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, FLAGGED: tl.constexpr,
         UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute y for every `parts`-th tile of a group. With FLAGGED, only of groups of which a flag is set."""
+    """Compute y for every `parts`-th tile of every `together`-th group per program. With FLAGGED, only for groups of
+    which a flag is set."""
     tiles = height * tl.cdiv(width, BLOCK)
-    for step in range(0, groups, tl.num_programs(0) // parts):
-        group = (step + tl.program_id(0) // parts).to(tl.int64)
-        taken = group < groups
-        if FLAGGED and taken:
+    first_group = tl.program_id(0) // parts
+    for step in range(0, groups - first_group, together):
+        group = (first_group + step).to(tl.int64)
+        taken = not FLAGGED
+        if FLAGGED:
             taken = _is_flagged(flags + group * flag_count, flag_count)
         if taken:
             for tile in range(tl.program_id(0) % parts, tiles, parts):
@@ -356,19 +359,20 @@ def _gradients_of_a_tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def _polyline_attention_running_bwd_kernel(
-        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, sums, flags, flag_count, groups, parts, first_block,
+        q, k, v, sa, sb, grad, lse, delta, dq, dk, dv, sums, flags, flag_count, groups, parts, together, first_block,
         blocks, slices, heads, height, width, token_i, token_j,
         q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
         MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, FLAGGED: tl.constexpr, UPCAST: tl.constexpr,
         PRECISION: tl.constexpr):
-    """Compute the gradients of every `parts`-th tile of a group, as the forward kernel takes them.
+    """Compute the gradients of every `parts`-th tile of every `together`-th group, as the forward kernel takes them.
 
     A launch takes `blocks` tiles of each row, from `first_block` on."""
-    for step in range(0, groups, tl.num_programs(0) // parts):
-        group = (step + tl.program_id(0) // parts).to(tl.int64)
-        taken = group < groups
-        if FLAGGED and taken:
+    first_group = tl.program_id(0) // parts
+    for step in range(0, groups - first_group, together):
+        group = (first_group + step).to(tl.int64)
+        taken = not FLAGGED
+        if FLAGGED:
             taken = _is_flagged(flags + group * flag_count, flag_count)
         if taken:
             for tile in range(tl.program_id(0) % parts, height * blocks, parts):

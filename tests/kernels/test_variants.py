@@ -94,7 +94,7 @@ print(json.dumps({**result, 'sizes': len(sizes)}))
 
 
 @pytest.mark.parametrize('model', [
-    pytest.param('ppma', marks=pytest.mark.xfail(strict=True, reason='34 variants in training, 14 in evaluation')),
+    'ppma',
     pytest.param('myo', marks=pytest.mark.xfail(strict=True, reason='27 variants in training, 16 in evaluation')),
     'mobilevitv2'])
 def test_detectors_need_few_variants(model, python):
