@@ -43,6 +43,7 @@ ITEMS: Dict[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
     **{f'separable_attention_{name}': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L'])
        for name in ('fwd_softmax', 'bwd_query')},
     'quadtree_solve_up': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
+    'quadtree_solve_upper': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
     'quadtree_solve_down': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
 }
 

@@ -15,14 +15,16 @@ solution l and from x follow
 A tile is a square of cells of the tree with all nodes above them up to the tile's last level, for one head and at most
 BLOCK_D channels. Odd sizes and shifts become masks. Within a tile, the nodes of a level are numbered along a Morton
 curve: the children of node n are 4 n to 4 n + 3, so sums over children are sums over a dimension. If one tile does not
-hold the tree, up kernels store r and e (or S) at the roots of tiles, which pose the same problem on a coarser grid.
-Down kernels read their tiles again when x at the roots is known. All arithmetic is float32.
+hold the tree, the up kernel stores the sum of up_c r_c and e (or S) at the roots of tiles, which pose the same problem
+on a coarser grid. The down kernel reads its tiles again when x at the roots is known. All arithmetic is float32.
 
 All tensors of one kind are dense and have their dimensions in one ORDER in memory, the slowest first. Kernels compute
 strides from it and from the size of the grid, which is not part of a kernel's compiled form: images of other sizes run
-the same kernels.
+the same kernels. For the same reason, one kernel does both sweeps of tiles on top of others: it learns at run time how
+many levels of its side exist, and takes all heads of up to 32 channels. These tiles are few. The tiles of leaves have
+kernels of their own, whose registers do not hold pointers to the numbers of tiles below.
 """
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -31,239 +33,118 @@ from torch import Tensor
 
 from ..common import launch
 from ..trees.grid import Level, quadtree_levels
+from .triton_tiles import (
+    eliminate,
+    load_places,
+    load_tile,
+    number_places,
+    store_places,
+    substitute,
+    sum_children,
+    this_program,
+    tile_nodes,
+    vector_places,
+)
 
 # Sides of tiles. The smaller one is used if the larger one would not save a launch.
 SIDES = (8, 16)
 # Channels of a tile, forward and backward. Wider heads take several blocks. The gradient of an edge is a sum over
 # channels, so blocks store partial sums, which further launches add.
 LARGEST_BLOCK = (32, 64)
+# Least channels of tiles on top of others. These tiles are few, and heads of fewer channels leave some idle.
+LEAST_UPPER_BLOCK = 32
 # Numbers at a tile's first level, all channels together. With more, registers spill.
 MAX_TILE_ELEMENTS = 8192
 # Orders of the dimensions (batch, head, row, column, channel) that are looked for first: those of channels-last tokens,
 # contiguous tensors and channels-first maps. Dimensions of size 1 fit several, so images must look in one sequence.
 ORDERS = ((0, 2, 3, 1, 4), (0, 1, 2, 3, 4), (0, 1, 4, 2, 3))
-SIZES = ('batch', 'heads', 'height', 'width', 'top', 'left')
-
-
-@triton.jit
-def _every_other_bit(n):
-    return (n & 1) | ((n >> 1) & 2) | ((n >> 2) & 4) | ((n >> 3) & 8)
-
-
-@triton.jit
-def _program(batch, heads, grid, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return image, head, row and column of the tile (counted from the tree's origin), block of channels, and the
-    numbers of images and heads.
-
-    Heads vary fastest, because those of one image share cache lines of channels-last tensors."""
-    height, width, top, left = grid
-    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
-    rows = (top + height - 1) // SIDE - top // SIDE + 1
-    columns = (left + width - 1) // SIDE - left // SIDE + 1
-    line = tl.program_id(0) // blocks
-    tile = line // heads
-    row = tile // columns
-    return ((row // rows).to(tl.int64), (line % heads).to(tl.int64), top // SIDE + row % rows,
-            left // SIDE + tile % columns, tl.program_id(0) % blocks, batch, heads)
-
-
-@triton.jit
-def _level_nodes(program, grid, LEVEL: tl.constexpr, SIDE: tl.constexpr):
-    """Return row and column, on the level's grid, of a tile's (SIDE / 2^LEVEL)^2 nodes at LEVEL, which of them exist,
-    and the size of the level's grid."""
-    side: tl.constexpr = SIDE >> LEVEL
-    height, width, top, left = grid
-    n = tl.arange(0, side * side)
-    row = program[2] * side + _every_other_bit(n >> 1) - (top >> LEVEL)
-    column = program[3] * side + _every_other_bit(n) - (left >> LEVEL)
-    rows = ((top + height - 1) >> LEVEL) - (top >> LEVEL) + 1
-    columns = ((left + width - 1) >> LEVEL) - (left >> LEVEL) + 1
-    return row, column, (row >= 0) & (row < rows) & (column >= 0) & (column < columns), rows, columns
-
-
-@triton.jit
-def _tile_nodes(program, grid, LEVELS: tl.constexpr, SIDE: tl.constexpr):
-    nodes = ()
-    for level in tl.static_range(LEVELS):
-        nodes += (_level_nodes(program, grid, level, SIDE),)
-    return nodes
-
-
-@triton.jit
-def _strides(program, nodes, ORDER: tl.constexpr, DIM: tl.constexpr):
-    """Return the strides of image, head, row, column and channel of a dense level."""
-    image, head, row, column, channel, stride = 0, 0, 0, 0, 0, 1
-    for n in tl.static_range(4, -1, -1):
-        if ORDER[n] == 0:
-            image, stride = stride, stride * program[5]
-        elif ORDER[n] == 1:
-            head, stride = stride, stride * program[6]
-        elif ORDER[n] == 2:
-            row, stride = stride, stride * nodes[3]
-        elif ORDER[n] == 3:
-            column, stride = stride, stride * nodes[4]
-        else:
-            channel, stride = stride, stride * DIM
-    return image, head, row, column, channel
-
-
-@triton.jit
-def _number_places(pointer, program, nodes, ORDER: tl.constexpr):
-    """Return pointers into (B, heads, H, W) to a level's nodes, and which nodes exist: (nodes,) each."""
-    image, head, row, column, _ = _strides(program, nodes, ORDER, 1)
-    return pointer + (program[0] * image + program[1] * head) + (nodes[0] * row + nodes[1] * column), nodes[2]
-
-
-@triton.jit
-def _vector_places(pointer, program, nodes, ORDER: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return pointers into (B, heads, H, W, DIM) to a program's channels of a level's nodes, and which exist:
-    (nodes, BLOCK_D) each."""
-    image, head, row, column, channel = _strides(program, nodes, ORDER, DIM)
-    d = program[4] * BLOCK_D + tl.arange(0, BLOCK_D)
-    places = pointer + (program[0] * image + program[1] * head) + (nodes[0] * row + nodes[1] * column)
-    return places[:, None] + (d * channel)[None, :], nodes[2][:, None] & (d < DIM)[None, :]
-
-
-@triton.jit
-def _load(places, other):
-    """Load in float32, and `other` for nodes that do not exist."""
-    return tl.load(places[0], mask=places[1], other=other).to(tl.float32)
-
-
-@triton.jit
-def _store(places, x):
-    tl.store(places[0], x.to(places[0].dtype.element_ty), mask=places[1])
-
-
-@triton.jit
-def _sum_children(x):
-    """Sum over the children of each node: (4 n,) -> (n,) or (4 n, BLOCK_D) -> (n, BLOCK_D)."""
-    if len(x.shape) == 1:
-        return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4)), 1)
-    else:
-        return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4, x.shape[1])), 1)
-
-
-@triton.jit
-def _repeat_to_children(x):
-    """Repeat each node's numbers for its children: (n, BLOCK_D) -> (4 n, BLOCK_D)."""
-    nodes: tl.constexpr = x.shape[0]
-    channels: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, None, :], (nodes, 4, channels)), (4 * nodes, channels))
-
-
-@triton.jit
-def _coefficients(carried, edge, KIND: tl.constexpr):
-    """Return 1 / S, up and down of each node, and its summand of the parent's e (or S without Laplacian).
-
-    Divisions are exact: rows of the Laplacian's inverse sum to 1 if e / S + w / S does."""
-    if KIND == 'laplacian':
-        scale = tl.div_rn(1.0, carried + edge)
-        up = edge * scale
-        return scale, up, up, up * carried
-    else:
-        scale = tl.div_rn(1.0, carried)
-        down = -edge * scale
-        if KIND == 'skew':
-            return scale, -down, down, -down * edge
-        else:
-            return scale, down, down, down * edge
-
-
-@triton.jit
-def _load_tile(values, edges, carried, program, nodes, LEVELS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-               V_ORDER: tl.constexpr, E_ORDER: tl.constexpr):
-    """Load u of all levels of a tile, the edges of all but its last (0 for nodes that do not exist), and the number
-    carried up to its first level (1 at leaves). All loads start before any value is needed."""
-    u, edge = (), ()
-    for level in tl.static_range(LEVELS):
-        u += (_load(_vector_places(values[level], program, nodes[level], V_ORDER, DIM, BLOCK_D), 0.0),)
-        if level + 1 < LEVELS:
-            edge += (_load(_number_places(edges[level], program, nodes[level], E_ORDER), 0.0),)
-    if carried is None:
-        start = tl.full(nodes[0][0].shape, 1.0, tl.float32)
-    else:
-        start = _load(_number_places(carried, program, nodes[0], E_ORDER), 1.0)
-    return u, edge, start
-
-
-@triton.jit
-def _eliminate(u, edge, carried, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr):
-    """Sweep up. Return r, 1 / S and down of all levels of a tile but the last, and the last's r and carried number."""
-    rights, scales, downs = (), (), ()
-    r = u[0]
-    for level in tl.static_range(LEVELS - 1):
-        scale, up, down, added = _coefficients(carried, edge[level], KIND)
-        if TRANSPOSED:
-            up, down = down, up
-        rights, scales, downs = rights + (r,), scales + (scale,), downs + (down,)
-        r = u[level + 1] + _sum_children(up[:, None] * r)
-        carried = 1 + _sum_children(added)
-    return rights, scales, downs, r, carried
-
-
-@triton.jit
-def _edge_gradient(l, x, l_parent, x_parent, KIND: tl.constexpr):
-    """Sum the gradient of each edge over a program's channels: (nodes,)."""
-    if KIND == 'laplacian':
-        return tl.sum((l_parent - l) * (x - x_parent), 1)
-    elif KIND == 'skew':
-        return tl.sum(l_parent * x - l * x_parent, 1)
-    else:
-        return -tl.sum(l * x_parent + l_parent * x, 1)
+# Numbers of which the compiled form of a kernel is independent.
+SIZES = ('batch', 'heads', 'height', 'width', 'top', 'left', 'levels', 'has_above', 'upwards')
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _quadtree_solve_up_kernel(
-        values, edges, carried, right_out, carried_out, batch, heads, height, width, top, left, KIND: tl.constexpr,
+        values, edges, right_above, carried_above, batch, heads, height, width, top, left, KIND: tl.constexpr,
         TRANSPOSED: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         V_ORDER: tl.constexpr, E_ORDER: tl.constexpr):
-    """Compute r and the carried number at the last level of one tile per program, in float32.
+    """Compute the sum of up_c r_c and the carried number at the last level of one tile of leaves per program.
 
-    values, edges: of the tile's levels. right_out has the order of values, carried and carried_out that of edges."""
+    values, edges: of the tile's levels. right_above, carried_above: the results in float32, in the orders of values and
+    of edges."""
+    last: tl.constexpr = LEVELS - 1
     grid = (height, width, top, left)
-    program = _program(batch, heads, grid, SIDE, DIM, BLOCK_D)
-    nodes = _tile_nodes(program, grid, LEVELS, SIDE)
-    u, edge, start = _load_tile(values, edges, carried, program, nodes, LEVELS, DIM, BLOCK_D, V_ORDER, E_ORDER)
-    _, _, _, r, pivot = _eliminate(u, edge, start, KIND, TRANSPOSED, LEVELS)
-    _store(_vector_places(right_out, program, nodes[LEVELS - 1], V_ORDER, DIM, BLOCK_D), r)
-    _store(_number_places(carried_out, program, nodes[LEVELS - 1], E_ORDER), pivot)
+    program = this_program(batch, heads, grid, DIM, SIDE, BLOCK_D)
+    nodes = tile_nodes(program, grid, LEVELS, LEVELS, SIDE)
+    u, edge = load_tile(values, edges, program, nodes, LEVELS, DIM, LEVELS, BLOCK_D, V_ORDER, E_ORDER)
+    carried = tl.full(edge[0].shape, 1.0, tl.float32)
+    _, _, _, moved, added = eliminate(u, edge, carried, KIND, TRANSPOSED, LEVELS)
+    store_places(vector_places(right_above, program, nodes[last], DIM, V_ORDER, BLOCK_D), sum_children(moved))
+    store_places(number_places(carried_above, program, nodes[last], E_ORDER), 1 + sum_children(added))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _quadtree_solve_down_kernel(
-        values, edges, carried, above, solution, out, edge_grads, batch, heads, height, width, top, left,
+        values, edges, solution, out, edge_grads, x_above, batch, heads, height, width, top, left, has_above,
         KIND: tl.constexpr, BACKWARD: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr, DIM: tl.constexpr,
         BLOCK_D: tl.constexpr, V_ORDER: tl.constexpr, E_ORDER: tl.constexpr, S_ORDER: tl.constexpr,
         O_ORDER: tl.constexpr):
-    """Compute x at all levels of one tile per program. above: x at its last level in float32, or None for a whole tree.
+    """Compute x at all levels of one tile of leaves per program.
 
+    has_above: whether a tile on top has stored x of the last level: in float32 in x_above, which has the order of out,
+    and in out.
     BACKWARD: values are gradients of the solution, x is the adjoint, and edge_grads are the gradients of edges, of
-    shape (blocks of channels, B, heads, H, W) for each level but the last. above has the order of out, edge_grads
-    after their first dimension that of edges."""
+    shape (blocks of channels, B, heads, H, W) for each level but the last, after their first dimension in the order of
+    edges."""
     last: tl.constexpr = LEVELS - 1
     grid = (height, width, top, left)
-    program = _program(batch, heads, grid, SIDE, DIM, BLOCK_D)
-    nodes = _tile_nodes(program, grid, LEVELS, SIDE)
-    u, edge, start = _load_tile(values, edges, carried, program, nodes, LEVELS, DIM, BLOCK_D, V_ORDER, E_ORDER)
-    rights, scales, downs, r, pivot = _eliminate(u, edge, start, KIND, BACKWARD, LEVELS)
-    if above is None:
-        x = r * tl.div_rn(1.0, pivot)[:, None]
+    program = this_program(batch, heads, grid, DIM, SIDE, BLOCK_D)
+    nodes = tile_nodes(program, grid, LEVELS, LEVELS, SIDE)
+    u, edge = load_tile(values, edges, program, nodes, LEVELS, DIM, LEVELS, BLOCK_D, V_ORDER, E_ORDER)
+    carried = tl.full(edge[0].shape, 1.0, tl.float32)
+    rights, scales, downs, moved, added = eliminate(u, edge, carried, KIND, BACKWARD, LEVELS)
+    if has_above:
+        x = load_places(vector_places(x_above, program, nodes[last], DIM, O_ORDER, BLOCK_D), 0.0)
     else:
-        x = _load(_vector_places(above, program, nodes[last], O_ORDER, DIM, BLOCK_D), 0.0)
-    _store(_vector_places(out[last], program, nodes[last], O_ORDER, DIM, BLOCK_D), x)
-    if BACKWARD:
-        solved = _load(_vector_places(solution[last], program, nodes[last], S_ORDER, DIM, BLOCK_D), 0.0)
-    for level in tl.static_range(LEVELS - 2, -1, -1):
-        parent = _repeat_to_children(x)
-        x = rights[level] * scales[level][:, None] + downs[level][:, None] * parent
-        _store(_vector_places(out[level], program, nodes[level], O_ORDER, DIM, BLOCK_D), x)
-        if BACKWARD:
-            solved_parent = _repeat_to_children(solved)
-            solved = _load(_vector_places(solution[level], program, nodes[level], S_ORDER, DIM, BLOCK_D), 0.0)
-            part = program[4].to(tl.int64) * batch * heads * nodes[level][3] * nodes[level][4]
-            _store(_number_places(edge_grads[level] + part, program, nodes[level], E_ORDER),
-                   _edge_gradient(x, solved, parent, solved_parent, KIND))
+        r = load_places(vector_places(values[last], program, nodes[last], DIM, V_ORDER, BLOCK_D), 0.0)
+        x = (r + sum_children(moved)) * tl.div_rn(1.0, 1 + sum_children(added))[:, None]
+        store_places(vector_places(out[last], program, nodes[last], DIM, O_ORDER, BLOCK_D), x)
+    substitute(x, rights, scales, downs, solution, out, edge_grads, program, nodes, LEVELS, DIM, KIND, BACKWARD, LEVELS,
+               BLOCK_D, E_ORDER, S_ORDER, O_ORDER)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _quadtree_solve_upper_kernel(
+        values, edges, solution, out, edge_grads, right_below, carried_below, x_below, right_above, carried_above,
+        x_above, batch, heads, height, width, top, left, levels, has_above, upwards, dim, KIND: tl.constexpr,
+        BACKWARD: tl.constexpr, LEVELS: tl.constexpr, SIDE: tl.constexpr, BLOCK_D: tl.constexpr, V_ORDER: tl.constexpr,
+        E_ORDER: tl.constexpr, S_ORDER: tl.constexpr, O_ORDER: tl.constexpr):
+    """Do what the up kernel (if `upwards`) or the down kernel does for one tile on top of others per program.
+
+    The tile has the first `levels` of its LEVELS levels, and the others have any tensors. right_below, carried_below:
+    results of the tiles below at its first level. x_below: x of its first level in float32, for the tiles below. They
+    have the orders of values, edges and out."""
+    last: tl.constexpr = LEVELS - 1
+    grid = (height, width, top, left)
+    program = this_program(batch, heads, grid, dim, SIDE, BLOCK_D)
+    nodes = tile_nodes(program, grid, levels, LEVELS, SIDE)
+    u, edge = load_tile(values, edges, program, nodes, levels, dim, LEVELS, BLOCK_D, V_ORDER, E_ORDER)
+    first = u[0] + load_places(vector_places(right_below, program, nodes[0], dim, V_ORDER, BLOCK_D), 0.0)
+    carried = load_places(number_places(carried_below, program, nodes[0], E_ORDER), 1.0)
+    rights, scales, downs, moved, added = eliminate((first,) + u[1:], edge, carried, KIND, BACKWARD, LEVELS)
+    right, carried = sum_children(moved), 1 + sum_children(added)
+    if upwards:
+        store_places(vector_places(right_above, program, nodes[last], dim, V_ORDER, BLOCK_D), right)
+        store_places(number_places(carried_above, program, nodes[last], E_ORDER), carried)
+    else:
+        if has_above:
+            x = load_places(vector_places(x_above, program, nodes[last], dim, O_ORDER, BLOCK_D), 0.0)
+        else:
+            r = load_places(vector_places(values[last], program, nodes[last], dim, V_ORDER, BLOCK_D), 0.0)
+            x = (r + right) * tl.div_rn(1.0, carried)[:, None]
+            store_places(vector_places(out[last], program, nodes[last], dim, O_ORDER, BLOCK_D), x)
+        x = substitute(x, rights, scales, downs, solution, out, edge_grads, program, nodes, levels, dim, KIND, BACKWARD,
+                       LEVELS, BLOCK_D, E_ORDER, S_ORDER, O_ORDER)
+        store_places(vector_places(x_below, program, nodes[0], dim, O_ORDER, BLOCK_D), x)
 
 
 def _tile(levels: int, block: int) -> Tuple[int, int]:
@@ -320,6 +201,33 @@ def _ordered(tensors: Sequence[Tensor]) -> Tuple[Sequence[Tensor], _Order]:
     return tensors, order
 
 
+class _Tree(NamedTuple):
+    """A tree over leaves, or over the roots of tiles. Kernels write x to `out` and gradients of edges to `edge_grads`,
+    which is empty, as the solution is, if no gradients are wanted."""
+    levels: Sequence[Level]
+    values: Sequence[Tensor]
+    edges: Sequence[Tensor]
+    solution: Sequence[Tensor]
+    out: Sequence[Tensor]
+    edge_grads: Sequence[Tensor]
+
+    def top(self, first: int) -> '_Tree':
+        """Return the tree of the levels from `first`."""
+        return _Tree(*(x[first:] for x in self))
+
+    def tile(self, count: int) -> Tuple[Tuple[Tensor, ...], ...]:
+        """Return the tensors of `count` levels, and of their edges. The last ones stand for those that do not exist."""
+        counts = (count, count - 1, count, count, count - 1)
+        return tuple((*x[:n], *x[-1:] * (n - len(x))) for x, n in zip(self[1:], counts))
+
+
+class _Roots(NamedTuple):
+    """Float32 tensors of the roots of tiles: the sum of up_c r_c and the carried number of each, and later x."""
+    right: Tensor
+    carried: Tensor
+    x: Tensor
+
+
 class _Solve(NamedTuple):
     """What the launches of a call share. The orders are those of values, edges, solution and out."""
     kind: str
@@ -327,30 +235,67 @@ class _Solve(NamedTuple):
     backward: bool
     orders: Tuple[_Order, _Order, _Order, _Order]
 
-    def run(self, levels: Sequence[Level], values: Sequence[Tensor], edges: Sequence[Tensor], carried: Optional[Tensor],
-            out: Sequence[Tensor], solution: Sequence[Tensor], edge_grads: Sequence[Tensor]) -> None:
-        """Write x of every level to `out`, and the gradients of edges. carried: the number at the first level."""
-        batch, heads, _, _, dim = values[0].shape
-        of_values, of_edges, of_solution, of_out = self.orders
-        side, count = _tile(len(levels), self.block)
-        programs = launch.programs(batch * heads * _tiles(levels[0], side) * triton.cdiv(dim, self.block))
-        options = {'KIND': self.kind, 'LEVELS': count, 'SIDE': side, 'DIM': dim, 'BLOCK_D': self.block,
-                   'V_ORDER': of_values.dims, 'E_ORDER': of_edges.dims,
-                   **launch.options('quadtree_solve', values[0].dtype, side * side * self.block, self.block)}
-        given, above = (tuple(values[:count]), tuple(edges[:count - 1]), carried), None
-        sizes = (batch, heads, *levels[0])
-        if count < len(levels):
-            last = count - 1
-            shape = (batch, heads, *levels[last][:2], dim)
-            right, above = of_values.empty(values[0], shape)[0], of_out.empty(values[0], shape)[0]
-            pivot = of_edges.empty(values[0], shape[:-1])[0]
+    def run(self, tree: _Tree) -> None:
+        """Write x of every level of a tree over leaves, and the gradients of edges."""
+        side, count = _tile(len(tree.levels), self.block)
+        batch, heads, *_, dim = tree.values[0].shape
+        programs, roots, constants = self._prepare(tree, side, count, self.block)
+        constants |= {'LEVELS': count, 'DIM': dim}
+        values, edges, *others = tree.tile(count)
+        sizes = (batch, heads, *tree.levels[0])
+        if count < len(tree.levels):
             transposed = self.backward and self.kind == 'skew'         # others have the same factors up and down
-            _quadtree_solve_up_kernel[programs](*given, right, pivot, *sizes, TRANSPOSED=transposed, **options)
-            self.run(levels[last:], [right, *values[count:]], edges[last:], pivot, [above, *out[count:]],
-                     solution[last:], edge_grads[last:])
+            _quadtree_solve_up_kernel[programs](
+                values, edges, roots.right, roots.carried, *sizes, TRANSPOSED=transposed, **constants,
+                **self._options('up', tree, side, self.block))
+            self.run_upper(tree.top(count - 1), roots)
         _quadtree_solve_down_kernel[programs](
-            *given, above, tuple(solution[:count]), tuple(out[:count]), tuple(edge_grads[:count - 1]), *sizes,
-            BACKWARD=self.backward, S_ORDER=of_solution.dims, O_ORDER=of_out.dims, **options)
+            values, edges, *others, roots.x, *sizes, int(count < len(tree.levels)), **constants,
+            **self._down_constants(), **self._options('down_bwd' if self.backward else 'down_fwd', tree, side,
+                                                      self.block))
+
+    def run_upper(self, tree: _Tree, below: _Roots) -> None:
+        """Do the same for a tree over the roots `below`, and write x of these roots."""
+        block = max(self.block, LEAST_UPPER_BLOCK)
+        side, count = _tile(len(tree.levels), block)
+        batch, heads, *_, dim = tree.values[0].shape
+        programs, roots, constants = self._prepare(tree, side, count, block)
+        constants |= {'LEVELS': side.bit_length(), **self._down_constants()}
+        options = self._options('upper', tree, side, block)
+
+        def sweep(upwards: bool) -> None:
+            _quadtree_solve_upper_kernel[programs](
+                *tree.tile(side.bit_length()), *below, *roots, batch, heads, *tree.levels[0], count,
+                int(count < len(tree.levels)), int(upwards), dim, **constants, **options)
+        if count < len(tree.levels):
+            sweep(upwards=True)
+            self.run_upper(tree.top(count - 1), roots)
+        sweep(upwards=False)
+
+    def _prepare(self, tree: _Tree, side: int, count: int, block: int) -> Tuple[Tuple[int], _Roots, Dict[str, Any]]:
+        """Return the launch grid, tensors for the roots of tiles, and the constants that all kernels take."""
+        of_values, of_edges, _, of_out = self.orders
+        like = tree.values[0]
+        batch, heads, _, _, dim = like.shape
+        if count < len(tree.levels):
+            shape = (batch, heads, *tree.levels[count - 1][:2], dim)
+            roots = _Roots(of_values.empty(like, shape)[0], of_edges.empty(like, shape[:-1])[0],
+                           of_out.empty(like, shape)[0])
+        else:
+            roots = _Roots(*[like.new_empty(0, dtype=torch.float32)] * 3)      # of the right type, but never accessed
+        programs = launch.programs(batch * heads * _tiles(tree.levels[0], side) * triton.cdiv(dim, block))
+        return programs, roots, {'KIND': self.kind, 'SIDE': side, 'BLOCK_D': block, 'V_ORDER': of_values.dims,
+                                 'E_ORDER': of_edges.dims}
+
+    def _down_constants(self) -> Dict[str, Any]:
+        """Return more constants of the kernels that sweep down."""
+        _, _, of_solution, of_out = self.orders
+        return {'BACKWARD': self.backward, 'S_ORDER': of_solution.dims, 'O_ORDER': of_out.dims}
+
+    @staticmethod
+    def _options(kernel: str, tree: _Tree, side: int, block: int) -> Dict[str, Any]:
+        """Return launch options, which the table has by the numbers at a tile's first level."""
+        return launch.options(f'quadtree_solve_{kernel}', tree.values[0].dtype, side * side * block, block)
 
 
 def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tensor], solution: Sequence[Tensor],
@@ -366,7 +311,7 @@ def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tens
     direct = blocks == 1 and all(of_edges.fits(x) for x in edge_grads)
     parts = edge_grads if direct else [of_edges.empty(x, x.shape, blocks) for x in edge_grads]
     solve = _Solve(kind, block, bool(solution), (of_values, of_edges, of_solution, of_out))
-    solve.run(levels, values, edges, None, found, solution, parts)
+    solve.run(_Tree(levels, values, edges, solution, found, parts))
     if found is not out:
         for x, y in zip(out, found):
             x.copy_(y)

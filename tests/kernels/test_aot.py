@@ -26,8 +26,8 @@ POLYLINE_KERNELS = {f'polyline_attention_{name}'
                     for name in ('fwd', 'bwd_query', 'bwd_key', 'running_fwd', 'running_bwd')}
 ALL_KERNELS = {*POLYLINE_KERNELS, 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
                *(f'decay_attention_{name}{line}' for name in ('fwd', 'bwd', 'transposed') for line in ('', '_line')),
-               'quadtree_solve_up', 'quadtree_solve_down', 'depthwise_conv_fwd', 'depthwise_conv_bwd',
-               'rotary_embedding_fwd',
+               'quadtree_solve_up', 'quadtree_solve_upper', 'quadtree_solve_down', 'depthwise_conv_fwd',
+               'depthwise_conv_bwd', 'rotary_embedding_fwd',
                *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
                                                             'bwd_value', 'bwd_key', 'bwd_query'))}
 

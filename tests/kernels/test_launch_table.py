@@ -37,6 +37,11 @@ def test_every_tile_of_every_head_has_a_row():
     kernels += [(f'decay_attention_{part}{line}', wide, (16, 32, 64))
                 for part in ('fwd', 'bwd', 'transposed') for line in ('', '_line')]
     kernels += [(f'polyline_scan_{part}', narrow, (16, 32, 64)) for part in ('fwd', 'bwd')]
+    # Tiles of 8 x 8 and of 16 x 16 nodes, which have a row for each number of nodes and channels.
+    kernels += [(f'quadtree_solve_{part}', (channels,), (64 * channels, 256 * channels))
+                for part in ('up', 'down_fwd', 'down_bwd') for channels in (1, 2, 4, 8, 16, 32)]
+    kernels += [(f'quadtree_solve_{part}', (64,), (4096,)) for part in ('up', 'down_bwd', 'upper')]
+    kernels += [('quadtree_solve_upper', (32,), (2048, 8192))]
     for kernel, heads, tiles in kernels:
         for size in (2, 4):
             for channels in heads:

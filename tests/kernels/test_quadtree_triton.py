@@ -89,9 +89,19 @@ def test_tiles_of_tiles(parametrization, sides, dtype, monkeypatch):
 
 @pytest.mark.parametrize('parametrization, grid, shift, levels', [
     ('laplacian', (7, 11), (0, 0), 2), ('symmetric', (7, 11), (5, 3), 3), ('skew', (1, 9), (5, 3), 2),
-    ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (20, 31), (5, 3), 3)], ids=str)
+    ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (20, 31), (5, 3), 3),
+    ('skew', (3, 40), (1, 0), 6)], ids=str)
 def test_forests(parametrization, grid, shift, levels):
     _check(*_inputs(*grid, parametrization, shift, levels), parametrization=parametrization, shift=shift)
+
+
+@pytest.mark.parametrize('grid, levels, first_tree', [((3, 8), 2, 2), ((2, 40), 6, 32)], ids=str)
+def test_trees_of_a_forest_do_not_meet(grid, levels, first_tree):
+    """Also those in one tile, whose common ancestors do not exist: a NaN stays in its tree."""
+    values, edges = _inputs(*grid, max_levels=levels)
+    values[0][..., 0, 0, :] = float('nan')
+    leaves, *_ = quadtree_solve(values, edges, backend='triton')
+    assert leaves[..., 0, :first_tree, :].isnan().all() and leaves[..., first_tree:, :].isfinite().all()
 
 
 @pytest.mark.parametrize('dtype, edge_dtype', [
@@ -201,7 +211,7 @@ def test_launches(monkeypatch):
 
         def __getitem__(self, programs):
             return lambda *args, **constants: launched.append((self.name, *programs, constants['SIDE']))
-    for name in ('up', 'down'):
+    for name in ('up', 'upper', 'down'):
         monkeypatch.setattr(triton, f'_quadtree_solve_{name}_kernel', Recorder(name))
 
     def launches(height, width, shift=(0, 0), max_levels=None):
@@ -213,10 +223,10 @@ def test_launches(monkeypatch):
     assert launches(1, 1) == []
     assert launches(7, 7) == [('down', 6, 8)]
     assert launches(14, 14) == launches(16, 16) == launches(7, 7, (2, 2)) == [('down', 6, 16)]
-    assert launches(14, 14, (5, 5)) == [('up', 6 * 9, 8), ('down', 6, 8), ('down', 6 * 9, 8)]
-    assert launches(56, 56) == [('up', 6 * 49, 8), ('down', 6, 8), ('down', 6 * 49, 8)]
-    assert [x[0] for x in launches(256, 256)] == ['up', 'down', 'down']
-    assert [x[0] for x in launches(512, 512)] == ['up', 'up', 'down', 'down', 'down']
+    assert launches(14, 14, (5, 5)) == [('up', 6 * 9, 8), ('upper', 6, 8), ('down', 6 * 9, 8)]
+    assert launches(56, 56) == [('up', 6 * 49, 8), ('upper', 6, 8), ('down', 6 * 49, 8)]
+    assert [x[0] for x in launches(256, 256)] == ['up', 'upper', 'down']
+    assert [x[0] for x in launches(512, 512)] == ['up', 'upper', 'upper', 'upper', 'down']
     assert launches(100, 33, (0, 0), 3) == [('down', 6 * 13 * 5, 8)]
 
 
