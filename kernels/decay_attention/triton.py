@@ -114,7 +114,7 @@ def _decay_attention_fwd_kernel(
         UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute the same for one tile of queries of a long line per program, over all keys of the line.
 
-    y_2 is only computed if `second` is 1 as well: a launch without v_2 may pass any tensors in place of v_2 and out_2."""
+    y_2 is only computed if `second` is 1: a launch without v_2 may pass any tensors in place of v_2 and out_2."""
     batch, line, head, block = place(heads, lines, tl.cdiv(length, BLOCK))
     j = block * BLOCK + tl.arange(0, BLOCK)
     at_line = batch * s_b + head * s_h + line * s_line

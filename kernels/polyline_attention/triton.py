@@ -202,8 +202,8 @@ def _columns(height: int, width: int, mask_mode: str) -> Tuple[int, int]:
     """Return the pairs that tiles of 64 queries and 16 keys cover, and the columns of those tiles.
 
     Tiles have 16 columns, or 8 columns and twice the rows where these cover fewer pairs. Only grids of at most 16 x 16
-    and squares that they fill may have tiles of 8 columns. Detectors see hundreds of other sizes, and would compile each
-    kernel for both tiles. With the multiplicative mask, tiles of 8 columns spill in the backward pass."""
+    and squares that they fill may have tiles of 8 columns. Detectors see hundreds of other sizes, and would compile
+    each kernel for both tiles. With the multiplicative mask, tiles of 8 columns spill in the backward pass."""
     def pairs(columns: int) -> int:
         line, query_rows, key_rows = -(-width // columns) * columns, 64 // columns, 16 // columns
         return line * (-(-height // query_rows) * query_rows) * line * (-(-height // key_rows) * key_rows)
