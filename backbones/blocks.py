@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from ..kernels import depthwise_conv
 from ..kernels.common.tracing import is_traced_or_wrapped
-from .inference import GELU, convolution, forward_in_parts, is_eager_cpu_inference, linear
+from .inference import GELU, convolution, forward_in_parts, is_cpu_inference, linear
 from .options import MIN_SIZE
 
 
@@ -168,7 +168,7 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_eager_cpu_inference(x):
+        if is_cpu_inference(x):
             return linear(self.fc2, self.dwconv(linear(self.fc1, x, GELU), activated=True))
         return self.fc2(self.dwconv(self.fc1(x)))
 

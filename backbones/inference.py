@@ -1,10 +1,11 @@
 """Inference on a CPU: parts of a batch that fit the caches, memory that stays, and layers joined with activations."""
 import platform
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels.common.tracing import exporting
 from ..kernels.common.workspace import keep_freed_memory
@@ -13,10 +14,15 @@ from ..kernels.common.workspace import keep_freed_memory
 PART_BYTES = 3_200_000
 
 
+def is_cpu_inference(x: Tensor) -> bool:
+    """True if x is on a CPU and runs without gradients, eagerly or in a compiled graph that stays on this machine."""
+    # torch.fx calls layers with proxies, which have no device.
+    return isinstance(x, Tensor) and x.device.type == 'cpu' and not torch.is_grad_enabled() and not exporting()
+
+
 def is_eager_cpu_inference(x: Tensor) -> bool:
     """True if x is on a CPU and runs eagerly without gradients, so that loops and in-place writes are safe."""
-    return (x.device.type == 'cpu' and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            and not exporting())
+    return is_cpu_inference(x) and not torch.compiler.is_compiling()
 
 
 def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, elements: int) -> Tensor:
@@ -35,7 +41,7 @@ def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: 
         x: (B, ...).
         elements: the number of elements of the token map of one image.
     """
-    if not isinstance(x, Tensor) or not is_eager_cpu_inference(x) or _has_hooks_or_trains(module):
+    if not is_eager_cpu_inference(x) or _has_hooks_or_trains(module):
         return forward(x)
     keep_freed_memory()
     images = max(1, PART_BYTES // max(1, elements * _dtype(x).itemsize))
@@ -48,7 +54,7 @@ def _has_hooks_or_trains(module: nn.Module) -> bool:
 
 
 # oneDNN's layers with an activation, which torch.compile uses on CPUs too: the names that it has for activations.
-_ACTIVATIONS = {nn.Identity: ('none', [], ''), nn.GELU: ('gelu', [], 'none'), nn.SiLU: ('swish', [], '')}
+_ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
 _ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
     hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -58,12 +64,14 @@ _NO_ACTIVATION, GELU = nn.Identity(), nn.GELU()
 def linear(layer: nn.Module, x: Tensor, act: nn.Module = _NO_ACTIVATION) -> Tensor:
     """Return act(layer(x)): (..., C) -> (..., C').
 
-    Eager inference on an x86 CPU calls oneDNN, which adds the bias and applies the activation while a block of the
-    result is in the cache. Layers other than plain ones run as they are."""
+    Inference on an x86 CPU calls oneDNN, which adds the bias and applies the activation while a block of the result is
+    in the cache. Layers other than plain ones run as they are."""
     if not _runs_on_onednn(x, layer, nn.Linear, act):
         return act(layer(x))
     x, weight, bias = _in_one_dtype(x, layer.weight, layer.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, *_ACTIVATIONS[type(act)])
+    if torch.compiler.is_compiling():
+        return _compiled_linear(x, weight, bias, _ACTIVATIONS[type(act)])
+    return _linear(x, weight, bias, _ACTIVATIONS[type(act)])
 
 
 def convolution(layer: nn.Module, x: Tensor, act: nn.Module, folded: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
@@ -74,8 +82,56 @@ def convolution(layer: nn.Module, x: Tensor, act: nn.Module, folded: Optional[Tu
         return act(layer(x) if folded is None else F.conv2d(
             x, *folded, layer.stride, layer.padding, layer.dilation, layer.groups))
     x, weight, bias = _in_one_dtype(x, *(folded or (layer.weight, layer.bias)))
-    return torch.ops.mkldnn._convolution_pointwise(
-        x, weight, bias, layer.padding, layer.stride, layer.dilation, layer.groups, *_ACTIVATIONS[type(act)])
+    options = layer.padding, layer.stride, layer.dilation, layer.groups, _ACTIVATIONS[type(act)]
+    if torch.compiler.is_compiling():
+        return _compiled_convolution(x, weight, bias, *options)
+    return _convolution(x, weight, bias, *options)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, act, [], 'none')
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: Sequence[int], stride: Sequence[int],
+                 dilation: Sequence[int], groups: int, act: str) -> Tensor:
+    return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, act, [], 'none')
+
+
+# Inductor takes oneDNN's layers with constant weights only. These operators are closed to it.
+
+@torch.library.custom_op('subquad::onednn_linear_fwd', mutates_args=())
+def _compiled_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
+    keep_freed_memory()
+    return _linear(x, weight, bias, act)
+
+
+@torch.library.custom_op('subquad::onednn_convolution_fwd', mutates_args=())
+def _compiled_convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: List[int], stride: List[int],
+                          dilation: List[int], groups: int, act: str) -> Tensor:
+    """x and the result are channels-last."""
+    keep_freed_memory()
+    return _convolution(x, weight, bias, padding, stride, dilation, groups, act)
+
+
+@_compiled_linear.register_fake
+def _(x, weight, bias, act):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_compiled_convolution.register_fake
+def _(x, weight, bias, padding, stride, dilation, groups, act):
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups).contiguous(memory_format=torch.channels_last)
+
+
+@register_flop_formula(torch.ops.subquad.onednn_linear_fwd)
+def _(x, weight, bias, act, out_shape=None, **kwargs) -> int:
+    return 2 * torch.Size(x).numel() * weight[0]
+
+
+@register_flop_formula(torch.ops.subquad.onednn_convolution_fwd)
+def _(x, weight, *args, out_shape=None, **kwargs) -> int:
+    batch, _, height, width = out_shape
+    return 2 * batch * height * width * torch.Size(weight).numel()
 
 
 def _runs_on_onednn(x: Tensor, layer: nn.Module, kind: type, act: nn.Module) -> bool:
@@ -83,16 +139,20 @@ def _runs_on_onednn(x: Tensor, layer: nn.Module, kind: type, act: nn.Module) -> 
 
     Hooks, adapters and quantized weights change what a layer does. Modes such as a counter of operations know PyTorch's
     own operators only."""
-    if type(act) is nn.SiLU and _dtype(x) != torch.bfloat16:             # no faster than a pass of PyTorch's own
-        return False
     plain = type(layer) is kind and type(layer.weight) is nn.Parameter and type(act) in _ACTIVATIONS
-    return (_ONEDNN and plain and type(x) is Tensor and is_eager_cpu_inference(x) and x.numel() > 0
+    return (_ONEDNN and plain and type(x) is Tensor and is_cpu_inference(x) and x.numel() > 0
+            and (type(act) is not nn.SiLU or _dtype(x) == torch.bfloat16)          # no faster in float32
             and getattr(act, 'approximate', 'none') == 'none'
             and not any(m._forward_hooks or m._forward_pre_hooks for m in (layer, act))
-            and torch._C._get_mkldnn_enabled() and torch._C._len_torch_dispatch_stack() == 0
-            and not torch._C._functorch.is_functorch_wrapped_tensor(x)
             and layer.weight.dtype in _DTYPES and _dtype(x) in _DTYPES
-            and (torch.is_autocast_enabled('cpu') or x.dtype == layer.weight.dtype))
+            and (torch.is_autocast_enabled('cpu') or x.dtype == layer.weight.dtype)
+            and (torch.compiler.is_compiling() or _pytorch_runs_it_unseen(x)))
+
+
+def _pytorch_runs_it_unseen(x: Tensor) -> bool:
+    """True if no switch, mode or transform of PyTorch wants to see an operator on x."""
+    return (torch._C._get_mkldnn_enabled() and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _dtype(x: Tensor) -> torch.dtype:

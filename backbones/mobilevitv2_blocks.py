@@ -12,7 +12,7 @@ from ..kernels.common.patches import fold_patches, unfold_patches
 from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq
 from .blocks import can_bypass_forward, check_image, conv_norm_act_folded
-from .inference import convolution, forward_in_parts, is_eager_cpu_inference
+from .inference import convolution, forward_in_parts, is_cpu_inference
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import check_source
 
@@ -139,7 +139,7 @@ class TransformerLayer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         mlp = self.mlp
-        if not is_eager_cpu_inference(x) or mlp._forward_hooks or mlp._forward_pre_hooks:
+        if not is_cpu_inference(x) or mlp._forward_hooks or mlp._forward_pre_hooks:
             return mlp(x)
         x = mlp.norm(convolution(mlp.fc1, x, mlp.act))
         return mlp.fc2(mlp.drop(x))

@@ -8,6 +8,7 @@ kernels (except `tree_solve`, `eos_elementwise` and `eos_matmul`).
     polyline_linear_attention  linear attention under the decay mask, by scans                   O(N)
     separable_attention        one context vector, by softmax scores, for all tokens of a group  O(N)
     quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
+    quadtree_attention         that solve, with edges from queries and keys                      O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
     rotary_embedding           rotations of queries and keys by the angles of a table           O(N)
     depthwise_conv             a window for each channel, with GELU and sums in the same pass    O(N)
@@ -29,11 +30,12 @@ from .eos_matmul import eos_matmul
 from .polyline_attention import polyline_attention
 from .polyline_linear_attention import polyline_linear_attention
 from .polyline_scan import polyline_scan
+from .quadtree_attention import quadtree_attention
 from .quadtree_solve import quadtree_solve
 from .rotary_embedding import rotary_embedding
 from .separable_attention import separable_attention
 from .tree_solve import tree_solve
 
 __all__ = ['crisscross_attention', 'decay_attention', 'depthwise_conv', 'eos_elementwise', 'eos_matmul',
-           'polyline_attention', 'polyline_linear_attention', 'polyline_scan', 'quadtree_solve', 'rotary_embedding',
-           'separable_attention', 'tree_solve', 'use_backend', 'why_not']
+           'polyline_attention', 'polyline_linear_attention', 'polyline_scan', 'quadtree_attention', 'quadtree_solve',
+           'rotary_embedding', 'separable_attention', 'tree_solve', 'use_backend', 'why_not']

@@ -4,7 +4,7 @@
 does not say how the edges of a tree over an image are computed. `TreeMixer` documents the choice made here.
 """
 import math
-from typing import ClassVar, List, Optional, Sequence
+from typing import ClassVar, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from timm.layers import is_exportable
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ...kernels import quadtree_solve
-from ...kernels.common.autocast import without_autocast
+from ...kernels import quadtree_attention, quadtree_solve
 from ...kernels.quadtree_solve.portable import quadtree_solve_maps
 from ...kernels.trees import (
     PARAMETRIZATIONS,
@@ -26,6 +25,8 @@ from ...kernels.trees import (
     sibling_normalized,
     third_of_coarsest_cell,
 )
+from ...kernels.trees.edges import edge_biases, edge_logits, edges_of
+from ..inference import linear
 from ..options import Options, check, flag, integer, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
@@ -124,22 +125,23 @@ class TreeMixer(nn.Module):
         if self.exportable and mask is None:
             y = self._solve_maps(x, levels).permute(0, 2, 3, 1)
             return self.out(F.silu(self.gate(x)) * y)
-        values = [self._split_heads(v) for v in level_means(self.value(x).permute(0, 3, 1, 2), levels, mask)]
-        y = quadtree_solve(
-            values,
-            self.edges(x, levels, mask),
+        y = quadtree_attention(
+            *self._queries_and_keys(x),
+            self._split_heads(linear(self.value, x)),
+            self.edge_bias,
             parametrization=self.parametrization,
             rho=self.rho,
             mask=mask,
             shift=levels[0][2:],
-        )[0]
+            max_levels=self.max_levels,
+        )
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
-        return self.out(F.silu(self.gate(x)) * y)
+        return linear(self.out, F.silu(linear(self.gate, x)) * y)
 
     def _solve_maps(self, x: Tensor, levels: Sequence[Level]) -> Tensor:
         """Return the solution at the leaves, (B, C, H, W), computed with channels-first maps for exporters."""
         values = level_means_export(self.value(x).permute(0, 3, 1, 2), levels)
-        logits: List[Tensor] = [self._biases(n, level) for n, level in enumerate(levels[:-1])]
+        logits: List[Tensor] = [edge_biases(self.edge_bias, n, level) for n, level in enumerate(levels[:-1])]
         if self.query is not None:
             query, key = (level_means_export(linear(x).permute(0, 3, 1, 2), levels)
                           for linear in (self.query, self.key))
@@ -192,8 +194,14 @@ class TreeMixer(nn.Module):
             return torch.autograd.grad(solution[0][:, :, row, column].sum(), values)[0]
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, heads, H, W, C / heads), a view."""
-        return x.permute(0, 2, 3, 1).unflatten(3, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
+        """(B, H, W, C) -> (B, heads, H, W, C / heads), a view."""
+        return x.unflatten(3, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
+
+    def _queries_and_keys(self, x: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        """Return queries and keys, (B, heads, H, W, 8), or None for static edges."""
+        if self.query is None:
+            return None, None
+        return self._split_heads(linear(self.query, x)), self._split_heads(linear(self.key, x))
 
     def edges(self, x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
         """Return the edges for `quadtree_solve`.
@@ -206,42 +214,5 @@ class TreeMixer(nn.Module):
         Returns:
             (B, heads, H_l, W_l) for each level but the last, at least float32.
         """
-        logits: List[Tensor] = [self._biases(n, level) for n, level in enumerate(levels[:-1])]
-        if self.query is None:
-            logits = [bias.expand(len(x), -1, -1, -1) for bias in logits]
-        else:
-            query, key = (self._float_means(linear(x), levels, mask) for linear in (self.query, self.key))
-            logits = [
-                self._dots(query[n], repeat_to_children(key[n + 1], level)) + bias
-                for n, (level, bias) in enumerate(zip(levels, logits))
-            ]
-        if self.parametrization == 'laplacian':
-            return [F.softplus(logit) * 4.0 ** n for n, logit in enumerate(logits)]
-        return logits
-
-    @staticmethod
-    def _float_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor]) -> List[Tensor]:
-        """Means over the leaves of every cell, at least float32: (B, H, W, C) -> (B, C, H_l, W_l) for each level."""
-        return level_means(x.to(torch.promote_types(x.dtype, torch.float32)).permute(0, 3, 1, 2), levels, mask)
-
-    def _dots(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scaled dot products of each head: query and key (B, heads * 8, H, W) -> (B, heads, H, W)."""
-        products = (query * key).permute(0, 2, 3, 1)
-        shape = (*products.shape[:3], self.num_heads)
-        # A product with a vector is faster than a sum over so short a dimension.
-        scale = products.new_full((EDGE_DIM,), EDGE_DIM ** -0.5)
-        with without_autocast(products):
-            return torch.mv(products.reshape(-1, EDGE_DIM), scale).view(shape).permute(0, 3, 1, 2)
-
-    def _biases(self, n: int, level: Level) -> Tensor:
-        """The bias of each cell, which depends on its place among its siblings: (1, heads, H_l, W_l)."""
-        table = self.edge_bias[min(n, BIASED_LEVELS - 1)]
-        table = table.to(torch.promote_types(table.dtype, torch.float32))
-        top, left = level.top % 2, level.left % 2
-        rows, columns = (level.height + top + 1) // 2, (level.width + left + 1) // 2
-        # Tensor.repeat would reach exporters with one more dimension for each that it repeats.
-        table = table.permute(2, 0, 1).reshape(-1, 1, 4).expand(-1, rows, -1)             # (heads, rows, 2 * 2)
-        table = table.reshape(-1, 1, 2).expand(-1, columns, -1).reshape(1, self.num_heads, 2 * rows, 2 * columns)
-        if tuple(table.shape[2:]) == (level.height, level.width):
-            return table
-        return table[:, :, top:top + level.height, left:left + level.width]
+        logits = edge_logits(*self._queries_and_keys(x), self.edge_bias, levels, mask)
+        return edges_of([logit.expand(x.shape[0], -1, -1, -1) for logit in logits], self.parametrization)

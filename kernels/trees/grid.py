@@ -141,12 +141,14 @@ def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = 
     return counts
 
 
-def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
+def level_means(x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None,
+                counts: Optional[Sequence[Tensor]] = None) -> List[Tensor]:
     """Return x (B, C, H, W) and its means over the (valid) leaves of each cell of coarser grids: (B, C, H_l, W_l) each.
 
-    Cells without a valid leaf have mean 0. Sums have at least float32."""
+    Cells without a valid leaf have mean 0. Sums have at least float32. `counts` are the `leaf_counts` of the levels and
+    the mask, if they are known."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
-    counts = leaf_counts(levels, total, mask, op='level_means')
+    counts = leaf_counts(levels, total, mask, op='level_means') if counts is None else counts
     if mask is not None:
         total = total.masked_fill(counts[0] == 0, 0)     # whatever their values are, NaN too
         x = total.to(x.dtype)

@@ -30,6 +30,17 @@ def sibling_normalized(z: Tensor, level: Level, rho: float) -> Tensor:
     return (rho / 2 * ratio * total.rsqrt()).to(z.dtype)
 
 
+def sibling_normalized_gradient(grad: Tensor, z: Tensor, level: Level, rho: float) -> Tensor:
+    """Return the gradient of z given that of `sibling_normalized(z, level, rho)`; both have at least float32.
+
+    With r^2 = 1 + sum of z^2: dz = rho / 2 * (db / r - z / r^3 * sum of db z)."""
+    largest = repeat_to_children(_max_children(z.abs().clamp(min=1), level), level)
+    ratio = z / largest                                  # as there: z may be as large as its dtype allows
+    total = repeat_to_children(sum_children(ratio.square(), level), level) + largest.reciprocal().square()
+    common = repeat_to_children(sum_children(grad * ratio, level), level)
+    return rho / 2 * total.rsqrt() / largest * (grad - ratio / total * common)
+
+
 def _max_children(x: Tensor, level: Level) -> Tensor:
     """Maximum over the children of each parent, as `sum_children`; x is at least 0."""
     if exporting():
