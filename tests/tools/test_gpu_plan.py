@@ -90,9 +90,9 @@ def test_parts_name_modules_files_and_presets_that_exist():
 
 
 def test_every_operator_with_kernels_of_its_own_is_checked():
-    """Three operators have no kernel yet, and two run those of polyline_scan and quadtree_solve."""
+    """Some have no kernel, and others run those of polyline_scan and quadtree_solve."""
     assert set(gpu_checks.GRIDS) == set(kernels.__all__) - {
-        'tree_solve', 'eos_elementwise', 'eos_matmul', 'quadtree_attention', 'polyline_linear_attention', 'use_backend',
+        'tree_solve', 'eos_elementwise', 'eos_matmul', 'polyline_linear_attention', 'quadtree_attention', 'use_backend',
         'why_not'}
 
 

@@ -156,7 +156,10 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
     subject = networks.parse_model(first)
     architecture = subject.name
     small = images[:1] if zoo.size_options(architecture, size) else images[:1, :, :64, :64]
-    networks.model_call(first, small, False)[0]()      # so that the memory of lazy initialization does not count
+    # So that the memory of lazy initialization and of a compiler does not count:
+    networks.model_call(first.replace('+compile', ''), small, False)[0]()
+    if subject.compile:
+        calls[first]()
     counted, _ = networks.model_call(f'{architecture}@portable', images, False)
     peaks = {first: peak_memory(calls[first], device=device)}
     calls = working(calls, first)

@@ -119,7 +119,6 @@ _PPMA = [
 ]
 
 
-
 def _autocast(title: str, name: str, family: str, *others: str) -> Preset:
     """Return a preset of a model under autocast to bfloat16 beside float32 and beside other models under autocast."""
     return Preset(
@@ -136,6 +135,24 @@ _AUTOCAST = [
     _autocast('PPMA-Tiny', 'ppma_tiny', 'ppma', 'swin_tiny_patch4_window7_224'),
     _autocast('Myo-Tiny', 'myo_tiny', 'myo'),
     _autocast('MobileViTv2-1.0', 'subquad_mobilevitv2_100', 'mobilevitv2'),
+]
+
+
+def _compiled(title: str, name: str, family: str, batch: int) -> Preset:
+    """Return a preset of a compiled model beside the eager one."""
+    return Preset(
+        name=f'{name.removeprefix("subquad_")}-compiled-batch{batch}',
+        description=f'{title} compiled and eager, {batch} image(s) of 224 x 224',
+        measure=compare_models,
+        options=dict(names=(f'{name}+compile', name), size=(224, 224), batch=batch),
+        targets=dict(min_speedup={name: 0.97}),
+        repeats=40 if batch == 1 else 15, family=family)
+
+
+_COMPILED = [
+    _compiled(title, name, family, batch) for title, name, family in (
+        ('PPMA-Tiny', 'ppma_tiny', 'ppma'), ('Myo-Tiny', 'myo_tiny', 'myo'), ('LCSM-Tiny', 'lcsm_tiny', 'lcsm'),
+        ('MobileViTv2-1.0', 'subquad_mobilevitv2_100', 'mobilevitv2')) for batch in (1, 8)
 ]
 
 _SEPARABLE = dict(op='separable_attention', batch=8, heads=1, dim=128, names=('portable', 'eager', 'matmul'))
@@ -330,7 +347,7 @@ _GPU = [
         repeats=20, family='ppma', device='cuda'),
 ]
 
-PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_AUTOCAST, *_GPU)}
+PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_AUTOCAST, *_COMPILED, *_GPU)}
 # What `subquad benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()
