@@ -62,12 +62,15 @@ def _polyline_attention_fwd_kernel(
         q, k, v, sa, sb, out, first, lse, flags, heads, height, width, token_i, token_j,
         q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
-        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, TOTALS: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
-        PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, BY_ROWS: tl.constexpr, TOTALS: tl.constexpr,
+        MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr, SAVE: tl.constexpr, UPCAST: tl.constexpr,
+        PRECISION: tl.constexpr):
     """Compute y for one tile of queries per program, over all keys."""
     M: tl.constexpr = ROWS * COLS
     N: tl.constexpr = KEY_ROWS * COLS
     TILE: tl.constexpr = (ROWS, COLS, KEY_ROWS, COLS)           # indices i, j, k, l
+    if BY_ROWS:
+        token_j = 1
     tiles = tl.cdiv(height, ROWS) * tl.cdiv(width, COLS)
     tile = tl.program_id(0) % tiles
     group = (tl.program_id(0) // tiles).to(tl.int64)
@@ -253,6 +256,7 @@ class _Grid:
         channels = max(self.constants['BLOCK_D'], self.constants['BLOCK_V'])
         queries = _QUERIES.get((self.q.dtype.itemsize, channels), 64)
         return {'ROWS': queries // self.side, 'COLS': self.side, 'KEY_ROWS': 16 // self.side,
+                'BY_ROWS': self.side == 8 and not self.swapped,
                 **launch.options(kernel, self.q.dtype, queries, channels)}
 
     def parts(self, tiles: int) -> Tuple[int, int]:

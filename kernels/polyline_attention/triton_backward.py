@@ -68,8 +68,8 @@ def _polyline_attention_bwd_query_kernel(
         q, k, v, sa, sb, grad, lse, delta, flags, dq, sums, first_tile, tiles, slices, heads, height, width, token_i,
         token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
-        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr,
-        UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, BY_ROWS: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
+        PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute dq and the sums of one tile of queries (i, j) per program, over all keys (k, l).
 
     A launch takes `tiles` tiles of each row, from `first_tile` on. Groups with a flag are left to others."""
@@ -77,6 +77,8 @@ def _polyline_attention_bwd_query_kernel(
     N: tl.constexpr = KEY_ROWS * COLS
     TILE: tl.constexpr = (ROWS, COLS, KEY_ROWS, COLS)           # indices i, j, k, l
     SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
+    if BY_ROWS:
+        token_j = 1
     program = tl.program_id(0)
     in_group = tl.cdiv(height, ROWS) * tiles
     group = (program // in_group).to(tl.int64)
@@ -202,14 +204,16 @@ def _polyline_attention_bwd_key_kernel(
         q, k, v, sa, sb, grad, lse, delta, flags, dk, dv, sums, first_tile, tiles, slices, heads, height, width,
         token_i, token_j, q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
         DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
-        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, MULTIPLICATIVE: tl.constexpr, PATHS: tl.constexpr,
-        UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+        COLS: tl.constexpr, KEY_ROWS: tl.constexpr, BY_ROWS: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
+        PATHS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Compute dk, dv and the sums of one tile of keys (k, l) per program, over all queries (i, j), in tiles of KEY_ROWS
     rows. A launch takes tiles as that of `_polyline_attention_bwd_query_kernel` does."""
     M: tl.constexpr = ROWS * COLS
     N: tl.constexpr = KEY_ROWS * COLS
     TILE: tl.constexpr = (ROWS, COLS, KEY_ROWS, COLS)           # indices k, l, i, j
     SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
+    if BY_ROWS:
+        token_j = 1
     program = tl.program_id(0)
     in_group = tl.cdiv(height, ROWS) * tiles
     group = (program // in_group).to(tl.int64)
@@ -268,8 +272,10 @@ def _polyline_attention_bwd_key_kernel(
         e2 = decay(sa_kl, tl.load(sa + kj, mask=in_kj, other=0.0)[:, None, None, :])
         sb_kj = tl.load(sb + kj, mask=in_kj, other=0.0)[:, None, None, :]
         sum2 = tl.zeros((ROWS, COLS, COLS), tl.float32)         # g2, summed over query rows
-        signed2 = tl.zeros((ROWS, 8, COLS), tl.float32)         # g2 times sign(k - i), summed over l
+        signed2 = tl.zeros((ROWS, 8, KEY_ROWS, COLS), tl.float32)       # g2 times sign(k - i), summed over l
         queries = q + (n_i.to(tl.int64) * q_i + n_j * q_j)[:, None] + d[None, :]
+        ij = i_offset[:, None] * token_i + j[None, :] * token_j
+        il = i_offset[:, None] * token_i + l[None, :] * token_j
         n_line = (batch * tokens + n_i * token_i + n_j * token_j) * heads + head
         gradients = grad + n_line[:, None] * DIM_V + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
@@ -285,8 +291,6 @@ def _polyline_attention_bwd_key_kernel(
             if UPCAST:
                 query = query.to(tl.float32)
                 gradient = gradient.to(tl.float32)
-            ij = (row + i_offset)[:, None] * token_i + j[None, :] * token_j
-            il = (row + i_offset)[:, None] * token_i + l[None, :] * token_j
             # Queries outside of the grid need no care: their products with values and their deltas are 0.
             n_lse = tl.load(lse + ij, mask=in_ij, other=0.0)[None, None, :, :]
             logits = tl.reshape(tl.dot(key, tl.trans(query), input_precision=PRECISION), TILE)
@@ -318,17 +322,19 @@ def _polyline_attention_bwd_key_kernel(
                 weights += x2
                 dlogits += g2
                 sum2 += tl.sum(g2, 2)
-                signed2 += tl.sum(sign * _sum_over_rows(g2), 2)
+                signed2 += sign * _sum_over_rows(g2)
             dv_tile = tl.dot(tl.reshape(weights, (M, N)).to(gradient.dtype), gradient, dv_tile,
                              input_precision=PRECISION)
             dk_tile = tl.dot(tl.reshape(dlogits, (M, N)).to(query.dtype), query, dk_tile, input_precision=PRECISION)
+            ij += KEY_ROWS * token_i
+            il += KEY_ROWS * token_i
             queries += step * q_i
             gradients += step * token_i * heads * DIM_V
         if PATHS != V2H:
-            sum2 *= index_sign(l[:, None], j[None, :])[None, :, :]
+            sum2 *= index_sign((l * token_j)[:, None], (j * token_j)[None, :])[None, :, :]
             dsa += tl.sum(sum2, 2)
             tl.store(sums + (slices + part) * groups * tokens + kj, -tl.sum(sum2, 1), mask=in_kj)
-            tl.store(sums + (3 * slices + 2 + part) * groups * tokens + kj, tl.sum(signed2, 1), mask=in_kj)
+            tl.store(sums + (3 * slices + 2 + part) * groups * tokens + kj, tl.sum(tl.sum(signed2, 2), 1), mask=in_kj)
     line = (batch * tokens + m_k * token_i + m_l * token_j) * heads + head
     tl.store(dk + line[:, None] * DIM + d[None, :], dk_tile.to(dk.dtype.element_ty), mask=in_k)
     tl.store(dv + line[:, None] * DIM_V + d_v[None, :], dv_tile.to(dv.dtype.element_ty), mask=in_v)

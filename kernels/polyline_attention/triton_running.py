@@ -38,6 +38,26 @@ def decay(x, y):
 
 
 @triton.jit
+def _log_masks(sa, sb, along_row, sb_own, sb_other, own_tokens, other_tokens, in_own, in_other, OWN: tl.constexpr,
+               OTHER: tl.constexpr):
+    """Return the log masks of a tile of pairs (own, other) between its row and another row, whose tokens at the columns
+    of the tile are own_tokens and other_tokens: along the tile's row first, and along the other row first.
+
+    The first is L for queries (own) and keys (other), and L~ for keys (own) and queries (other).
+
+    Args:
+        along_row: log decay between own and other columns along the tile's row.
+        sb_own, sb_other: sums at these columns of the tile's row.
+        OWN, OTHER: what stands for sums along rows beyond their end: infinite for keys, 0 for queries.
+    """
+    down_other = tl.abs(sb_other - load_sums(sb, other_tokens, in_other, 0.0))
+    down_own = tl.abs(sb_own - load_sums(sb, own_tokens, in_own, 0.0))
+    sa_own = load_sums(sa, own_tokens, in_own, OWN)
+    sa_other = load_sums(sa, other_tokens, in_other, OTHER)
+    return along_row - down_other[None, :], -tl.abs(sa_own[:, None] - sa_other[None, :]) - down_own[:, None]
+
+
+@triton.jit
 def _outputs_of_a_tile(
         q, k, v, sa, sb, out, first, lse, group, tile, groups, heads, height, width, token_i, token_j,
         q_b, q_h, q_i, q_j, k_b, k_h, k_i, k_j, v_b, v_h, v_i, v_j,
@@ -76,16 +96,8 @@ def _outputs_of_a_tile(
             key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
             value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
             logits = dot(query, tl.trans(key), PRECISION) * LOG2E
-            mask1 = tl.zeros((BLOCK, BLOCK), tl.float32)
-            mask2 = tl.zeros((BLOCK, BLOCK), tl.float32)
-            if PATHS != H2V:
-                sb_kl = load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
-                mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
-            if PATHS != V2H:
-                sa_kj = load_sums(sa, row * token_i + j * token_j, in_j, 0.0)
-                sb_kj = load_sums(sb, row * token_i + j * token_j, in_j, 0.0)
-                sa_kl = load_sums(sa, row * token_i + l * token_j, in_l, INF)
-                mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
+            mask1, mask2 = _log_masks(sa, sb, along_query_row, sb_ij, sb_il, row * token_i + j * token_j,
+                                      row * token_i + l * token_j, in_j, in_l, 0.0, INF)
             if MULTIPLICATIVE:
                 logits = tl.where(in_l[None, :], logits, -INF)
                 new_top = tl.maximum(top1, tl.max(logits, 1))
@@ -214,12 +226,8 @@ def _as_queries(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cros
         for row in range(0, height):
             key = load_tokens(key_row, l, k_j, width, DIM, BLOCK_D, UPCAST)
             value = load_tokens(value_row, l, v_j, width, DIM_V, BLOCK_V, UPCAST)
-            sb_kl = load_sums(sb, row * token_i + l * token_j, in_l, 0.0)
-            sa_kj = load_sums(sa, row * token_i + own * token_j, in_own, 0.0)
-            sb_kj = load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
-            sa_kl = load_sums(sa, row * token_i + l * token_j, in_l, INF)
-            mask1 = along_query_row - tl.abs(sb_il - sb_kl)[None, :]
-            mask2 = -tl.abs(sa_kj[:, None] - sa_kl[None, :]) - tl.abs(sb_ij - sb_kj)[:, None]
+            mask1, mask2 = _log_masks(sa, sb, along_query_row, sb_ij, sb_il, row * token_i + own * token_j,
+                                      row * token_i + l * token_j, in_own, in_l, 0.0, INF)
             logits = dot(query, tl.trans(key), PRECISION) * LOG2E
             dweights = dot(gradient, tl.trans(value), PRECISION) * FACTOR
             _, dlogits, grad1, grad2 = _tile_gradients(logits, dweights, mask1, mask2, lse1, lse2, delta1, delta2,
@@ -275,12 +283,8 @@ def _as_keys(q, k, v, sa, sb, grad, lse1, lse2, delta1, delta2, cross_a, cross_b
             row_tokens = row * token_i + j * token_j
             query = load_tokens(query_row, j, q_j, width, DIM, BLOCK_D, UPCAST)
             gradient = load_tokens(grad_row, j, grad_j, width, DIM_V, BLOCK_V, UPCAST)
-            sa_ij = load_sums(sa, row_tokens, in_j, 0.0)
-            sb_ij = load_sums(sb, row_tokens, in_j, 0.0)
-            sa_il = load_sums(sa, row * token_i + own * token_j, in_own, INF)
-            sb_il = load_sums(sb, row * token_i + own * token_j, in_own, 0.0)
-            mask1 = -tl.abs(sa_il[:, None] - sa_ij[None, :]) - tl.abs(sb_il - sb_kl)[:, None]
-            mask2 = along_key_row - tl.abs(sb_ij - sb_kj)[None, :]
+            mask2, mask1 = _log_masks(sa, sb, along_key_row, sb_kl, sb_kj, row * token_i + own * token_j, row_tokens,
+                                      in_own, in_j, INF, 0.0)
             logits = dot(key, tl.trans(query), PRECISION) * LOG2E
             dweights = dot(value, tl.trans(gradient), PRECISION) * FACTOR
             weights, dlogits, grad1, grad2 = _tile_gradients(

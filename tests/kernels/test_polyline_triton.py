@@ -83,6 +83,24 @@ def test_tiles_of_several_rows(name, grid, replaced):
     assert replaced and not any(replaced)
 
 
+@pytest.mark.parametrize('grid', [(5, 18), (18, 5)])
+def test_several_tiles_of_8_columns(grid, replaced, monkeypatch):
+    """Read by rows, whose tokens are side by side, and by columns."""
+    from subquad.kernels.polyline_attention import triton
+    monkeypatch.setattr(triton, '_columns', lambda height, width, _: (-width, 8))
+    _check(BOTH[0], _inputs(*grid))
+    assert replaced and not any(replaced)
+
+
+def test_one_tile_for_all_sizes_of_detectors():
+    """Tiles of 8 columns are for small grids and for squares that they fill."""
+    from subquad.kernels.polyline_attention.triton import _columns
+    assert {_columns(height, width, 'additive')[1] for height in range(1, 85) for width in range(17, 85)
+            if height != width} == {16}
+    assert [_columns(n, n, 'additive')[1] for n in (7, 14, 20, 24, 28, 40, 56)] == [8, 16, 16, 8, 16, 8, 8]
+    assert [_columns(n, n, 'multiplicative')[1] for n in (7, 56)] == [16, 16]
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_bfloat16(name, replaced):
     _check(name, _inputs(5, 6, torch.bfloat16))
