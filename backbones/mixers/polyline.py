@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
 from ...kernels.common.checks import MASK_MODES
 from ...kernels.common.tracing import exporting
+from ...kernels.common.workspace import packed
 from ...kernels.crisscross_attention.portable import crisscross_attention_tokens
 from ...kernels.dispatch import chosen_backend
 from ...kernels.polyline_attention.portable import polyline_attention_tokens
@@ -317,7 +318,7 @@ class PolylineMixer(nn.Module):
         if y.is_contiguous() and not export:             # the order of the Triton kernels: a view of the grid
             y = self.lepe(v, y.reshape(v.shape))
         else:
-            y = self.lepe(v).reshape(y.shape) + y
+            y = self.lepe(v).reshape(y.shape) + packed(y)
         return linear(self.out, y.reshape(batch, height, width, dim))
 
     def _linears(self) -> List[nn.Module]:

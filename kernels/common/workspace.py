@@ -51,3 +51,12 @@ def sums_are_safe(sums: Tensor) -> bool:
     """
     low, high = torch.aminmax(sums)
     return LEAST_SUM <= float(low) and float(high) <= 1 / LEAST_SUM      # false for NaN
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return x, as a contiguous copy if it is bfloat16 on a CPU.
+
+    PyTorch's arithmetic on bfloat16 with gaps or repeated numbers works through single numbers, and its copies do not:
+    dividing 280 x 56 rows of 16 by a number each takes 0.22 ms, with a copy 0.05 (measured on two cores).
+    """
+    return x.contiguous() if x.is_cpu and x.dtype == torch.bfloat16 else x

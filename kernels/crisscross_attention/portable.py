@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..common.autocast import without_autocast
 from ..common.decay import compute_dtype
-from ..common.workspace import Workspace, ranges
+from ..common.workspace import Workspace, packed, ranges
 from ..decay_attention import portable as decay_portable
 from ..decay_attention.portable import LineWeights, line_weights_export
 
@@ -43,7 +43,7 @@ class _Axes:
         y = _on_lines(self.rows.apply, torch.cat((v, down.transpose(1, 2)), -1))
         along, down_then_along = y.split(v.shape[-1], -1)
         along_then_down = _on_lines(self.columns.apply, _swap(along)).transpose(1, 2)
-        return (down_then_along + along_then_down).mul_(0.5), along, down
+        return (packed(down_then_along) + packed(along_then_down)).mul_(0.5), along, down
 
 
 def _on_lines(f, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.autocast import without_autocast
 from ..common.decay import compute_dtype, cumulative
-from ..common.workspace import Workspace, ranges, sums_are_safe
+from ..common.workspace import Workspace, packed, ranges, sums_are_safe
 
 # Elements of the logits of a block, 4 MB in float32. With smaller blocks, calls cost more than arithmetic; larger
 # blocks and their copies do not fit into the caches of a CPU.
@@ -70,7 +70,7 @@ class LineWeights:
     def apply(self, v: Tensor) -> Tensor:
         """Return weights @ v: (n, L, Dv) -> (n, Lq, Dv), in the dtype of v."""
         y = torch.bmm(self.p, v.to(self.p.dtype))
-        return y.to(v.dtype) if self.scale is None else y.div_(self.scale)
+        return y.to(v.dtype) if self.scale is None else y.div_(packed(self.scale.expand_as(y)))
 
     def apply_transposed(self, v: Tensor) -> Tensor:
         """Return weights' @ v for normalized weights: (n, Lq, Dv) -> (n, L, Dv)."""
