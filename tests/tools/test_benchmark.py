@@ -102,7 +102,7 @@ def test_load_by_other_programs(monkeypatch):
     seconds = iter([100.0, 160.0])
     monkeypatch.setattr(measure.OtherLoad, '_busy', staticmethod(lambda: next(seconds)))
     monkeypatch.setattr(measure.time, 'monotonic', iter([10.0, 30.0]).__next__)
-    monkeypatch.setattr(measure.time, 'process_time', iter([1.0, 31.0]).__next__)
+    monkeypatch.setattr(measure.os, 'times', iter([(1.0, 0.0, 0.0, 0.0, 9.0), (20.0, 2.0, 7.0, 2.0, 90.0)]).__next__)
     assert measure.OtherLoad().cpus() == pytest.approx((60 - 30) / 20)
     monkeypatch.undo()
     assert measure.OtherLoad._busy() is None or measure.OtherLoad._busy() > 0

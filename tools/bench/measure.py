@@ -234,7 +234,12 @@ class OtherLoad:
     """
 
     def __init__(self) -> None:
-        self.busy, self.own, self.clock = self._busy(), time.process_time(), time.monotonic()
+        self.busy, self.own, self.clock = self._busy(), self._own(), time.monotonic()
+
+    @staticmethod
+    def _own() -> float:
+        """CPU seconds of this process and of its children that have ended, such as a compiler."""
+        return sum(os.times()[:4])
 
     @staticmethod
     def _busy() -> Optional[float]:
@@ -250,4 +255,4 @@ class OtherLoad:
         busy, wall = self._busy(), time.monotonic() - self.clock
         if busy is None or self.busy is None or wall <= 0:
             return None
-        return max(0.0, busy - self.busy - (time.process_time() - self.own)) / wall
+        return max(0.0, busy - self.busy - (self._own() - self.own)) / wall

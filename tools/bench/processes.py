@@ -24,6 +24,8 @@ def measure_here(job: Preset, threads: int, repeats: Optional[int]) -> Dict[str,
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    if job.device == 'cpu':                         # workers that compile would be taken for other programs
+        os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
     repeats, others = repeats or job.repeats, OtherLoad()
     measured = job.run(repeats)
     return {'preset': job.name, 'description': job.description, 'repeats': repeats, **measured,
