@@ -54,8 +54,8 @@ def _bytes(x: Any) -> int:
 
 
 def _only_views(function: Any) -> bool:
-    """Whether an operator returns views of its arguments, or nothing."""
-    returned = [result.alias_info for result in function._schema.returns]
+    """Whether an operator returns no tensor, or views of its arguments only."""
+    returned = [result.alias_info for result in function._schema.returns if 'Tensor' in str(result.type)]
     return all(alias is not None and not alias.is_write for alias in returned)
 
 
