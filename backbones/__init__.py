@@ -4,9 +4,10 @@ if __name__ != 'subquad.backbones':
                       'package, and its models would be registered twice')
 
 from .lcsm import LCSM
+from .lcsm_sequence import LCSMSequence
 from .mobilevitv2 import MobileViTv2
 from .myo import Myo
 from .myo_sequence import MyoSequence
 from .ppma import PPMA
 
-__all__ = ['LCSM', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']
+__all__ = ['LCSM', 'LCSMSequence', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']

@@ -57,11 +57,12 @@ class LCSM(HierarchicalBackbone):
     Args:
         mixer: a preset such as 'gla', 'mamba' or 'deltanet', or a code of the paper such as '1-1-1-6'; an unknown one
             raises an error that lists all.
-        mode: 'axis' (columns, then rows) or 'raster' (the flattened map).
+        mode: 'axis' (columns, then rows), 'raster' (the flattened map) or 'forward' (the same, in one direction).
         expand_dim: keys of each head's memory; None for 16.
         tau: temperature of the decays, above 0; None for 16.
         numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
         learned_decay: learn the constants of the oscillations 0, 4 and 5.
+        gated: multiply the recurrence's output by SiLU of a linear map of the token.
         kwargs: arguments of HierarchicalBackbone.
 
     Raises:
@@ -79,10 +80,12 @@ class LCSM(HierarchicalBackbone):
             tau: Optional[float] = None,
             numbering: str = 'code',
             learned_decay: bool = True,
+            gated: bool = True,
             **kwargs: Any,
     ):
         check(type(self).__name__, self.OPTIONS, dict(mixer=mixer))
-        options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay)
+        options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay,
+                       gated=gated)
 
         def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
             return EosMixer(dim, num_heads, mixer, **options, **dd)

@@ -42,7 +42,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         print(dumps(metrics))
         return 0
     for name, value in metrics.items():
-        print(f'{name}  {value:.2f} %' if is_classifier(config) else f'{name}  {value:.3f}')
+        print(f'{name}  {value:.2f} %' if name.startswith('accuracy/') else f'{name}  {value:.3f}')
     return 0
 
 

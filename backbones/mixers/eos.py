@@ -1,7 +1,8 @@
 """Token mixing by any linear recurrence (LCSM): expand, oscillation and shrink states around one operator.
 
 Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Unified Perspective", 2024. The paper
-describes sequences. On images, `EosMixer` runs over the lines of the grid, or over the flattened image.
+describes sequences, over which `EosMixer` runs from the first token to the last. On images it runs in both directions,
+over the lines of the grid or over the flattened image.
 """
 from typing import Any, Callable, ClassVar, Dict, Optional
 
@@ -18,7 +19,7 @@ from . import eos_systems as systems
 from .eos_codes import CONSTANT, NUMBERINGS, WITHOUT_KEYS, Code, has_tau, parse, refuse
 from .eos_linear import Recurrence, Sizes
 
-MODES = ('axis', 'raster')
+MODES = ('axis', 'raster', 'forward')
 TAU, EXPAND_DIM = 16.0, 16
 
 Build = Callable[..., Recurrence]
@@ -132,6 +133,7 @@ class EosMixer(nn.Module):
     """out(SiLU(gate(x)) * LayerNorm(recurrence(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
 
     The recurrence runs in both directions, which share all parameters, and counts the term of the token itself once.
+    With mode='forward' it runs from the first token to the last, so that no token depends on a later one.
 
     Args:
         dim: channels C; heads are contiguous slices of C.
@@ -139,12 +141,13 @@ class EosMixer(nn.Module):
         mixer: a preset such as 'gla', or a code 'e-o-s-a' or 'p-e-o-s-a' of the paper's Tables 2 and 3 such as
             '1-1-1-6'; an unknown one raises an error that lists all.
         mode: 'axis' runs along the columns, and over the normalized result along the rows, with the same parameters;
-            'raster' runs over the flattened image.
+            'raster' runs over the flattened image; 'forward' does so in one direction, for sequences (B, 1, T, C).
         expand_dim: keys K of each head's memory K x D; None for 16.
         tau: temperature of oscillations sigmoid(.)^(1/tau), above 0; None for 16. A large one means a long memory.
         numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
         learned_decay: False replaces the learned constants of the oscillations 0, 4 and 5 by exp(-slope), with the
             slopes of ALiBi for the heads.
+        gated: multiply by SiLU(gate(x)); the paper's layer has no such factor.
         device, dtype: device and dtype of the parameters.
 
     Raises:
@@ -158,6 +161,7 @@ class EosMixer(nn.Module):
         'tau': or_none(Option('a number', lambda value: isinstance(value, (int, float)) and value is not True)),
         'numbering': one_of(*NUMBERINGS),
         'learned_decay': flag(),
+        'gated': flag(),
     }
 
     def __init__(
@@ -170,27 +174,30 @@ class EosMixer(nn.Module):
             tau: Optional[float] = None,
             numbering: str = 'code',
             learned_decay: bool = True,
+            gated: bool = True,
             device=None,
             dtype=None,
     ):
         super().__init__()
         check('EosMixer', self.OPTIONS, dict(mixer=mixer, mode=mode, expand_dim=expand_dim, tau=tau,
-                                             numbering=numbering, learned_decay=learned_decay))
+                                             numbering=numbering, learned_decay=learned_decay, gated=gated))
         dd = {'device': device, 'dtype': dtype}
         self.num_heads, self.mode = num_heads, mode
         self.recurrence = make_recurrence(dim, num_heads, mixer, expand_dim, tau, numbering, learned_decay, **dd)
-        self.value, self.gate = nn.Linear(dim, dim, **dd), nn.Linear(dim, dim, **dd)
+        self.value = nn.Linear(dim, dim, **dd)
+        self.gate = nn.Linear(dim, dim, **dd) if gated else None
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.out = nn.Linear(dim, dim, **dd)
         self.exportable = is_exportable()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.gate(x)) * self.norm(self.mix(self.value(x), x)))
+        y = self.norm(self.mix(self.value(x), x))
+        return self.out(y if self.gate is None else F.silu(self.gate(x)) * y)
 
     def mix(self, values: Tensor, x: Tensor) -> Tensor:
         """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C)."""
         tokens = self.recurrence.tokens(x)
-        if self.mode == 'raster':
+        if self.mode != 'axis':
             return self._run(values, tokens, 0)
         # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small
         # for the epsilon of the next norm, and those of others too large for float16.
@@ -208,8 +215,8 @@ class EosMixer(nn.Module):
             return y.reshape(*shape, self.num_heads, y.shape[3] // self.num_heads).transpose(1, 2)
 
         backend = 'export' if self.exportable or exporting() else 'auto'
-        y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()}, bidirectional=True,
-                                 backend=backend)
+        y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()},
+                                 bidirectional=self.mode != 'forward', backend=backend)
         y = y.transpose(1, 2)
         if axis == 1:
             return y.reshape(batch, width, height, -1).transpose(1, 2)

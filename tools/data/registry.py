@@ -1,2 +1,2 @@
 """Register the data sets that classification and sequence configs name; configs import it by `custom_imports`."""
-from . import image_sets, sequences  # noqa: F401
+from . import image_sets, sequences, token_sets  # noqa: F401

@@ -149,7 +149,8 @@ class WeightsHook(Hook):
     priority = 'LOW'
 
     def __init__(self, metadata: Optional[Dict[str, Any]] = None,
-                 metrics: Sequence[str] = ('accuracy/top1', 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')):
+                 metrics: Sequence[str] = ('accuracy/top1', 'language/log_likelihood', 'coco/segm_mAP', 'coco/bbox_mAP',
+                                          'mIoU')):
         self.metadata, self.metrics, self.best = metadata or {}, tuple(metrics), -float('inf')
         self.best_file: Optional[Path] = None
         self.last_file: Optional[Path] = None

@@ -36,7 +36,8 @@ def summary(runner: Any, start: str) -> str:
     name = kind.get('name') or ' on '.join(filter(None, [type(model).__name__, _type(kind.get('backbone'))]))
     loader = runner.train_dataloader
     classes = (getattr(loader.dataset, 'metainfo', None) or {}).get('classes')
-    data = f'{len(loader.dataset):,} images' + (f' of {len(classes)} classes' if classes else '')
+    unit = getattr(loader.dataset, 'unit', 'images')
+    data = f'{len(loader.dataset):,} {unit}' + (f' of {len(classes)} classes' if classes else '')
     if runner.val_loop is not None:
         data += f', {len(runner.val_dataloader.dataset):,} to validate on'
     epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)

@@ -8,5 +8,5 @@ config:
     resuming           Runner(resume=True); SeedHook makes a resumed run reproduce an uninterrupted one
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
-from . import hooks  # noqa: F401
+from . import hooks, inverse_sqrt  # noqa: F401
 from .classification import model  # noqa: F401

@@ -1,7 +1,8 @@
-"""A timm model as an MMEngine model, its accuracy metric, and an optimizer constructor for timm's factory."""
+"""A timm model as an MMEngine model, its metrics, and an optimizer constructor for timm's factory."""
+import math
 import re
 from inspect import signature
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,10 @@ from ..zoo import create
 
 @MODELS.register_module()
 class TimmClassifier(BaseModel):
-    """Any timm classifier by name; its weights are `net.*` in the state dict.
+    """Any timm classifier by name, of images or of tokens; its weights are `net.*` in the state dict.
+
+    A classifier of tokens returns logits (B, T, num_classes). Tokens with a negative label count neither in the
+    loss nor in the metrics.
 
     Args:
         name: timm model name.
@@ -46,19 +50,30 @@ class TimmClassifier(BaseModel):
         """Compute logits, loss or predictions.
 
         Args:
-            inputs: Images (B, 3, H, W).
-            label: Classes (B,) or weights of classes (B, num_classes).
+            inputs: Images (B, 3, H, W), or tokens (B, T).
+            label: Classes (B,) or weights of classes (B, num_classes); classes (B, T) of tokens.
             mode: 'tensor', 'loss' or 'predict'.
 
         Returns:
-            Logits (B, num_classes), dict(loss), or a list with dict(scores, label) for each image.
+            Logits (B, num_classes) or (B, T, num_classes), dict(loss), or a list with dict(scores, label) for each
+            image or sequence: scores (num_classes,) of an image, or (n, num_classes) of the n tokens with a label.
         """
         logits = self.net(inputs)
+        if logits.ndim == 3 and mode != 'tensor':
+            return self._of_tokens(logits, label, mode)
         if mode == 'loss':
             return dict(loss=F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing))
         if mode == 'predict':
             return [dict(scores=s, label=n) for s, n in zip(logits.float().softmax(-1), label)]
         return logits
+
+    def _of_tokens(self, logits: Tensor, label: Tensor, mode: str) -> Union[Dict[str, Tensor], List[Dict[str, Tensor]]]:
+        """Return the loss or the predictions of the tokens that have a label."""
+        known = label >= 0
+        if mode == 'loss':
+            return dict(loss=F.cross_entropy(logits[known].float(), label[known],
+                                             label_smoothing=self.label_smoothing))
+        return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
 
 
 _WRONG = 2 ** 31                                                # a rank larger than every k
@@ -66,7 +81,7 @@ _WRONG = 2 ** 31                                                # a rank larger 
 
 @METRICS.register_module()
 class AccuracyMetric(BaseMetric):
-    """Percentage of images whose class is among the k best: accuracy/top1, accuracy/top5.
+    """Percentage of images, or of labeled tokens, whose class is among the k best: accuracy/top1, accuracy/top5.
 
     A class with the same score as the label ranks before it, and an image with a score that is NaN or infinite counts
     as wrong. A network with constant outputs therefore has an accuracy of 0.
@@ -80,14 +95,37 @@ class AccuracyMetric(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
         for sample in data_samples:
-            scores = sample['scores']
+            scores, label = _rows(sample)
             # The label's own score is counted, too: subtract 1.
-            rank = (scores >= scores[sample['label']]).sum().item() - 1
-            self.results.append(rank if scores.isfinite().all() else _WRONG)
+            ranks = (scores >= scores.gather(1, label)).sum(1) - 1
+            self.results.append(ranks.where(scores.isfinite().all(1), _WRONG).tolist())
 
-    def compute_metrics(self, results: List[int]) -> Dict[str, float]:
-        ranks = torch.tensor(results)
+    def compute_metrics(self, results: List[List[int]]) -> Dict[str, float]:
+        ranks = torch.tensor([rank for sample in results for rank in sample])
         return {f'top{k}': (ranks < k).float().mean().item() * 100 for k in self.topk}
+
+
+def _rows(sample: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
+    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1, or of n tokens."""
+    scores = sample['scores']
+    return scores.reshape(-1, scores.shape[-1]), torch.as_tensor(sample['label'], device=scores.device).reshape(-1, 1)
+
+
+@METRICS.register_module()
+class PerplexityMetric(BaseMetric):
+    """language/perplexity, and language/log_likelihood: its negative logarithm, the mean over tokens in nats."""
+
+    default_prefix = 'language'
+
+    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
+        for sample in data_samples:
+            scores, label = _rows(sample)
+            self.results.append((scores.double().gather(1, label).log().sum().item(), len(label)))
+
+    def compute_metrics(self, results: List[Tuple[float, int]]) -> Dict[str, float]:
+        total, count = (sum(part) for part in zip(*results))
+        mean = total / count
+        return dict(perplexity=math.exp(min(-mean, 700)), log_likelihood=mean)
 
 
 def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:

@@ -1,0 +1,223 @@
+"""LCSMSequence: a causal language model that mixes tokens by a linear recurrence of the user's choice.
+
+It is the network with which Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Unified
+Perspective", arXiv 2405.17383, compare recurrences on text and on associative recall. The layer is the one of the
+images, backbones/mixers/eos.py, from the first token to the last.
+"""
+from typing import Any, ClassVar, Dict, Optional, Set
+
+import torch.nn.functional as F
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .mixers import EosMixer
+from .options import COMMON, Options, check, flag, integer, number, or_none
+from .timm_interface import build_model, published_cfgs
+
+__all__ = ['LCSMSequence']
+
+
+class GLU(nn.Module):
+    """down(SiLU(a) * b), where a and b are the halves of up(x): (..., dim) -> (..., dim)."""
+
+    def __init__(self, dim: int, hidden: int, **dd: Any):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * hidden, **dd), nn.Linear(hidden, dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(F.silu(a) * b)
+
+
+class Layer(nn.Module):
+    """x + mixer(conv(norm(x))), and x + glu(norm(x)) if there is a GLU: (B, T, dim) -> (B, T, dim).
+
+    The convolution is depthwise and causal, or absent for conv_size=0.
+    """
+
+    def __init__(self, dim: int, mixer: nn.Module, hidden: int, conv_size: int, drop_rate: float, **dd: Any):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, **dd)
+        self.conv = nn.Conv1d(dim, dim, conv_size, padding=conv_size - 1, groups=dim, **dd) if conv_size else None
+        self.mixer = mixer
+        self.norm2 = nn.LayerNorm(dim, **dd) if hidden else None
+        self.glu = GLU(dim, hidden, **dd) if hidden else None
+        self.drop = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        if self.conv is not None:
+            y = self.conv(y.transpose(1, 2))[..., :x.shape[1]].transpose(1, 2)
+        x = x + self.drop(self.mixer(y.unsqueeze(1)).squeeze(1))                       # a grid of one row
+        return x if self.glu is None else x + self.drop(self.glu(self.norm2(x)))
+
+
+class LCSMSequence(nn.Module):
+    """Causal model of sequences of tokens: (B, T) -> logits (B, T, num_classes) for any T >= 1.
+
+    Logits of a token depend on this token and on earlier ones only.
+
+    Args:
+        num_classes: number of classes of a token, for a language model the size of the vocabulary; 0 for no head.
+        vocab_size: size of the vocabulary of the input; None for num_classes.
+        dim: number of channels of the network.
+        depth: number of layers.
+        num_heads: number of heads; dim must be a multiple of it.
+        mixer: a preset such as 'gla', or a code of the paper such as '1-1-1-6'; an unknown one raises an error that
+            lists all.
+        expand_dim: keys of each head's memory; None for 16.
+        tau: temperature of the decays, above 0; None for 16.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        learned_decay: learn the constants of the oscillations 0, 4 and 5.
+        gated: multiply the recurrence's output by SiLU of a linear map of the token.
+        conv_size: tokens that a causal depthwise convolution before each mixer sees, as in Mamba; 0 for none, as in the
+            paper.
+        mlp_ratio: hidden width of the gated feed-forward network of a layer, as a multiple of dim; 0 for none.
+        tied: the head shares the embedding's weights, if num_classes equals vocab_size.
+        drop_rate: dropout rate of the embedding and of the layers' outputs.
+        device, dtype: device and dtype of the parameters.
+
+    Raises:
+        ValueError: the value of an option is not allowed, or has no effect on this recurrence.
+        TypeError: an option does not exist.
+    """
+
+    OPTIONS: ClassVar[Options] = {
+        **{name: COMMON[name] for name in ('num_classes', 'drop_rate')},
+        'vocab_size': or_none(integer(1, 10_000_000)),
+        'dim': integer(1, 65_536),
+        'depth': integer(1, 1024),
+        'num_heads': integer(1, 65_536),
+        **{name: option for name, option in EosMixer.OPTIONS.items() if name != 'mode'},
+        'conv_size': integer(0, 64),
+        'mlp_ratio': number(0, 64),
+        'tied': flag(),
+    }
+
+    def __init__(
+            self,
+            num_classes: int = 256,
+            vocab_size: Optional[int] = None,
+            dim: int = 64,
+            depth: int = 2,
+            num_heads: int = 1,
+            mixer: str = 'gla',
+            expand_dim: Optional[int] = None,
+            tau: Optional[float] = None,
+            numbering: str = 'code',
+            learned_decay: bool = True,
+            gated: bool = True,
+            conv_size: int = 0,
+            mlp_ratio: float = 2.,
+            tied: bool = True,
+            drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+            **kwargs: Any,
+    ):
+        options = dict(expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay, gated=gated)
+        check(type(self).__name__, self.OPTIONS, dict(
+            num_classes=num_classes, vocab_size=vocab_size, dim=dim, depth=depth, num_heads=num_heads, mixer=mixer,
+            conv_size=conv_size, mlp_ratio=mlp_ratio, tied=tied, drop_rate=drop_rate, **options, **kwargs))
+        super().__init__()
+        vocab_size = vocab_size or num_classes
+        if not vocab_size:
+            raise ValueError('vocab_size must be given with num_classes=0')
+        dd = {'device': device, 'dtype': dtype}
+        self.num_classes, self.vocab_size, self.grad_checkpointing = num_classes, vocab_size, False
+        self.num_features = self.head_hidden_size = dim
+        self.embedding = nn.Embedding(vocab_size, dim, **dd)
+        self.drop = nn.Dropout(drop_rate)
+        self.layers = nn.ModuleList(
+            Layer(dim, EosMixer(dim, num_heads, mixer, 'forward', **options, **dd), int(dim * mlp_ratio), conv_size,
+                  drop_rate, **dd)
+            for _ in range(depth))
+        self.norm = nn.LayerNorm(dim, **dd)
+        self.tied = tied and num_classes == vocab_size
+        # A second name of the same weights could not be saved: safetensors refuses shared memory.
+        self.head = nn.Linear(dim, num_classes, bias=False, **dd) if num_classes and not self.tied else nn.Identity()
+        self.apply(_init)
+
+    def no_weight_decay(self) -> Set[str]:
+        """The decays, angles and matrices of recurrences that do not belong to linear layers."""
+        return {name for name, _ in self.named_parameters()
+                if '.mixer.recurrence.' in name and not name.endswith(('.weight', '.bias'))}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the layers' activations in the backward pass instead of keeping them."""
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> Dict[str, object]:
+        """Patterns for layer decay: the embedding, then every layer."""
+        return dict(stem=r'^embedding', blocks=[(r'^layers\.(\d+)', None), (r'^norm', (99999,))])
+
+    def get_classifier(self) -> nn.Module:
+        """The head, the embedding if the head shares its weights, or nn.Identity if there is none."""
+        return self.embedding if self.tied else self.head
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replace the head by a randomly initialized one, which shares no weights.
+
+        Args:
+            num_classes: number of classes; 0 for no head.
+
+        Raises:
+            ValueError: the number of classes is not allowed.
+        """
+        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes})
+        weight = self.embedding.weight
+        self.num_classes, self.tied = num_classes, False
+        self.head = (nn.Linear(self.num_features, num_classes, bias=False, device=weight.device, dtype=weight.dtype)
+                     if num_classes else nn.Identity())
+        self.head.apply(_init)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the features (B, T, dim) of tokens (B, T).
+
+        Raises:
+            ValueError: the input is not a batch of sequences of integers.
+        """
+        if x.ndim != 2 or not x.shape[1] or x.is_floating_point():
+            raise ValueError(f'the input must be integer tokens (B, T), got {x.dtype} of shape {tuple(x.shape)}')
+        x = self.drop(self.embedding(x))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (B, T, num_classes) from the output of `forward_features`, or that output with `pre_logits`."""
+        if pre_logits:
+            return x
+        return F.linear(x, self.embedding.weight) if self.tied else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def _init(module: nn.Module) -> None:
+    """Initialize embeddings with standard deviation 0.02, and linear layers by Glorot & Bengio (Xavier uniform)."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+default_cfgs = generate_default_cfgs(published_cfgs({'lcsm_sequence': dict(
+    num_classes=256, input_size=None, pool_size=None, interpolation=None, mean=None, std=None, classifier='head',
+    first_conv=None, license='apache-2.0', paper_ids='arXiv:2405.17383')}))
+
+
+@register_model
+def lcsm_sequence(pretrained: bool = False, **kwargs: Any) -> LCSMSequence:
+    """A causal language model over tokens; every size is an option.
+
+    Raises:
+        ValueError: features_only=True, because a sequence has no feature maps.
+    """
+    if kwargs.pop('features_only', False):
+        raise ValueError('lcsm_sequence has no feature maps for features_only=True; lcsm_tiny, lcsm_small and '
+                         'lcsm_base have them')
+    return build_model(LCSMSequence, 'lcsm_sequence', pretrained, kwargs, feature_maps=0)

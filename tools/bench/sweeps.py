@@ -1,0 +1,162 @@
+"""Train one config with many options, and record each result: the recurrences of LCSM on associative recall and text.
+
+Each sweep has the shape of a figure or a table of Qin et al. (2024), at a small size. All runs of a sweep take the same
+steps. A run that the file of records already has is not repeated, so that an interrupted sweep continues.
+"""
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+
+from mmengine.hooks import Hook
+
+from ..common.cli import UserError, nearest, quiet
+from ..common.paths import expanded
+from ..engine.building import close_log
+from ..engine.classification.runner import build_runner, timm_model
+from ..engine.config import load
+from ..engine.records import append, environment
+
+LEARNING_RATES = (2e-3, 5e-3, 1e-2)
+_LR = 'optim_wrapper.optimizer.lr'
+
+
+class Sweep(NamedTuple):
+    """A config, and the values of each option that is varied.
+
+    Attributes:
+        config: name of the config.
+        options: values by dotted key; all combinations are trained.
+        shows: what the sweep compares.
+    """
+
+    config: str
+    options: Dict[str, Sequence[Any]]
+    shows: str
+
+
+def _codes(*codes: str) -> Dict[str, Sequence[Any]]:
+    return {'model.mixer': codes, _LR: LEARNING_RATES}
+
+
+SWEEPS: Dict[str, Sweep] = {
+    'recall': Sweep('lcsm_mqar-small', _codes('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'),
+                    'expand and shrink of the token, and learned matrices'),
+    'parametrization': Sweep('lcsm_mqar-small', _codes('0-1-0-1-0', '1-1-1-0'), 'Figure 3: SSM and linear attention'),
+    'codes': Sweep('lcsm_mqar-small', _codes(*(f'{e}-{o}-{s}-0' for e, o, s in itertools.product((0, 1), repeat=3))),
+                   'Figure 4: expand, oscillation and shrink'),
+    'oscillations': Sweep('lcsm_mqar-small', _codes(*(f'1-{o}-1-0' for o in range(12))), 'Figure 5: oscillation'),
+    'activations': Sweep('lcsm_mqar-small', _codes(*(f'1-1-1-{a}' for a in range(8))), 'Figure 6: activation'),
+    'tau': Sweep('lcsm_mqar-small', {**_codes('1-1-1-0'), 'model.tau': (1, 2, 4, 8, 16, 32, 64)},
+                 'Figure 7: temperature'),
+    'language': Sweep('lcsm_language-stdlib', {'model.mixer': ('1-1-1-4', '1-10-1-0')}, 'Tables 4 and 6: text'),
+}
+
+
+class LossHook(Hook):
+    """Keeps the loss of every step."""
+
+    def __init__(self):
+        self.losses: List[float] = []
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.losses.append(float(outputs['loss'].detach()))
+
+
+def train_once(config_name: str, options: Dict[str, Any]) -> Dict[str, Any]:
+    """Train a config with options and test the last weights.
+
+    Returns:
+        The metrics on the test part, train_loss (the mean of the last 50 steps), steps and seconds.
+
+    Raises:
+        UserError: the config or an option is wrong, or the loss is not finite.
+    """
+    config, kept = load(config_name, options), LossHook()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        runner = build_runner(config, folder, training=True, hooks=[kept])
+        runner.train()
+        seconds = time.perf_counter() - start
+        tested = build_runner(config, folder, training=False)
+        timm_model(tested).load_state_dict(timm_model(runner).state_dict())
+        metrics = tested.test()
+        for each in (runner, tested):
+            close_log(each)
+    last = kept.losses[-50:]
+    return {**{name: float(value) for name, value in metrics.items()}, 'train_loss': sum(last) / len(last),
+            'steps': len(kept.losses), 'seconds': round(seconds, 1)}
+
+
+def combinations(options: Dict[str, Sequence[Any]]) -> Iterator[Dict[str, Any]]:
+    """Yield every combination of the values."""
+    for values in itertools.product(*options.values()):
+        yield dict(zip(options, values))
+
+
+def run_sweep(name: str, file: Path, fixed: Dict[str, Any]) -> None:
+    """Train every combination that the file lacks, and append a record of each.
+
+    Args:
+        name: name of the sweep.
+        file: file of JSON lines.
+        fixed: further options for all runs, which replace the sweep's values of the same key.
+
+    Raises:
+        UserError: a run fails, or the file cannot be read or written.
+    """
+    sweep = SWEEPS[name]
+    for options in combinations({**sweep.options, **{key: (value,) for key, value in fixed.items()}}):
+        if any((line['config'], line['options']) == (sweep.config, options) for line in records(file)):
+            continue
+        record = train_once(sweep.config, options)
+        append(file, {'config': sweep.config, 'options': options, **record, **environment()})
+        shown = '  '.join(f'{key} {value:.4g}' for key, value in record.items())
+        print(' '.join(f'{key}={value}' for key, value in options.items()), '', shown, flush=True)
+
+
+def records(file: Path) -> List[Dict[str, Any]]:
+    """Return the records of a file; none if it does not exist.
+
+    Raises:
+        UserError: the file cannot be read or is not one of records.
+    """
+    try:
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    except (OSError, ValueError) as error:
+        raise UserError(f'cannot read {file}: {error}') from error
+
+
+def main(argv: Optional[List[str]] = None) -> Optional[int]:
+    import subquad  # noqa: F401  (before timm)
+    parser = argparse.ArgumentParser('python -m subquad.tools.bench.sweeps', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('name', help=f"name of the sweep: {', '.join(SWEEPS)}")
+    parser.add_argument('--record', default='sweeps.jsonl', metavar='FILE',
+                        help='file of JSON lines to append to (default: sweeps.jsonl)')
+    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
+                        help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or text')
+    args = parser.parse_args(argv)
+    if args.name not in SWEEPS:
+        raise UserError(f"unknown sweep {args.name!r}{nearest(args.name, list(SWEEPS))} (allowed: {', '.join(SWEEPS)})")
+    run_sweep(args.name, expanded(args.record), dict(map(_setting, args.set)))
+    return 0
+
+
+def _setting(text: str) -> Sequence[Any]:
+    """Return the key and the value of KEY=VALUE."""
+    key, equals, value = text.partition('=')
+    if not equals:
+        raise UserError(f'--set takes KEY=VALUE, got {text!r}')
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+if __name__ == '__main__':
+    from ..common.cli import run
+    run(main)

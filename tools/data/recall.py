@@ -1,0 +1,84 @@
+"""Generate multi-query associative recall (MQAR): pairs of a key and a value, then keys whose values are asked for.
+
+The task is from Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", arXiv 2312.04927.
+A sequence starts with `pairs` keys, each followed by its value. Each key occurs once more, as a query, and the label of
+the query is the value. Keys are the tokens 1 to V/2 - 1 of a vocabulary of V, values the tokens V/2 to V - 1.
+
+Queries stand at even distances from the pairs. Place i = 0, 1, ... of them is drawn with a probability in proportion to
+(i + 1)^(power - 1), without replacement, so that with a small power most queries come soon. Adding Gumbel noise to the
+logarithms of the probabilities and taking the largest sums draws all sequences of a block at once.
+"""
+from typing import List, NamedTuple, Sequence, Union
+
+import numpy as np
+
+FILLERS = ('zero', 'random')
+
+_BLOCK = 1024           # sequences that are drawn at once; changing it changes the data of a seed
+
+
+class Recall(NamedTuple):
+    """Sequences with queries.
+
+    Attributes:
+        tokens: int32 (n, length).
+        places: int64 (n, pairs), the indices of the queries in their sequence.
+        answers: int32 (n, pairs), the values of the queries.
+    """
+
+    tokens: np.ndarray
+    places: np.ndarray
+    answers: np.ndarray
+
+
+def multi_query_recall(count: int, seed: Union[int, Sequence[int]] = 0, vocab_size: int = 8192, length: int = 64,
+                       pairs: int = 4, power: float = 0.01, filler: str = 'zero') -> Recall:
+    """Generate sequences. The first k of them do not depend on `count`.
+
+    Args:
+        count: number of sequences, at least 1.
+        seed: any seed that numpy.random.default_rng accepts.
+        vocab_size: V.
+        length: number of tokens of a sequence, at least 4 * pairs.
+        pairs: number of pairs, and of queries.
+        power: exponent of the power law of the queries' places, above 0.
+        filler: tokens without a role are 0 ('zero'), or any token of the vocabulary ('random'), also keys and values.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    for name, value, least in (('count', count, 1), ('pairs', pairs, 1), ('length', length, 4 * pairs),
+                               ('vocab_size', vocab_size, 2 * pairs + 2)):
+        if not isinstance(value, (int, np.integer)) or value < least:
+            why = f' for pairs={pairs}' if name in ('length', 'vocab_size') else ''
+            raise ValueError(f'{name} must be an integer of at least {least}{why}, got {value!r}')
+    if not 0 < power < float('inf'):
+        raise ValueError(f'power must be a positive number, got {power!r}')
+    if filler not in FILLERS:
+        raise ValueError(f'filler must be one of {FILLERS}, got {filler!r}')
+    rng = np.random.default_rng(seed)
+    blocks: List[Recall] = [_block(rng, vocab_size, length, pairs, power, filler) for _ in range(-(-count // _BLOCK))]
+    return Recall(*(np.concatenate(parts)[:count] for parts in zip(*blocks)))
+
+
+def _block(rng: np.random.Generator, vocab_size: int, length: int, pairs: int, power: float, filler: str) -> Recall:
+    """Generate _BLOCK sequences."""
+    half, context = vocab_size // 2, 2 * pairs
+    keys = 1 + _smallest(rng.random((_BLOCK, half - 1), np.float32), pairs)
+    values = half + _smallest(rng.random((_BLOCK, vocab_size - half), np.float32), pairs)
+    log_weights = (power - 1) * np.log(np.arange(1, (length - context) // 2 + 1))
+    places = context + 2 * _smallest(-(log_weights + rng.gumbel(size=(_BLOCK, len(log_weights)))), pairs)
+    if filler == 'zero':
+        tokens = np.zeros((_BLOCK, length), np.int32)
+    else:
+        tokens = rng.integers(0, vocab_size, (_BLOCK, length), np.int32)
+    tokens[:, 0:context:2], tokens[:, 1:context:2] = keys, values
+    np.put_along_axis(tokens, places, keys.astype(np.int32), 1)
+    return Recall(tokens, places, values.astype(np.int32))
+
+
+def _smallest(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the smallest scores of each row, in increasing order of the scores: int64 (rows, count)."""
+    found = np.argpartition(scores, count - 1, 1)[:, :count]
+    order = np.argsort(np.take_along_axis(scores, found, 1), 1)
+    return np.take_along_axis(found, order, 1)
