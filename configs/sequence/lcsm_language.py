@@ -1,9 +1,12 @@
-# A language model of the size of the LCSM paper's Table 4: about 44 M parameters with a vocabulary of 50,265. The recipe
-# is the one that the authors publish for WikiText-103 with their earlier model TNN: Adam, 50,000 steps of 128 windows of
-# 512 tokens, and the inverse square root of the step after 4,000 steps of warm-up. It needs a GPU. Give --data a text file, which is read byte by byte, or a folder with one text file for each part (train.txt, val.txt, test.txt):
+# A language model of the size of the LCSM paper's Table 4: about 44 M parameters with a vocabulary of 50,265. The
+# recipe is the one that the authors publish for WikiText-103 with their earlier model TNN: Adam, 50,000 steps of 128
+# windows of 512 tokens, and the inverse square root of the step after 4,000 steps of warm-up. It needs a GPU.
+#
+# Give --data a text file, which is read byte by byte, or a folder with one text file for each part (train.txt, val.txt,
+# test.txt):
 #   subquad train lcsm_language --data book.txt --cfg-options model.mixer=1-1-1-4
-# For files of token numbers (.npy, or .bin of 16-bit integers) copy this file and set vocab_size in the model and in the
-# three data sets.
+# For files of token numbers (.npy, or .bin of 16-bit integers) copy this file and set vocab_size in the model and in
+# the three data sets.
 _base_ = '_base_/tokens.py'
 
 warmup = 4_000

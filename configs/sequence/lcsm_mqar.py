@@ -1,5 +1,6 @@
-# Multi-query associative recall as in Figures 3 to 7 of the LCSM paper: 64 tokens, 4 pairs, a vocabulary of 8,192, 100,000
-# sequences, 64 epochs, and a network of two layers without gates, convolutions and feed-forward layers. It needs a GPU.
+# Multi-query associative recall as in Figures 3 to 7 of the LCSM paper: 64 tokens, 4 pairs, a vocabulary of 8,192,
+# 100,000 sequences, 64 epochs, and a network of two layers without gates, convolutions and feed-forward layers. It
+# needs a GPU.
 # The paper takes the best of several learning rates and of the dimensions 32 to 256. Choose a recurrence with
 #   --cfg-options model.mixer=1-1-1-0
 # and for longer sequences the same length and pairs in the three data sets: (32, 2), (128, 8), (256, 16).

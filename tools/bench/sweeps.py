@@ -20,7 +20,7 @@ from ..engine.classification.runner import build_runner, timm_model
 from ..engine.config import load
 from ..engine.records import append, environment
 
-LEARNING_RATES = (2e-3, 5e-3, 1e-2)
+LEARNING_RATES = (5e-3, 2e-3, 1e-2)
 _LR = 'optim_wrapper.optimizer.lr'
 
 
@@ -138,7 +138,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--record', default='sweeps.jsonl', metavar='FILE',
                         help='file of JSON lines to append to (default: sweeps.jsonl)')
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
-                        help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or text')
+                        help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or '
+                        'text')
     args = parser.parse_args(argv)
     if args.name not in SWEEPS:
         raise UserError(f"unknown sweep {args.name!r}{nearest(args.name, list(SWEEPS))} (allowed: {', '.join(SWEEPS)})")
