@@ -20,7 +20,7 @@ from ..engine.classification.runner import build_runner, timm_model
 from ..engine.config import load
 from ..engine.records import append, environment
 
-LEARNING_RATES = (5e-3, 2e-3, 1e-2)
+LEARNING_RATES = (5e-3, 1e-2)
 _LR = 'optim_wrapper.optimizer.lr'
 
 
