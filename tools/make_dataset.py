@@ -1,36 +1,60 @@
-"""Generate a dataset of colored shapes on real photographs for detection and segmentation; nothing is downloaded."""
+"""Generate a dataset: colored shapes on real photographs, or associative recall (mqar); nothing is downloaded."""
 import argparse
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError, nearest
 from .common.paths import expanded
 from .common.sizes import parse_size
 
-DATASETS = {'shapes': 'data/shapes'}            # name -> default folder
+DATASETS = {'shapes': 'data/shapes', 'mqar': 'data/mqar'}           # name -> default folder
+# Options of one dataset, by the name of the argument, with their defaults.
+_COUNTS = {'shapes': dict(train=1000, val=200), 'mqar': dict(train=100_000, val=3_000)}
+_OWN: Dict[str, Dict[str, Any]] = {'shapes': dict(size='128'), 'mqar': dict(vocab_size=8192, length=64, pairs=4)}
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad make-dataset', description=__doc__)
     parser.add_argument('name', help=f"name of the dataset: {', '.join(DATASETS)}")
-    parser.add_argument('folder', nargs='?', help='folder to write (default: data/shapes)')
-    parser.add_argument('--train', type=int, default=1000, metavar='N',
-                        help='number of training images (default: 1000)')
-    parser.add_argument('--val', type=int, default=200, metavar='N', help='number of validation images (default: 200)')
-    parser.add_argument('--size', default='128', metavar='SIZE',
-                        help='size of the images, one number or HEIGHTxWIDTH (default: 128)')
+    parser.add_argument('folder', nargs='?', help='folder to write (default: data/NAME)')
+    parser.add_argument('--train', type=int, metavar='N',
+                        help='number of training images or sequences (default: 1000 or 100000)')
+    parser.add_argument('--val', type=int, metavar='N',
+                        help='number of validation images or sequences (default: 200 or 3000)')
+    parser.add_argument('--size', metavar='SIZE',
+                        help='shapes: size of the images, one number or HEIGHTxWIDTH (default: 128)')
+    parser.add_argument('--vocab-size', type=int, metavar='N', help='mqar: size of the vocabulary (default: 8192)')
+    parser.add_argument('--length', type=int, metavar='N', help='mqar: tokens of a sequence (default: 64)')
+    parser.add_argument('--pairs', type=int, metavar='N', help='mqar: pairs of key and value (default: 4)')
     parser.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
     parser.add_argument('--force', action='store_true', help='replace a dataset that this command wrote')
     args = parser.parse_args(argv)
-    from .data.shapes import SIZES
-    from .data.shapes_files import FORMAT, MOST_IMAGES, already_there, make_shapes
+    from .data.shapes_files import MOST_IMAGES
     if args.name not in DATASETS:
         raise UserError(f'unknown dataset {args.name!r}{nearest(args.name, list(DATASETS))} '
                         f"(allowed: {', '.join(DATASETS)})")
+    _set_defaults(args)
     for name in ('train', 'val'):
         if not 1 <= getattr(args, name) <= MOST_IMAGES:
             raise UserError(f'--{name} must be from 1 to {MOST_IMAGES}, got {getattr(args, name)}')
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
+    return {'shapes': _shapes, 'mqar': _mqar}[args.name](args)
+
+
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Set what was not given, and refuse options of another dataset."""
+    for owner, options in _OWN.items():
+        for name in options:
+            if owner != args.name and getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is for {owner}, not for {args.name}")
+    for name, value in {**_COUNTS[args.name], **_OWN[args.name]}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _shapes(args: argparse.Namespace) -> int:
+    from .data.shapes import SIZES
+    from .data.shapes_files import FORMAT, already_there, make_shapes
     shown = expanded(args.folder or DATASETS[args.name])
     options = dict(train=args.train, val=args.val, size=list(parse_size(args.size, (), *SIZES)), seed=args.seed)
     try:
@@ -43,6 +67,20 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     counts = make_shapes(folder, options)
     print(f'{shown}: {args.train} training images with {counts["train"]} shapes, {args.val} validation images with '
           f'{counts["val"]} shapes')
+    return 0
+
+
+def _mqar(args: argparse.Namespace) -> int:
+    from .data.recall_files import write_recall
+    shown = expanded(args.folder or DATASETS[args.name])
+    options = {name: getattr(args, name) for name in ('train', 'val', 'seed', *_OWN['mqar'])}
+    try:
+        folder = shown.resolve()
+        written = write_recall(folder, options, args.force)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f'cannot read {shown} ({error})') from error
+    print(f'{shown}: {args.train} training sequences, {args.val} validation sequences' if written else
+          f'{shown} exists already with these options')
     return 0
 
 

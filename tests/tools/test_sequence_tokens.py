@@ -8,11 +8,15 @@ from mmengine.registry import DATASETS
 from torch.utils.data import DataLoader, default_collate
 from user_errors import user_error
 
+from subquad.tools import make_dataset, train
 from subquad.tools import test as test_tool
-from subquad.tools import train
+from subquad.tools.bench import sweep_tables, sweeps
+from subquad.tools.bench.sweep_tables import LEARNING_RATE
 from subquad.tools.data import recall, token_sets
 from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier
+from subquad.tools.engine.config import load
 from subquad.tools.engine.inverse_sqrt import InverseSqrtLR
+from subquad.tools.engine.records import append
 
 # ---- multi-query associative recall
 
@@ -74,7 +78,7 @@ def test_recall_data_set():
     batch = next(iter(DataLoader(data, 30, collate_fn=default_collate)))
     assert batch['inputs'].shape == batch['label'].shape == (30, 32) and batch['inputs'].dtype == torch.int64
     known = batch['label'] >= 0
-    assert (known.sum(1) == 3).all() and (batch['label'][~known] == token_sets.IGNORED).all()
+    assert (known.sum(1) == 3).all() and (batch['label'][~known] == -100).all()
     pairs = batch['inputs'][:, :6].unflatten(1, (3, 2))
     for inputs, label, pair in zip(batch['inputs'], batch['label'], pairs):
         found = dict(pair.tolist())
@@ -84,6 +88,28 @@ def test_recall_data_set():
     assert not torch.equal(val[0]['inputs'], data[0]['inputs'])
     user_error(lambda: token_sets.MQAR('train', 5, 64, 8), 'length must be')
     user_error(lambda: token_sets.MQAR('training', 5), "got 'training'")
+
+
+def test_recall_files(tmp_path, capsys):
+    def write(*options, folder='r'):
+        sizes = ['--train', '40', '--val', '20', '--vocab-size', '64']
+        make_dataset.main(['mqar', str(tmp_path / folder), *sizes, *options])
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+
+    before = write('--length', '32')
+    assert set(before) == {'dataset.json', 'train.npz', 'val.npz'}
+    arrays = np.load(tmp_path / 'r' / 'val.npz')
+    data = token_sets.MQAR('val', 20, 64, 32)
+    for n, item in enumerate(data):
+        assert item['inputs'].tolist() == [*arrays['inputs'][n]] and item['label'].tolist() == [*arrays['label'][n]]
+    assert write('--length', '32') == before and 'exists already' in capsys.readouterr().out
+    user_error(lambda: write(), 'other options', '--force')
+    assert write('--force') != before
+    (tmp_path / 'r' / 'notes.txt').write_text('mine')
+    user_error(lambda: write('--force'), 'holds other files')
+    user_error(lambda: write('--length', '8', folder='s'), 'length must be an integer of at least 16 for pairs=4')
+    user_error(lambda: write('--size', '64', folder='s'), '--size is for shapes, not for mqar')
+    assert not (tmp_path / 's').exists()
 
 
 # ---- text
@@ -168,6 +194,7 @@ def test_inverse_square_root_schedule():
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([min(1, (4 / max(step, 1)) ** 0.5) for step in range(20)])
+    InverseSqrtLR(optimizer, begin=4, end=3, by_epoch=False)
     with pytest.raises(ValueError, match='begin must be at least 1, got 0'):
         InverseSqrtLR(optimizer, begin=0)
 
@@ -179,20 +206,79 @@ def _loss(text):
 def test_training_on_recall_and_on_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ['model.dim=32', 'model.num_heads=2', 'model.expand_dim=8']
-    counts = [f'{part}_dataloader.dataset.count={count}' for part, count in (('train', 640), ('val', 40), ('test', 40))]
+    counts = [f'{part}_dataloader.dataset.count={count}' for part, count in (('train', 320), ('val', 20), ('test', 20))]
     for code in ('1-0-1-0', '1-1-1-0'):
-        arguments = ['lcsm_mqar-small', '--cfg-options', *small, *counts, f'model.mixer={code}',
-                     'optim_wrapper.optimizer.lr=1e-2', 'train_dataloader.batch_size=32']
+        arguments = ['lcsm_mqar-small', '--cfg-options', *small, *counts, f'model.mixer={code}', 'param_scheduler=[]',
+                     'optim_wrapper.optimizer.lr=1e-2', 'train_dataloader.batch_size=16']
         train.main([*arguments, '--epochs', '2'])
-        assert _loss(capsys.readouterr().err) < math.log(256) - 0.3
+        assert _loss(capsys.readouterr().err) < math.log(256) - 0.3         # of the second epoch
     test_tool.main(['lcsm_mqar-small', 'runs/lcsm_mqar-small/last.safetensors', *arguments[1:]])
     assert 'accuracy/top1' in capsys.readouterr().out
     (tmp_path / 'book.txt').write_text('the quick brown fox jumps over the lazy dog; ' * 400)
     arguments = ['lcsm_language', '--data', 'book.txt', '--cfg-options', *small, 'model.depth=1', 'model.mixer=1-1-1-4',
-                 'train_cfg.max_iters=30', 'train_dataloader.batch_size=8',
+                 'train_cfg.max_iters=30', 'train_dataloader.batch_size=8', 'optim_wrapper.optimizer.lr=1e-2',
+                 'param_scheduler.0.end=5', 'param_scheduler.1.begin=5',
                  *(f'{part}_dataloader.dataset.length=64' for part in token_sets.SPLITS)]
     train.main(arguments)
     capsys.readouterr()
     test_tool.main(['lcsm_language', 'runs/lcsm_language/last.safetensors', *arguments[1:]])
     name, value = capsys.readouterr().out.splitlines()[0].split()
-    assert name == 'language/perplexity' and 1 < float(value) < 200
+    assert name == 'language/perplexity' and 1 < float(value) < 100
+
+
+# ---- sweeps
+
+def test_a_sweep_trains_what_the_file_lacks(tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def train_once(config, options):
+        trained.append(options)
+        return {'accuracy/top1': 50., 'train_loss': 1.5, 'steps': 3, 'seconds': 0.1}
+    monkeypatch.setattr(sweeps, 'train_once', train_once)
+    file = str(tmp_path / 'r.jsonl')
+    sweeps.main(['parametrization', '--record', file, '--set', 'model.dim=32'])
+    rates = [{'model.mixer': code, LEARNING_RATE: rate, 'model.dim': 32} for code in ('0-1-0-1-0', '1-1-1-0')
+             for rate in sweeps.LEARNING_RATES]
+    assert trained == rates and 'model.mixer=0-1-0-1-0' in capsys.readouterr().out
+    sweeps.main(['codes', '--record', file, '--set', 'model.dim=32', 'model.mixer=1-1-1-0'])
+    assert trained == rates
+    sweeps.main(['tau', '--record', file, '--set', f'{LEARNING_RATE}=0.5', 'model.tau=4'])
+    assert trained[4:] == [{'model.mixer': '1-1-1-0', LEARNING_RATE: 0.5, 'model.tau': 4}]
+    lines = sweep_tables.records(tmp_path / 'r.jsonl')
+    assert len(lines) == 5 and lines[0]['config'] == 'lcsm_mqar-small' and lines[0]['torch'] == torch.__version__
+    user_error(lambda: sweeps.main(['code', '--record', file]), "unknown sweep 'code'", 'codes')
+    user_error(lambda: sweeps.main(['tau', '--set', 'model.tau']), '--set takes KEY=VALUE')
+
+
+def test_every_sweep_has_options_that_its_config_takes():
+    for sweep in sweeps.SWEEPS.values():
+        for options in sweeps.combinations(sweep.options):
+            model = load(sweep.config, options).model.to_dict()
+            TimmClassifier(**{key: value for key, value in model.items() if key not in ('type', 'num_classes')},
+                           num_classes=8, device='meta')
+
+
+def test_one_run_of_a_sweep():
+    small = {'model.dim': 8, 'model.num_heads': 1, 'train_cfg.max_epochs': 1,
+             **{f'{part}_dataloader.dataset.count': 128 for part in token_sets.SPLITS}}
+    found = sweeps.train_once('lcsm_mqar-small', {'model.mixer': '1-1-1-0', **small})
+    assert found['steps'] == 2 and 5 < found['train_loss'] < 6.5 and 0 <= found['accuracy/top1'] < 20
+    user_error(lambda: sweeps.train_once('lcsm_mqar-small', {'model.mixr': 'gla'}), 'mixr')
+
+
+def test_tables_of_sweeps(tmp_path):
+    def run(mixer, rate, accuracy, **options):
+        return {'config': 'lcsm_mqar-small', 'options': {'model.mixer': mixer, LEARNING_RATE: rate, **options},
+                'accuracy/top1': accuracy, 'train_loss': 1.}
+    text = {'config': 'lcsm_language-stdlib', 'options': {'model.mixer': 'gla'}, 'language/perplexity': 4.06,
+            'language/log_likelihood': -1.4, 'train_loss': 1.58}
+    runs = [run('1-0-1-0', 0.01, 90.), run('1-0-1-0', 0.005, 97.), run('0-0-0-0', 0.005, 20.), text,
+            run('1-0-1-0', 0.005, 95., **{'model.tau': 2})]
+    (tmp_path / 'model_cards' / 'benchmarks').mkdir(parents=True)
+    for line in runs:
+        append(tmp_path / 'model_cards' / 'benchmarks' / 'sweeps.jsonl', line)
+    assert sweep_tables.recall_table(tmp_path).splitlines()[2:] == [
+        '| `1-0-1-0` | - | 97.0 % | 1.000 | 0.005 of 0.005, 0.01 |',
+        '| `1-0-1-0` | tau=2 | 95.0 % | 1.000 | 0.005 of 0.005 |',
+        '| `0-0-0-0` | - | 20.0 % | 1.000 | 0.005 of 0.005 |']
+    assert sweep_tables.language_table(tmp_path).splitlines()[2:] == ['| `gla` | - | 4.06 | 1.580 |']

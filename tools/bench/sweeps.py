@@ -19,9 +19,9 @@ from ..engine.building import close_log
 from ..engine.classification.runner import build_runner, timm_model
 from ..engine.config import load
 from ..engine.records import append, environment
+from .sweep_tables import LEARNING_RATE, records
 
 LEARNING_RATES = (5e-3, 1e-2)
-_LR = 'optim_wrapper.optimizer.lr'
 
 
 class Sweep(NamedTuple):
@@ -39,7 +39,7 @@ class Sweep(NamedTuple):
 
 
 def _codes(*codes: str) -> Dict[str, Sequence[Any]]:
-    return {'model.mixer': codes, _LR: LEARNING_RATES}
+    return {'model.mixer': codes, LEARNING_RATE: LEARNING_RATES}
 
 
 SWEEPS: Dict[str, Sweep] = {
@@ -116,18 +116,6 @@ def run_sweep(name: str, file: Path, fixed: Dict[str, Any]) -> None:
         append(file, {'config': sweep.config, 'options': options, **record, **environment()})
         shown = '  '.join(f'{key} {value:.4g}' for key, value in record.items())
         print(' '.join(f'{key}={value}' for key, value in options.items()), '', shown, flush=True)
-
-
-def records(file: Path) -> List[Dict[str, Any]]:
-    """Return the records of a file; none if it does not exist.
-
-    Raises:
-        UserError: the file cannot be read or is not one of records.
-    """
-    try:
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    except (OSError, ValueError) as error:
-        raise UserError(f'cannot read {file}: {error}') from error
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:

@@ -13,6 +13,7 @@ from . import claims
 from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import model_tables as models
+from . import sweep_tables as sweeps
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'lcsm')
 # Tables of figures from papers. They also take papers of which this package has no models.
@@ -36,6 +37,8 @@ TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
     'gpu': measurements.gpu_table,
     'resources': measurements.resources_table,
+    'recall': sweeps.recall_table,
+    'language': sweeps.language_table,
     'formats': exports.formats_table,
     'exports': exports.exports_table,
     'exports_summary': exports.exports_summary_table,

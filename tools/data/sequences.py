@@ -26,7 +26,7 @@ from .released_files import CIFAR10_CLASSES, check_split, cifar10_arrays, mnist_
 SPLITS = {'train': 0, 'val': 1, 'test': 2}
 
 
-def _made_by_program(split: str, count: Optional[int], sizes: Sequence[int], seed: int) -> Dict[str, Any]:
+def made_by_program(split: str, count: Optional[int], sizes: Sequence[int], seed: int) -> Dict[str, Any]:
     """Return the arguments count and seed of a generator. Each split is a stream of its own of the seed."""
     check_split(split, list(SPLITS))
     return dict(count=sizes[SPLITS[split]] if count is None else count, seed=[seed, SPLITS[split]])
@@ -89,7 +89,7 @@ class ListOps(_Expressions):
                  max_depth: int = 10, max_args: int = 10, length: Optional[int] = None, append_eos: bool = True,
                  with_length: bool = False, seed: int = 0):
         expressions = listops(min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args,
-                              **_made_by_program(split, count, (96_000, 2_000, 2_000), seed))
+                              **made_by_program(split, count, (96_000, 2_000, 2_000), seed))
         # Use the bound, not the longest sample, so that all splits have the same length.
         longest = max_length - 1 + append_eos
         default = 1 << (longest - 1).bit_length()
@@ -200,7 +200,7 @@ class PathfinderLike(_Pictures):
 
     def __init__(self, split: str, count: Optional[int] = None, transform: Optional[Dict[str, Any]] = None,
                  seed: int = 0):
-        options = _made_by_program(split, count, (20_000, 2_000, 2_000), seed)
+        options = made_by_program(split, count, (20_000, 2_000, 2_000), seed)
         super().__init__(*pathfinder_like(style=self.style, **options), _PATHFINDER_CLASSES, transform)
 
 

@@ -1,6 +1,6 @@
 """Data sets whose labels belong to tokens, registered for configs.
 
-Items are dict(inputs=int64 (L,), label=int64 (L,)). Tokens with the label IGNORED count neither in the loss nor in the
+Items are dict(inputs=int64 (L,), label=int64 (L,)). Tokens with the label -100 count neither in the loss nor in the
 metrics. `classes` are the names of the tokens.
 
     MQAR               generated multi-query associative recall
@@ -19,10 +19,9 @@ from torch import Tensor
 from ..common.cli import UserError
 from .image_sets import _Classified
 from .recall import multi_query_recall
+from .recall_files import labels
 from .released_files import check_split
-
-SPLITS = {'train': 0, 'val': 1, 'test': 2}
-IGNORED = -100          # the index that torch's cross-entropy ignores
+from .sequences import SPLITS, made_by_program
 
 # Names of the parts of a data set in file names such as wiki.valid.tokens.
 _PART_NAMES = {'train': ('train',), 'val': ('val', 'valid', 'validation', 'dev'), 'test': ('test',)}
@@ -50,21 +49,21 @@ class MQAR(_Tokens):
 
     def __init__(self, split: str, count: Optional[int] = None, vocab_size: int = 8192, length: int = 64,
                  pairs: int = 4, power: float = 0.01, filler: str = 'zero', seed: int = 0):
-        check_split(split, list(SPLITS))
-        number = SPLITS[split]
+        options = made_by_program(split, count, (100_000, 3_000, 3_000), seed)
         try:
-            self.recall = multi_query_recall((100_000, 3_000, 3_000)[number] if count is None else count,
-                                             [seed, number], vocab_size, length, pairs, power, filler)
+            self.recall = multi_query_recall(**options, vocab_size=vocab_size, length=length, pairs=pairs, power=power,
+                                             filler=filler)
         except ValueError as error:
             raise UserError(str(error)) from error
+        self.label = labels(self.recall)
         self.classes = [str(token) for token in range(vocab_size)]
 
     def __len__(self) -> int:
         return len(self.recall.tokens)
 
     def __getitem__(self, index: int) -> Dict[str, Tensor]:
-        tokens, places, answers = (torch.from_numpy(part[index].astype(np.int64)) for part in self.recall)
-        return dict(inputs=tokens, label=torch.full_like(tokens, IGNORED).scatter_(0, places, answers))
+        inputs, label = (torch.from_numpy(part[index].astype(np.int64)) for part in (self.recall.tokens, self.label))
+        return dict(inputs=inputs, label=label)
 
 
 class _Windows(_Tokens):
