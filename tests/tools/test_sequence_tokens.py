@@ -10,7 +10,8 @@ from user_errors import user_error
 
 from subquad.tools import make_dataset, train
 from subquad.tools import test as test_tool
-from subquad.tools.bench import sweep_tables, sweeps
+from subquad.tools.bench import config_sweeps as sweeps
+from subquad.tools.bench import sweep_tables
 from subquad.tools.bench.sweep_tables import LEARNING_RATE
 from subquad.tools.data import recall, token_sets
 from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier

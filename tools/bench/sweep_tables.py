@@ -1,4 +1,4 @@
-"""Tables of the records of `sweeps`: recall and perplexity by recurrence."""
+"""Tables of the records of `config_sweeps`: recall and perplexity by recurrence."""
 import json
 from itertools import groupby
 from pathlib import Path

@@ -120,7 +120,7 @@ def run_sweep(name: str, file: Path, fixed: Dict[str, Any]) -> None:
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
-    parser = argparse.ArgumentParser('python -m subquad.tools.bench.sweeps', description=__doc__,
+    parser = argparse.ArgumentParser('python -m subquad.tools.bench.config_sweeps', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', help=f"name of the sweep: {', '.join(SWEEPS)}")
     parser.add_argument('--record', default='sweeps.jsonl', metavar='FILE',
