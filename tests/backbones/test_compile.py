@@ -2,7 +2,11 @@
 import pytest
 import timm
 import torch
+from functorch.compile import make_boxed_func
 from helpers import assert_close
+from torch._dynamo.backends.common import aot_autograd
+
+from subquad.backbones.mixers import EosMixer
 
 
 def _two_sizes(name, **options):
@@ -21,6 +25,42 @@ def test_a_compiled_network_takes_a_second_size_without_inductor():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo'])
+@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo', 'test_lcsm'])
 def test_a_compiled_network_takes_a_second_size(name):
     _two_sizes(name)
+
+
+def _graphs(module, x):
+    """Compile a training step in one graph, compare it with the module, and return the operators of its two graphs."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == 'call_function'])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    found = []
+    for run in (module, compiled):
+        y = run(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+    for expected, actual in zip(*found):
+        assert_close(actual, expected, 1e-4)
+    assert len(graphs) == 2
+    return graphs
+
+
+@pytest.mark.parametrize('mixer, count', [('gla', 2), ('1-1-1-6', 2), ('1-6-1-0', 2), ('0-0-0-0', 2), ('mamba', 2),
+                                          ('deltanet', 2), ('s4d', 4)])
+def test_a_recurrence_is_one_operator_of_the_compiled_graph(mixer, count):
+    """Each of the passes over columns and rows is one operator forward and one backward, at any length of the lines.
+
+    With complex e and s, there is one for each direction.
+    """
+    torch.manual_seed(0)
+    module, counts = EosMixer(32, 2, mixer, expand_dim=4), []
+    for size in ((6, 7), (9, 150)):              # 150 tokens are more than one chunk
+        graphs = _graphs(module, torch.randn(1, *size, 32, requires_grad=True))
+        assert [sum(name.startswith('subquad.') for name in graph) for graph in graphs] == [count] * 2
+        counts.append([len(graph) for graph in graphs])
+    assert counts[0] == counts[1] and max(counts[0]) < 200 * count
