@@ -26,7 +26,7 @@ TOOLS = {
     'train': 'train a classifier, detector or segmenter from a config',
     'test': 'evaluate a checkpoint on the test data of a config',
     'predict': 'run a classifier, detector or segmenter on images',
-    'visualize': 'draw context scores, decay factors or token influences over images',
+    'visualize': 'draw context scores, decays or token influences over images',
     'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',

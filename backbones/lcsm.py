@@ -7,11 +7,14 @@ backbones/mixers/eos_codes.py for the names of the recurrences.
 """
 from typing import Any, ClassVar, Dict, Optional, Set
 
+import torch
 from timm.models import generate_default_cfgs, register_model
-from torch import nn
+from torch import Tensor, nn
 
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import EosMixer
+from .mixers.eos_decay import StateDecay
+from .observation import observe_inputs
 from .options import Options, check
 from .timm_interface import build_model, image_cfg, published_cfgs
 
@@ -91,6 +94,23 @@ class LCSM(HierarchicalBackbone):
             return EosMixer(dim, num_heads, mixer, **options, **dd)
 
         super().__init__(build, **options, **kwargs)
+
+    def state_decays(self, x: Tensor) -> Dict[str, StateDecay]:
+        """Return how much the memories of each layer decay per token, in evaluation mode.
+
+        `mixers.eos_decay.memory_lengths` turns them into numbers of tokens.
+
+        Args:
+            x: images (B, in_chans, H, W).
+
+        Returns:
+            The decays by the name of the layer ('stages.0.blocks.0', ...).
+
+        Raises:
+            ValueError: the oscillation of the mixer is no decay for each token; the message says why.
+        """
+        with torch.no_grad():
+            return observe_inputs(self, self.mixers(), x, EosMixer.state_decay)
 
     def no_weight_decay(self) -> Set[str]:
         """The decays, angles and matrices of recurrences that do not belong to linear layers."""

@@ -17,6 +17,7 @@ from ..options import Option, Options, check, flag, integer, one_of, or_none
 from . import eos_linear as linear
 from . import eos_systems as systems
 from .eos_codes import CONSTANT, NUMBERINGS, WITHOUT_KEYS, Code, has_tau, parse, refuse
+from .eos_decay import StateDecay, state_decay
 from .eos_linear import Recurrence, Sizes
 
 MODES = ('axis', 'raster', 'forward')
@@ -182,7 +183,7 @@ class EosMixer(nn.Module):
         check('EosMixer', self.OPTIONS, dict(mixer=mixer, mode=mode, expand_dim=expand_dim, tau=tau,
                                              numbering=numbering, learned_decay=learned_decay, gated=gated))
         dd = {'device': device, 'dtype': dtype}
-        self.num_heads, self.mode = num_heads, mode
+        self.num_heads, self.mixer, self.mode = num_heads, mixer, mode
         self.recurrence = make_recurrence(dim, num_heads, mixer, expand_dim, tau, numbering, learned_decay, **dd)
         self.value = nn.Linear(dim, dim, **dd)
         self.gate = nn.Linear(dim, dim, **dd) if gated else None
@@ -221,3 +222,17 @@ class EosMixer(nn.Module):
         if axis == 1:
             return y.reshape(batch, width, height, -1).transpose(1, 2)
         return y.reshape(batch, height, width, -1)
+
+    def state_decay(self, x: Tensor) -> StateDecay:
+        """Return how much the memories decay at each token of x (B, H, W, C).
+
+        Raises:
+            ValueError: the oscillation of this mixer is no decay for each token; the message says why.
+        """
+        batch, height, width, _ = x.shape
+        tokens = {name: z.reshape(batch, height * width, self.num_heads, -1).transpose(1, 2)
+                  for name, z in self.recurrence.tokens(x).items()}
+        try:
+            return state_decay(self.recurrence.decays(tokens), height, width)
+        except ValueError as error:
+            raise ValueError(f'mixer={self.mixer!r} has no decay for each token: {error}') from error

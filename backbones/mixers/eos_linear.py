@@ -60,6 +60,17 @@ class Recurrence(nn.Module):
         """
         raise NotImplementedError
 
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        """Return the step logs of the oscillation, as arguments of `eos_elementwise`: log_o_k, log_o, generator, ...
+
+        Args:
+            tokens: as for `scan`.
+
+        Raises:
+            ValueError: no decay belongs to a token; the message says why.
+        """
+        raise NotImplementedError
+
 
 def at_least_float(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -247,6 +258,12 @@ class Elementwise(Recurrence):
         y = eos_elementwise(values, e.to(values.dtype), s.to(values.dtype), **options)
         return (y[..., :-1] / y[..., -1:].clamp(min=1e-6)).to(i.dtype)
 
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        found = {name: x for name, x in self.oscillation.arguments(tokens, 1).items() if name != 'theta'}
+        if not found:
+            raise ValueError('its oscillation has the absolute value 1')
+        return found
+
 
 class ComplementKeys(Recurrence):
     """M3: o = I - Diag(k) with k = 1 - sigmoid(W x)^(1/tau), which is diagonal."""
@@ -261,7 +278,10 @@ class ComplementKeys(Recurrence):
         return {'log_o_k': log, 'e': -torch.expm1(log), 's': self.shrink(x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
-        return eos_elementwise(i, tokens['e'].to(i.dtype), tokens['s'].to(i.dtype), log_o_k=tokens['log_o_k'], **run)
+        return eos_elementwise(i, tokens['e'].to(i.dtype), tokens['s'].to(i.dtype), **self.decays(tokens), **run)
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        return {'log_o_k': tokens['log_o_k']}
 
 
 class RunningSoftmax(Elementwise):
@@ -282,6 +302,9 @@ class RunningSoftmax(Elementwise):
         y, own = zip(*(self._pass(i, tokens, back, **run)
                        for back in ((False, True) if bidirectional else (reverse,))))
         return y[0] + y[1] - (own[0] + own[1]) / 2 if bidirectional else y[0]
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        raise ValueError('its oscillation depends on all tokens between the start of the line and a token')
 
     def _pass(self, i: Tensor, tokens: Tokens, reverse: bool, **run: Any):
         """Return the output of one direction, and the part of it that is each token's own."""
@@ -328,3 +351,6 @@ class Delta(Recurrence):
             e = key * at_least_float(tokens['rate']).sigmoid() if self.rate is not None else key
             e, s, a, b = (x.to(i.dtype) for x in (e, unit['query'], unit.get('second', key), -e))
         return eos_matmul(i, e, s, a=a, b=b, **run)
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        raise ValueError('its oscillation is a matrix, which erases the value of one key instead of fading all')

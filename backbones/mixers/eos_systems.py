@@ -1,6 +1,6 @@
 """State space models and recurrences of single channels for `EosMixer`: S4, S5, DSS, TNN, Mamba, RWKV-4 and HGRN."""
 import math
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -70,21 +70,33 @@ class Modes(Recurrence):
         values = at_least_float(i)
         dtype = values.dtype
         with without_autocast(i):
-            step = self.log_step.to(dtype).exp()
-            rate, frequency = self.log_rate.to(dtype).exp(), self.frequency.to(dtype)
+            step, rate, frequency = self._constants(dtype)
             matrices = (self.expand_matrix, self.shrink_matrix)
             e, s = (None if x is None else torch.view_as_complex(x.to(dtype).contiguous()) for x in matrices)
-            if step.ndim == 3:
-                rate, frequency = rate.unsqueeze(-1), frequency.unsqueeze(-1)
             log, theta = -rate * step, frequency * step
             if self.kind.startswith('s4'):
                 decay = torch.polar(log.exp(), theta)
                 e = e * (decay - 1) / torch.complex(-rate, frequency)         # zero-order hold
             ones = values.new_ones(log.shape[0], log.shape[1], i.shape[3])
             e, s = (ones if x is None else x for x in (e, s))
-            argument = 'log_o' if log.ndim == 3 else 'log_o_k'
-            y = eos_elementwise(values, e, s, theta=theta, **{argument: log}, **run)
+            y = eos_elementwise(values, e, s, theta=theta, **_step_logs(log), **run)
             return (y + self.skip.to(dtype) * values).to(i.dtype)
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        step, rate, _ = self._constants(at_least_float(self.log_rate).dtype)
+        return _step_logs(-rate * step)
+
+    def _constants(self, dtype: torch.dtype) -> Tuple[Tensor, Tensor, Tensor]:
+        """Return steps, rates and frequencies that broadcast to (heads, keys) or (heads, keys, D)."""
+        step, rate, frequency = (x.to(dtype) for x in (self.log_step, self.log_rate, self.frequency))
+        if step.ndim == 3:
+            rate, frequency = rate.unsqueeze(-1), frequency.unsqueeze(-1)
+        return step.exp(), rate.exp(), frequency
+
+
+def _step_logs(log: Tensor) -> Dict[str, Tensor]:
+    """Return constant step logs (heads, keys) or (heads, keys, D) as an argument of `eos_elementwise`."""
+    return {'log_o' if log.ndim == 3 else 'log_o_k': log}
 
 
 class System(Recurrence):
@@ -131,6 +143,10 @@ class System(Recurrence):
             y = F.linear(states * sign, self.output_matrix.to(dtype)) + self.skip.to(dtype) * values
         return y.unflatten(2, (self.heads, -1)).transpose(1, 2).to(i.dtype)
 
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        """All heads share one memory: one head in the result."""
+        return _step_logs(-at_least_float(self.log_rate + self.log_step).exp()[None])
+
 
 class Selective(Recurrence):
     """Mamba: delta = softplus(W2 W1 x + bias), i = delta v, o = exp(-delta A), y = C m + skip v."""
@@ -153,11 +169,13 @@ class Selective(Recurrence):
         return {'e': self.activate(self.expand(x)), 's': self.activate(self.shrink(x)), 'step': step}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
-        step = tokens['step']
-        generator = DecayGenerator(step, self.A_log.to(step.dtype).exp(), 'd', 'exponential')
-        y = eos_elementwise((i * step).to(i.dtype), tokens['e'].to(i.dtype), tokens['s'].to(i.dtype),
-                            generator=generator, **run)
+        y = eos_elementwise((i * tokens['step']).to(i.dtype), tokens['e'].to(i.dtype), tokens['s'].to(i.dtype),
+                            **self.decays(tokens), **run)
         return y + self.skip.to(i.dtype) * i
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        step = tokens['step']
+        return {'generator': DecayGenerator(step, self.A_log.to(step.dtype).exp(), 'd', 'exponential')}
 
 
 class WeightedMean(Recurrence):
@@ -190,6 +208,9 @@ class WeightedMean(Recurrence):
         y = _join(sums[..., :1] / sums[..., 1:], self.heads)
         return y.to(i.dtype) * tokens['receptance'].sigmoid().to(i.dtype)
 
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        return {'log_o_d': -at_least_float(self.log_rate).exp().unflatten(0, (self.heads, -1))}
+
 
 class GatedChannels(Recurrence):
     """HGRN, LRN: m_t = f_t e^{i theta} m_{t-1} + (1 - f_t) i_t, y = sigmoid(V x) Re(m_t), f = sigmoid(W x)^(1/tau)."""
@@ -216,3 +237,6 @@ class GatedChannels(Recurrence):
             ones, theta = torch.ones_like(values), self.theta.to(values.dtype).unsqueeze(-1)
             y = _join(eos_elementwise(ones, values, ones, log_o_k=log, theta=theta, **run), self.heads).to(i.dtype)
         return y * tokens['shrink'].sigmoid().to(i.dtype)
+
+    def decays(self, tokens: Tokens) -> Dict[str, Any]:
+        return {'log_o_d': tokens['log']}

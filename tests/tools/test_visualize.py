@@ -4,10 +4,11 @@ import timm
 import torch
 from PIL import Image
 
-from subquad.backbones.weights import save_weights
+from subquad.backbones.mixers.eos_decay import memory_lengths
+from subquad.backbones.weights import load_weights, save_weights
 from subquad.tools import visualize
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.drawing import pictures
+from subquad.tools.engine.drawing import influences, memories, pictures
 
 
 @pytest.fixture
@@ -15,7 +16,10 @@ def folder(tmp_path):
     torch.manual_seed(0)
     for name, options, file in (('test_mobilevitv2', dict(num_latent_tokens=2), ''), ('test_ppma', {}, ''),
                                 ('test_myo', {}, ''), ('test_ppma', dict(paths='none'), 'plain'),
-                                ('resnet18', {}, '')):
+                                ('resnet18', {}, ''), ('test_lcsm', {}, ''),
+                                ('test_lcsm', dict(mixer='1-6-1-0', mode='raster'), 'full_rank'),
+                                ('test_lcsm', dict(mixer='retnet'), 'retnet'),
+                                ('test_lcsm', dict(mixer='deltanet'), 'deltanet')):
         model = timm.create_model(name, num_classes=3, **options)
         save_weights(model, tmp_path / f'{file or name}.safetensors',
                      dict(model=name, options=dict(num_classes=3, **options), classes=['a', 'b', 'c'],
@@ -68,12 +72,86 @@ def test_decay_factors_equal_those_of_the_mixers(folder):
     assert not torch.allclose(*found['stages.2.blocks.1'])
 
 
-def test_pictures_are_labeled(folder, monkeypatch):
-    """A title, a color bar with a label, and layers above the maps, in all three families."""
-    figures = []
-    monkeypatch.setattr(pictures, 'save', lambda figure, path: figures.append(figure))
-    from subquad.tools.engine.drawing import influences
-    monkeypatch.setattr(influences, 'save', pictures.save)
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, instead of files."""
+    found = []
+    for module in (pictures, influences, memories):
+        monkeypatch.setattr(module, 'save', lambda figure, path: found.append(figure))
+    return found
+
+
+def labels(figure):
+    """The labels of x and y axes."""
+    return {axis.get_xlabel() for axis in figure.axes}, {axis.get_ylabel() for axis in figure.axes}
+
+
+def test_state_decays(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert visualize.main(['test_lcsm.safetensors', 'images', '--max-images', '2']) == 0
+    assert 'state_decays.png: 2 image(s), 5 layer(s)' in capsys.readouterr().out
+    tall = Image.open('state_decays.png').size[1]
+    assert visualize.main(['test_lcsm.safetensors', 'images', '--max-images', '1', '--out', 'one.png']) == 0
+    assert Image.open('one.png').size[1] < tall
+
+
+def test_state_decays_have_numbers_and_units(folder, figures):
+    """Two color bars with numbers for each image, and charts of all heads, with the values of the mixers."""
+    model, image = timm.create_model('test_lcsm', num_classes=3), str(folder / 'images' / '1.png')
+    assert visualize.main([str(folder / 'test_lcsm.safetensors'), image]) == 0
+    figure = figures.pop()
+    assert figure.get_suptitle().startswith('test_lcsm: how fast the memories of the recurrence decay')
+    assert 'tokens until the product of decays falls to 1/e' in figure.get_suptitle()
+    below, beside = labels(figure)
+    assert below >= {'decay per token', 'length, tokens'}
+    assert beside >= {'1', 'decay', 'length\nalong rows', 'length\nalong columns', 'decay per token', 'tokens', 'head'}
+    bars = [axis for axis in figure.axes if axis.get_label() == '<colorbar>']
+    numbers = [[float(tick.get_text()) for tick in axis.get_yticklabels()] for axis in bars]
+    assert len(numbers) == 3 and all(len(set(ticks)) == 3 for ticks in numbers)
+    assert all(0.8 < ticks[0] < ticks[2] < 1 for ticks in numbers[:1]) and numbers[1][2] > 5
+    titles = {axis.get_title() for axis in figure.axes}
+    assert {'stages.0\nblock 0\n1 token = 4 px', 'stages.3\nblock 0\n1 token = 32 px'} <= titles
+    charts = [axis for axis in figure.axes if axis.get_xlabel() == 'decay per token']
+    assert [len(axis.get_yticks()) for axis in charts] == [1, 3, 2, 2, 3]
+    maps = [axis.images[0] for axis in figure.axes if axis.images and axis.get_label() != '<colorbar>'][1:]
+    assert [x.get_cmap().name for x in maps] == ['viridis'] * 5 + ['magma'] * 10
+    load_weights(model, folder / 'test_lcsm.safetensors')
+    from timm.data import create_transform
+    inputs = create_transform((3, 64, 96), crop_pct=1.0)(Image.open(image).convert('RGB'))[None]
+    wanted = model.state_decays(inputs)['stages.1.blocks.0'].logs.mean(1).exp()[0]
+    assert torch.allclose(torch.as_tensor(maps[1].get_array()), wanted, atol=1e-6)
+    wanted = memory_lengths(model.state_decays(inputs)['stages.0.blocks.0'].logs, 2)[0, 0]
+    assert torch.allclose(torch.as_tensor(maps[10].get_array()), wanted, rtol=1e-5)
+
+
+def test_state_decays_of_heads_and_of_raster_lines(folder, figures):
+    arguments = [str(folder / 'full_rank.safetensors'), str(folder / 'images' / '0.png'), '--heads']
+    assert visualize.main([*arguments, '--layers', 'stages.1', 'stages.2']) == 0
+    figure = figures.pop()
+    assert {axis.get_title() for axis in figure.axes} >= {'stages.1\nblock 0\nhead 2', 'stages.2\nblock 1\nhead 1'}
+    assert 'length\nalong the scan' in labels(figure)[1] and 'length\nalong rows' not in labels(figure)[1]
+
+
+def test_constant_decays_have_charts_alone(folder, figures):
+    assert visualize.main([str(folder / 'retnet.safetensors'), str(folder / 'images')]) == 0
+    figure = figures.pop()
+    assert not any(axis.images for axis in figure.axes)
+    assert 'All tokens of all images decay alike' in figure.get_suptitle()
+    below, _ = labels(figure)
+    assert below == {'', 'decay per token', 'length, tokens'}
+    (line,) = next(axis for axis in figure.axes if axis.get_xlabel() == 'decay per token').lines
+    assert line.get_xdata().tolist() == [pytest.approx(1 - 2 ** -5)]
+
+
+def test_images_at_their_own_size(folder, figures):
+    """Images of 100 x 70 pixels have 25 x 18 tokens of 4 pixels."""
+    assert visualize.main([str(folder / 'test_lcsm.safetensors'), str(folder / 'images'), '--own-size']) == 0
+    sizes = [axis.images[0].get_array().shape[:2] for axis in figures.pop().axes if axis.images]
+    assert sizes.count((70, 100)) == 3 and sizes.count((18, 25)) == 9
+
+
+def test_pictures_are_labeled(folder, figures):
+    """A title, a color bar with a label, and layers above the maps, in three families."""
     for name, label in (('test_mobilevitv2', 'context score'), ('test_ppma', 'factor per step'),
                         ('test_myo', 'influence and edges')):
         visualize.main([str(folder / f'{name}.safetensors'), str(folder / 'images'), '--most', '2'])
@@ -113,11 +191,17 @@ def test_overlay_colors_the_largest_scores():
     (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--max-images must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
     (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
+    (['deltanet.safetensors', 'images'], "mixer='deltanet' has no decay for each token: its oscillation is a matrix"),
+    (['test_myo.safetensors', 'images', '--heads'], '--heads is for LCSM, and Myo has no state decays'),
+    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at is for Myo: the maps of LCSM'),
+    (['test_lcsm.safetensors', 'images', 'other', '--own-size'], 'must have the same size: .* x '),
     (['nothing.safetensors', 'images'], 'no weight file at'),
     (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
     (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .pdf or')])
 def test_wrong_arguments(arguments, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
+    (folder / 'other').mkdir()
+    Image.new('RGB', (90, 70)).save(folder / 'other' / 'image.png')
     before = set(folder.rglob('*'))
     with pytest.raises(UserError, match=message):
         visualize.main(arguments)
