@@ -223,14 +223,15 @@ def _width(size: str) -> str:
 def _shipped() -> Iterator[PublishedWeights]:
     """Small networks in the package, for tests and demonstrations; `subquad train CONFIG` made each of them.
 
-    The configs of the classifiers are test-ppma_digits, test-mobilevitv2_digits and test-myo_digits; their figures are
-    on scikit-learn's 360 test images. The detector's are on the images of `subquad make-dataset shapes`.
+    The config of test_NAME is test-NAME_digits; the figures are on scikit-learn's 360 test images. The detector's are
+    on the images of `subquad make-dataset shapes`.
     """
     for arch, side, top1, size, sha256 in (
             ('test_ppma', 32, 100.0, 1_459_072, '04ea17fab7554cf0a63d04efb89a9a606819ec848a6d936abcb2cbe0c30b7abc'),
             ('test_mobilevitv2', 64, 99.44, 1_198_860,
              '699c776e10db123d916aff9d8e858a40be9b7ca4c4ebf14fe3b29e8cea203718'),
             ('test_myo', 32, 100.0, 1_427_216, 'a455aff0ec0f757f619de37d15c085ad764adcdeb56dff7ab66fdb542ee7ad77'),
+            ('test_lcsm', 32, 99.44, 1_486_336, '7715569d22283c8b39f5b1c9b294ec84e989bc4041569fe8d48df7febc1133c5'),
     ):
         yield PublishedWeights(
             arch, 'digits', 'classification', 'subquad', file=f'{arch}.digits.safetensors', size=size, sha256=sha256,

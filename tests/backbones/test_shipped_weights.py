@@ -33,8 +33,8 @@ def no_network(monkeypatch):
 
 
 def test_every_file_is_in_the_table():
-    assert sorted(map(_names, SHIPPED_WEIGHTS)) == ['test_mobilevitv2.digits', DETECTOR, 'test_myo.digits',
-                                                    'test_ppma.digits']
+    assert sorted(map(_names, SHIPPED_WEIGHTS)) == ['test_lcsm.digits', 'test_mobilevitv2.digits', DETECTOR,
+                                                    'test_myo.digits', 'test_ppma.digits']
     assert sorted(weights.file for weights in SHIPPED_WEIGHTS) == sorted(path.name for path in SHIPPED.iterdir())
 
 
