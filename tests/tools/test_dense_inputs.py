@@ -149,7 +149,7 @@ def test_configs_use_every_level_of_the_backbone():
         if 'mobilevitv2' in name or find(name).parent.name not in ('detection', 'segmentation'):
             continue
         model = load(name).model
-        if model.backbone.type not in ('PPMA', 'Myo'):
+        if model.backbone.type not in ('PPMA', 'Myo', 'LCSM'):
             continue
         count = len(model.backbone.get('out_indices', (0, 1, 2, 3)))
         neck = model.get('neck')

@@ -355,7 +355,8 @@ def test_images_without_objects_and_single_images(data):
     """A batch of one image with nothing on it: losses are finite, and nothing is found where nothing is learned."""
     config = load(MASK_RCNN)
     config.merge_from_dict({'data_root': str(data)})
-    for name in (MASK_RCNN, 'mask-rcnn_test-myo_shapes', 'ssdlite_test-mobilevitv2_shapes'):
+    for name in (MASK_RCNN, 'mask-rcnn_test-myo_shapes', 'mask-rcnn_test-lcsm_shapes',
+                 'ssdlite_test-mobilevitv2_shapes'):
         from mmdet.structures import DetDataSample
         from mmengine.registry import MODELS, init_default_scope
         from mmengine.structures import InstanceData
