@@ -58,7 +58,7 @@ _ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
 _ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
     hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
 _DTYPES = (torch.float32, torch.bfloat16)
-_NO_ACTIVATION, GELU = nn.Identity(), nn.GELU()
+_NO_ACTIVATION, GELU, SILU = nn.Identity(), nn.GELU(), nn.SiLU()
 
 
 def linear(layer: nn.Module, x: Tensor, act: nn.Module = _NO_ACTIVATION) -> Tensor:

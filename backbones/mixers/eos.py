@@ -13,6 +13,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels.common.tracing import exporting
+from .. import inference
 from ..options import Option, Options, check, flag, integer, one_of, or_none
 from . import eos_linear as linear
 from . import eos_systems as systems
@@ -192,8 +193,10 @@ class EosMixer(nn.Module):
         self.exportable = is_exportable()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.mix(self.value(x), x))
-        return self.out(y if self.gate is None else F.silu(self.gate(x)) * y)
+        y = self.norm(self.mix(inference.linear(self.value, x), x))
+        if self.gate is not None:
+            y = inference.linear(self.gate, x, inference.SILU) * y
+        return inference.linear(self.out, y)
 
     def mix(self, values: Tensor, x: Tensor) -> Tensor:
         """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C)."""
@@ -203,10 +206,12 @@ class EosMixer(nn.Module):
         # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small
         # for the epsilon of the next norm, and those of others too large for float16.
         columns = F.layer_norm(self._run(values, tokens, 1), values.shape[-1:], eps=self.norm.eps)
-        return self._run(columns.to(values.dtype), tokens, 2)
+        return self._run(columns.to(values.dtype).transpose(1, 2), tokens, 2)
 
     def _run(self, values: Tensor, tokens: Dict[str, Tensor], axis: int) -> Tensor:
-        """Run along the columns (axis 1), along the rows (2), or over the flattened image (0)."""
+        """Run along the columns (axis 1), along the rows (2), or over the flattened image (0).
+
+        Returns (B, H, W, C), and (B, W, H, C) for the columns."""
         batch, height, width, _ = values.shape
 
         def lines(y: Tensor) -> Tensor:
@@ -218,10 +223,7 @@ class EosMixer(nn.Module):
         backend = 'export' if self.exportable or exporting() else 'auto'
         y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()},
                                  bidirectional=self.mode != 'forward', backend=backend)
-        y = y.transpose(1, 2)
-        if axis == 1:
-            return y.reshape(batch, width, height, -1).transpose(1, 2)
-        return y.reshape(batch, height, width, -1)
+        return y.transpose(1, 2).reshape(batch, *((width, height) if axis == 1 else (height, width)), -1)
 
     def state_decay(self, x: Tensor) -> StateDecay:
         """Return how much the memories decay at each token of x (B, H, W, C).

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...kernels import eos_elementwise
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
+from ..inference import linear
 from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, at_least_float, gate_log
 from .scan import hippo_normal_eigenvalues
 
@@ -166,7 +167,7 @@ class Selective(Recurrence):
 
     def tokens(self, x: Tensor) -> Tokens:
         step = F.softplus(at_least_float(self.step(x)) + self.step_bias)
-        return {'e': self.activate(self.expand(x)), 's': self.activate(self.shrink(x)), 'step': step}
+        return {'e': self.activate(linear(self.expand, x)), 's': self.activate(linear(self.shrink, x)), 'step': step}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         y = eos_elementwise((i * tokens['step']).to(i.dtype), tokens['e'].to(i.dtype), tokens['s'].to(i.dtype),
@@ -194,7 +195,7 @@ class WeightedMean(Recurrence):
         self.bonus = nn.Parameter(torch.full((sizes.dim,), math.log(0.3), **dd))
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'key': self.key(x), 'receptance': self.receptance(x)}
+        return {'key': linear(self.key, x), 'receptance': linear(self.receptance, x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         values, key = _split(at_least_float(i)), _split(at_least_float(tokens['key']))
@@ -224,7 +225,7 @@ class GatedChannels(Recurrence):
         self.theta = nn.Parameter(angles.to(dtype or torch.get_default_dtype())) if turning else None
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'log': gate_log(self.forget(x), self.tau), 'shrink': self.shrink(x)}
+        return {'log': gate_log(linear(self.forget, x), self.tau), 'shrink': linear(self.shrink, x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         log = tokens['log']

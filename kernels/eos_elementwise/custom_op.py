@@ -10,7 +10,7 @@ from ..common.decay import compute_dtype, needs_gradient
 from ..eos_scan import full_rank
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
-from ..eos_scan.registration import differentiate, empty_gradient, in_dtype
+from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype
 from . import portable
 
 Three = Tuple[Tensor, Tensor, Tensor]
@@ -55,7 +55,7 @@ def _keys(e: Tensor) -> int:
 def _fake(i: Tensor, e: Tensor, states: Sequence[int], last: bool) -> Three:
     dtype = compute_dtype(i.dtype)
     final = (*i.shape[:2], _keys(e), i.shape[3]) if last else (0,)
-    return i.new_empty(i.shape), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+    return empty_output(i), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
 
 @_portable_forward.register_fake

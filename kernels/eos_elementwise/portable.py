@@ -12,49 +12,68 @@ from torch import Tensor
 from ..common.decay import compute_dtype
 from ..eos_scan import dense
 from ..eos_scan.chunks import Layout, boundary_shape, carries, carry, expanded, layout, line_decays
-from ..eos_scan.decayed_products import Decays, matrix, scaled, times, transposed_times, triangle
+from ..eos_scan.decayed_products import (
+    AnyDecays,
+    Decays,
+    matrix,
+    matrix_of_both,
+    scaled,
+    times,
+    transposed_times,
+    triangle,
+)
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
+from ..eos_scan.registration import empty_output
 
 Empty = Optional[Tensor]
 
 
-def _total(decay: Optional[Decays]) -> Optional[Tensor]:
+def _total(decay: Optional[AnyDecays]) -> Optional[Tensor]:
     return None if decay is None else decay.total
 
 
 def _line_layout(i: Tensor, log_k: Empty, log_d: Empty, chunk: int) -> Layout:
-    return layout(i.shape[2], chunk, log_k is not None or log_d is not None)
+    return layout(i.shape[2], chunk, log_k, log_d)
 
 
 def _elements(i: Tensor, e: Tensor) -> int:
     return max(i.numel(), e.numel())
 
 
+def _forward_dtype(i: Tensor, chunks: Layout, save: bool) -> torch.dtype:
+    """Return the dtype of products: bfloat16 for inference in bfloat16 on a CPU, with memories in float32."""
+    half = i.dtype == torch.bfloat16 and i.is_cpu and not save and chunks.quotients
+    return i.dtype if half else compute_dtype(i.dtype)
+
+
 def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str, chunk: int,
             save: bool, last: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Compute the output, memories at chunk boundaries (directions, B, H, n + 1, K, D) for `backward`, if any are
     needed and `save`, and the last memory, if `last`. Arguments are those of a `RealProblem`."""
-    dtype, chunks = compute_dtype(i.dtype), _line_layout(i, log_k, log_d, chunk)
+    chunks, full = _line_layout(i, log_k, log_d, chunk), compute_dtype(i.dtype)
+    dtype = _forward_dtype(i, chunks, save)
     log_k, log_d = (expanded(log, chunks, last or state is not None) for log in (log_k, log_d))
     batch, heads, length, dim = i.shape
     carried, names = carries(length, state, last), DIRECTIONS[direction]
-    # One step for the whole memory in both directions: one product with the sum of both matrices of decays.
-    symmetric = not carried and len(names) == 2 and log_d is None and log_k is not None and log_k.shape[3] == 1
-    names = names[:1] if symmetric else names
-    y = torch.empty_like(i, memory_format=torch.contiguous_format)
-    states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=dtype)
-    final = i.new_empty((batch, heads, e.shape[3], dim) if last else 0, dtype=dtype)
-    for n, reverse in enumerate(names):
+    # Without a decay of columns, one product of the values with the sum of both matrices.
+    joined = not carried and len(names) == 2 and log_d is None and log_k is not None and (
+        chunks.quotients or log_k.shape[3] == 1)
+    y = empty_output(i)
+    states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=full)
+    final = i.new_empty((batch, heads, e.shape[3], dim) if last else 0, dtype=full)
+    for n, reverse in enumerate(names[:1] if joined else names):
         for lines, parts in chunks.blocks(batch, _elements(i, e), reverse):
-            run = None if state is None else state[lines].to(dtype)
+            run = None if state is None else state[lines].to(full)
             for part in parts:
-                x, key, query = (chunks.chunked(t, lines, part, dtype) for t in (i, e, s))
-                decay = [line_decays(log, chunks, lines, part, reverse) for log in (log_k, log_d)]
-                weights = None
-                if symmetric:
-                    back = line_decays(log_k, chunks, lines, part, True)
-                    weights = (query @ key.mT).mul_(decay[0].mask + triangle(back.mask, True, False))
-                out, bounds = _chunks_forward(x, key, query, *decay, run, reverse, n == 0, carried, weights)
+                kinds = [(way, False) for way in (names if joined else (reverse,))]
+                decay_k, decay_d = (line_decays(log, chunks, lines, part, *kinds, dtype=dtype)
+                                    for log in (log_k, log_d))
+                x, key, query = (chunks.chunked(t, lines, part, dtype, log is None or not chunks.quotients)
+                                 for t, log in ((i, log_d), (e, log_k), (s, log_k)))
+                if joined:
+                    out = _both_matrices(key, query, *decay_k) @ x
+                else:
+                    out, bounds = _chunks_forward(x, key, query, decay_k[0], decay_d[0], run, reverse, n == 0, carried)
                 if carried:
                     run = bounds[:, :, 0 if reverse else -1]
                     if save:
@@ -67,18 +86,22 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
     return y, states, final
 
 
-def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays], state: Empty,
-                    reverse: bool, diagonal: bool, carried: bool, weights: Empty) -> Tuple[Tensor, Empty]:
-    """Return the output of chunks (b, H, n, C, D) and the memories at their boundaries.
+def _both_matrices(key: Tensor, query: Tensor, decay: AnyDecays, back: AnyDecays) -> Tensor:
+    """Return the matrices between the tokens of chunks under the decays of both directions, (b, H, n, C, C)."""
+    if isinstance(decay, Decays):
+        return (query @ key.mT).mul_(decay.mask + triangle(back.mask, True, False))
+    return matrix_of_both(query, key, decay, back)
 
-    weights: the matrix between tokens where the caller has it."""
+
+def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[AnyDecays], d: Optional[AnyDecays], state: Empty,
+                    reverse: bool, diagonal: bool, carried: bool) -> Tuple[Tensor, Empty]:
+    """Return the output of chunks (b, H, n, C, D) and the memories at their boundaries."""
     query, key, value = scaled(s, k, True), scaled(e, k, False), scaled(x, d, False)
     bounds, entered = None, None
     if carried:
-        bounds = carry(key.end.mT @ value.end, _total(k), _total(d), state, reverse)
-        entered = query.end @ _entering(bounds, reverse)
-    if weights is not None:
-        return weights @ x if entered is None else entered + weights @ x, bounds
+        local = (key.end.mT @ value.end).to(compute_dtype(x.dtype))
+        bounds = carry(local, _total(k), _total(d), state, reverse)
+        entered = query.end @ _entering(bounds, reverse).to(x.dtype)
     return times(matrix(query, key, k, reverse, diagonal), value, d, reverse, entered), bounds
 
 
@@ -96,7 +119,7 @@ def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: 
             run = None if dfinal is None else dfinal[lines].to(dtype)
             for part in parts:
                 block = [chunks.chunked(t, lines, part, dtype) for t in (dy, i, e, s)]
-                decay = [line_decays(log, chunks, lines, part, reverse) for log in logs]
+                decay = [line_decays(log, chunks, lines, part, (reverse, False))[0] for log in logs]
                 bounds = states[n, lines, :, part.start:part.stop + 1] if states.numel() else None
                 found, dsteps, run = _chunks_backward(*block, *decay, bounds, run, reverse, n == 0)
                 tokens = chunks.tokens(part)
@@ -110,7 +133,7 @@ def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: 
     return (*grads, *dlogs, dstate)
 
 
-def _chunks_backward(dy: Tensor, x: Tensor, e: Tensor, s: Tensor, k: Optional[Decays], d: Optional[Decays],
+def _chunks_backward(dy: Tensor, x: Tensor, e: Tensor, s: Tensor, k: Optional[AnyDecays], d: Optional[AnyDecays],
                      bounds: Empty, adjoint: Empty, reverse: bool, diagonal: bool
                      ) -> Tuple[List[Tensor], Sequence[Empty], Empty]:
     """Return the gradients of x, e, s, those of the steps of both axes, and that of the memory that enters.
@@ -142,12 +165,12 @@ def _entering(bounds: Tensor, reverse: bool) -> Tensor:
     return bounds[:, :, 1:] if reverse else bounds[:, :, :-1]
 
 
-def step_gradient(terms: Tensor, seed: Empty, decay: Decays) -> Tensor:
+def step_gradient(terms: Tensor, seed: Empty, decay: AnyDecays) -> Tensor:
     """Return the gradient of the steps of chunks, (b, H, n, C, c).
 
     Between two tokens, P = sum_d (gradient of the memory) * memory changes by s ds - e de of a token, which are the
     `terms`, and the gradient of a step is the P before its token. The sum starts from P at the chunk's end, `seed`."""
-    if decay.mask is not None:
+    if decay.total.shape[-1] == 1:
         terms, seed = terms.sum(-1, keepdim=True), None if seed is None else seed.sum(-1, keepdim=True)
     sums = terms.cumsum(-2) if decay.reverse else terms.flip(-2).cumsum(-2).flip(-2)
     return sums if seed is None else sums + seed

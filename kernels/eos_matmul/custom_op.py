@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..common.decay import compute_dtype, needs_gradient
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
-from ..eos_scan.registration import differentiate, empty_gradient, in_dtype, unchanged
+from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype, unchanged
 from . import portable
 
 
@@ -33,7 +33,7 @@ def _(i, e, s, a, b, gk, state, direction, chunk, save, last):
     dtype, keys = compute_dtype(i.dtype), e.shape[3]
     final = (*i.shape[:2], keys, i.shape[3]) if last else (0,)
     states = boundary_shape(i, keys, state, direction, chunk, save, last)
-    return i.new_empty(i.shape), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+    return empty_output(i), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
 
 @_portable_backward.register_fake

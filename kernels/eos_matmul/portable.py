@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..common.decay import compute_dtype
 from ..eos_scan.chunks import Layout, boundary_shape, carries, expanded, layout, line_decays
-from ..eos_scan.decayed_products import Decays, Scaled, matrix, scaled, times, transposed_times, triangle
+from ..eos_scan.decayed_products import AnyDecays, AnyScaled, matrix, scaled, times, transposed_times, triangle
 from ..eos_scan.dense import delta_rule
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
-from ..eos_scan.registration import unchanged
+from ..eos_scan.registration import empty_output, unchanged
 
 Empty = Optional[Tensor]
 
@@ -22,12 +22,12 @@ class Chunks(NamedTuple):
     """Chunks (b, H, n, C, .) of a block: arguments after their decays, and the decays of s and of a."""
 
     x: Tensor
-    e: Scaled
-    s: Scaled
-    a: Scaled
-    b: Scaled
-    decay: Optional[Decays]
-    before: Optional[Decays]
+    e: AnyScaled
+    s: AnyScaled
+    a: AnyScaled
+    b: AnyScaled
+    decay: Optional[AnyDecays]
+    before: Optional[AnyDecays]
     reverse: bool
     own: bool                   # whether the term of a token itself counts in this direction
 
@@ -75,8 +75,7 @@ def _blocks(tensors: List[Tensor], gk: Empty, chunks: Layout, backward: bool, re
     dtype = compute_dtype(i.dtype)
 
     def block(lines: slice, part: slice) -> Chunks:
-        decay = line_decays(gk, chunks, lines, part, reverse)
-        before = line_decays(gk, chunks, lines, part, reverse, True)
+        decay, before = line_decays(gk, chunks, lines, part, (reverse, False), (reverse, True))
         x, e, s, a, b = (chunks.chunked(x, lines, part, dtype) for x in tensors)
         return Chunks(x, scaled(e, decay, False), scaled(s, decay, True), scaled(a, before, True),
                       scaled(b, decay, False), decay, before, reverse, own)
@@ -90,9 +89,9 @@ def forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, st
     """Compute the output, memories at chunk boundaries for `backward`, if `save` and there are any, and the last
     memory, if `last`. gk: clamped step logs (B, H, T, K), where B, T and K may be 1, or None."""
     dtype, length, dim = compute_dtype(i.dtype), i.shape[2], i.shape[3]
-    chunks, carried = layout(length, chunk, gk is not None), carries(length, state, last)
+    chunks, carried = layout(length, chunk, gk), carries(length, state, last)
     gk = expanded(gk, chunks, last or state is not None)
-    y = torch.empty_like(i, memory_format=torch.contiguous_format)
+    y = empty_output(i)
     states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=dtype)
     final = i.new_empty((*i.shape[:2], e.shape[3], dim) if last else 0, dtype=dtype)
     for n, reverse in enumerate(DIRECTIONS[direction]):
@@ -127,7 +126,7 @@ def _chunks_forward(c: Chunks, state: Empty, carried: bool) -> Tuple[Tensor, Emp
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty,
              states: Tensor, direction: str, chunk: int) -> Tuple[Tensor, ...]:
     """Return the gradients of i, e, s, a, b, gk and state, in float32 or float64; empty for those not given."""
-    dtype, chunks = compute_dtype(i.dtype), layout(i.shape[2], chunk, gk is not None)
+    dtype, chunks = compute_dtype(i.dtype), layout(i.shape[2], chunk, gk)
     dgk = i.new_zeros(0 if gk is None else gk.shape, dtype=dtype)
     gk = expanded(gk, chunks, state is not None or dfinal is not None)
     grads = [torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (i, e, s, a, b)]
@@ -183,7 +182,7 @@ def _step_gradient(c: Chunks, ds: Tensor, da: Tensor, db: Tensor, de: Tensor, se
     step of its own token."""
     own = c.a.x * da
     terms = c.s.x * ds - c.b.x * db - c.e.x * de + own
-    if c.decay.mask is not None:
+    if c.decay.total.shape[-1] == 1:
         terms, own, seed = (None if x is None else x.sum(-1, keepdim=True) for x in (terms, own, seed))
     sums = (terms.cumsum(-2) if c.reverse else terms.flip(-2).cumsum(-2).flip(-2)) - own
     return sums if seed is None else sums + seed

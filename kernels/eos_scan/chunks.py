@@ -1,12 +1,12 @@
 """Lines of tokens in chunks: sizes, padding, decays, memories at chunk boundaries, and blocks that fit the cache."""
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.workspace import keep_freed_memory, ranges
-from .decayed_products import Decays, decays
+from .decayed_products import LEAST_SUM, AnyDecays, decays, entry_decays
 from .problem import DIRECTIONS
 
 # A line of up to this length is one chunk, because memories at boundaries would cost more than the larger matrix.
@@ -16,19 +16,25 @@ BLOCK_ELEMENTS = 1 << 17
 
 
 class Layout(NamedTuple):
-    """A line of `length` tokens as `count` chunks of `size`, the last of which is padded by zeros."""
+    """A line of `length` tokens as `count` chunks of `size`, the last of which is padded by zeros.
+
+    quotients: whether all decays of chunks are large enough for `Quotients`."""
 
     length: int
     size: int
     count: int
+    quotients: bool
 
-    def chunked(self, x: Tensor, lines: slice, chunks: slice, dtype: torch.dtype) -> Tensor:
-        """Return a block of x (B, H, T, c) as (b, H, n, size, c) of a dtype; sizes of 1 of B and T stay."""
+    def chunked(self, x: Tensor, lines: slice, chunks: slice, dtype: torch.dtype, dense: bool = True) -> Tensor:
+        """Return a block of x (B, H, T, c) as (b, H, n, size, c) of a dtype; sizes of 1 of B and T stay.
+
+        Without `dense` it may be a strided view."""
         x = x if x.shape[0] == 1 else x[lines]
         if x.shape[2] == 1 and self.length > 1:
             return x.unsqueeze(2).expand(-1, -1, -1, self.size, -1).to(dtype)
         stop = chunks.stop * self.size
-        x = x[:, :, chunks.start * self.size:stop].to(dtype).contiguous()
+        x = x[:, :, chunks.start * self.size:stop].to(dtype)
+        x = x.contiguous() if dense else x
         if stop > self.length:
             x = F.pad(x, (0, 0, 0, stop - self.length))
         return x.unflatten(2, (chunks.stop - chunks.start, self.size))
@@ -57,11 +63,27 @@ class Layout(NamedTuple):
             yield part, chunks[::-1] if backward else chunks
 
 
-def layout(length: int, chunk: int, decay: bool) -> Layout:
-    """Choose chunks; blocks of decays are joined in pairs, so that the size is a power of two if there is a decay."""
-    if length > SINGLE_CHUNK:
-        return Layout(length, chunk, -(-length // chunk))
-    return Layout(length, 1 << (length - 1).bit_length() if decay else length, 1)
+def layout(length: int, chunk: int, *logs: Optional[Tensor]) -> Layout:
+    """Choose chunks for canonical step logs.
+
+    Without `Quotients`, blocks of decays are joined in pairs, so that the size is a power of two."""
+    given = [log for log in logs if log is not None]
+    size = length if length <= SINGLE_CHUNK else chunk
+    dense = all(_decays_little(log, length, size) for log in given)
+    if length <= SINGLE_CHUNK and given and not dense:
+        size = 1 << (length - 1).bit_length()
+    return Layout(length, size, -(-length // size), dense)
+
+
+def _decays_little(log: Tensor, length: int, size: int) -> bool:
+    """Whether step logs add up to LEAST_SUM at least in each chunk. Reading the answer would wait for a GPU."""
+    if not log.is_cpu:
+        return False
+    if log.shape[2] == 1:
+        return bool(log.amin() * size >= LEAST_SUM)
+    count = length // size
+    sums = [log[:, :, :count * size].unflatten(2, (count, size)).sum(3), log[:, :, count * size:].sum(2)]
+    return all(bool(x.amin() >= LEAST_SUM) for x in sums if x.numel())       # false for NaN
 
 
 def carries(length: int, state: Optional[Tensor], last: bool) -> bool:
@@ -79,12 +101,18 @@ def boundary_shape(i: Tensor, keys: int, state: Optional[Tensor], direction: str
     return len(DIRECTIONS[direction]), batch, heads, count + 1, keys, dim
 
 
-def line_decays(log: Optional[Tensor], chunks: Layout, lines: slice, part: slice, reverse: bool,
-                exclusive: bool = False) -> Optional[Decays]:
-    """Return the decays of a block from canonical step logs, or None without."""
+def line_decays(log: Optional[Tensor], chunks: Layout, lines: slice, part: slice, *kinds: Tuple[bool, bool],
+                dtype: Optional[torch.dtype] = None) -> List[Optional[AnyDecays]]:
+    """Return the decays of a block from canonical step logs, or None without, for each pair (reverse, exclusive).
+
+    dtype: that of `Quotients`; by default the dtype of the step logs."""
     if log is None:
-        return None
-    return decays(chunks.chunked(log, lines, part, log.dtype), reverse, exclusive)
+        return [None] * len(kinds)
+    steps = chunks.chunked(log, lines, part, log.dtype)
+    if not chunks.quotients:
+        return [decays(steps, *kind) for kind in kinds]
+    entry = entry_decays(steps, dtype or log.dtype)
+    return [entry.quotients(*kind) for kind in kinds]
 
 
 def expanded(log: Optional[Tensor], chunks: Layout, needed: bool) -> Optional[Tensor]:

@@ -1,18 +1,44 @@
 """Products of chunks under a decay: the matrix x_t' diag(decay from j to t) y_j, and its products with vectors.
 
-All exponents are at most 0. A decay between two tokens is the product of two factors that meet at a boundary between
-them, each at most 1, so that decays of any size need no case of their own: a factor underflows only where the product
-does. Blocks of 1, 2, 4, ... tokens are joined in pairs, and the boundary is the one between the two blocks of a pair.
+There are two forms. `Quotients` refer the decays of a chunk to one point: a matrix is one product, and its factors
+exceed 1, which is exact while the decay of a whole chunk is at least e^LEAST_SUM.
 
-Arrays have shape (..., C, c), with C = 2^n tokens in a chunk and c channels; without a decay, C is any number. With
-`reverse` decays act towards the start, and the matrix is upper triangular.
+`Decays` are for decays of any size: all exponents are at most 0. A decay between two tokens is the product of two
+factors that meet at a boundary between them, each at most 1, so that a factor underflows only where the product does.
+Blocks of 1, 2, 4, ... tokens are joined in pairs, and the boundary is the one between the two blocks of a pair.
+
+Arrays have shape (..., C, c), with C tokens in a chunk, a power of two for `Decays`, and c channels; without a decay,
+C is any number. With `reverse` decays act towards the start, and the matrix is upper triangular.
 """
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
 Pair = Tuple[Tensor, Tensor]
+# Least sum of the step logs of a chunk for `Quotients`. Their exponents are at most half of it, and rounding in float32
+# changes a decay by 2^-24 times the exponent: 2e-6.
+LEAST_SUM = -64.0
+
+
+class Quotients(NamedTuple):
+    """Decays within chunks along one axis of the memory, as quotients of decays from the chunk's entry.
+
+    query, key: the decay from token j to token t is query[t] * key[j], each (..., C, c).
+    root: square root of the decay of the chunk, (..., 1, c). The decay from the chunk's entry to token t is
+        query[t] * root, and that from token j to its exit key[j] * root.
+    reverse: whether decays act towards the start.
+    """
+
+    query: Tensor
+    key: Tensor
+    root: Tensor
+    reverse: bool
+
+    @property
+    def total(self) -> Tensor:
+        """The decay of the chunk, (..., 1, c)."""
+        return self.root.square()
 
 
 class Decays(NamedTuple):
@@ -49,6 +75,23 @@ class Scaled(NamedTuple):
     end: Tensor
 
 
+class Multiplied(NamedTuple):
+    """Vectors of tokens x (..., C, c), their product with a side of `Quotients`, and the root of the chunk's decay."""
+
+    x: Tensor
+    product: Tensor
+    root: Tensor
+
+    @property
+    def end(self) -> Tensor:
+        """All vectors after the decay from the chunk's entry (queries) or to its exit (keys)."""
+        return self.product * self.root.to(self.product.dtype)
+
+
+AnyDecays = Union[Decays, Quotients]
+AnyScaled = Union[Scaled, Multiplied]
+
+
 def _halves(x: Tensor, reverse: bool) -> Pair:
     """Return the later and the earlier block of each pair: (..., blocks, h, c) -> two of (..., blocks / 2, h, c)."""
     first, second = x[..., 0::2, :, :], x[..., 1::2, :, :]
@@ -58,6 +101,37 @@ def _halves(x: Tensor, reverse: bool) -> Pair:
 def _joined(later: Tensor, earlier: Tensor, reverse: bool) -> Tensor:
     """Return pairs of blocks (..., pairs, h, c) as blocks of twice the size."""
     return torch.cat([later, earlier] if reverse else [earlier, later], -2)
+
+
+class EntryDecays(NamedTuple):
+    """Decays from a chunk's entry to the places before, between and behind its tokens, over that of half the way.
+
+    down: (..., C + 1, c); up: their reciprocals. root: square root of the decay of the chunk, (..., 1, c)."""
+
+    down: Tensor
+    up: Tensor
+    root: Tensor
+
+    def quotients(self, reverse: bool, exclusive: bool = False) -> AnyDecays:
+        """Return the decays between tokens, with `exclusive` as for `decays`. A single channel gives a mask."""
+        before, behind = slice(None, -1), slice(1, None)
+        from_key, to_query = (self.down, self.up) if reverse else (self.up, self.down)
+        key = from_key[..., before if reverse else behind, :]
+        query = to_query[..., before if reverse != exclusive else behind, :]
+        if key.shape[-1] > 1:
+            return Quotients(query, key, self.root, reverse)
+        mask = triangle(query * key.mT, reverse, not exclusive)
+        return Decays(None, [], self.root.square(), mask, *(x * self.root.to(x.dtype) for x in (query, key)), reverse)
+
+
+def entry_decays(steps: Tensor, dtype: torch.dtype) -> EntryDecays:
+    """Compute the decays of chunks, which must be at least e^LEAST_SUM, from step logs (..., C, c); dtype of factors:
+    that of the products."""
+    sums = steps.new_zeros(*steps.shape[:-2], steps.shape[-2] + 1, steps.shape[-1])
+    torch.cumsum(steps, -2, out=sums[..., 1:, :])
+    half = sums[..., -1:, :] / 2
+    down = sums.sub_(half).exp_()
+    return EntryDecays(down.to(dtype), down.reciprocal().to(dtype), half.exp_())
 
 
 def decays(steps: Tensor, reverse: bool, exclusive: bool = False) -> Decays:
@@ -88,8 +162,11 @@ def _with_mask(decay: Decays, first: Tensor, exclusive: bool) -> Decays:
     return decay._replace(enter=enter, leave=leave, mask=mask)
 
 
-def scaled(x: Tensor, decay: Optional[Decays], query: bool) -> Scaled:
+def scaled(x: Tensor, decay: Optional[AnyDecays], query: bool) -> AnyScaled:
     """Apply decays to the vectors x, as queries (from a boundary before them) or as keys (to a boundary after them)."""
+    if isinstance(decay, Quotients):
+        # Products of matrices need dense memory, so the vectors are copied here and nowhere else.
+        return Multiplied(x, torch.mul(x, decay.query if query else decay.key, out=x.new_empty(x.shape)), decay.root)
     if decay is None:
         return Scaled(x, [], x)
     if decay.mask is not None:
@@ -116,12 +193,14 @@ def _pairs(x: Tensor, h: int, reverse: bool) -> Pair:
 
 
 def triangle(matrix: Tensor, reverse: bool, diagonal: bool = True) -> Tensor:
-    """Return the entries whose row is not before (with reverse: not after) the column."""
-    return matrix.triu(0 if diagonal else 1) if reverse else matrix.tril(0 if diagonal else -1)
+    """Set the entries of a matrix whose row is before (with reverse: after) the column to 0, and return the matrix."""
+    return matrix.triu_(0 if diagonal else 1) if reverse else matrix.tril_(0 if diagonal else -1)
 
 
-def matrix(x: Scaled, y: Scaled, decay: Optional[Decays], reverse: bool, diagonal: bool = True) -> Tensor:
+def matrix(x: AnyScaled, y: AnyScaled, decay: Optional[AnyDecays], reverse: bool, diagonal: bool = True) -> Tensor:
     """Return A[t, j] = sum_c x[t, c] decay[t, j, c] y[j, c] of each chunk, (..., C, C); zero beyond the triangle."""
+    if isinstance(decay, Quotients):
+        return triangle(x.product @ y.product.mT, reverse, diagonal)
     if decay is None:
         return triangle(x.x @ y.x.mT, reverse, diagonal)
     if decay.mask is not None:
@@ -136,10 +215,20 @@ def matrix(x: Scaled, y: Scaled, decay: Optional[Decays], reverse: bool, diagona
     return result
 
 
-def times(a: Tensor, y: Scaled, decay: Optional[Decays], reverse: bool, end: Optional[Tensor] = None) -> Tensor:
+def matrix_of_both(x: Tensor, y: Tensor, forward: Quotients, backward: Quotients) -> Tensor:
+    """Return the sum of `matrix` under decays towards the end and towards the start, the diagonal counted once."""
+    later, earlier = (matrix(scaled(x, decay, True), scaled(y, decay, False), decay, decay.reverse, not decay.reverse)
+                      for decay in (forward, backward))
+    return later.add_(earlier)
+
+
+def times(a: Tensor, y: AnyScaled, decay: Optional[AnyDecays], reverse: bool, end: Optional[Tensor] = None) -> Tensor:
     """Return sum_j a[t, j] decay[t, j, c] y[j, c] for each token t of a chunk, given a triangular matrix a.
 
     end: vectors to add after the decay from the chunk's entry to each token, (..., C, c)."""
+    if isinstance(decay, Quotients):
+        product = a @ y.product
+        return (product if end is None else product.addcmul_(end, decay.root.to(end.dtype))).mul_(decay.query)
     if decay is None:
         return a @ y.x if end is None else end + a @ y.x
     if decay.mask is not None:
@@ -154,11 +243,14 @@ def times(a: Tensor, y: Scaled, decay: Optional[Decays], reverse: bool, end: Opt
     return result.mul_(decay.first).addcmul_(a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), y.x)
 
 
-def transposed_times(a: Tensor, x: Scaled, decay: Optional[Decays], reverse: bool, end: Optional[Tensor] = None
+def transposed_times(a: Tensor, x: AnyScaled, decay: Optional[AnyDecays], reverse: bool, end: Optional[Tensor] = None
                      ) -> Tensor:
     """Return sum_t a[t, j] decay[t, j, c] x[t, c] for each token j of a chunk, given a triangular matrix a.
 
     end: vectors to add after the decay from each token to the chunk's exit, (..., C, c)."""
+    if isinstance(decay, Quotients):
+        product = a.mT @ x.product
+        return (product if end is None else product.addcmul_(end, decay.root.to(end.dtype))).mul_(decay.key)
     if decay is None:
         return a.mT @ x.x if end is None else end + a.mT @ x.x
     if decay.mask is not None:

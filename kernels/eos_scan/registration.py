@@ -17,6 +17,12 @@ def empty_gradient(x: Optional[Tensor], like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=compute_dtype(like.dtype)) if x is None else x.new_empty(x.shape)
 
 
+def empty_output(i: Tensor) -> Tensor:
+    """Return an uninitialized (B, H, T, D) stored as (B, T, H, D): merging heads needs no copy."""
+    batch, heads, length, dim = i.shape
+    return i.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
 def unchanged(i: Tensor, e: Tensor, state: Optional[Tensor], output_state: bool, is_complex: bool = False
               ) -> Tuple[Tensor, Optional[Tensor]]:
     """Return the output and the memory after lines without tokens."""

@@ -1,10 +1,16 @@
-"""Portable attention without a maximum: exponentials that leave the range of numbers, bfloat16, autocast."""
+"""Portable operators in the precision that their speed comes from: attention without a maximum, recurrences with decays
+above 1, bfloat16, autocast."""
 import pytest
 import torch
+from eos_cases import call as call_eos
+from eos_cases import inputs as eos_inputs
+from eos_cases import values_and_gradients
 from helpers import assert_close, relative_error
 from operator_cases import CALLS, TOLERANCE, attention_inputs
 
 from subquad.kernels.common.workspace import sums_are_safe
+from subquad.kernels.eos_scan import chunks
+from subquad.kernels.eos_scan.decayed_products import LEAST_SUM
 from subquad.kernels.polyline_attention import portable
 
 SOFTMAX = [name for name in CALLS if name.startswith(('polyline', 'crisscross', 'decay'))]
@@ -73,3 +79,67 @@ def test_a_mask_that_overflows_in_the_shared_exponential_is_exact():
     with torch.inference_mode():
         y = CALLS['polyline-additive-both'](q, k, v, a, b, 'portable')
     assert_close(y, CALLS['polyline-additive-both'](*(x.double() for x in (q, k, v, a, b)), 'reference'), 1e-4)
+
+
+# --- recurrences
+
+EOS = ['k', 'd', 'kd', 'scalar', 'constant', 'scalar and d', 'ones', 'theta']
+
+
+@pytest.mark.parametrize('length', [14, 56, 150])
+@pytest.mark.parametrize('name', EOS)
+def test_recurrences_in_bfloat16_are_close_to_float64(name, length):
+    """Lines of one chunk and of several, in one direction and in both, as inference runs them."""
+    tensors = eos_inputs(name, length, 16, 8, 1, 2, torch.bfloat16, 0.2)
+    for direction in ('both', 'forward', 'reverse'):
+        expected = call_eos(name, [x.double() for x in tensors], 'reference', direction)
+        with torch.no_grad():
+            y = call_eos(name, tensors, 'portable', direction)
+        assert y.dtype == torch.bfloat16
+        assert_close(y, expected, 3e-2)
+
+
+@pytest.mark.parametrize('name, direction', [('k', 'both'), ('scalar', 'both'), ('kd', 'forward')])
+def test_recurrences_use_bfloat16_in_inference_only(name, direction):
+    tensors = eos_inputs(name, 56, 16, 8, 1, 2, torch.bfloat16, 0.2)
+    with torch.no_grad():
+        half = call_eos(name, tensors, 'portable', direction)
+        single = call_eos(name, [x.float() for x in tensors], 'portable', direction)
+    trained = call_eos(name, [x.clone().requires_grad_() for x in tensors], 'portable', direction).detach()
+    assert torch.equal(trained, single.bfloat16())
+    assert not torch.equal(half, trained)
+    # Decays that need factors of at most 1 run in float32.
+    tensors[3:] = [x - 5 for x in tensors[3:]]
+    with torch.no_grad():
+        half = call_eos(name, tensors, 'portable')
+        single = call_eos(name, [x.float() for x in tensors], 'portable')
+    assert torch.equal(half, single.bfloat16())
+
+
+@pytest.mark.parametrize('excess', [0.999, 1.001])
+@pytest.mark.parametrize('length', [40, 100])
+@pytest.mark.parametrize('name', ['k', 'd', 'kd', 'scalar', 'constant', 'delta k', 'delta constant'])
+def test_decays_at_the_bound_of_quotients(name, length, excess):
+    """Sums of step logs of a chunk just above LEAST_SUM, and below it, where another form takes over."""
+    tensors = eos_inputs(name, length, 8, 6, 1, 2, torch.float32)
+    size = min(length, 64)
+    for n in range(3, len(tensors)):
+        if (tensors[n] <= 0).all():
+            tensors[n] = torch.full_like(tensors[n], LEAST_SUM / size * excess)
+            logs = tensors[n] if tensors[n].ndim == 4 else tensors[n][None, :, None]
+            assert chunks.layout(length, 64, logs).quotients == (excess < 1)
+    for direction in ('forward', 'both'):
+        expected, expected_grads = values_and_gradients(name, [x.double() for x in tensors], 'reference', direction)
+        outputs, grads = values_and_gradients(name, tensors, 'portable', direction)
+        assert_close(outputs[0], expected[0], 1e-5)
+        for actual, wanted, x in zip(grads, expected_grads, tensors):
+            # The gradient of a constant step log is the small difference of large sums, in either form.
+            assert_close(actual, wanted, 1e-5 if x.ndim == 4 else 1e-4)
+
+
+def test_step_logs_that_are_not_numbers_reach_the_output():
+    i, e, s, g = eos_inputs('k', 30, dtype=torch.float32)
+    g[0, 0, 3, 0] = torch.nan
+    assert not chunks.layout(30, 64, g).quotients
+    y = call_eos('k', [i, e, s, g], 'portable')
+    assert y[0, 0, 3:].isnan().all() and y[1].isfinite().all()
