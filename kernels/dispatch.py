@@ -28,8 +28,11 @@ _TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
 
 
 def _known(backend: str, source: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"{source}: unknown backend {backend!r}; allowed: {', '.join(BACKENDS)}")
+    """Check a backend for all operators, or for the operator `source`, which may have further ones."""
+    own = OPERATORS[source].implementations if source in OPERATORS else {}
+    allowed = list(dict.fromkeys((*BACKENDS, *own)))
+    if backend not in allowed:
+        raise ValueError(f"{source}: unknown backend {backend!r}; allowed: {', '.join(allowed)}")
     return backend
 
 

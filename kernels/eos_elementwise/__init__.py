@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common.autocast import without_autocast
 from ..dispatch import choose, register
-from ..eos_scan import DecayGenerator
+from ..eos_scan import DecayGenerator, fla
 from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
 from ..eos_scan.problem import Oscillation, direction_name
 from . import custom_op, portable, reference, triton
@@ -14,6 +14,7 @@ register('eos_elementwise', {
     'reference': reference.eos_elementwise,
     'portable': custom_op.eos_elementwise_portable,
     'export': portable.eos_elementwise_export,
+    'fla': fla.eos_elementwise_fla,
 }, triton.WHY_NOT)
 
 
@@ -61,7 +62,8 @@ def eos_elementwise(
         initial_state: memory before the first token, shape (B, H, K, D), or None for zeros; complex with theta.
         output_state: also return the memory after the last token (with reverse: after the first).
         chunk: tokens of a chunk: 16, 32, 64 or 128. A line of up to 64 tokens is one chunk.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core, which
+            must be installed.
 
     Returns:
         y, of the shape and dtype of i; with output_state also the memory (B, H, K, D), in float32 or, for float64,

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad import kernels
 from subquad.kernels import eos_elementwise, eos_matmul
 from subquad.kernels.common import checks
-from subquad.kernels.eos_scan import DecayGenerator
+from subquad.kernels.eos_scan import DecayGenerator, fla
 
 ops = torch.ops.subquad
 
@@ -88,6 +88,37 @@ def test_wrong_arguments_of_eos_matmul(change, error, message):
 def test_the_portable_backend_is_chosen():
     for op in ('eos_elementwise', 'eos_matmul'):
         assert kernels.why_not(op) == f'{op} runs on the portable backend: it has no Triton kernel.'
+
+
+@pytest.mark.parametrize('name', ['kd', 'delta'])
+def test_backend_fla_says_why_it_cannot_run(name, monkeypatch):
+    monkeypatch.setattr(fla, 'interpreted', lambda: False)
+    monkeypatch.setattr(fla, 'installed', lambda: False)
+    tensors, op = inputs(name, 6), 'eos_matmul' if name == 'delta' else 'eos_elementwise'
+    with pytest.raises(ValueError, match=rf"{op}: backend 'fla' cannot run: .* \(pip install fla-core\)"):
+        call(name, tensors, 'fla')
+    monkeypatch.setattr(fla, 'installed', lambda: True)
+    with pytest.raises(ValueError, match='the arguments are on cpu, and fla-core runs on a GPU'):
+        call(name, tensors, 'fla')
+    monkeypatch.setattr(fla, 'interpreted', lambda: True)
+    with pytest.raises(ValueError, match='takes float32, float16 and bfloat16, and the arguments are torch.float64'):
+        call(name, tensors, 'fla')
+
+
+@pytest.mark.parametrize('name, message', [
+    ('sigmoid k', 'no oscillation of full rank'), ('constant e and s', 'no constant e or s'),
+    ('wide delta', 'at most 256 keys, got 257')])
+def test_backend_fla_lacks_some_rows(name, message):
+    tensors = inputs('delta', 2, 257) if name == 'wide delta' else inputs(name, 6)
+    with pytest.raises(ValueError, match=f"backend 'fla' cannot run: .*{message}"):
+        call(name.removeprefix('wide '), tensors, 'fla')
+
+
+def test_backend_fla_is_for_the_recurrences_alone():
+    with pytest.raises(ValueError, match="unknown backend 'fla'; allowed: auto, triton, portable, reference, export$"):
+        kernels.polyline_scan(torch.zeros(1, 1, 2, 2, 2), *(torch.zeros(1, 1, 2, 2),) * 2, backend='fla')
+    with pytest.raises(ValueError, match="use_backend: unknown backend 'fla'"), kernels.use_backend('fla'):
+        pass
 
 
 @pytest.mark.parametrize('name', ['kd', 'delta k'])

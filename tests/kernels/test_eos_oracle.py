@@ -1,7 +1,9 @@
-"""The recurrences against the operators of fla-core (flash-linear-attention), run in the interpreter of Triton."""
+"""The recurrences against the operators of fla-core (flash-linear-attention), and `backend='fla'`, which runs them, in
+the interpreter of Triton."""
 import pytest
 import torch
 import torch.nn.functional as F
+from eos_cases import call, inputs, parts, values_and_gradients
 from helpers import assert_close
 
 from subquad.kernels import eos_elementwise, eos_matmul
@@ -89,3 +91,47 @@ def test_iplr_delta_rule():
     theirs, _ = fused_recurrent_iplr_delta_rule(q, k, v, a, -k, scale=1.0)
     query, key, value, free = _heads_first(q, k, v, a)
     _check(theirs, eos_matmul(value, key, query, a=free, b=-key).transpose(1, 2), leaves, 2e-4)
+
+
+# --- backend='fla'
+
+ROWS = ['ones', 'k', 'd', 'kd', 'scalar', 'constant', 'constant scalar', 'scalar and d', 'constant theta', 'delta']
+
+
+@pytest.mark.parametrize('direction', ['forward', 'both'])
+@pytest.mark.parametrize('name', ROWS)
+def test_backend_equals_the_reference(name, direction):
+    tensors = inputs(name, 9, 4, 5, 1, 2, torch.float32)
+    expected, expected_grads = values_and_gradients(name, [x.double() for x in tensors], 'reference', direction)
+    outputs, grads = values_and_gradients(name, tensors, 'fla', direction)
+    tolerance = 2e-4 if name == 'delta' else 1e-5
+    for actual, wanted in zip([*outputs, *grads], [*expected, *expected_grads]):
+        assert_close(actual, wanted, tolerance)
+
+
+@pytest.mark.parametrize('name', ['ones', 'kd', 'scalar', 'delta', 'delta k', 'delta constant'])
+def test_backend_with_memories_at_both_ends(name):
+    tensors, state = inputs(name, 9, 4, 5, 2, 2, torch.float32), torch.randn(2, 2, 4, 5)
+    for direction in ('forward', 'reverse'):
+        run = dict(direction=direction, output_state=True, scale=0.5)
+        expected = parts(call(name, [x.double() for x in tensors], 'reference', initial_state=state.double(), **run))
+        for actual, wanted in zip(parts(call(name, tensors, 'fla', initial_state=state, **run)), expected):
+            assert_close(actual, wanted, 2e-4 if 'delta' in name else 1e-5)
+
+
+def test_backend_in_half_types():
+    tensors = inputs('k', 9, 4, 5, 1, 2, torch.bfloat16, 0.2)
+    y = call('k', tensors, 'fla', 'both')
+    assert y.dtype == torch.bfloat16
+    assert_close(y, call('k', [x.double() for x in tensors], 'reference', 'both'), 3e-2)
+
+
+@pytest.mark.parametrize('name, options, message', [
+    ('delta k', {}, 'fused_recurrent_dplr_delta_rule has no backward pass'),
+    ('k', dict(output_state=True), 'the memory at an end of the line has no gradient there'),
+    ('delta', dict(initial_state=torch.zeros(1, 2, 4, 5)), 'the memory at an end of the line has no gradient there'),
+])
+def test_backend_refuses_gradients_that_it_lacks(name, options, message):
+    tensors = [x.requires_grad_() for x in inputs(name, 9, 4, 5, 1, 2, torch.float32)]
+    with pytest.raises(ValueError, match=message):
+        call(name, tensors, 'fla', **options)
