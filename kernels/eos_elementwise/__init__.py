@@ -53,8 +53,9 @@ def eos_elementwise(
             gradient.
         log_o_d: the same of the memory's columns, with D instead of K.
         log_o: step logs of full rank, shape (H, K, D), or (B, H, T, K, D) where the caller has them in memory.
-        theta: angles, shape (B, H, T, K), (B, H, T, 1), (H, K), (H, 1) or (H, K, D). A memory with an angle for each
-            element, or with e or s of shape (H, K, D), takes memory for T x K x D numbers.
+        theta: angles, shape (B, H, T, K), (B, H, T, 1), (H, K), (H, 1) or (H, K, D). If e, s and the
+            oscillation are constant, the recurrence is a convolution. Otherwise, an angle for each element, or e or s
+            of shape (H, K, D), takes memory for T x K x D numbers, and graphs take it for constant ones too.
         generator: a decay of full rank by its factors, see `DecayGenerator`, instead of log_o.
         scale: factor of the output.
         reverse: run from the last token to the first: the result equals that of flipped arguments, flipped.

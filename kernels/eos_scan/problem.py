@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..common.decay import bounded, compute_dtype
 from ..common.tracing import exporting
+from .constant import is_constant, run_constant
 from .generator import DecayGenerator
 from .registration import unchanged
 
@@ -86,6 +87,8 @@ def solve(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, s
         s = s * scale
     if oscillation.theta is None:
         return run(_real_problem(i, e, s, oscillation, state), direction, output_state, chunk)
+    if is_constant(e, s, oscillation) and not exporting() and not torch.compiler.is_compiling():
+        return run_constant(i, e, s, oscillation, DIRECTIONS[direction], state, output_state)
     if e.ndim == 3 or s.ndim == 3 or oscillation.log_o is not None or oscillation.theta.ndim == 3:
         dim = i.shape[3]
         y, state = _solve_complex(run, *_by_channel(i, e, s, oscillation, state), direction, output_state, chunk)

@@ -262,6 +262,33 @@ def test_memory_of_full_rank_does_not_grow_with_the_memories_of_all_tokens():
     assert reference > 4 * numbers and peaks[1] < reference / 8
 
 
+def _constant(i, e, s, log, theta):
+    eos_elementwise(i, e, s, log_o=log, theta=theta).square().sum().backward()
+
+
+def _materialized_constant(i, e, s, log, theta):
+    o = torch.polar(log.exp(), theta)[:, None].repeat(1, i.shape[2], 1, 1)
+    state, memories = torch.zeros_like(o[:, 0]), []
+    for step, added in zip(o.unbind(1), (e[:, None] * i[0, :, :, None]).unbind(1)):
+        state = torch.addcmul(added, step, state)
+        memories.append(state)
+    (s[:, None] * torch.stack(memories, 1)).sum(-2).real.square().sum().backward()
+
+
+def test_memory_of_complex_constants_does_not_grow_with_the_memories_of_all_tokens():
+    """Angles with constant e and s at T = 4,096, K = 32, D = 64: at most an eighth of the form with o, both passes."""
+    peaks = []
+    for length in (1024, 4096):
+        tensors = [torch.randn(1, 1, length, 64), *(torch.randn(1, 32, 64, dtype=torch.complex64) for _ in range(2)),
+                   -0.1 * torch.rand(1, 32, 64), torch.randn(1, 32, 64)]
+        tensors = [x.requires_grad_() for x in tensors]
+        peaks.append(_peak(lambda given=tensors: _constant(*given)))
+    numbers = 4096 * 32 * 64 * 8                                            # bytes of a complex number for each element
+    assert peaks[1] < numbers / 2
+    reference = _peak(lambda: _materialized_constant(*tensors))
+    assert reference > 4 * numbers and peaks[1] < reference / 8
+
+
 @pytest.mark.parametrize('name, forward, backward', [
     ('kd', 2 * 64 * (4 + 5) + 4 * 4 * 5, 5 * 64 * (4 + 5) + 8 * 4 * 5),
     ('sigmoid k', 6 * 4 * 5, 16 * 4 * 5),

@@ -28,6 +28,9 @@ CALLS = {
     'constant theta': lambda i, e, s, theta, g, **kw: eos_elementwise(i, e, s, theta=theta, log_o_k=g, **kw),
     'complex bank': lambda i, e, s, theta, g, h, o, **kw: eos_elementwise(
         i, _pair(e), _pair(s), theta=theta, log_o_k=g, log_o_d=h, log_o=o, **kw),
+    'constant bank': lambda i, e, s, theta, o, h, **kw: eos_elementwise(
+        i, _pair(e), _pair(s), theta=theta, log_o=o, log_o_d=h, **kw),
+    'constant modes': lambda i, e, s, theta, g, **kw: eos_elementwise(i, e, s, theta=theta, log_o_k=g, **kw),
     'log_o': lambda i, e, s, o, h, **kw: eos_elementwise(i, e, s, log_o=o, log_o_d=h, **kw),
     'log_o per token': lambda i, e, s, o, **kw: eos_elementwise(i, e, s, log_o=o, **kw),
     'constant e and s': lambda i, e, s, g, **kw: eos_elementwise(i, e, s, log_o_k=g, **kw),
@@ -45,12 +48,14 @@ _OTHERS = {
     'ones': (), 'k': ('-BHTK',), 'd': ('-BHTD',), 'kd': ('-BHTK', '-BHTD'), 'scalar': ('-BHT1',),
     'constant': ('-HK', '-HD'), 'constant scalar': ('-H1',), 'scalar and d': ('-BHT1', '-BHTD'),
     'theta': ('BHTK', '-BHTK'), 'constant theta': ('HK', '-H1'), 'complex bank': ('HKD', '-BHTK', '-HD', '-HKD'),
+    'constant bank': ('HKD', '-HKD', '-HD'), 'constant modes': ('HK', '-HK'),
     'log_o': ('-HKD', '-BHTD'), 'log_o per token': ('-BHTKD',), 'constant e and s': ('-BHTK',),
     'sigmoid k': ('BHTK', 'H1D'), 'sigmoid d': ('BHTD', 'HKD'), 'exponential': ('+BHTD', '+HKD', '-H1'),
     'delta': ('BHTK', '~BHTK'), 'delta k': ('BHTK', '~BHTK', '-BHTK'), 'delta scalar': ('BHTK', '~BHTK', '-BHT1'),
     'delta constant': ('BHTK', '~BHTK', '-HK'),
 }
-_KEYS = {'complex bank': 'HKD2', 'log_o': 'HKD', 'constant e and s': 'HKD'}
+_KEYS = {'complex bank': 'HKD2', 'constant bank': 'HKD2', 'constant modes': 'HKD', 'log_o': 'HKD',
+         'constant e and s': 'HKD'}
 SHAPES = {name: ('BHTD', _KEYS.get(name, 'BHTK'), 'BHTK' if name == 'log_o' else _KEYS.get(name, 'BHTK'), *others)
           for name, others in _OTHERS.items()}
 NAMES = list(CALLS)
