@@ -158,6 +158,8 @@ def _cases_of(lengths: Sequence[int]) -> Iterator[Tuple]:
     for window, form in ((3, 'residual and GELU'), (5, 'sum')):
         yield f'depthwise_conv, {window} x {window}, {form}', _depthwise, window, form
     yield 'rotary_embedding, 14 x 14', _rotary
+    for form in ('no step logs', 'states', 'both directions'):
+        yield f'eos_matmul, {form}', _eos_matmul, form
     # Trees of one tile, and trees of tiles of either side.
     for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
         yield f'quadtree_solve, {parametrization}, {side} x {side}', _quadtree, side, parametrization
@@ -218,6 +220,17 @@ def _rotary(dtype: torch.dtype, dim: int) -> None:
     from .rotary_embedding import triton
     q = torch.empty(2, 196, 4, dim, dtype=dtype, device='meta').transpose(1, 2)
     triton.forward(q, q, torch.empty(196, dim // 2, 2, device='meta'), 0.25, False)
+
+
+def _eos_matmul(dtype: torch.dtype, keys: int, form: str) -> None:
+    from .eos_matmul import triton
+    i, grad = (torch.empty(2, 4, 56, max(32, keys), dtype=dtype, device='meta') for _ in range(2))
+    e, s, a, b = (torch.empty(2, 4, 56, keys, dtype=dtype, device='meta') for _ in range(4))
+    gk = None if form == 'no step logs' else torch.empty(2, 4, 56, keys, device='meta')
+    state = torch.empty(2, 4, keys, max(32, keys), device='meta') if form == 'states' else None
+    direction = 'both' if form == 'both directions' else 'forward'
+    _, read, last = triton.forward(i, e, s, a, b, gk, state, direction, True, state is not None)
+    triton.backward(grad, None if state is None else last, i, e, s, a, b, gk, state, read, direction)
 
 
 def _quadtree(dtype: torch.dtype, dim: int, side: int, parametrization: str) -> None:

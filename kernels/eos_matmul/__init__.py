@@ -8,14 +8,15 @@ from ..dispatch import choose, register
 from ..eos_scan import fla
 from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_of
 from ..eos_scan.problem import direction_name
-from . import custom_op, portable, reference, triton
+from . import custom_op, portable, reference
 
 register('eos_matmul', {
     'reference': reference.eos_matmul,
     'portable': custom_op.eos_matmul_portable,
+    'triton': custom_op.eos_matmul_triton,
     'export': portable.eos_matmul_export,
     'fla': fla.eos_matmul_fla,
-}, triton.WHY_NOT)
+}, custom_op.unsupported)
 
 
 def eos_matmul(

@@ -77,7 +77,7 @@ def test_wrong_arguments_of_eos_elementwise(change, error, message):
     (dict(gk=torch.zeros(2, 3, 6, 5)), ValueError, 'gk must have shape'),
     (dict(reverse=True, bidirectional=True), ValueError, 'exclude each other'),
     (dict(chunk=0), ValueError, 'chunk must be one of'),
-    (dict(backend='triton'), ValueError, "eos_matmul: backend 'triton' cannot run: it has no Triton kernel."),
+    (dict(backend='fast'), ValueError, "eos_matmul: unknown backend 'fast'"),
 ], ids=str)
 def test_wrong_arguments_of_eos_matmul(change, error, message):
     i, e, s = _tensors()[:3]
@@ -86,8 +86,10 @@ def test_wrong_arguments_of_eos_matmul(change, error, message):
 
 
 def test_the_portable_backend_is_chosen():
-    for op in ('eos_elementwise', 'eos_matmul'):
-        assert kernels.why_not(op) == f'{op} runs on the portable backend: it has no Triton kernel.'
+    assert kernels.why_not('eos_elementwise') == (
+        'eos_elementwise runs on the portable backend: it has no Triton kernel.')
+    assert kernels.why_not('eos_matmul', torch.zeros(2, 3, 6, 5)) == (
+        'eos_matmul runs on the portable backend: its arguments are on cpu, and the Triton kernels run on a GPU.')
 
 
 @pytest.mark.parametrize('name', ['kd', 'delta'])

@@ -15,7 +15,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import compute_cache_key
 import subquad
-from subquad.kernels import (aot, crisscross_attention, dispatch, polyline_attention, quadtree_solve,
+from subquad.kernels import (aot, crisscross_attention, dispatch, eos_matmul, polyline_attention, quadtree_solve,
                              separable_attention)
 from subquad.kernels.trees.grid import quadtree_levels, third_of_coarsest_cell
 
@@ -72,6 +72,15 @@ def mobilevitv2(height, width):
         yield separable_attention(new(2, *grid, 1), new(2, *grid, channels), new(2, *grid, channels), patch_size=2)
 
 
+def lcsm(height, width):
+    """The loops over tokens of one stage, in both directions along the raster."""
+    for channels, heads, stride in STAGES[1:2]:
+        def tokens(size, dtype=torch.bfloat16):
+            return new(2, height // stride * (width // stride), heads, size, dtype=dtype).transpose(1, 2)
+        i, (e, s, a, b) = tokens(channels // heads), (tokens(16) for _ in range(4))
+        yield eos_matmul(i, e, s, a=a, b=b, gk=tokens(16, torch.float32), bidirectional=True)
+
+
 def look_up(self, *args, grid, warmup, **options):
     _, keys, _, _, binder = self.device_caches[0]
     _, specialization, options = binder(*args, debug=False, **options)
@@ -93,7 +102,7 @@ print(json.dumps({**result, 'sizes': len(sizes)}))
 '''
 
 
-@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2'])
+@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2', 'lcsm'])
 def test_detectors_need_few_variants(model, python):
     done = python(SCRIPT.replace('sys.argv[1]', repr(model)), TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
