@@ -160,6 +160,8 @@ def _cases_of(lengths: Sequence[int]) -> Iterator[Tuple]:
     yield 'rotary_embedding, 14 x 14', _rotary
     for form in ('no step logs', 'states', 'both directions'):
         yield f'eos_matmul, {form}', _eos_matmul, form
+    for form in ('sigmoid', 'exponential', 'constant'):
+        yield f'eos_elementwise, full rank, {form}', _eos_full_rank, form
     # Trees of one tile, and trees of tiles of either side.
     for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
         yield f'quadtree_solve, {parametrization}, {side} x {side}', _quadtree, side, parametrization
@@ -231,6 +233,22 @@ def _eos_matmul(dtype: torch.dtype, keys: int, form: str) -> None:
     direction = 'both' if form == 'both directions' else 'forward'
     _, read, last = triton.forward(i, e, s, a, b, gk, state, direction, True, state is not None)
     triton.backward(grad, None if state is None else last, i, e, s, a, b, gk, state, read, direction)
+
+
+def _eos_full_rank(dtype: torch.dtype, keys: int, form: str) -> None:
+    """sigmoid: z along K. exponential: z along D, with states. constant: o, e and s (H, K, D)."""
+    from .eos_elementwise import triton_full_rank
+    from .eos_scan.problem import RealProblem
+    i, grad = (torch.empty(2, 4, 56, max(32, keys), dtype=dtype, device='meta') for _ in range(2))
+    e, weight = i.new_empty(2, 4, 56, keys), torch.empty(4, keys, i.shape[3], device='meta')
+    state = torch.empty(2, *weight.shape, device='meta')
+    z, s, state = {'sigmoid': (e.unsqueeze(-1), e, None), 'exponential': (i.unsqueeze(-2), e, state),
+                   'constant': (weight.new_empty((1,) * 5), weight.to(dtype), None)}[form]
+    expand = e if form != 'constant' else s
+    problem = RealProblem(i, expand, s, None, None, z, weight, 'k', 'exponential' if form != 'sigmoid' else form, 16.0,
+                          state)
+    _, states, last = triton_full_rank.forward(problem, 'forward', True, state is not None)
+    triton_full_rank.backward(grad, last if state is not None else None, problem, states, 'forward')
 
 
 def _quadtree(dtype: torch.dtype, dim: int, side: int, parametrization: str) -> None:

@@ -9,7 +9,7 @@ from helpers import ROOT
 PACKAGES = ('kernels', 'backbones', 'tools')
 OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 # Kernels, and functions that several kernels call, that would make triton.py too long a file.
-MORE_KERNELS = {'triton_backward', 'triton_running', 'triton_tiles'}
+MORE_KERNELS = {'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2,
                  'kernels.eos_scan': 2}

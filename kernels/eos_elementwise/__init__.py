@@ -8,14 +8,15 @@ from ..dispatch import choose, register
 from ..eos_scan import DecayGenerator, fla
 from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
 from ..eos_scan.problem import Oscillation, direction_name
-from . import custom_op, portable, reference, triton
+from . import custom_op, portable, reference
 
 register('eos_elementwise', {
     'reference': reference.eos_elementwise,
     'portable': custom_op.eos_elementwise_portable,
+    'triton': custom_op.eos_elementwise_triton,
     'export': portable.eos_elementwise_export,
     'fla': fla.eos_elementwise_fla,
-}, triton.WHY_NOT)
+}, custom_op.unsupported)
 
 
 def eos_elementwise(

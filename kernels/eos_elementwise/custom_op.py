@@ -1,6 +1,6 @@
 """Registration of the elementwise recurrence with PyTorch: schemas, shapes, gradients and operation counts of the
 portable backend, for oscillations of rank one and of full rank. A compiler sees one node for each."""
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..eos_scan import full_rank
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
 from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype
+from ..eos_scan.tile_limits import SPACING, memory_too_large
 from . import portable
 
 Three = Tuple[Tensor, Tensor, Tensor]
@@ -48,19 +49,47 @@ def _portable_full_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: 
     return tuple(in_dtype(grad, x) for grad, x in zip((*grads, dstate), (*problem[:7], state)))
 
 
+@torch.library.custom_op('subquad::eos_elementwise_full_fwd', mutates_args=())
+def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Optional[Tensor],
+                         z: Optional[Tensor], weight: Optional[Tensor], state: Optional[Tensor], form: str, tau: float,
+                         direction: str, save: bool, last: bool) -> Three:
+    from . import triton_full_rank
+    problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
+    with torch.cuda.device_of(i):
+        return triton_full_rank.forward(problem, direction, save, last)
+
+
+@torch.library.custom_op('subquad::eos_elementwise_full_bwd', mutates_args=())
+def _triton_full_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
+                          log_k: Optional[Tensor], log_d: Optional[Tensor], z: Optional[Tensor],
+                          weight: Optional[Tensor], state: Optional[Tensor], states: Tensor, form: str, tau: float,
+                          direction: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from . import triton_full_rank
+    problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
+    with torch.cuda.device_of(i):
+        grads, dstate = triton_full_rank.backward(dy, dfinal, problem, states, direction)
+    return tuple(in_dtype(grad, x) for grad, x in zip((*grads, dstate), (*problem[:7], state)))
+
+
 def _keys(e: Tensor) -> int:
     return e.shape[1 if e.ndim == 3 else 3]
 
 
-def _fake(i: Tensor, e: Tensor, states: Sequence[int], last: bool) -> Three:
+def _stored(i: Tensor, e: Tensor, direction: str, spacing: int, save: bool) -> Tuple[int, ...]:
+    """Return the shape of the memories before every `spacing` tokens."""
+    count = -(-i.shape[2] // spacing)
+    return (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3]) if save else (0,)
+
+
+def _fake(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Three:
     dtype = compute_dtype(i.dtype)
     final = (*i.shape[:2], _keys(e), i.shape[3]) if last else (0,)
-    return empty_output(i), i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
 
 @_portable_forward.register_fake
 def _(i, e, s, log_k, log_d, state, direction, chunk, save, last):
-    return _fake(i, e, boundary_shape(i, _keys(e), state, direction, chunk, save, last), last)
+    return _fake(i, e, empty_output(i), boundary_shape(i, _keys(e), state, direction, chunk, save, last), last)
 
 
 @_portable_backward.register_fake
@@ -70,18 +99,23 @@ def _(dy, dfinal, i, e, s, log_k, log_d, state, *args):
 
 @_portable_full_forward.register_fake
 def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, save, last):
-    count = -(-i.shape[2] // full_rank.CHUNK)
-    states = (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3]) if save else (0,)
-    return _fake(i, e, states, last)
+    return _fake(i, e, empty_output(i), _stored(i, e, direction, full_rank.CHUNK, save), last)
 
 
-@_portable_full_backward.register_fake
-def _(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, *args):
+@_triton_full_forward.register_fake
+def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, save, last):
+    return _fake(i, e, i.new_empty(i.shape), _stored(i, e, direction, SPACING, save), last)
+
+
+def _fake_full_backward(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, *args):
     return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, z, weight, state))
 
 
 differentiate(_portable_forward, _portable_backward, 6)
-differentiate(_portable_full_forward, _portable_full_backward, 8)
+for _forward, _backward in ((_portable_full_forward, _portable_full_backward),
+                            (_triton_full_forward, _triton_full_backward)):
+    _backward.register_fake(_fake_full_backward)
+    differentiate(_forward, _backward, 8)
 
 
 def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int) -> Tuple[int, int]:
@@ -108,12 +142,14 @@ def _loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
     return 2 * torch.Size(i).numel() * e[1 if len(e) == 3 else 3] * len(DIRECTIONS[direction])
 
 
-@register_flop_formula(torch.ops.subquad.eos_elementwise_full_portable_fwd)
+@register_flop_formula([torch.ops.subquad.eos_elementwise_full_portable_fwd,
+                        torch.ops.subquad.eos_elementwise_full_fwd])
 def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, *args, out_shape=None, **kwargs) -> int:
     return 3 * _loop_flops(i, e, direction)              # the oscillation, the memory, the output
 
 
-@register_flop_formula(torch.ops.subquad.eos_elementwise_full_portable_bwd)
+@register_flop_formula([torch.ops.subquad.eos_elementwise_full_portable_bwd,
+                        torch.ops.subquad.eos_elementwise_full_bwd])
 def _(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states, form, tau, direction, *args, out_shape=None,
       **kwargs) -> int:
     return 8 * _loop_flops(i, e, direction)              # both again, the adjoint, and five gradients
@@ -125,19 +161,45 @@ def _full_attention(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
     return (s @ (e.mT @ i)).to(dtype)
 
 
-def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+def _run_full(forward: Any, problem: RealProblem, direction: str, output_state: bool) -> Output:
+    """Run a loop over tokens, for an oscillation of full rank."""
     i, e, s, log_k, log_d, _, weight, _, form, tau, state = problem
     save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
-    if direction == 'both' and log_k is log_d is None and not problem.full_rank:
-        return _full_attention(i, e, s), None
-    if problem.full_rank:
-        y, _, final = _portable_full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form, tau,
-                                             direction, save, output_state)
-    else:
-        y, _, final = _portable_forward(i, e, s, log_k, log_d, state, direction, chunk, save, output_state)
+    y, _, final = forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form, tau, direction, save,
+                          output_state)
     return y, final if output_state else None
+
+
+def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    if problem.full_rank:
+        return _run_full(_portable_full_forward, problem, direction, output_state)
+    i, e, s, log_k, log_d, *_, state = problem
+    if direction == 'both' and log_k is log_d is None:
+        return _full_attention(i, e, s), None
+    save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    y, _, final = _portable_forward(i, e, s, log_k, log_d, state, direction, chunk, save, output_state)
+    return y, final if output_state else None
+
+
+def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    if problem.full_rank:
+        return _run_full(_triton_full_forward, problem, direction, output_state)
+    return run_portable(problem, direction, output_state, chunk)
+
+
+def unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
+    """Return why the Triton kernels cannot take these arguments; None if they can."""
+    # Weights (H, K, D) and step logs for all of (B, H, T, K, D) make an oscillation of full rank.
+    if all(x.ndim in (2, 4) for x in (e, *tensors)):
+        return 'there is no kernel for oscillations of rank one.'
+    return memory_too_large(_keys(e))
 
 
 def eos_elementwise_portable(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
                              initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
     return solve(run_portable, i, e, s, oscillation, scale, direction, initial_state, output_state, chunk)
+
+
+def eos_elementwise_triton(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
+                           initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
+    return solve(run_triton, i, e, s, oscillation, scale, direction, initial_state, output_state, chunk)

@@ -273,5 +273,6 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
     dgk = di.new_empty(0 if gk is None else e.shape)
     _eos_matmul_bwd_sum_kernel[launch.programs(run.lines * chunks * triton.cdiv(keys, SUM_ROWS))](
         e, s, a, b, de, ds, da, db, seeds, *sums, dgk, *strides(e, s, a, b), chunks, run.lines, heads, length, keys,
-        run.parts, run.sizes[-1], BLOCK=CHUNK, BLOCK_K=SUM_ROWS, DIRECTIONS=run.directions, num_warps=8, **options)
+        run.parts, run.sizes[-1], BLOCK=CHUNK, BLOCK_K=SUM_ROWS, DIRECTIONS=run.directions, **options,
+        **launch.options('eos_matmul_bwd_sum', e.dtype, CHUNK, SUM_ROWS))
     return (total(di), *sums, dgk if gk is None else dgk.sum_to_size(gk.shape), dstate)

@@ -1,8 +1,10 @@
-"""What the Triton kernels that hold a memory in registers can take. This module needs no Triton."""
+"""What the Triton kernels that hold a memory in registers take and store. This module needs no Triton."""
 from typing import Optional
 
 # Rows of the largest memory.
 LARGEST_KEYS = 128
+# Tokens between the memories that a forward kernel stores for a backward kernel.
+SPACING = 16
 
 
 def memory_too_large(keys: int) -> Optional[str]:

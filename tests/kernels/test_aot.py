@@ -30,7 +30,8 @@ ALL_KERNELS = {*POLYLINE_KERNELS, 'polyline_scan_fwd', 'polyline_scan_bwd', 'row
                'depthwise_conv_bwd', 'rotary_embedding_fwd',
                *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
                                                             'bwd_value', 'bwd_key', 'bwd_query')),
-               *(f'eos_matmul_{name}' for name in ('fwd', 'bwd_gradient', 'bwd_memory', 'bwd_sum'))}
+               *(f'eos_matmul_{name}' for name in ('fwd', 'bwd_gradient', 'bwd_memory', 'bwd_sum')),
+               'eos_elementwise_full_fwd', 'eos_elementwise_full_bwd'}
 
 
 def test_compiles_for_sm_90_without_spills(python):
@@ -47,7 +48,8 @@ def test_compiles_for_other_targets(target, spills_known, python):
                           '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
                           'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32',
                           'residual and GELU, bfloat16, 64', '5 x 5, sum, bfloat16, 32',
-                          'rotary_embedding, 14 x 14, bfloat16, 32', 'eos_matmul, states, bfloat16, 32')
+                          'rotary_embedding, 14 x 14, bfloat16, 32', 'eos_matmul, states, bfloat16, 32',
+                          'full rank, sigmoid, bfloat16, 32')
     _assert_compiled(resources, ALL_KERNELS, spills_known)
 
 

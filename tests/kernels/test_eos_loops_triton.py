@@ -1,19 +1,20 @@
-"""Triton kernels of the recurrence that goes token by token, `eos_matmul`, against the float64 loop. They run on a GPU,
-or without one in Triton's interpreter."""
+"""Triton kernels of the recurrences that go token by token, `eos_matmul` and `eos_elementwise` with an oscillation of
+full rank, against the float64 loop. They run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
-from eos_cases import DELTA, call, inputs, values_and_gradients
+from eos_cases import DELTA, FULL_RANK, call, inputs, values_and_gradients
 from operator_cases import DEVICE, TOLERANCE
 from torch.utils.flop_counter import FlopCounterMode
 
+from subquad import kernels
 from subquad.kernels.common import launch
 
 pytest.importorskip('triton')
 if DEVICE == 'cpu' and not launch.interpreted():
     pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
 
-NAMES = DELTA
-SOME = ['delta k']
+NAMES = [*DELTA, *FULL_RANK]
+SOME = ['delta k', 'log_o', 'sigmoid k', 'exponential']
 
 
 def _inputs(name, length, keys=4, dim=5, batch=1, heads=2, dtype=torch.float32, decay=1.0):
@@ -77,7 +78,7 @@ def test_gradients_of_the_initial_state(name):
 @pytest.mark.parametrize('length, keys, dim, direction', [
     (2, 1, 1, 'both'), (14, 3, 8, 'reverse'), (33, 8, 3, 'forward'), (64, 1, 16, 'reverse'), (65, 16, 1, 'forward'),
     (70, 8, 8, 'both'), (3, 128, 64, 'both'), (2, 64, 128, 'reverse'), (3, 32, 32, 'forward')])
-@pytest.mark.parametrize('name', ['delta k'])
+@pytest.mark.parametrize('name', ['delta k', 'sigmoid d'])
 def test_sizes(name, length, keys, dim, direction):
     """Lines around a chunk, memories with rows and columns that fill no tile, and of several tiles."""
     _check(name, _inputs(name, length, keys, dim, heads=1, decay=0.3), direction)
@@ -100,7 +101,7 @@ def test_half_types(name, dtype):
     _check(name, _inputs(name, 9, 8, 8, heads=1, dtype=dtype, decay=0.2), 'both')
 
 
-@pytest.mark.parametrize('name', ['delta k'])
+@pytest.mark.parametrize('name', ['delta k', 'sigmoid k', 'sigmoid d'])
 def test_strided_views(name):
     tensors = _inputs(name, 4, batch=2)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x for x in tensors]
@@ -113,7 +114,7 @@ def test_strided_views(name):
     assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
-@pytest.mark.parametrize('name', ['delta k'])
+@pytest.mark.parametrize('name', ['delta k', 'log_o', 'exponential'])
 def test_decays_of_any_size(name):
     """Steps of 1, exp(-60) and 0 side by side: the result stays right, and no gradient is infinite."""
     tensors = _inputs(name, 20, heads=1)
@@ -124,8 +125,31 @@ def test_decays_of_any_size(name):
     _check(name, tensors)
 
 
+@pytest.mark.parametrize('form, tau', [('sigmoid', 0.01), ('sigmoid', 0.5), ('sigmoid', 16.0), ('exponential', 1.0)])
+def test_clamped_generated_decays_have_no_gradient(form, tau):
+    i, e, s = _inputs('ones', 9, 1, 1, 1, 1)
+    z = torch.tensor([-2e3, -1300.0, -1200.0, -60.0, -1.0, -0.5, 0.0, 1.0, 70.0])
+    z = (z if form == 'sigmoid' else z.abs()).view(1, 1, 9, 1).to(DEVICE)
+    found = []
+    for backend, dtype in (('reference', torch.float64), ('triton', torch.float32)):
+        given = [x.to(dtype).requires_grad_() for x in (z, torch.full((1, 1, 1), 1.25, device=DEVICE))]
+        generator = kernels.eos_scan.DecayGenerator(*given, 'k', form, tau)
+        y = kernels.eos_elementwise(*(x.to(dtype) for x in (i, e, s)), generator=generator, backend=backend)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), given)])
+    for actual, expected in zip(*found[::-1]):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    assert found[0][1].count_nonzero() > 0
+
+
+def test_programs_that_work_on_several_lines(monkeypatch):
+    from subquad.kernels.eos_elementwise import triton_full_rank
+    monkeypatch.setattr(triton_full_rank, 'RESIDENT', 3)
+    for name in ('log_o', 'sigmoid d'):
+        _check(name, _inputs(name, 3, batch=2), 'both')
+
+
 def test_results_are_the_same_every_time():
-    for name in ('delta k',):
+    for name in ('delta k', 'sigmoid d'):
         tensors = _inputs(name, 3, dim=20, heads=1)
         first, second = (values_and_gradients(name, tensors, 'triton', 'both') for _ in range(2))
         assert all(torch.equal(x, y) for x, y in zip((*first[0], *first[1]), (*second[0], *second[1])))
@@ -151,15 +175,25 @@ def _op_arguments():
     _, read, last = ops.eos_matmul_fwd(i, e, s, a, b, gk, state, 'forward', 64, True, True)
     yield ops.eos_matmul_bwd, (i, last, i, e, s, a, b, gk, state, read, 'forward', 64)
     yield ops.eos_matmul_bwd, (i, None, i, e, s, a, b, None, None, read, 'forward', 64)
+    z, weight = e.unsqueeze(-1), torch.rand(1, 1, 5, device=DEVICE)
+    full = (i, e, s, None, i.abs().neg(), z, weight, state, 'sigmoid', 4.0)
+    yield ops.eos_elementwise_full_fwd, (*leaves(*full[:8]), *full[8:], 'reverse', True, True)
+    _, states, last = ops.eos_elementwise_full_fwd(*full, 'forward', True, True)
+    yield ops.eos_elementwise_full_bwd, (i, last, *full[:8], states, *full[8:], 'forward')
+    static = e.new_ones(1, 4, 5)
+    plain = (i, static, static, gk, None, None, None, None, 'exponential', 1.0)
+    yield ops.eos_elementwise_full_fwd, (*plain, 'both', False, False)
+    _, states, _ = ops.eos_elementwise_full_fwd(*plain, 'both', True, False)
+    yield ops.eos_elementwise_full_bwd, (i, None, *plain[:8], states, *plain[8:], 'both')
 
 
-@pytest.mark.parametrize('n', range(4))
+@pytest.mark.parametrize('n', range(8))
 def test_opcheck(n):
     op, arguments = list(_op_arguments())[n]
     torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize('name, op', [('delta k', 'eos_matmul_fwd')])
+@pytest.mark.parametrize('name, op', [('delta k', 'eos_matmul_fwd'), ('sigmoid k', 'eos_elementwise_full_fwd')])
 def test_compile_sees_one_operator(name, op):
     seen = []
 
@@ -172,7 +206,7 @@ def test_compile_sees_one_operator(name, op):
     assert len(seen) == 1 and op in seen[0]
 
 
-@pytest.mark.parametrize('name, forward, backward', [('delta k', 5, 12)])
+@pytest.mark.parametrize('name, forward, backward', [('delta k', 5, 12), ('sigmoid k', 3, 8)])
 def test_flop_counters_count(name, forward, backward):
     tensors = [x.requires_grad_() for x in _inputs(name, 3)]
     with FlopCounterMode(display=False) as counter:
@@ -183,7 +217,7 @@ def test_flop_counters_count(name, forward, backward):
     assert counter.get_total_flops() == backward * 2 * 2 * 3 * 2 * 4 * 5
 
 
-@pytest.mark.parametrize('name', ['delta'])
+@pytest.mark.parametrize('name', ['delta', 'sigmoid k'])
 def test_memories_that_are_too_large_are_refused(name):
     message = r'the kernels take memories of at most 128 rows \(K\), and these have 129'
     with pytest.raises(ValueError, match=message):

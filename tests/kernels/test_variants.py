@@ -15,8 +15,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import compute_cache_key
 import subquad
-from subquad.kernels import (aot, crisscross_attention, dispatch, eos_matmul, polyline_attention, quadtree_solve,
-                             separable_attention)
+from subquad.kernels import (aot, crisscross_attention, dispatch, eos_elementwise, eos_matmul, polyline_attention,
+                             quadtree_solve, separable_attention)
+from subquad.kernels.eos_scan import DecayGenerator
 from subquad.kernels.trees.grid import quadtree_levels, third_of_coarsest_cell
 
 OPERATORS = {f'{x._namespace}::{x._name}': x._init_fn for x in list(OPDEFS.values()) if x._namespace == 'subquad'}
@@ -77,8 +78,10 @@ def lcsm(height, width):
     for channels, heads, stride in STAGES[1:2]:
         def tokens(size, dtype=torch.bfloat16):
             return new(2, height // stride * (width // stride), heads, size, dtype=dtype).transpose(1, 2)
-        i, (e, s, a, b) = tokens(channels // heads), (tokens(16) for _ in range(4))
+        i, (e, s, a, b, z) = tokens(channels // heads), (tokens(16) for _ in range(5))
         yield eos_matmul(i, e, s, a=a, b=b, gk=tokens(16, torch.float32), bidirectional=True)
+        yield eos_elementwise(i, e, s, generator=DecayGenerator(z, new(heads, 16, channels // heads), 'k'),
+                              bidirectional=True)
 
 
 def look_up(self, *args, grid, warmup, **options):
