@@ -42,6 +42,8 @@ from ..eos_scan.memory_tiles import (
 STRIDES = tuple(f'{name}_{axis}' for name in ('i', 'e', 's', 'a', 'b', 'gk') for axis in 'bht') + ('gk_k',)
 # Tokens whose terms are added up to gradients of steps, and rows of these chunks that a program takes.
 CHUNK, SUM_ROWS = 64, 16
+# Columns of a tile of the backward kernels at most: wider ones spill in float32.
+COLUMNS = 16
 
 
 @triton.jit(do_not_specialize=(*SIZES, *STRIDES))
@@ -256,7 +258,7 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
     """Return the gradients of i, e, s, a, b, gk and state; empty for those not given."""
     dy, i, e, s, a, b = map(launch.unit_stride, (dy, i, e, s, a, b))
     batch, heads, length, keys = e.shape
-    run, chunks = Lines('eos_matmul_bwd', i, keys, direction), triton.cdiv(length, CHUNK)
+    run, chunks = Lines('eos_matmul_bwd', i, keys, direction, COLUMNS), triton.cdiv(length, CHUNK)
     options = {'DECAY': gk is not None, 'CARRY': gk is not None and (chunks > 1 or dfinal is not None)}
     di, back, (de, db, ds, da) = run.columns(i), run.columns(i), (run.rows(i) for _ in range(4))
     dstate = i.new_empty(0 if state is None else state.shape, dtype=torch.float32)

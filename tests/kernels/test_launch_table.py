@@ -43,8 +43,8 @@ def test_every_tile_of_every_head_has_a_row():
     kernels += [(f'quadtree_solve_{part}', (64,), (4096,)) for part in ('up', 'down_bwd', 'upper')]
     kernels += [('quadtree_solve_upper', (32,), (2048, 8192))]
     kernels += [('eos_matmul_bwd_sum', (16,), (64,))]
-    loops = [f'{op}_{part}' for op in ('eos_matmul', 'eos_elementwise_full') for part in ('fwd', 'bwd')]
-    kernels += [(kernel, wide, (16,)) for kernel in loops] + [(kernel, (16,), (32,)) for kernel in loops[:3]]
+    for op in ('eos_matmul', 'eos_elementwise_full'):
+        kernels += [(f'{op}_fwd', wide, (16,)), (f'{op}_fwd', (16,), (32,)), (f'{op}_bwd', wide, (16,))]
     for kernel, heads, tiles in kernels:
         for size in (2, 4):
             for channels in heads:
