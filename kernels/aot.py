@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .common.launch import interpreted
+from .eos_elementwise.custom_op import triton_chunk
 from .machine_code import MachineCode, analyze
 from .trees import quadtree_levels
 
@@ -38,6 +39,7 @@ ITEMS: Dict[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
     'polyline_scan_fwd': ('element', _elements),
     'polyline_scan_bwd': ('element', _elements),
     'row_products': ('element', _elements),
+    **{f'eos_elementwise_{part}': ('token', lambda c: c['BLOCK']) for part in ('fwd', 'bwd', 'memory')},
     **{f'separable_attention_{name}': ('element', lambda c: c['BLOCK_N'] * c['BLOCK_D'])
        for name in ('fwd_context', 'fwd_apply', 'bwd_value')},
     **{f'separable_attention_{name}': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L'])
@@ -162,6 +164,9 @@ def _cases_of(lengths: Sequence[int]) -> Iterator[Tuple]:
         yield f'eos_matmul, {form}', _eos_matmul, form
     for form in ('sigmoid', 'exponential', 'constant'):
         yield f'eos_elementwise, full rank, {form}', _eos_full_rank, form
+    for length, direction, steps in (*((length, 'both', 'rows') for length in lengths), (100, 'forward', 'rows'),
+                                     *((length, 'both', 'rows and columns') for length in (lengths[-1], 100))):
+        yield f'eos_elementwise, {direction}, steps of {steps}, lines of {length}', _eos, length, direction, steps
     # Trees of one tile, and trees of tiles of either side.
     for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
         yield f'quadtree_solve, {parametrization}, {side} x {side}', _quadtree, side, parametrization
@@ -259,3 +264,13 @@ def _quadtree(dtype: torch.dtype, dim: int, side: int, parametrization: str) -> 
     edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2) for x in levels[:-1]]
     solution = triton.forward(values, edges, parametrization, (0, 0))
     triton.backward(values, solution, edges, parametrization, (0, 0))
+
+
+def _eos(dtype: torch.dtype, dim: int, length: int, direction: str, steps: str) -> None:
+    from .eos_elementwise import triton, triton_backward
+    i, e = (torch.empty(2, length, 4, n, dtype=dtype, device='meta').transpose(1, 2) for n in (dim, max(16, dim // 2)))
+    logs = [torch.empty(x.shape, device='meta') if name in steps else None
+            for x, name in ((e, 'rows'), (i, 'columns'))]
+    chunk = triton_chunk(dtype, length, 64)
+    _, states, _ = triton.forward(i, e, e, *logs, None, direction, chunk, True, False)
+    triton_backward.backward(i, None, i, e, e, *logs, None, states, direction, chunk)

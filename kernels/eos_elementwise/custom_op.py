@@ -1,11 +1,13 @@
 """Registration of the elementwise recurrence with PyTorch: schemas, shapes, gradients and operation counts of the
-portable backend, for oscillations of rank one and of full rank. A compiler sees one node for each."""
+portable backend and of the Triton kernels, for oscillations of rank one and of full rank. A compiler sees one node for
+each. Triton is imported at the first call."""
 from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..common import launch
 from ..common.decay import compute_dtype, needs_gradient
 from ..eos_scan import full_rank
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
@@ -28,6 +30,24 @@ def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tenso
                        log_d: Optional[Tensor], state: Optional[Tensor], states: Tensor, direction: str, chunk: int
                        ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = portable.backward(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk)
+    return tuple(in_dtype(grad, x) for grad, x in zip(grads, (i, e, s, log_k, log_d, state)))
+
+
+@torch.library.custom_op('subquad::eos_elementwise_fwd', mutates_args=())
+def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Optional[Tensor],
+                    state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool) -> Three:
+    from . import triton
+    with torch.cuda.device_of(i):
+        return triton.forward(i, e, s, log_k, log_d, state, direction, chunk, save, last)
+
+
+@torch.library.custom_op('subquad::eos_elementwise_bwd', mutates_args=())
+def _triton_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                     log_d: Optional[Tensor], state: Optional[Tensor], states: Tensor, direction: str, chunk: int
+                     ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from . import triton_backward
+    with torch.cuda.device_of(i):
+        grads = triton_backward.backward(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk)
     return tuple(in_dtype(grad, x) for grad, x in zip(grads, (i, e, s, log_k, log_d, state)))
 
 
@@ -97,6 +117,19 @@ def _(dy, dfinal, i, e, s, log_k, log_d, state, *args):
     return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, state))
 
 
+@_triton_forward.register_fake
+def _(i, e, s, log_k, log_d, state, direction, chunk, save, last):
+    carried = save and (i.shape[2] > chunk or state is not None or last)
+    count = -(-i.shape[2] // chunk)
+    states = (len(DIRECTIONS[direction]), *i.shape[:2], count + 1, _keys(e), i.shape[3]) if carried else (0,)
+    return _fake(i, e, launch.token_order(i), states, last)
+
+
+@_triton_backward.register_fake
+def _(dy, dfinal, i, e, s, log_k, log_d, state, *args):
+    return (*(launch.token_order(x) for x in (i, e, s)), *(empty_gradient(x, i) for x in (log_k, log_d, state)))
+
+
 @_portable_full_forward.register_fake
 def _(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, save, last):
     return _fake(i, e, empty_output(i), _stored(i, e, direction, full_rank.CHUNK, save), last)
@@ -116,24 +149,39 @@ for _forward, _backward in ((_portable_full_forward, _portable_full_backward),
                             (_triton_full_forward, _triton_full_backward)):
     _backward.register_fake(_fake_full_backward)
     differentiate(_forward, _backward, 8)
+differentiate(_triton_forward, _triton_backward, 6)
 
 
-def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int) -> Tuple[int, int]:
-    """Return the operations of the products within chunks, and of one product of each token with a memory."""
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int) -> Tuple[int, int]:
+    """Return the operations of the products within chunks, and of one product of each token with a memory.
+
+    single: tokens of the longest line that is one chunk."""
     batch, heads, length, dim = i
     tokens = batch * heads * length * len(DIRECTIONS[direction])
-    return 2 * tokens * min(length, chunk) * (keys + dim), 2 * tokens * keys * dim if length > SINGLE_CHUNK else 0
+    return 2 * tokens * min(length, chunk) * (keys + dim), 2 * tokens * keys * dim if length > single else 0
 
 
 @register_flop_formula(torch.ops.subquad.eos_elementwise_portable_fwd)
 def _(i, e, s, log_k, log_d, state, direction, chunk, *args, out_shape=None, **kwargs) -> int:
-    inside, memory = _chunk_flops(i, e[3], direction, chunk)
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, SINGLE_CHUNK)
     return inside + 2 * memory
 
 
 @register_flop_formula(torch.ops.subquad.eos_elementwise_portable_bwd)
 def _(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk, *args, out_shape=None, **kwargs) -> int:
-    inside, memory = _chunk_flops(i, e[3], direction, chunk)
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, SINGLE_CHUNK)
+    return 5 * inside // 2 + 4 * memory
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_fwd)
+def _(i, e, s, log_k, log_d, state, direction, chunk, *args, out_shape=None, **kwargs) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, chunk)
+    return inside + 2 * memory
+
+
+@register_flop_formula(torch.ops.subquad.eos_elementwise_bwd)
+def _(dy, dfinal, i, e, s, log_k, log_d, state, states, direction, chunk, *args, out_shape=None, **kwargs) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, chunk)
     return 5 * inside // 2 + 4 * memory
 
 
@@ -184,20 +232,31 @@ def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk
 def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
     if problem.full_rank:
         return _run_full(_triton_full_forward, problem, direction, output_state)
-    return run_portable(problem, direction, output_state, chunk)
+    i, e, s, log_k, log_d, *_, state = problem
+    if direction == 'both' and log_k is log_d is None:
+        return _full_attention(i, e, s), None
+    save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    y, _, final = _triton_forward(i, e, s, log_k, log_d, state, direction,
+                                  triton_chunk(i.dtype, i.shape[2], chunk), save, output_state)
+    return y, final if output_state else None
 
 
 def unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
     """Return why the Triton kernels cannot take these arguments; None if they can."""
     # Weights (H, K, D) and step logs for all of (B, H, T, K, D) make an oscillation of full rank.
-    if all(x.ndim in (2, 4) for x in (e, *tensors)):
-        return 'there is no kernel for oscillations of rank one.'
-    return memory_too_large(_keys(e))
+    return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(_keys(e))
 
 
 def eos_elementwise_portable(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
                              initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
     return solve(run_portable, i, e, s, oscillation, scale, direction, initial_state, output_state, chunk)
+
+
+def triton_chunk(dtype: torch.dtype, length: int, chunk: int) -> int:
+    """Return the tokens of a chunk of the Triton kernels for rank one. Lines of up to this length are one chunk.
+
+    Larger tiles do not stay in registers, in float32 or with memories that pass their boundaries."""
+    return 64 if dtype.itemsize == 2 and length <= SINGLE_CHUNK else min(chunk, 32)
 
 
 def eos_elementwise_triton(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,

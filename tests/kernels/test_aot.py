@@ -28,6 +28,7 @@ ALL_KERNELS = {*POLYLINE_KERNELS, 'polyline_scan_fwd', 'polyline_scan_bwd', 'row
                *(f'decay_attention_{name}{line}' for name in ('fwd', 'bwd', 'transposed') for line in ('', '_line')),
                'quadtree_solve_up', 'quadtree_solve_upper', 'quadtree_solve_down', 'depthwise_conv_fwd',
                'depthwise_conv_bwd', 'rotary_embedding_fwd',
+               *(f'eos_elementwise_{part}' for part in ('fwd', 'bwd', 'memory')),
                *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
                                                             'bwd_value', 'bwd_key', 'bwd_query')),
                *(f'eos_matmul_{name}' for name in ('fwd', 'bwd_gradient', 'bwd_memory', 'bwd_sum')),
@@ -49,7 +50,8 @@ def test_compiles_for_other_targets(target, spills_known, python):
                           'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32',
                           'residual and GELU, bfloat16, 64', '5 x 5, sum, bfloat16, 32',
                           'rotary_embedding, 14 x 14, bfloat16, 32', 'eos_matmul, states, bfloat16, 32',
-                          'full rank, sigmoid, bfloat16, 32')
+                          'full rank, sigmoid, bfloat16, 32', 'rows, lines of 100, bfloat16, 32',
+                          'both, steps of rows, lines of 14, bfloat16, 32')
     _assert_compiled(resources, ALL_KERNELS, spills_known)
 
 

@@ -60,7 +60,8 @@ def _tensors():
     (dict(initial_state=torch.zeros(2, 3, 4, 5, dtype=torch.complex64)), TypeError, 'needs theta'),
     (dict(chunk=24), ValueError, 'chunk must be one of 16, 32, 64, 128, got 24'),
     (dict(backend='fast'), ValueError, "unknown backend 'fast'"),
-    (dict(backend='triton'), ValueError, "cannot run: there is no kernel for oscillations of rank one"),
+    (dict(e=torch.zeros(2, 3, 6, 129), s=torch.zeros(2, 3, 6, 129), log_o=torch.zeros(3, 129, 5), backend='triton'),
+     ValueError, 'cannot run: the kernels take memories of at most 128 rows'),
     (dict(i=torch.zeros(2, 3, 6, 5, device='meta')), ValueError, 'e is on cpu, the other arguments on meta'),
 ], ids=str)
 def test_wrong_arguments_of_eos_elementwise(change, error, message):

@@ -45,6 +45,7 @@ def test_every_tile_of_every_head_has_a_row():
     kernels += [('eos_matmul_bwd_sum', (16,), (64,))]
     for op in ('eos_matmul', 'eos_elementwise_full'):
         kernels += [(f'{op}_fwd', wide, (16,)), (f'{op}_fwd', (16,), (32,)), (f'{op}_bwd', wide, (16,))]
+    kernels += [(f'eos_elementwise_{part}', (16, 32), (16, 32)) for part in ('fwd', 'bwd', 'memory')]
     for kernel, heads, tiles in kernels:
         for size in (2, 4):
             for channels in heads:
