@@ -341,3 +341,17 @@ def test_oscillation_types():
             state = o[:, :, t] * state + k[:, :, t, :, None] * v[:, :, t, None]
             expected.append((q[:, :, t, None] @ state)[:, :, 0])
         assert_close(eos_elementwise(v, k, q, **given), stacked(expected), 1e-10, f'type {number}')
+
+
+def test_cumulative_softmax():
+    """Type 12, of the published code only: o_t = exp(c_{t-1} - c_t), c = logcumsumexp(z), and e times 1 - o.
+
+    The rows of the memory are means of e v over all tokens so far, weighted by exp(z)."""
+    (q, k, v), z = qkv(), 5 * randn(B, H, T, K)
+    c = torch.logcumsumexp(z, 2)
+    log = F.pad(c[:, :, :-1] - c[:, :, 1:], (0, 0, 1, 0), value=-torch.inf)
+    expected = []
+    for t in range(T):
+        weights = z[:, :, :t + 1].softmax(2) * k[:, :, :t + 1]
+        expected.append((q[:, :, t, None] @ (weights.mT @ v[:, :, :t + 1]))[:, :, 0])
+    assert_close(eos_elementwise(v, -torch.expm1(log) * k, q, log_o_k=log), stacked(expected), 1e-10)

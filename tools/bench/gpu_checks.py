@@ -17,6 +17,7 @@ from ... import kernels
 from ...backbones.mixers.rotary import rotary_table
 from ...kernels.common import launch_table
 from ...kernels.common.launch_table import Launch
+from ...kernels.dispatch import OPERATORS
 from ...kernels.trees import quadtree_levels
 from ..common.output import dumps
 from . import operators as ops
@@ -34,6 +35,9 @@ GRIDS: Dict[str, Sequence[Tuple[int, int]]] = {
     'quadtree_solve': ((7, 7), (14, 14), (27, 31), (56, 56)),
     'depthwise_conv': ((7, 7), (14, 14), (28, 30), (50, 80)),
     'rotary_embedding': ((7, 7), (14, 14), (28, 30), (50, 80)),
+    # Recurrences run over the rows.
+    'eos_elementwise': ((7, 7), (14, 14), (4, 56), (2, 200)),
+    'eos_matmul': ((7, 7), (14, 14), (4, 56), (2, 200)),
 }
 SMALL: Tuple[int, int] = (2, 3)
 
@@ -163,8 +167,12 @@ def check(case: Case) -> Dict[str, Any]:
 
 
 def check_operator(op: str, device: str, small: bool = False, seconds: float = float('inf')) -> Dict[str, Any]:
-    """Check all cases of an operator: {'op', 'checked', 'failed', 'left', 'worst'}; `failed` has the reports."""
+    """Check all cases of an operator: {'op', 'checked', 'failed', 'left', 'worst', 'why_not'}.
+
+    `failed` has the reports. `why_not` says why nothing was checked, if the operator has no kernel."""
     torch.manual_seed(0)
+    if isinstance(OPERATORS[op].objection, str):
+        return {'op': op, 'checked': 0, 'failed': [], 'left': [], 'worst': None, 'why_not': kernels.why_not(op)}
     reports, left, end = [], [], time.monotonic() + seconds
     for case in cases(op, device, small):
         if time.monotonic() > end:
@@ -173,7 +181,7 @@ def check_operator(op: str, device: str, small: bool = False, seconds: float = f
         reports.append(check(case))
     failed = [report for report in reports if report['fault']]
     return {'op': op, 'checked': len(reports), 'failed': failed, 'left': left,
-            'worst': max((report['error'] or 0 for report in reports), default=None)}
+            'worst': max((report['error'] or 0 for report in reports), default=None), 'why_not': None}
 
 
 def main() -> int:

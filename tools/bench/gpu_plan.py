@@ -33,13 +33,16 @@ TESTS = ('tests/kernels/test_*triton*.py', 'tests/kernels/test_separable_attenti
          'tests/kernels/test_depthwise_conv.py', 'tests/kernels/test_rotary_embedding.py',
          'tests/kernels/test_quadtree.py', 'tests/kernels/test_backends.py', 'tests/backbones/test_ppma.py',
          'tests/backbones/test_mobilevitv2.py',
-         'tests/backbones/test_mobilevitv2_options.py', 'tests/backbones/test_myo.py')
+         'tests/backbones/test_mobilevitv2_options.py', 'tests/backbones/test_myo.py', 'tests/backbones/test_lcsm.py')
 _TEST_PROCESSES = 12
 _OPERATOR_PRESETS = ('gpu-polyline_attention-50x80', 'gpu-polyline_scan-56x56', 'gpu-separable_attention-32x32',
                      'gpu-quadtree_solve-56x56', 'gpu-crisscross_attention-56x56',
-                     'gpu-polyline_attention-50x80-train')
+                     'gpu-polyline_attention-50x80-train',
+                     *(f'gpu-{op}-{side}{train}' for op in ('eos_elementwise', 'eos_matmul')
+                       for side in ('56x56', '28x28') for train in ('', '-train')))
 _MODEL_PRESETS = ('gpu-models-224', 'gpu-models-224-train', 'gpu-mobilevitv2_100-256', 'gpu-models-800x1280',
-                  'gpu-figure10', 'gpu-ppma_tiny-224', 'gpu-ppma_tiny-224-train')
+                  'gpu-figure10', 'gpu-ppma_tiny-224', 'gpu-ppma_tiny-224-train', 'gpu-lcsm_tiny-224',
+                  'gpu-lcsm_tiny-224-train')
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ def dry_run(part: str, found: Sequence[Step]) -> List[str]:
         print(f"part {part}: {step.name}, at most {step.seconds:.0f} s: python {' '.join(step.command)}")
         if step.name.startswith('check ') and not step.table:
             report = check_operator(step.command[2], 'cpu', small=True)
-            print(f"    ran on the CPU: {report['checked']} case(s), {len(report['failed'])} failed")
+            print(f"    ran on the CPU: {report['checked']} case(s), {len(report['failed'])} failed"
+                  f"{report['why_not'] and ': ' + report['why_not'] or ''}")
             wrong += [f"{step.name}: {case['fault']}" for case in report['failed']]
         elif step.name.startswith('preset ') and step.command[2] not in PRESETS:
             wrong.append(f'{step.name}: there is no such preset')

@@ -17,6 +17,8 @@ Grid = Tuple[int, int]
 # Named sizes: images in pixels. Operators take the token grid of a network's third stage, at stride 16.
 SIZES: Dict[str, Grid] = {'imagenet': (224, 224), 'coco': (800, 1280), 'cityscapes': (512, 2048), 'long': (4096, 4096)}
 STRIDE = 16
+# Keys of the memory of a recurrence, as in LCSM.
+KEYS = 16
 # The dense baselines are left out by default where their N x N matrices need more bytes than this.
 _LARGEST_DENSE = 2e9
 
@@ -47,7 +49,39 @@ def tree_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float3
                      for n, level in enumerate(levels[:-1])]
 
 
+def recurrence_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
+    """i: (B, heads, H, W, D); e, s: (B, heads, H, W, KEYS); log_o_k: the same, between -0.1 and 0 and float32; all in
+    the memory order of a network's layer."""
+    i, e, s, log = (torch.randn(batch, *grid, heads, n, device=device) for n in (dim, KEYS, KEYS, KEYS))
+    tensors = *(x.to(dtype) for x in (i, e * KEYS ** -0.5, s)), log.sigmoid() * -0.1
+    return [x.permute(0, 3, 1, 2, 4) for x in tensors]
+
+
+def delta_inputs(batch: int, heads: int, grid: Grid, dim: int, dtype=torch.float32, device='cpu') -> List[Tensor]:
+    """i: (B, heads, H, W, D); key of length 1, s: (B, heads, H, W, KEYS); rate: (B, heads, H, W, 1), between 0 and 1;
+    all in the memory order of a network's layer."""
+    i, key, s, rate = (torch.randn(batch, *grid, heads, n, device=device) for n in (dim, KEYS, KEYS, 1))
+    key, rate = key / key.norm(dim=-1, keepdim=True), rate.sigmoid()
+    return [x.to(dtype).permute(0, 3, 1, 2, 4) for x in (i, key, s, rate)]
+
+
 # --- operators
+
+def _over_rows(call: Callable[..., Tensor], i: Tensor, *others: Tensor) -> Tensor:
+    """Run an operator on lines (B, heads, T, c) over the rows of grids (B, heads, H, W, c)."""
+    lines = [x.transpose(1, 2).flatten(0, 1) for x in (i, *others)]
+    return call(*lines).unflatten(0, (i.shape[0], i.shape[2])).transpose(1, 2)
+
+
+def _recurrence(*tensors: Tensor, backend: str) -> Tensor:
+    return _over_rows(lambda i, e, s, log: kernels.eos_elementwise(
+        i, e, s, log_o_k=log, bidirectional=True, backend=backend), *tensors)
+
+
+def _delta_rule(*tensors: Tensor, backend: str) -> Tensor:
+    return _over_rows(lambda i, key, s, rate: kernels.eos_matmul(
+        i, rate * key, s, a=key, b=-rate * key, bidirectional=True, backend=backend), *tensors)
+
 
 def _tree_solve(*tensors: Tensor, backend: str) -> Tensor:
     count = len(baselines.level_values(tensors))
@@ -130,6 +164,20 @@ OPERATORS = {
         outputs=baselines.level_values,
         elementwise=(3, 7),
     ),
+    'eos_elementwise': Operator(
+        call=_recurrence,
+        baselines={'fla': partial(_recurrence, backend='fla')},
+        used=(),
+        inputs=recurrence_inputs,
+        outputs=lambda inputs: inputs[:1],
+    ),
+    'eos_matmul': Operator(
+        call=_delta_rule,
+        baselines={'fla': partial(_delta_rule, backend='fla')},
+        used=(),
+        inputs=delta_inputs,
+        outputs=lambda inputs: inputs[:1],
+    ),
 }
 OWN_BACKENDS = tuple(backend for backend in BACKENDS if backend not in ('auto', 'export'))
 
@@ -165,7 +213,8 @@ def operator_call(op: str, implementation: str) -> Callable[..., Tensor]:
 def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
     """Implementations that make sense for these inputs.
 
-    Triton is left out where it cannot run, FlexAttention on CPUs, and dense matrices where they are too large.
+    Triton is left out where it cannot run, FlexAttention and fla-core on CPUs, and dense matrices where they are too
+    large.
     """
     tokens = inputs[0].shape[2] * inputs[0].shape[3]
     matrices = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6
@@ -173,7 +222,7 @@ def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
     if why_not(op, *inputs):
         left_out.add('triton')
     if inputs[0].device.type == 'cpu':
-        left_out.add('flex')
+        left_out |= {'flex', 'fla'}
     if not OPERATORS[op].elementwise and matrices >= _LARGEST_DENSE:
         left_out |= {'reference', 'dense', 'sdpa'}
     return [name for name in implementations(op) if name not in left_out]

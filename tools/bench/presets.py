@@ -1,49 +1,17 @@
 """The presets of `subquad benchmark`: what each one measures, and its targets."""
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import List
 
 from . import denoising
 from .attention_units import attention_units
 from .comparisons import compare_models, compare_operator
 from .detector import detector
 from .exported_models import exported_models
+from .lcsm_presets import GPU as LCSM_GPU
+from .lcsm_presets import LCSM
 from .plots import plot
 from .polyline_growth import scan_against_mask, scan_growth
+from .preset import Preset
 from .tree_growth import tree_growth
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A measurement with a name.
-
-    Attributes:
-        name: What a user types.
-        description: What is measured, in words.
-        measure: Function (rounds, **options, **targets) -> record without its metadata.
-        options: What is measured, as keywords of `measure`.
-        targets: The targets, as keywords of `measure`.
-        repeats: Rounds of timing by default.
-        processes: Processes by default; the medians over them are kept.
-        family: The model family whose card shows the results.
-        device: 'cpu' or 'cuda'.
-        draw: Function (record, path) that draws a picture of the record.
-    """
-    name: str
-    description: str
-    measure: Callable[..., Dict[str, Any]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    targets: Mapping[str, Any] = field(default_factory=dict)
-    repeats: int = 50
-    processes: int = 1
-    family: str = ''
-    device: str = 'cpu'
-    draw: Optional[Callable[[Dict[str, Any], Path], None]] = None
-
-    def run(self, repeats: int) -> Dict[str, Any]:
-        """Measure, and return the record without its metadata."""
-        return self.measure(repeats, **self.options, **self.targets)
-
 
 _GRID_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)
 _TIMM_MODELS = ('swin_tiny_patch4_window7_224', 'convnext_tiny', 'mobilevit_s', 'mobilevitv2_100',
@@ -119,21 +87,24 @@ _PPMA = [
 ]
 
 
-def _autocast(title: str, name: str, family: str, *others: str) -> Preset:
-    """Return a preset of a model under autocast to bfloat16 beside float32 and beside other models under autocast."""
+def _autocast(title: str, name: str, family: str, *others: str, least: float = 2) -> Preset:
+    """Return a preset of a model under autocast to bfloat16 beside float32 and beside other models under autocast.
+
+    least: target of the speed-up over float32."""
     return Preset(
         name=f'{name.removeprefix("subquad_")}-autocast',
         description=f'{title} under autocast to bfloat16 and in float32, eight 224 x 224 images',
         measure=compare_models,
         options=dict(names=(f'{name}+autocast', name, *(f'{other}+autocast' for other in others)), size=(224, 224),
                      batch=8),
-        targets=dict(min_speedup={name: 2, **{f'{other}+autocast': 1 for other in others}}),
+        targets=dict(min_speedup={name: least, **{f'{other}+autocast': 1 for other in others}}),
         repeats=15, processes=3, family=family)
 
 
 _AUTOCAST = [
     _autocast('PPMA-Tiny', 'ppma_tiny', 'ppma', 'swin_tiny_patch4_window7_224'),
     _autocast('Myo-Tiny', 'myo_tiny', 'myo'),
+    _autocast('LCSM-Tiny', 'lcsm_tiny', 'lcsm', least=1),
     _autocast('MobileViTv2-1.0', 'subquad_mobilevitv2_100', 'mobilevitv2'),
 ]
 
@@ -347,7 +318,8 @@ _GPU = [
         repeats=20, family='ppma', device='cuda'),
 ]
 
-PRESETS = {preset.name: preset for preset in (*_PPMA, *_MOBILEVITV2, *_MYO, *_AUTOCAST, *_COMPILED, *_GPU)}
+PRESETS = {preset.name: preset for preset in (
+    *_PPMA, *_MOBILEVITV2, *_MYO, *LCSM, *_AUTOCAST, *_COMPILED, *_GPU, *LCSM_GPU)}
 # What `subquad benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()
