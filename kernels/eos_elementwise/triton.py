@@ -33,13 +33,13 @@ SIZES = ('lines', 'chunks', 'heads', 'length', 'i_b', 'i_h', 'e_b', 'e_h', 's_b'
 
 
 @triton.jit
-def place(lines, chunks, heads, length, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+def place(tile, lines, chunks, heads, length, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     """Return batch, head and token of each row of a tile, its number among all tokens, and whether it is a token.
 
-    A tile has BLOCK rows, for chunks of 2^LEVELS tokens."""
+    tile: number of the tile, which has BLOCK rows for chunks of 2^LEVELS tokens."""
     LINE: tl.constexpr = 1 << LEVELS
     x = tl.arange(0, BLOCK)
-    chunk = tl.program_id(0) * (BLOCK // LINE) + x // LINE
+    chunk = tile * (BLOCK // LINE) + x // LINE
     line, token = chunk // chunks, chunk % chunks * LINE + x % LINE
     inside = (line < lines) & (token < length)
     line = line.to(tl.int64)
@@ -108,10 +108,19 @@ def in_direction(t, j, DIRECTION: tl.constexpr):
 
 
 @triton.jit
-def block_pairs(h, BLOCK: tl.constexpr, DIRECTION: tl.constexpr):
-    """Whether tokens t and j belong to the two blocks of a pair of blocks of h tokens: (BLOCK, BLOCK)."""
-    t, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    return ((t ^ j) >= h) & ((t ^ j) < 2 * h) & in_direction(t, j, DIRECTION)
+def block_pairs(level, BLOCK: tl.constexpr, DIRECTION: tl.constexpr):
+    """Whether t reads what j adds, and they belong to the two blocks of a pair of blocks of 2^level tokens: (t, j).
+
+    One comparison of two vectors that depend on the level: the compiler would keep any other matrix in registers."""
+    block = tl.arange(0, BLOCK) >> level
+    second = (block & 1) != 0
+    if DIRECTION == 'forward':
+        t, j = tl.where(second, block, -1), tl.where(second, -2, block + 1)
+    elif DIRECTION == 'reverse':
+        t, j = tl.where(second, -1, block + 1), tl.where(second, block, -2)
+    else:
+        t, j = block ^ 1, block
+    return t[:, None] == j[None, :]
 
 
 @triton.jit
@@ -137,7 +146,7 @@ def token_matrix(q, k, log, at_q, at_k, at_log, log_c, inside, DIM: tl.constexpr
             for level in range(0, LEVELS):
                 decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
                 product = dot(scaled(query, decay_q), tl.trans(scaled(key, decay_k)), PRECISION)
-                a += tl.where(block_pairs(1 << level, BLOCK, DIRECTION), product, 0.0)
+                a += tl.where(block_pairs(level, BLOCK, DIRECTION), product, 0.0)
     if log is None:
         t, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
         a = tl.where((t >> LEVELS == j >> LEVELS) & ((t == j) | in_direction(t, j, DIRECTION)), a, 0.0)
@@ -155,9 +164,9 @@ def chunk_decay(sums, step, QUERY: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def entry(lines, chunks, DIRECTION: tl.constexpr, REVERSE: tl.constexpr):
-    """Return the number of the boundary at which the memory enters the chunk of a program, among those of all lines."""
-    line, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+def entry(tile, lines, chunks, DIRECTION: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the number of the boundary at which the memory enters the chunk of a tile, among those of all lines."""
+    line, n = tile // chunks, tile % chunks
     boundary = line.to(tl.int64) * (chunks + 1) + n
     if REVERSE:
         boundary += 1
@@ -241,7 +250,7 @@ def _eos_elementwise_fwd_kernel(
     """Compute y of one tile of tokens per program, stored as (B, T, H, D).
 
     memory: (directions, lines, chunks + 1, KEYS, DIM) if CARRY."""
-    batch, head, token, _, inside = place(lines, chunks, heads, length, BLOCK, LEVELS)
+    batch, head, token, _, inside = place(tl.program_id(0), lines, chunks, heads, length, BLOCK, LEVELS)
     at_e, at_s = batch * e_b + head * e_h + token * e_t, batch * s_b + head * s_h + token * s_t
     at_k, at_d = batch * k_b + head * k_h + token * k_t, batch * d_b + head * d_h + token * d_t
     at_i = batch * i_b + head * i_h + token * i_t
@@ -257,16 +266,16 @@ def _eos_elementwise_fwd_kernel(
             out = tl.sum(tl.where(diagonal(BLOCK), a, 0.0), 1)[:, None] * value.to(tl.float32)
             for level in range(0, LEVELS):
                 decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
-                part = tl.where(block_pairs(1 << level, BLOCK, DIRECTION), a, 0.0)
+                part = tl.where(block_pairs(level, BLOCK, DIRECTION), a, 0.0)
                 out += decay_q * dot(part, scaled(value, decay_k), PRECISION)
         if CARRY:
             if DIRECTION != 'reverse':
-                at = entry(lines, chunks, DIRECTION, False)
+                at = entry(tl.program_id(0), lines, chunks, DIRECTION, False)
                 entered = through_memory(s, log_k, memory, at_s, at_k, k_c, inside, at, DIM, d, 1, KEYS, DIM, BLOCK_K,
                                          True, False, EXACT, UPCAST, PRECISION)
                 out += entered * chunk_decay(sums, step, True, False) if log_d is not None else entered
             if DIRECTION != 'forward':
-                at = entry(lines, chunks, DIRECTION, True)
+                at = entry(tl.program_id(0), lines, chunks, DIRECTION, True)
                 entered = through_memory(s, log_k, memory, at_s, at_k, k_c, inside, at, DIM, d, 1, KEYS, DIM, BLOCK_K,
                                          True, True, EXACT, UPCAST, PRECISION)
                 out += entered * chunk_decay(sums, step, True, True) if log_d is not None else entered

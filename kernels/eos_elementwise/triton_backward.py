@@ -53,10 +53,12 @@ SIZES = ('lines', 'chunks', 'heads', 'length', 'q_b', 'q_h', 'k_b', 'k_h', 'log_
 
 
 @triton.jit
-def _sum_over(chosen, terms, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Return sum_x chosen[u, x] terms[x] for a mask of tokens.
+def _sum_between(first, last, terms, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the sums of terms[x] over tokens x from first[u] to last[u], as a product with a mask.
 
     Nothing cancels, so half types need no more bits than bfloat16 has, but they need its range."""
+    x = tl.arange(0, terms.shape[0])[None, :]
+    chosen = (x >= first[:, None]) & (x <= last[:, None])
     if HALF:
         y = tl.dot(chosen.to(tl.bfloat16), terms.to(tl.bfloat16))
     else:
@@ -69,26 +71,28 @@ def _steps_in_blocks(read, added, h, DIRECTION: tl.constexpr, HALF: tl.constexpr
     """Add up q dq (read) and k dk (added) between each token and the boundary of its pair of blocks of h tokens.
 
     They are of pairs of tokens on both sides of it."""
-    x = tl.arange(0, read.shape[0])
-    u, v = x[:, None], x[None, :]
-    same, second = (u ^ v) < h, (u & h) != 0
+    u = tl.arange(0, read.shape[0])
+    second, start, end = (u & h) != 0, u & -h, u | (h - 1)
     if DIRECTION == 'forward':
-        y = _sum_over(same & tl.where(second, v >= u, v < u), read + added, HALF, PRECISION)
+        y = _sum_between(tl.where(second, u, start), tl.where(second, end, u - 1), read + added, HALF, PRECISION)
     elif DIRECTION == 'reverse':
-        y = _sum_over(same & tl.where(second, v > u, v <= u), read + added, HALF, PRECISION)
+        y = _sum_between(tl.where(second, u + 1, start), tl.where(second, end, u), read + added, HALF, PRECISION)
     else:
-        y = _sum_over(same & tl.where(second, v >= u, v <= u), read, HALF, PRECISION)
-        y += _sum_over(same & tl.where(second, v > u, v < u), added, HALF, PRECISION)
+        y = _sum_between(tl.where(second, u, start), tl.where(second, end, u), read, HALF, PRECISION)
+        y += _sum_between(tl.where(second, u + 1, start), tl.where(second, end, u - 1), added, HALF, PRECISION)
     return y
 
 
 @triton.jit
 def _steps_of_chunk(read, added, through, REVERSE: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Add up what tokens read of the memory that enters, what they add to the one that leaves, and what passes."""
-    x = tl.arange(0, read.shape[0])
-    u, v = x[:, None], x[None, :]
-    y = _sum_over(v <= u if REVERSE else v >= u, read, HALF, PRECISION)
-    return y + _sum_over(v > u if REVERSE else v < u, added, HALF, PRECISION) + through[None, :]
+    u = tl.arange(0, read.shape[0])
+    start, end = u * 0, u * 0 + read.shape[0] - 1
+    if REVERSE:
+        y = _sum_between(start, u, read, HALF, PRECISION) + _sum_between(u + 1, end, added, HALF, PRECISION)
+    else:
+        y = _sum_between(u, end, read, HALF, PRECISION) + _sum_between(start, u - 1, added, HALF, PRECISION)
+    return y + through[None, :]
 
 
 @triton.jit
@@ -109,11 +113,11 @@ def _passing(log, memory, adjoint, at_log, log_x, inside, entry_at, exit_at, x_s
 
 @triton.jit
 def _carried(other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log, other_log_c, sums,
-             step, inside, lines, chunks, x_stride, c, c_stride, DIM_X: tl.constexpr, DIM_C: tl.constexpr,
+             step, inside, tile, lines, chunks, x_stride, c, c_stride, DIM_X: tl.constexpr, DIM_C: tl.constexpr,
              BLOCK_X: tl.constexpr, DIRECTION: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Return the gradients of queries and keys by way of the memories that enter and leave a chunk, and what passes."""
-    entry_at = entry(lines, chunks, DIRECTION, REVERSE)
+    entry_at = entry(tile, lines, chunks, DIRECTION, REVERSE)
     exit_at = entry_at - 1 if REVERSE else entry_at + 1
     dq = through_memory(other_q, other_log, memory, at_other_q, at_other_log, other_log_c, inside, entry_at, x_stride,
                         c, c_stride, DIM_X, DIM_C, BLOCK_X, True, REVERSE, EXACT, UPCAST, PRECISION)
@@ -137,10 +141,14 @@ def _eos_elementwise_bwd_kernel(
         BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
         DIRECTION: tl.constexpr, CARRY: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr,
         PRECISION: tl.constexpr):
-    """Compute dq (unless None), dk (both stored as (B, T, H, DIM)) and dlog (B, H, T, DIM) for one tile per program.
+    """Compute dq (unless None), dk (both stored as (B, T, H, DIM)) and dlog (B, H, T, DIM) for one block of channels
+    of one tile per program.
 
     COLUMNS: the axis is that of the memory's columns. memory, adjoint: (directions, lines, chunks + 1, K, D)."""
-    batch, head, token, row, inside = place(lines, chunks, heads, length, BLOCK, LEVELS)
+    # A program for each block, and no loop: the compiler would keep masks in registers that it can make again.
+    parts: tl.constexpr = (DIM + BLOCK_C - 1) // BLOCK_C
+    tile = tl.program_id(0) // parts
+    batch, head, token, row, inside = place(tile, lines, chunks, heads, length, BLOCK, LEVELS)
     at_q, at_k = batch * q_b + head * q_h + token * q_t, batch * k_b + head * k_h + token * k_t
     at_log = batch * log_b + head * log_h + token * log_t
     at_other_q = batch * other_q_b + head * other_q_h + token * other_q_t
@@ -151,52 +159,51 @@ def _eos_elementwise_bwd_kernel(
     c_stride: tl.constexpr = 1 if COLUMNS else OTHER
     x_stride: tl.constexpr = DIM if COLUMNS else 1
     at_out = ((batch * length + token) * heads + head) * DIM
-    for start in range(0, DIM, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        query, key = load_tile(q, at_q, c, inside, DIM, UPCAST), load_tile(k, at_k, c, inside, DIM, UPCAST)
-        sums, step, steps = None, None, None
-        if log is None:
-            grad_q, grad_k = dot(p, key, PRECISION), dot(tl.trans(p), query, PRECISION)
-        else:
-            sums, step = load_sums(log, at_log, log_c, c, inside, DIM, EXACT)
-            own = tl.sum(tl.where(diagonal(BLOCK), p, 0.0), 1)[:, None]
-            grad_q, grad_k = own * key.to(tl.float32), own * query.to(tl.float32)
-            steps = tl.zeros((BLOCK, BLOCK_C), tl.float32)
-            for level in range(0, LEVELS):
-                decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
-                part = tl.where(block_pairs(1 << level, BLOCK, DIRECTION), p, 0.0).to(key.dtype)
-                new_q = decay_q * dot(part, scaled(key, decay_k), PRECISION)
-                new_k = decay_k * dot(tl.trans(part), scaled(query, decay_q), PRECISION)
-                grad_q += new_q
-                grad_k += new_k
-                steps += _steps_in_blocks(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, 1 << level,
-                                          DIRECTION, HALF, PRECISION)
-        if CARRY:
-            if DIRECTION != 'reverse':
-                new_q, new_k, through = _carried(
-                    other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
-                    other_log_c, sums, step, inside, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
-                    DIRECTION, False, EXACT, UPCAST, PRECISION)
-                grad_q += new_q
-                grad_k += new_k
-                if log is not None:
-                    steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, False,
-                                             HALF, PRECISION)
-            if DIRECTION != 'forward':
-                new_q, new_k, through = _carried(
-                    other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
-                    other_log_c, sums, step, inside, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
-                    DIRECTION, True, EXACT, UPCAST, PRECISION)
-                grad_q += new_q
-                grad_k += new_k
-                if log is not None:
-                    steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, True,
-                                             HALF, PRECISION)
-        if dq is not None:
-            store_tile(dq, at_out, c, inside, grad_q, DIM)
-        store_tile(dk, at_out, c, inside, grad_k, DIM)
-        if log is not None:
-            store_tile(dlog, row * DIM, c, inside, steps, DIM)
+    c = tl.program_id(0) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
+    query, key = load_tile(q, at_q, c, inside, DIM, UPCAST), load_tile(k, at_k, c, inside, DIM, UPCAST)
+    sums, step, steps = None, None, None
+    if log is None:
+        grad_q, grad_k = dot(p, key, PRECISION), dot(tl.trans(p), query, PRECISION)
+    else:
+        sums, step = load_sums(log, at_log, log_c, c, inside, DIM, EXACT)
+        own = tl.sum(tl.where(diagonal(BLOCK), p, 0.0), 1)[:, None]
+        grad_q, grad_k = own * key.to(tl.float32), own * query.to(tl.float32)
+        steps = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+        for level in range(0, LEVELS):
+            decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
+            part = tl.where(block_pairs(level, BLOCK, DIRECTION), p, 0.0).to(key.dtype)
+            new_q = decay_q * dot(part, scaled(key, decay_k), PRECISION)
+            new_k = decay_k * dot(tl.trans(part), scaled(query, decay_q), PRECISION)
+            grad_q += new_q
+            grad_k += new_k
+            steps += _steps_in_blocks(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, 1 << level,
+                                      DIRECTION, HALF, PRECISION)
+    if CARRY:
+        if DIRECTION != 'reverse':
+            new_q, new_k, through = _carried(
+                other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
+                other_log_c, sums, step, inside, tile, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
+                DIRECTION, False, EXACT, UPCAST, PRECISION)
+            grad_q += new_q
+            grad_k += new_k
+            if log is not None:
+                steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, False,
+                                         HALF, PRECISION)
+        if DIRECTION != 'forward':
+            new_q, new_k, through = _carried(
+                other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
+                other_log_c, sums, step, inside, tile, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
+                DIRECTION, True, EXACT, UPCAST, PRECISION)
+            grad_q += new_q
+            grad_k += new_k
+            if log is not None:
+                steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, True,
+                                         HALF, PRECISION)
+    if dq is not None:
+        store_tile(dq, at_out, c, inside, grad_q, DIM)
+    store_tile(dk, at_out, c, inside, grad_k, DIM)
+    if log is not None:
+        store_tile(dlog, row * DIM, c, inside, steps, DIM)
 
 
 def _axis(q: Tensor, k: Tensor, log: Optional[Tensor], other_q: Tensor, other_k: Tensor, other_log: Optional[Tensor],
@@ -205,9 +212,9 @@ def _axis(q: Tensor, k: Tensor, log: Optional[Tensor], other_q: Tensor, other_k:
     """Write the gradient of q to dq, unless it is None, and return those of k and of step logs (B, H, T, c)."""
     dim, other = q.shape[3], other_q.shape[3]
     # The sums of steps and their gradients leave registers for half as many channels.
-    block_c, block_x = block_of(q) if log is None else 16, block_of(other_q)
+    block_c, block_x = (block_of(x) if steps is None else 16 for x, steps in ((q, log), (other_q, other_log)))
     dk, dlog = launch.token_order(k), None if log is None else k.new_empty(k.shape, dtype=torch.float32)
-    _eos_elementwise_bwd_kernel[tile.programs](
+    _eos_elementwise_bwd_kernel[launch.programs(tile.programs[0] * triton.cdiv(dim, block_c))](
         q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, *tile.sizes, *token_strides(q),
         *token_strides(k), *log_strides(log), *token_strides(other_q), *token_strides(other_k), *log_strides(other_log),
         DIM=dim, OTHER=other, BLOCK_C=block_c, BLOCK_X=block_x, COLUMNS=columns, LEVELS=tile.levels,
