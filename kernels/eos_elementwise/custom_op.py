@@ -256,7 +256,9 @@ def triton_chunk(dtype: torch.dtype, length: int, chunk: int) -> int:
     """Return the tokens of a chunk of the Triton kernels for rank one. Lines of up to this length are one chunk.
 
     Larger tiles do not stay in registers, in float32 or with memories that pass their boundaries."""
-    return 64 if dtype.itemsize == 2 and length <= SINGLE_CHUNK else min(chunk, 32)
+    half = dtype.itemsize == 2
+    single = SINGLE_CHUNK if half else 32
+    return single if length <= single else min(chunk, 32 if half else 16)
 
 
 def eos_elementwise_triton(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,

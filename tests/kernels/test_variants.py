@@ -74,7 +74,16 @@ def mobilevitv2(height, width):
 
 
 def lcsm(height, width):
-    """Recurrences along both axes of all stages, and the loops over tokens of one stage along the raster."""
+    for channels, _, stride in STAGES:
+        size = height // stride, width // stride
+        for lines, length in (size, size[::-1]):
+            i, e, s, log = (new(2 * lines, length, channels // 32, c, dtype=dtype).transpose(1, 2)
+                            for c, dtype in zip((32, 16, 16, 16), (torch.bfloat16,) * 3 + (torch.float32,)))
+            yield eos_elementwise(i, e, s, log_o_k=log, bidirectional=True)
+
+
+def lcsm_loops(height, width):
+    """The loops over tokens of one stage, in both directions along the raster."""
     for channels, heads, stride in STAGES[1:2]:
         def tokens(size, dtype=torch.bfloat16):
             return new(2, height // stride * (width // stride), heads, size, dtype=dtype).transpose(1, 2)
@@ -82,12 +91,6 @@ def lcsm(height, width):
         yield eos_matmul(i, e, s, a=a, b=b, gk=tokens(16, torch.float32), bidirectional=True)
         yield eos_elementwise(i, e, s, generator=DecayGenerator(z, new(heads, 16, channels // heads), 'k'),
                               bidirectional=True)
-    for channels, _, stride in STAGES:
-        size = height // stride, width // stride
-        for lines, length in (size, size[::-1]):
-            i, e, s, log = (new(2 * lines, length, channels // 32, c, dtype=dtype).transpose(1, 2)
-                            for c, dtype in zip((32, 16, 16, 16), (torch.bfloat16,) * 3 + (torch.float32,)))
-            yield eos_elementwise(i, e, s, log_o_k=log, bidirectional=True)
 
 
 def look_up(self, *args, grid, warmup, **options):
@@ -111,7 +114,7 @@ print(json.dumps({**result, 'sizes': len(sizes)}))
 '''
 
 
-@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2', 'lcsm'])
+@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2', 'lcsm', 'lcsm_loops'])
 def test_detectors_need_few_variants(model, python):
     done = python(SCRIPT.replace('sys.argv[1]', repr(model)), TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
