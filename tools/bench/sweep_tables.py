@@ -38,7 +38,7 @@ def _best(root: Path, config: str, score: Callable[[Dict[str, Any]], float]) -> 
 
 def _names(run: Dict[str, Any]) -> List[str]:
     """Return the recurrence, and the other options of a run."""
-    others = [f"{key.removeprefix('model.')}={value}" for key, value in run['options'].items()
+    others = [f"{key.rpartition('.')[2]}={value}" for key, value in run['options'].items()
               if key not in ('model.mixer', LEARNING_RATE)]
     return [f"`{run['options']['model.mixer']}`", ', '.join(others) or '-']
 
