@@ -24,6 +24,8 @@ ACTIVATE: Dict[int, Callable[[Tensor], Tensor]] = {
 }
 # Bound of the logits whose running sum is oscillation 12, as in the published code.
 _LOGIT_BOUND = 10.0
+# Length below which a vector is not scaled to length 1.
+_SHORTEST = 1e-12
 # The first token of a line has no predecessor. The operators clamp step logs at this value.
 _FORGET = -80.0
 
@@ -80,6 +82,11 @@ def at_least_float(x: Tensor) -> Tensor:
 def gate_log(z: Tensor, tau: float) -> Tensor:
     """Return log sigmoid(z)^(1/tau), at least float32."""
     return F.logsigmoid(at_least_float(z)) / tau
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x divided by its length along the last axis. Runtimes of phones have no operator for the length."""
+    return x * (x.square().sum(-1, keepdim=True) + _SHORTEST ** 2).rsqrt()
 
 
 def slopes(heads: int) -> Tensor:
@@ -346,11 +353,10 @@ class Delta(Recurrence):
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         with without_autocast(i):
-            unit = {name: F.normalize(F.silu(at_least_float(x)), dim=-1) for name, x in tokens.items()
-                    if name != 'rate'}
-            key = unit['key']
+            units = {name: unit(F.silu(at_least_float(x))) for name, x in tokens.items() if name != 'rate'}
+            key = units['key']
             e = key * at_least_float(tokens['rate']).sigmoid() if self.rate is not None else key
-            e, s, a, b = (x.to(i.dtype) for x in (e, unit['query'], unit.get('second', key), -e))
+            e, s, a, b = (x.to(i.dtype) for x in (e, units['query'], units.get('second', key), -e))
         return eos_matmul(i, e, s, a=a, b=b, **run)
 
     def decays(self, tokens: Tokens) -> Dict[str, Any]:

@@ -45,7 +45,7 @@ def diagonal(problem: RealProblem) -> Tensor:
 def _matrix(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
     """Return A[t, j] = sum_c x[t, c] decay[t, j, c] y[j, c], (G, C, C)."""
     if decay.shape[-1] == 1:
-        return (x @ y.mT) * decay.squeeze(-1)
+        return (x @ _transposed(y)) * decay.squeeze(-1)
     return (x.unsqueeze(2) * decay * y.unsqueeze(1)).sum(-1)
 
 
@@ -53,6 +53,16 @@ def _chunks(length: int, chunk: int, reverse: bool):
     size = length if length <= SINGLE_CHUNK else chunk
     starts = range(0, length, size)
     return [slice(n, min(n + size, length)) for n in (reversed(starts) if reverse else starts)]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Return the transposes of matrices (G, m, n). ncnn has no layer for `.mT`."""
+    return x.transpose(1, 2)
+
+
+def _part(x: Tensor, part: slice) -> Tensor:
+    """Return tokens of (G, T, c). A slice of all tokens would be an operator without a layer in ncnn."""
+    return x if (part.start, part.stop) == (0, x.shape[1]) else x[:, part]
 
 
 def _joined(outputs: list, reverse: bool) -> Tensor:
@@ -69,8 +79,8 @@ def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, T
         problem.state.to(dtype).flatten(0, 1))
     outputs = []
     for part in _chunks(i.shape[2], chunk, reverse):
-        value, key, query = x[:, part], e[:, part], s[:, part]
-        own = [log[:, part] for log in steps]
+        value, key, query = (_part(y, part) for y in (x, e, s))
+        own = [_part(log, part) for log in steps]
         sums = [_sums(log, reverse) for log in own]
         total = [log.sum(1, keepdim=True) for log in own]
         decay = [_decays(log, log, reverse) for log in sums]
@@ -81,7 +91,7 @@ def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, T
             y = (a.unsqueeze(-1) * decay[1] * value.unsqueeze(1)).sum(2)
         outputs.append(y + ((query * sums[0].exp()) @ state) * sums[1].exp())
         leave = [(whole - log).clamp(max=0).exp() for whole, log in zip(total, sums)]
-        state = total[0].exp().mT * state * total[1].exp() + (key * leave[0]).mT @ (value * leave[1])
+        state = _transposed(total[0].exp()) * state * total[1].exp() + _transposed(key * leave[0]) @ (value * leave[1])
     return _joined(outputs, reverse).unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
 
 
@@ -109,7 +119,7 @@ def full_rank(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, 
         if steps is not None:
             log = log + _lines(steps, i).unsqueeze(axis)
     o = log.exp().expand(batch * heads, length, e.shape[2], dim)
-    memory = (e * x).expand_as(o)
+    memory = e * x
     if problem.state is not None:
         first = o[:, -1:] if reverse else o[:, :1]
         entering = first * problem.state.to(dtype).flatten(0, 1).unsqueeze(1)
@@ -134,15 +144,16 @@ def _unit_inverse(n: Tensor) -> Tensor:
     lines, size, _ = n.shape
     padded = 1 << (size - 1).bit_length()
     n = F.pad(n, (0, padded - size, 0, padded - size))
-    inverse, h = n.new_ones(lines, padded, 1, 1), 1
+    inverse, h = n.new_ones(lines * padded, 1, 1), 1                         # of all blocks: (G blocks, h, h)
     while h < padded:
-        # The blocks below the diagonal, between the two halves of each pair: (G, pairs, h, h).
-        corner = torch.stack([n[:, at + h:at + 2 * h, at:at + h] for at in range(0, padded, 2 * h)], 1)
-        first, second = inverse[:, 0::2], inverse[:, 1::2]
+        # The blocks below the diagonal, between the two halves of each pair.
+        corner = torch.stack([n[:, at + h:at + 2 * h, at:at + h] for at in range(0, padded, 2 * h)], 1).flatten(0, 1)
+        pairs = inverse.reshape(-1, 2, h, h)
+        first, second = pairs[:, 0], pairs[:, 1]
         low = second @ (corner @ first)
         top = torch.cat([first, torch.zeros_like(first)], -1)
         inverse, h = torch.cat([top, torch.cat([low, second], -1)], -2), 2 * h
-    return inverse[:, 0, :size, :size]
+    return inverse if size == padded else inverse[:, :size, :size]
 
 
 def delta_rule(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor], state: Optional[Tensor],
@@ -154,17 +165,16 @@ def delta_rule(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Option
     state = x.new_zeros(x.shape[0], e.shape[2], x.shape[2]) if state is None else state.to(dtype).flatten(0, 1)
     outputs = []
     for part in _chunks(length, chunk, reverse):
-        own, value, key, query, read, write = (y[:, part] for y in (steps, x, e, s, a, b))
+        own, value, key, query, read, write = (_part(y, part) for y in (steps, x, e, s, a, b))
         sums = _sums(own, reverse)
         before, total = sums - own, own.sum(1, keepdim=True)
         inside, strict = _decays(sums, sums, reverse), _decays(before, sums, reverse, False)
         n = _matrix(read, write, strict)
-        n = (n.mT if reverse else n)
-        inverse = _unit_inverse(n)
-        inverse = inverse.mT if reverse else inverse
+        inverse = _unit_inverse(_transposed(n) if reverse else n)
+        inverse = _transposed(inverse) if reverse else inverse
         w = inverse @ ((read * before.exp()) @ state + _matrix(read, key, strict) @ value)
         y = (query * sums.exp()) @ state + _matrix(query, write, inside) @ w + _matrix(query, key, inside) @ value
         outputs.append(y)
         leave = (total - sums).clamp(max=0).exp()
-        state = total.exp().mT * state + (write * leave).mT @ w + (key * leave).mT @ value
+        state = _transposed(total.exp()) * state + _transposed(write * leave) @ w + _transposed(key * leave) @ value
     return _joined(outputs, reverse).unflatten(0, shape), state.unflatten(0, shape)

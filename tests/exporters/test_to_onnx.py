@@ -94,9 +94,11 @@ def test_a_feature_pyramid_in_half_precision_with_a_dynamic_batch(tmp_path):
                                                             'stride_32']
 
 
-def test_myo_refuses_dynamic_sizes(tmp_path):
-    with pytest.raises(UserError, match='quad tree for one image size'):
-        to_onnx.convert(subject('test_myo'), Options(dynamic=frozenset({'hw'})), tmp_path / 'model.onnx')
+@pytest.mark.parametrize('name, message', [('test_myo', 'quad tree for one image size'),
+                                           ('test_lcsm', 'unrolls its recurrences for one image size')])
+def test_dynamic_sizes_are_refused(name, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        to_onnx.convert(subject(name), Options(dynamic=frozenset({'hw'})), tmp_path / 'model.onnx')
     assert not list(tmp_path.iterdir())
 
 

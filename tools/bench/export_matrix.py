@@ -24,7 +24,7 @@ from ..exporters.subject import classifier_subject, random_classifier
 from .markdown import RECORDS, markdown
 
 FILE = 'exports.json'
-MODELS = ('subquad_mobilevitv2_050', 'test_ppma', 'ppma_tiny', 'test_myo', 'myo_tiny')
+MODELS = ('subquad_mobilevitv2_050', 'test_ppma', 'ppma_tiny', 'test_myo', 'myo_tiny', 'test_lcsm')
 DISTRIBUTIONS = {'onnx': 'onnxruntime', 'ort': 'onnxruntime', 'executorch': 'executorch', 'litert': 'litert-torch',
                  'ncnn': 'ncnn', 'coreml': 'coremltools'}
 # Precision and dynamic dimensions of each column; a format has the cells that it supports.

@@ -62,8 +62,8 @@ def check_program(program: torch.export.ExportedProgram) -> None:
     """Refuse operators that other runtimes do not have.
 
     Raises:
-        UserError: The decomposed graph holds a custom operator, linear algebra, control flow, or arithmetic on tensors
-            of more than 4 dimensions.
+        UserError: The decomposed graph holds a custom operator, linear algebra, control flow, complex numbers, or
+            arithmetic on tensors of more than 4 dimensions.
     """
     bad = list(dict.fromkeys(_refused(program)))
     if bad:
@@ -81,5 +81,7 @@ def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
             yield name if namespace else repr(node.target)
         value = node.meta.get('val')
         rank = value.ndim if isinstance(value, torch.Tensor) else 0
+        if rank and value.is_complex():
+            yield f'{name} on complex numbers'
         if rank > LARGEST_RANK and name.removeprefix('aten.').split('.')[0] not in MOVES:
             yield f'{name} on {rank} dimensions'

@@ -39,8 +39,10 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         raise UserError('Core ML files have a fixed height and width, because the converter writes them into reshapes')
     if options.precision not in ('fp32', 'fp16'):
         raise UserError(f'Core ML files are written in fp32 or fp16 here, not in {options.precision}')
-    # The converter writes the batch of the example into group norms.
-    forms = {torch.ops.aten.group_norm.default: _norm_of_one_group} if 'batch' in options.dynamic else {}
+    # The converter does not know the logarithm of a sigmoid.
+    forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
+    if 'batch' in options.dynamic:             # the converter writes the batch of the example into group norms
+        forms[torch.ops.aten.group_norm.default] = _norm_of_one_group
     program = export_program(subject, options.dynamic).run_decompositions(forms)
     _pass_on(program)
     results = [node.meta['val'].is_floating_point() for node in program.graph.output_node().args[0]]
@@ -173,6 +175,6 @@ def _takes_half(operation: Any) -> bool:
 
 def _is_cumulative(value: Any) -> bool:
     """Whether a value is a cumulative sum, perhaps moved or cast."""
-    while value.op is not None and value.op.op_type in ('expand_dims', 'transpose', 'reshape', 'cast'):
+    while value.op is not None and value.op.op_type in ('expand_dims', 'transpose', 'reshape', 'cast', 'reverse'):
         value = value.op.x
     return value.op is not None and value.op.op_type == 'cumsum'
