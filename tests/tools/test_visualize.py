@@ -132,6 +132,15 @@ def test_state_decays_of_heads_and_of_raster_lines(folder, figures):
     assert 'length\nalong the scan' in labels(figure)[1] and 'length\nalong rows' not in labels(figure)[1]
 
 
+def test_memories_of_one_direction():
+    model, images = timm.create_model('test_lcsm', mode='forward'), torch.randn(1, 3, 64, 32)
+    found, decays = memories.memories(model, images), model.state_decays(images)
+    for name, memory in found.items():
+        lines = decays[name].logs.flatten(2)
+        assert list(memory.lengths) == ['raster']
+        assert torch.equal(memory.lengths['raster'].flatten(2), memory_lengths(lines, 2, False))
+
+
 def test_constant_decays_have_charts_alone(folder, figures):
     assert visualize.main([str(folder / 'retnet.safetensors'), str(folder / 'images')]) == 0
     figure = figures.pop()

@@ -16,7 +16,7 @@ class Memory(NamedTuple):
     Attributes:
         decays: mean log decay per token of each head, (B, heads, h, w), or (1, heads, 1, 1) if all tokens decay alike.
         lengths: direction ('rows' and 'columns', or 'raster') -> tokens until the product of decays falls to 1/e, mean
-            of both ways, of the shape of `decays`.
+            of both ways unless the scan has one, of the shape of `decays`.
         elements: mean log decay of each element of each head's memory, (heads, elements).
         stride: pixels of a token in each direction.
     """
@@ -37,8 +37,9 @@ def memories(model, inputs) -> Dict[str, Memory]:
     mixers = model.mixers()
     strides = [info['reduction'] for info in model.feature_info]
     for name, (logs, elements) in model.state_decays(inputs).items():
-        if mixers[name].mode == 'raster':
-            lengths = {'raster': memory_lengths(logs.flatten(2), 2).reshape(logs.shape)}
+        if mixers[name].mode != 'axis':
+            reverse = False if mixers[name].mode == 'forward' else None
+            lengths = {'raster': memory_lengths(logs.flatten(2), 2, reverse).reshape(logs.shape)}
         else:
             lengths = {'rows': memory_lengths(logs, 3), 'columns': memory_lengths(logs, 2)}
         found[name] = Memory(logs, lengths, elements, strides[int(name.split('.')[1])])
