@@ -56,7 +56,8 @@ class Layer(nn.Module):
 class LCSMSequence(nn.Module):
     """Causal model of sequences of tokens: (B, T) -> logits (B, T, num_classes) for any T >= 1.
 
-    Logits of a token depend on this token and on earlier ones only.
+    Logits of a token depend on this token and on earlier ones only. With mixer='cosformer' they also depend on the
+    length, because its angles do.
 
     Args:
         num_classes: number of classes of a token, for a language model the size of the vocabulary; 0 for no head.
@@ -129,8 +130,9 @@ class LCSMSequence(nn.Module):
         self.num_features = self.head_hidden_size = dim
         self.embedding = nn.Embedding(vocab_size, dim, **dd)
         self.drop = nn.Dropout(drop_rate)
+        hidden = max(1, int(dim * mlp_ratio)) if mlp_ratio else 0
         self.layers = nn.ModuleList(
-            Layer(dim, EosMixer(dim, num_heads, mixer, 'forward', **options, **dd), int(dim * mlp_ratio), conv_size,
+            Layer(dim, EosMixer(dim, num_heads, mixer, 'forward', **options, **dd), hidden, conv_size,
                   drop_rate, **dd)
             for _ in range(depth))
         self.norm = nn.LayerNorm(dim, **dd)
@@ -156,15 +158,18 @@ class LCSMSequence(nn.Module):
         """The head, the embedding if the head shares its weights, or nn.Identity if there is none."""
         return self.embedding if self.tied else self.head
 
-    def reset_classifier(self, num_classes: int) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
         """Replace the head by a randomly initialized one, which shares no weights.
 
         Args:
             num_classes: number of classes; 0 for no head.
+            global_pool: None; each token has its own logits.
 
         Raises:
-            ValueError: the number of classes is not allowed.
+            ValueError: the number of classes is not allowed, or a pooling is given.
         """
+        if global_pool is not None:
+            raise ValueError(f'global_pool must be None, got {global_pool!r}: each token has its own logits')
         check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes})
         weight = self.embedding.weight
         self.num_classes, self.tied = num_classes, False

@@ -223,7 +223,8 @@ class EosMixer(nn.Module):
         backend = 'export' if self.exportable or exporting() else 'auto'
         y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()},
                                  bidirectional=self.mode != 'forward', backend=backend)
-        return y.transpose(1, 2).reshape(batch, *((width, height) if axis == 1 else (height, width)), -1)
+        size = (width, height) if axis == 1 else (height, width)
+        return y.transpose(1, 2).reshape(batch, *size, values.shape[3])
 
     def state_decay(self, x: Tensor) -> StateDecay:
         """Return how much the memories decay at each token of x (B, H, W, C).

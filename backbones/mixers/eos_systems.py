@@ -182,8 +182,8 @@ class Selective(Recurrence):
 class WeightedMean(Recurrence):
     """RWKV-4: sigmoid(r) times the mean of all values with weights exp(k_j - w (distance - 1)), and exp(u + k_t) for t.
 
-    The memory of a channel is (sum of weighted values, sum of weights). Subtracting the largest key of a line, and
-    multiplying numerator and denominator by exp(-w), leave the quotient as it is.
+    The memory of a channel is (sum of weighted values, sum of weights). Subtracting the largest key of a line leaves
+    the quotient as it is. A key more than 60 below it counts as 60 below it, so that no denominator is 0.
     """
 
     def __init__(self, sizes: Sizes, device=None, dtype=None):
@@ -197,15 +197,18 @@ class WeightedMean(Recurrence):
     def tokens(self, x: Tensor) -> Tokens:
         return {'key': linear(self.key, x), 'receptance': linear(self.receptance, x)}
 
-    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+    def scan(self, i: Tensor, tokens: Tokens, bidirectional: bool = False, **run: Any) -> Tensor:
         values, key = _split(at_least_float(i)), _split(at_least_float(tokens['key']))
         rate = self.log_rate.to(key.dtype).exp().unsqueeze(-1)                             # (C, 1)
-        # Weights below e^-60 of the largest could make the denominator 0.
         e = (key - key.amax(2, keepdim=True).detach()).clamp(min=-60).exp()
         values = torch.cat([values, torch.ones_like(values)], -1)
-        sums = eos_elementwise(values, e, torch.ones_like(e), log_o_k=-rate, **run)
-        own = torch.expm1(self.bonus.to(key.dtype).unsqueeze(-1) - rate).unsqueeze(-1)     # (C, 1, 1)
-        sums = sums + own * e * values
+        sums = self.bonus.to(key.dtype).exp().reshape(-1, 1, 1) * e * values               # the token itself
+        for reverse in (False, True)[:1 + bidirectional]:
+            # Memories of the neighbor. Subtracting a token from its own memory would lose all digits of fast decays.
+            memories = eos_elementwise(values, e, torch.ones_like(e), log_o_k=-rate, reverse=reverse, **run)
+            none = torch.zeros_like(memories[:, :, :1])
+            parts = (memories[:, :, 1:], none) if reverse else (none, memories[:, :, :-1])
+            sums = sums + torch.cat(parts, 2)
         y = _join(sums[..., :1] / sums[..., 1:], self.heads)
         return y.to(i.dtype) * tokens['receptance'].sigmoid().to(i.dtype)
 

@@ -141,7 +141,7 @@ def full_rank(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, 
 
 def _unit_inverse(n: Tensor) -> Tensor:
     """Return (I - N)^-1 for strictly lower triangular N (G, C, C), by joining inverses of blocks of 1, 2, 4, ..."""
-    lines, size, _ = n.shape
+    lines, size = n.shape[0], int(n.shape[1])                                # a trace has tensors here
     padded = 1 << (size - 1).bit_length()
     n = F.pad(n, (0, padded - size, 0, padded - size))
     inverse, h = n.new_ones(lines * padded, 1, 1), 1                         # of all blocks: (G blocks, h, h)

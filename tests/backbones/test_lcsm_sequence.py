@@ -98,3 +98,27 @@ def test_wrong_inputs():
         with pytest.raises(ValueError, match='must be integer tokens'):
             network()(wrong)
     assert isinstance(network(), LCSMSequence)
+
+
+def test_a_narrow_feed_forward_network_has_a_channel():
+    model = timm.create_model('lcsm_sequence', dim=16, mlp_ratio=0.01)
+    assert model.layers[0].glu.down.weight.shape == (16, 1)
+
+
+def test_a_new_head_takes_no_pooling():
+    model = timm.create_model('lcsm_sequence', dim=16)
+    with pytest.raises(ValueError, match="global_pool must be None, got 'avg'"):
+        model.reset_classifier(5, global_pool='avg')
+    model.reset_classifier(5)
+    assert model(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize('log_rate', [-5., 0., 2.8, 4.])
+@pytest.mark.parametrize('bidirectional', [False, True])
+def test_rwkv4_of_one_token_is_its_value(log_rate, bidirectional):
+    """Decays e^-16 and e^-55 make the token's own term the only one that counts."""
+    recurrence = EosMixer(4, 1, 'rwkv4', 'forward').recurrence
+    torch.nn.init.constant_(recurrence.log_rate, log_rate)
+    values, none = torch.tensor([1., 2, 3, 4]).view(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)
+    y = recurrence.scan(values, {'key': none, 'receptance': none}, bidirectional=bidirectional)
+    assert torch.allclose(2 * y, values, rtol=1e-6)

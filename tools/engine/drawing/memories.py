@@ -95,7 +95,7 @@ def draw(path: Path, names: Sequence[str], images, layers: Dict[str, Memory], ti
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     columns = _columns(layers, titles, heads)
-    constant = all(column.decays.shape[1:] == (1, 1) for column in columns)
+    constant = all(column.decays.shape == (1, 1, 1) for column in columns)
     shown = [] if constant else list(images)
     kinds = ['decay', *columns[0].lengths]
     width = min(max(14 / (1 + len(columns)), 1.5), 4)
