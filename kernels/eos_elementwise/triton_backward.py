@@ -211,8 +211,11 @@ def _axis(q: Tensor, k: Tensor, log: Optional[Tensor], other_q: Tensor, other_k:
           direction: str, columns: bool) -> Tuple[Tensor, Optional[Tensor]]:
     """Write the gradient of q to dq, unless it is None, and return those of k and of step logs (B, H, T, c)."""
     dim, other = q.shape[3], other_q.shape[3]
-    # The sums of steps and their gradients leave registers for half as many channels.
-    block_c, block_x = (block_of(x) if steps is None else 16 for x, steps in ((q, log), (other_q, other_log)))
+    # The sums of steps and their gradients leave registers for half as many channels. Of the other axis, two blocks of
+    # 16 take fewer registers than one of 32 outside a loop; tiles of half types are so large that all blocks are of 16.
+    block_c = block_of(q) if log is None else 16
+    narrow = other_log is not None or log is not None and (q.itemsize == 2 or other <= 32)
+    block_x = 16 if narrow else block_of(other_q)
     dk, dlog = launch.token_order(k), None if log is None else k.new_empty(k.shape, dtype=torch.float32)
     _eos_elementwise_bwd_kernel[launch.programs(tile.programs[0] * triton.cdiv(dim, block_c))](
         q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, *tile.sizes, *token_strides(q),
