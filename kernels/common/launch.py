@@ -13,11 +13,11 @@ TILES = (16, 32, 64)
 # channels.
 LARGEST_TILE: Dict[str, Dict[int, Tuple[int, int, int]]] = {
     'polyline_attention_running_fwd': {2: (32, 32, 32), 4: (32, 32, 16)},
-    'polyline_attention_running_bwd': {2: (16, 32, 16), 4: (32, 32, 16)},
+    'polyline_attention_running_bwd': {2: (16, 16, 16), 4: (32, 32, 16)},
     'decay_attention': {2: (64, 32, 32), 4: (32, 32, 16)},
     # Lines longer than one tile. Backward tiles of 64 spill on sm_80.
     'decay_attention_long_fwd': {2: (64, 16, 16), 4: (32, 32, 16)},
-    'decay_attention_long_bwd': {2: (32, 16, 16), 4: (32, 32, 16)},
+    'decay_attention_long_bwd': {2: (32, 16, 16), 4: (32, 16, 16)},
 }
 # Fixed cost of a tile in units of its side: it makes one tile of 64 cheaper than four of 16.
 _TILE_OVERHEAD = 8
