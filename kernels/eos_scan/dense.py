@@ -1,6 +1,11 @@
 """Both recurrences for exporters: dense decays within chunks, tensors of rank 4 at most, and no loop that depends on
-values. Chunks and lines are unrolled by their static sizes."""
-from typing import Optional, Tuple
+values. Chunks and lines are unrolled by their static sizes.
+
+A decay between two tokens is a difference of two sums of step logs. In float32 a difference of large sums loses the
+digits of small steps, so each step is split: its coarse part is a multiple of 1 / PARTS, and sums of these are exact.
+Only the coarse parts make dense decays. The sums of the fine parts are small, and their exponentials multiply the
+vectors of the tokens."""
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +16,35 @@ from .generator import generated_logs
 from .problem import RealProblem
 
 SINGLE_CHUNK = 64
+# The sums of a chunk of 128 tokens are exact in float32 (128 * 80 * PARTS < 2^24), and fine ones are at most 2.
+PARTS = 32
+
+
+class Sums(NamedTuple):
+    """Logarithms of decays from a chunk's entry or to its exit, (G, C, c), in two parts to add."""
+
+    coarse: Tensor
+    fine: Tensor
+
+    def exp(self) -> Tensor:
+        return (self.coarse + self.fine).exp()
+
+    def query(self, x: Tensor) -> Tensor:
+        """Return vectors of tokens to multiply by the coarse decays to these tokens."""
+        return x * self.fine.exp()
+
+    def key(self, x: Tensor) -> Tensor:
+        """Return vectors of tokens to multiply by the coarse decays from these tokens."""
+        return x * (-self.fine).exp()
+
+
+class Logs(NamedTuple):
+    """Sums of the step logs of a chunk: up to each token with its own step and without it, behind it, and of all."""
+
+    upto: Sums
+    before: Sums
+    behind: Sums
+    total: Sums
 
 
 def _lines(x: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
@@ -18,12 +52,19 @@ def _lines(x: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
     return None if x is None else x.expand(*like.shape[:3], x.shape[-1]).flatten(0, 1)
 
 
-def _sums(steps: Tensor, reverse: bool) -> Tensor:
-    return steps.flip(1).cumsum(1).flip(1) if reverse else steps.cumsum(1)
+def _logs(steps: Tensor, reverse: bool) -> Logs:
+    """Add up the step logs of a chunk, (G, C, c), from its entry."""
+    coarse = (steps * PARTS).round() / PARTS
+    own = Sums(coarse, steps - coarse)
+    upto = Sums(*(x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1) for x in own))
+    total = Sums(*(x.sum(1, keepdim=True) for x in own))
+    before, behind = (Sums(*(x - y for x, y in zip(*pair))) for pair in ((upto, own), (total, upto)))
+    return Logs(upto, before, behind, total)
 
 
-def _decays(rows: Tensor, columns: Tensor, reverse: bool, diagonal: bool = True) -> Tensor:
-    """Return exp(rows[t] - columns[j]) for sums of step logs (G, C, c), zero beyond the triangle: (G, C, C, c)."""
+def _decays(rows: Sums, columns: Sums, reverse: bool, diagonal: bool = True) -> Tensor:
+    """Return the coarse decays exp(rows[t] - columns[j]) of a chunk, zero beyond the triangle: (G, C, C, c)."""
+    rows, columns = rows.coarse, columns.coarse
     size = rows.shape[1]
     inside = torch.ones(size, size, dtype=torch.bool, device=rows.device)
     inside = inside.triu(0 if diagonal else 1) if reverse else inside.tril(0 if diagonal else -1)
@@ -80,18 +121,17 @@ def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, T
     outputs = []
     for part in _chunks(i.shape[2], chunk, reverse):
         value, key, query = (_part(y, part) for y in (x, e, s))
-        own = [_part(log, part) for log in steps]
-        sums = [_sums(log, reverse) for log in own]
-        total = [log.sum(1, keepdim=True) for log in own]
-        decay = [_decays(log, log, reverse) for log in sums]
-        a = _matrix(query, key, decay[0])
+        rows, columns = (_logs(_part(log, part), reverse) for log in steps)
+        decay = _decays(rows.upto, rows.upto, reverse)
+        y = _matrix(rows.upto.query(query), rows.upto.key(key), decay)
         if problem.log_d is None:
-            y = a @ value
+            y = y @ value
         else:
-            y = (a.unsqueeze(-1) * decay[1] * value.unsqueeze(1)).sum(2)
-        outputs.append(y + ((query * sums[0].exp()) @ state) * sums[1].exp())
-        leave = [(whole - log).clamp(max=0).exp() for whole, log in zip(total, sums)]
-        state = _transposed(total[0].exp()) * state * total[1].exp() + _transposed(key * leave[0]) @ (value * leave[1])
+            decay = _decays(columns.upto, columns.upto, reverse)
+            y = columns.upto.query((y.unsqueeze(-1) * decay * columns.upto.key(value).unsqueeze(1)).sum(2))
+        outputs.append(y + ((query * rows.upto.exp()) @ state) * columns.upto.exp())
+        state = _transposed(rows.total.exp()) * state * columns.total.exp() + (
+            _transposed(key * rows.behind.exp()) @ (value * columns.behind.exp()))
     return _joined(outputs, reverse).unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
 
 
@@ -166,15 +206,17 @@ def delta_rule(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Option
     outputs = []
     for part in _chunks(length, chunk, reverse):
         own, value, key, query, read, write = (_part(y, part) for y in (steps, x, e, s, a, b))
-        sums = _sums(own, reverse)
-        before, total = sums - own, own.sum(1, keepdim=True)
-        inside, strict = _decays(sums, sums, reverse), _decays(before, sums, reverse, False)
-        n = _matrix(read, write, strict)
+        logs = _logs(own, reverse)
+        inside, strict = _decays(logs.upto, logs.upto, reverse), _decays(logs.before, logs.upto, reverse, False)
+        reading, shrink, adding, expand = (logs.before.query(read), logs.upto.query(query), logs.upto.key(write),
+                                           logs.upto.key(key))
+        n = _matrix(reading, adding, strict)
         inverse = _unit_inverse(_transposed(n) if reverse else n)
         inverse = _transposed(inverse) if reverse else inverse
-        w = inverse @ ((read * before.exp()) @ state + _matrix(read, key, strict) @ value)
-        y = (query * sums.exp()) @ state + _matrix(query, write, inside) @ w + _matrix(query, key, inside) @ value
-        outputs.append(y)
-        leave = (total - sums).clamp(max=0).exp()
-        state = _transposed(total.exp()) * state + _transposed(write * leave) @ w + _transposed(key * leave) @ value
+        w = inverse @ ((read * logs.before.exp()) @ state + _matrix(reading, expand, strict) @ value)
+        y = _matrix(shrink, adding, inside) @ w + _matrix(shrink, expand, inside) @ value
+        outputs.append((query * logs.upto.exp()) @ state + y)
+        leave = logs.behind.exp()
+        state = _transposed(logs.total.exp()) * state + _transposed(write * leave) @ w + (
+            _transposed(key * leave) @ value)
     return _joined(outputs, reverse).unflatten(0, shape), state.unflatten(0, shape)
