@@ -1,6 +1,8 @@
 """Argument checks that operators share: each error names the argument, its value and what is allowed."""
+import math
 import os
 from functools import lru_cache, wraps
+from numbers import Real
 from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
 
 import torch
@@ -43,6 +45,22 @@ def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
         new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
         hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def flag(op: str, name: str, value: bool) -> None:
+    """Check that a value is True or False: any other one, such as the string 'no', would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f'{op}: {name} must be True or False, got {value!r}')
+
+
+def number(op: str, name: str, value: float, positive: bool = False) -> None:
+    """Check that a value is a finite real number, and above 0 if `positive`."""
+    kind = 'a positive finite number' if positive else 'a finite number'
+    if isinstance(value, bool) or not isinstance(value, Real):
+        came = f'a {type(value).__name__}' if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f'{op}: {name} must be {kind}, got {came}')
+    if not _symbolic() and (not math.isfinite(value) or positive and value <= 0):
+        raise ValueError(f'{op}: {name} must be {kind}, got {value!r}')
 
 
 def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:

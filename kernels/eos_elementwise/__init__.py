@@ -63,7 +63,11 @@ def eos_elementwise(
         bidirectional: the sum of both directions with the term of t itself, (s_t' e_t) i_t, counted once.
         initial_state: memory before the first token, shape (B, H, K, D), or None for zeros; complex with theta.
         output_state: also return the memory after the last token (with reverse: after the first).
-        chunk: tokens of a chunk: 16, 32, 64 or 128. A line of up to 64 tokens is one chunk.
+        chunk: tokens of a chunk on longer lines: 16, 32, 64 or 128. For oscillations of rank one, 'portable' and
+            'export' take lines of up to 64 tokens as one chunk. 'triton' takes lines of up to 64 tokens as one chunk
+            in float16 and bfloat16, and chunks of at most 32 tokens on longer lines; in float32 and float64 these are
+            32 and 16. Not used by 'reference' and 'fla', by oscillations of full rank, by theta with constant e, s and
+            oscillation outside of graphs, and by 'portable' and 'triton' for both directions without oscillation.
         backend: 'auto', 'triton', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core, which
             must be installed.
 
@@ -80,7 +84,7 @@ def eos_elementwise(
     keys = check_keys(op, i, e=e, s=s)
     oscillation = Oscillation(log_o_k, log_o_d, log_o, theta, generator)
     check_oscillation(op, oscillation, i, e, s, keys)
-    check_run(op, i, keys, reverse, bidirectional, initial_state, output_state, chunk, theta is not None)
+    check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk, theta is not None)
     run = choose(op, backend, *tensors_of(i, e, s, oscillation, initial_state))
     with without_autocast(i):
         y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..common.decay import REFERENCE_DTYPE, bounded
 from ..eos_scan.generator import generated_logs
 from ..eos_scan.problem import Oscillation, Output, per_token
+from ..eos_scan.registration import unchanged
 
 
 def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Tensor, Tensor]:
@@ -52,14 +53,14 @@ def in_directions(run, direction: str, tokens, state: Tensor) -> Tuple[Tensor, T
 
 def eos_elementwise(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
                     initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
+    if i.shape[2] == 0:
+        return unchanged(i, e, initial_state, output_state, oscillation.theta is not None)
     o = oscillation_state(oscillation).to(i.device)
     shape = (*i.shape[:3], e.shape[1 if e.ndim == 3 else 3], i.shape[3])
     x = double(i).unsqueeze(-2)
     e, s = (double(x)[None, :, None] if x.ndim == 3 else double(x).unsqueeze(-1) for x in (e, s))
     e, s, o = (x.expand(shape) for x in (e, s, o))
     state = x.new_zeros(*shape[:2], *shape[3:]) if initial_state is None else double(initial_state)
-    if shape[2] == 0:
-        return i * scale, state
     y, state = in_directions(recur, direction, (x, e, s, o), state)
     if direction == 'both':
         y = y - (s * e * x).sum(-2)

@@ -54,7 +54,8 @@ def eos_matmul(
         bidirectional: the sum of both directions with the term of t itself, (s_t' e_t) i_t, counted once.
         initial_state: memory before the first token, shape (B, H, K, D), or None for zeros.
         output_state: also return the memory after the last token (with reverse: after the first).
-        chunk: tokens of a chunk: 16, 32, 64 or 128. A line of up to 64 tokens is one chunk.
+        chunk: tokens of a chunk on longer lines: 16, 32, 64 or 128. 'portable' and 'export' take lines of up to 64
+            tokens as one chunk. 'triton', 'reference' and 'fla' go token by token and do not use it.
         backend: 'auto', 'triton', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core, which
             must be installed.
 
@@ -74,7 +75,7 @@ def eos_matmul(
             raise TypeError(f'{op}: {name} must be real, got dtype {x.dtype}')
     if gk is not None:
         check_log(op, 'gk', gk, i, keys)
-    check_run(op, i, keys, reverse, bidirectional, initial_state, output_state, chunk)
+    check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk)
     run = choose(op, backend, *tensors_of(i, e, s, a, b, gk, initial_state))
     with without_autocast(i):
         y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state, output_state,

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..common.decay import REFERENCE_DTYPE, bounded
 from ..eos_elementwise.reference import in_directions
 from ..eos_scan.problem import Output, per_token
+from ..eos_scan.registration import unchanged
 
 
 def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Tensor, Tensor]:
@@ -20,13 +21,13 @@ def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Te
 
 def eos_matmul(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor], scale: float,
                direction: str, initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
+    if i.shape[2] == 0:
+        return unchanged(i, e, initial_state, output_state)
     x, e, s, a, b = (x.to(REFERENCE_DTYPE) for x in (i, e, s, a, b))
     diagonal = torch.ones_like(e) if gk is None else bounded(per_token(gk).to(REFERENCE_DTYPE)).exp().expand_as(e)
     o = diagonal.diag_embed() + b[..., :, None] * a[..., None, :]
     state = (x.new_zeros(*x.shape[:2], e.shape[3], x.shape[3]) if initial_state is None
              else initial_state.to(REFERENCE_DTYPE))
-    if x.shape[2] == 0:
-        return i * scale, state
     y, state = in_directions(recur, direction, (x, e, s, o), state)
     if direction == 'both':
         y = y - (s * e).sum(-1, keepdim=True) * x

@@ -74,8 +74,7 @@ def check_generator(op: str, generator: DecayGenerator, i: Tensor, keys: int) ->
     z, weight, axis, form, tau = generator
     checks.one_of(op, 'generator.axis', axis, ('k', 'd'))
     checks.one_of(op, 'generator.form', form, GENERATOR_FORMS)
-    if not tau > 0:
-        raise ValueError(f'{op}: generator.tau must be positive, got {tau!r}')
+    checks.number(op, 'generator.tau', tau, positive=True)
     names = {'i': i, 'generator.z': z, 'generator.weight': weight}
     checks.tensors(op, {'i': 4, 'generator.z': 4, 'generator.weight': 3}, **names)
     heads, dim = i.shape[1], i.shape[3]
@@ -110,15 +109,19 @@ def check_oscillation(op: str, oscillation: Oscillation, i: Tensor, e: Tensor, s
         raise TypeError(f'{op}: complex e or s need theta')
 
 
-def check_run(op: str, i: Tensor, keys: int, reverse: bool, bidirectional: bool, state: Optional[Tensor],
-              output_state: bool, chunk: int, complex_state: bool = False) -> None:
+def check_run(op: str, i: Tensor, keys: int, scale: float, reverse: bool, bidirectional: bool,
+              state: Optional[Tensor], output_state: bool, chunk: int, complex_state: bool = False) -> None:
+    checks.number(op, 'scale', scale)
+    for name, value in dict(reverse=reverse, bidirectional=bidirectional, output_state=output_state).items():
+        checks.flag(op, name, value)
     if reverse and bidirectional:
         raise ValueError(f'{op}: reverse and bidirectional exclude each other')
     if bidirectional and (state is not None or output_state):
         raise ValueError(f'{op}: bidirectional has no state at one end: initial_state and output_state need one '
                          'direction')
-    if chunk not in CHUNKS:
-        raise ValueError(f"{op}: chunk must be one of {', '.join(map(str, CHUNKS))}, got {chunk!r}")
+    if type(chunk) is not int or chunk not in CHUNKS:                        # 64.0 equals 64, but is no size
+        kind = ValueError if type(chunk) is int else TypeError
+        raise kind(f"{op}: chunk must be one of the integers {', '.join(map(str, CHUNKS))}, got {chunk!r}")
     if output_state:
         checks.fits(op, 'the memory', i, (*i.shape[:2], keys, i.shape[3]))
     if state is not None:

@@ -210,6 +210,20 @@ def test_lines_without_tokens(name):
         assert y.shape == (2, 3, 0, 5) and (last.real if last.is_complex() else last).double().equal(state.double())
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('name', NAMES)
+def test_dtypes_of_lines_without_tokens_are_those_of_others(name, dtype):
+    precise = torch.float64 if dtype is torch.float64 else torch.float32
+    wanted = dtype, precise if name in STATEFUL else precise.to_complex()
+    if name in ('complex bank', 'constant bank') and dtype is torch.bfloat16:
+        pytest.skip('there are no complex numbers of bfloat16')
+    for backend in ('reference', 'portable', 'export'):
+        for length in (0, 1, 3):
+            for state in (None, torch.ones(2, 3, 4, 5, dtype=dtype)):
+                found = call(name, inputs(name, length, dtype=dtype), backend, initial_state=state, output_state=True)
+                assert tuple(x.dtype for x in found) == wanted, (backend, length, state is None)
+
+
 def test_normalized_keys_do_not_blow_up():
     """M1 with keys of length 1 for 4,096 steps; with longer keys the memory grows."""
     i, e, s, a, _ = inputs('delta', 4096, 16, 8, 1, 1, torch.float32)
