@@ -19,6 +19,7 @@ from ..engine.building import close_log
 from ..engine.classification.runner import build_runner, timm_model
 from ..engine.config import load
 from ..engine.records import append, environment
+from ..engine.schedule import check_length
 from .sweep_tables import LEARNING_RATE, records
 
 LEARNING_RATES = (5e-3, 1e-2)
@@ -76,6 +77,7 @@ def train_once(config_name: str, options: Dict[str, Any]) -> Dict[str, Any]:
         UserError: the config or an option is wrong, or the loss is not finite.
     """
     config, kept = load(config_name, options), LossHook()
+    check_length(config)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=True, hooks=[kept])

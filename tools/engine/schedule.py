@@ -16,6 +16,18 @@ def use_mixed_precision(config) -> None:
         config.optim_wrapper.update(type='AmpOptimWrapper', dtype='float16', loss_scale='dynamic')
 
 
+def check_length(config) -> None:
+    """Check the number of epochs or iterations that a config trains.
+
+    Raises:
+        UserError: It is not a positive integer.
+    """
+    for key in ('max_epochs', 'max_iters'):
+        planned = config.train_cfg.get(key, 1)
+        if not isinstance(planned, int) or isinstance(planned, bool) or planned < 1:
+            raise UserError(f'train_cfg.{key} must be an integer of at least 1, got {planned!r}')
+
+
 def scale_schedule(config, epochs: int) -> None:
     """Train for `epochs` epochs with a schedule of the same shape; phases shorter than an epoch are left out.
 
@@ -25,10 +37,8 @@ def scale_schedule(config, epochs: int) -> None:
     if 'max_epochs' not in config.train_cfg:
         raise UserError('--epochs is not supported: the config counts iterations (use --cfg-options '
                         'train_cfg.max_iters=N)')
-    planned = config.train_cfg.max_epochs
-    if not isinstance(planned, int) or planned < 1:
-        raise UserError(f'train_cfg.max_epochs must be an integer of at least 1, got {planned!r}')
-    factor = epochs / planned
+    check_length(config)
+    factor = epochs / config.train_cfg.max_epochs
     config.train_cfg.max_epochs = epochs
     schedulers = config.get('param_scheduler') or []
     schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
