@@ -10,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad import kernels
 from subquad.kernels import eos_elementwise, eos_matmul
 from subquad.kernels.common import checks
+from subquad.kernels.eos_elementwise.custom_op import triton_chunk
 from subquad.kernels.eos_scan import DecayGenerator, fla
+from subquad.tools.bench.line_memory import FORMS, both_passes
 
 ops = torch.ops.subquad
 
@@ -20,6 +22,21 @@ def _tensors():
 
 
 # --- errors
+
+WRONG_OPTIONS = [
+    (dict(chunk=64.0), TypeError, r'chunk must be one of the integers 16, 32, 64, 128, got 64\.0'),
+    (dict(chunk='64'), TypeError, "chunk must be one of the integers 16, 32, 64, 128, got '64'"),
+    (dict(chunk=None), TypeError, 'chunk must be one of the integers 16, 32, 64, 128, got None'),
+    (dict(scale='2'), TypeError, "scale must be a finite number, got '2'"),
+    (dict(scale=True), TypeError, 'scale must be a finite number, got True'),
+    (dict(scale=torch.ones(())), TypeError, 'scale must be a finite number, got a Tensor'),
+    (dict(scale=float('nan')), ValueError, 'scale must be a finite number, got nan'),
+    (dict(scale=float('inf')), ValueError, 'scale must be a finite number, got inf'),
+    (dict(reverse='no'), TypeError, "reverse must be True or False, got 'no'"),
+    (dict(bidirectional=1), TypeError, 'bidirectional must be True or False, got 1'),
+    (dict(output_state='false'), TypeError, "output_state must be True or False, got 'false'"),
+]
+
 
 @pytest.mark.parametrize('change, error, message', [
     (dict(i=torch.zeros(3, 6, 5)), ValueError, 'i must have 4 dimensions'),
@@ -43,7 +60,10 @@ def _tensors():
     (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k', 'cosine')), ValueError,
      "generator.form must be one of 'sigmoid', 'exponential'"),
     (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k', tau=0)), ValueError,
-     'generator.tau must be positive, got 0'),
+     'generator.tau must be a positive finite number, got 0'),
+    *((dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'k', tau=tau)), error,
+       f'generator.tau must be a positive finite number, got {tau!r}')
+      for tau, error in (('2', TypeError), (None, TypeError), (float('nan'), ValueError), (float('inf'), ValueError))),
     (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 4, 5), 'd')), ValueError,
      r'generator.z must have shape \(2, 3, 6, 5\)'),
     (dict(generator=DecayGenerator(torch.zeros(2, 3, 6, 4), torch.zeros(3, 2, 5), 'k')), ValueError,
@@ -58,11 +78,12 @@ def _tensors():
     (dict(bidirectional=True, output_state=True), ValueError, 'need one direction'),
     (dict(initial_state=torch.zeros(2, 3, 5, 4)), ValueError, r'initial_state must have shape \(2, 3, 4, 5\)'),
     (dict(initial_state=torch.zeros(2, 3, 4, 5, dtype=torch.complex64)), TypeError, 'needs theta'),
-    (dict(chunk=24), ValueError, 'chunk must be one of 16, 32, 64, 128, got 24'),
+    (dict(chunk=24), ValueError, 'chunk must be one of the integers 16, 32, 64, 128, got 24'),
     (dict(backend='fast'), ValueError, "unknown backend 'fast'"),
     (dict(e=torch.zeros(2, 3, 6, 129), s=torch.zeros(2, 3, 6, 129), log_o=torch.zeros(3, 129, 5), backend='triton'),
      ValueError, 'cannot run: the kernels take memories of at most 128 rows'),
     (dict(i=torch.zeros(2, 3, 6, 5, device='meta')), ValueError, 'e is on cpu, the other arguments on meta'),
+    *WRONG_OPTIONS,
 ], ids=str)
 def test_wrong_arguments_of_eos_elementwise(change, error, message):
     i, e, s = _tensors()[:3]
@@ -79,11 +100,25 @@ def test_wrong_arguments_of_eos_elementwise(change, error, message):
     (dict(reverse=True, bidirectional=True), ValueError, 'exclude each other'),
     (dict(chunk=0), ValueError, 'chunk must be one of'),
     (dict(backend='fast'), ValueError, "eos_matmul: unknown backend 'fast'"),
+    *WRONG_OPTIONS,
 ], ids=str)
 def test_wrong_arguments_of_eos_matmul(change, error, message):
     i, e, s = _tensors()[:3]
     with pytest.raises(error, match=message):
         eos_matmul(**{**dict(i=i, e=e, s=s, a=e, b=-e), **change})
+
+
+@pytest.mark.parametrize('length, half, single', [(1, 64, 32), (32, 64, 32), (33, 64, 16), (64, 64, 16), (65, 32, 16),
+                                                  (4096, 32, 16)])
+def test_chunks_of_triton_are_those_of_the_docstring(length, half, single):
+    for chunk in (16, 32, 64, 128):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert triton_chunk(dtype, length, chunk) == (half if length <= 64 else min(half, chunk))
+        for dtype in (torch.float32, torch.float64):
+            assert triton_chunk(dtype, length, chunk) == single
+    for part in ('up to 64 tokens as one chunk in float16', 'at most 32 tokens on longer lines', 'these are 32 and 16'):
+        assert part in ' '.join(eos_elementwise.__doc__.split())
+    assert "'triton', 'reference' and 'fla' go token by token and do not use it" in ' '.join(eos_matmul.__doc__.split())
 
 
 def test_the_portable_backend_is_chosen():
@@ -236,58 +271,19 @@ def _peak(run) -> int:
     return peak
 
 
-def _generated(i, e, s, z, weight):
-    eos_elementwise(i, e, s, generator=DecayGenerator(z, weight, 'k')).square().sum().backward()
-
-
-def _materialized(i, e, s, z, weight):
-    o = (z[..., None] * weight[:, None]).sigmoid() ** (1 / 16)
-    state, outputs = torch.zeros_like(o[:, :, 0]), []
-    for step, key, query, value in zip(*(x.unbind(2) for x in (o, e, s, i))):
-        state = torch.addcmul(key[..., None] * value[..., None, :], step, state)
-        outputs.append((query[..., None] * state).sum(-2))
-    torch.stack(outputs, 2).square().sum().backward()
-
-
-def test_memory_of_full_rank_does_not_grow_with_the_memories_of_all_tokens():
-    """At T = 4,096, K = 32, D = 64 at most an eighth of the form with o, both passes."""
-    peaks = []
+@pytest.mark.parametrize('kind, size', [('full rank', 4), ('constant angles', 8)])
+def test_memory_does_not_grow_with_the_memories_of_all_tokens(kind, size):
+    """At T = 4,096, K = 32, D = 64 at most an eighth of the form that stores them, both passes."""
+    form, peaks = FORMS[kind], []
     for length in (1024, 4096):
-        tensors = [torch.randn(1, 1, length, n, requires_grad=True) for n in (64, 32, 32, 32)]
-        tensors.append(torch.randn(1, 32, 64, requires_grad=True))
-        peaks.append(_peak(lambda given=tensors: _generated(*given)))
-    numbers = 4096 * 32 * 64 * 4                                             # bytes of one number for each element
+        given = form.inputs(length, 32, 64)
+        peaks.append(_peak(lambda given=given: both_passes(form.output, given)))
+    numbers = 4096 * 32 * 64 * size                                          # bytes of one number for each element
     assert peaks[1] < numbers / 2
-    # Growth with T is that of the arguments' gradients and of one memory for 32 tokens.
-    assert peaks[1] - peaks[0] < 3072 * 4 * (8 * (64 + 3 * 32) + 3 * 32 * 64 / 32)
-    reference = _peak(lambda: _materialized(*tensors))
-    assert reference > 4 * numbers and peaks[1] < reference / 8
-
-
-def _constant(i, e, s, log, theta):
-    eos_elementwise(i, e, s, log_o=log, theta=theta).square().sum().backward()
-
-
-def _materialized_constant(i, e, s, log, theta):
-    o = torch.polar(log.exp(), theta)[:, None].repeat(1, i.shape[2], 1, 1)
-    state, memories = torch.zeros_like(o[:, 0]), []
-    for step, added in zip(o.unbind(1), (e[:, None] * i[0, :, :, None]).unbind(1)):
-        state = torch.addcmul(added, step, state)
-        memories.append(state)
-    (s[:, None] * torch.stack(memories, 1)).sum(-2).real.square().sum().backward()
-
-
-def test_memory_of_complex_constants_does_not_grow_with_the_memories_of_all_tokens():
-    """Angles with constant e and s at T = 4,096, K = 32, D = 64: at most an eighth of the form with o, both passes."""
-    peaks = []
-    for length in (1024, 4096):
-        tensors = [torch.randn(1, 1, length, 64), *(torch.randn(1, 32, 64, dtype=torch.complex64) for _ in range(2)),
-                   -0.1 * torch.rand(1, 32, 64), torch.randn(1, 32, 64)]
-        tensors = [x.requires_grad_() for x in tensors]
-        peaks.append(_peak(lambda given=tensors: _constant(*given)))
-    numbers = 4096 * 32 * 64 * 8                                            # bytes of a complex number for each element
-    assert peaks[1] < numbers / 2
-    reference = _peak(lambda: _materialized_constant(*tensors))
+    if kind == 'full rank':
+        # Growth with T is that of the arguments' gradients and of one memory for 32 tokens.
+        assert peaks[1] - peaks[0] < 3072 * 4 * (8 * (64 + 3 * 32) + 3 * 32 * 64 / 32)
+    reference = _peak(lambda: both_passes(form.materialized, given))
     assert reference > 4 * numbers and peaks[1] < reference / 8
 
 

@@ -6,6 +6,8 @@ from subquad import kernels
 from subquad.tools.bench import lcsm_presets, operators
 from subquad.tools.bench.comparisons import compare_operator
 from subquad.tools.bench.line_growth import line_growth
+from subquad.tools.bench.line_memory import FORMS, line_memory
+from subquad.tools.bench.presets import DEFAULTS, PRESETS
 
 KINDS = ('rank one', 'full rank', 'delta rule')
 
@@ -16,6 +18,23 @@ def test_growth_gives_a_record():
     assert all(0 < t['p20'] <= t['p50'] <= t['p80'] for t in record['times_ms'].values())
     assert [m['name'] for m in record['metrics']] == [f'{kind}: growth exponent of time over tokens' for kind in KINDS]
     assert all(m['met'] == (m['value'] <= 1.2) for m in record['metrics'])
+
+
+def test_memory_gives_a_record():
+    record = line_memory(1, length=70, keys=2, dim=3)
+    assert list(record['peak_mb']) == [name for kind in FORMS for name in (kind, f'{kind}, materialized')]
+    shares = [m for m in record['metrics'] if m['bound']]
+    assert [m['name'].split(':')[0] for m in shares] == list(FORMS) and all(m['target'] == 1 / 8 for m in shares)
+    preset = PRESETS['eos-memory']
+    assert 'eos-memory' in DEFAULTS and preset.options == dict(length=4096, keys=32, dim=64)
+    assert preset.targets == dict(max_share=1 / 8)
+
+
+@pytest.mark.parametrize('kind', FORMS)
+def test_forms_that_store_all_memories_compute_the_same(kind):
+    form = FORMS[kind]
+    inputs = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in form.inputs(70, 3, 4)]
+    torch.testing.assert_close(form.output(*inputs), form.materialized(*inputs))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from . import networks
 from . import operators as ops
 from .graphs import Rotating, Times, copies, time_calls
 from .measure import copy, count_macs, floor, gemm, peak_memory
-from .metrics import metric, peak_memory_metrics
+from .metrics import metric, peak_memory_metrics, ratio
 
 Call = Callable[[], Any]
 _RATE_SAMPLES = 5          # matrix products and copies in each round
@@ -45,10 +45,6 @@ def _speedups(names: Sequence[str], times: Times, least: Mapping[str, float]) ->
     return [metric(f'speed-up of {first} over {name}', times.speedup(first, name) if name in times.ms else None, 'x',
                    at_least=least.get(name))
             for name in dict.fromkeys([*names[1:], *least]) if name != first]
-
-
-def _ratio(x: Optional[float], y: Optional[float]) -> Optional[float]:
-    return x / y if x is not None and y else None
 
 
 def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, heads: int = 8, dim: int = 32,
@@ -98,7 +94,7 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
         metric(f'{first}: share of copy bandwidth', 1e-6 * moved / ms / low['copy_gbs'], '',
                at_least=min_bandwidth_share),
         *peak_memory_metrics(peaks, {first: max_memory_mb}),
-        *(metric(f'memory saving of {first} over {name}', _ratio(peaks.get(name), peaks[first]), 'x', at_least=least)
+        *(metric(f'memory saving of {first} over {name}', ratio(peaks.get(name), peaks[first]), 'x', at_least=least)
           for name, least in (min_memory_saving or {}).items())]}
 
 

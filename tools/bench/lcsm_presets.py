@@ -3,6 +3,7 @@ from typing import List
 
 from .comparisons import compare_models, compare_operator
 from .line_growth import line_growth
+from .line_memory import line_memory
 from .preset import Preset
 
 _SIDES = (56, 28)
@@ -14,6 +15,14 @@ LCSM: List[Preset] = [
         options=dict(lengths=(1024, 4096, 16384)),
         targets=dict(max_exponent=1.2),
         repeats=5, family='lcsm'),
+    Preset(
+        name='eos-memory',
+        description='memory of recurrences of full rank and of constant complex ones with gradients, 4,096 tokens of '
+                    '64 channels, 32 keys',
+        measure=line_memory,
+        options=dict(length=4096, keys=32, dim=64),
+        targets=dict(max_share=1 / 8),
+        repeats=3, family='lcsm'),
     Preset(
         name='lcsm_tiny-224',
         description='LCSM-Tiny, PPMA-Tiny and Myo-Tiny, eight 224 x 224 images',

@@ -58,6 +58,11 @@ def speedup(times: Dict[str, Dict[str, float]], fast: str, slow: str) -> float:
     return times[slow]['p50'] / times[fast]['p50']
 
 
+def ratio(x: Optional[float], y: Optional[float]) -> Optional[float]:
+    """x / y, or None if one of them was not measured or y is 0."""
+    return x / y if x is not None and y else None
+
+
 def peak_memory_metrics(peaks: Dict[str, Optional[float]], at_most: Optional[Dict[str, Optional[float]]] = None
                         ) -> List[Dict[str, Any]]:
     """The metric 'NAME: peak memory' of every measured peak (MB), with targets by name."""
