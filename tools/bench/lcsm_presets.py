@@ -22,7 +22,7 @@ LCSM: List[Preset] = [
         measure=line_memory,
         options=dict(length=4096, keys=32, dim=64),
         targets=dict(max_share=1 / 8),
-        repeats=3, family='lcsm'),
+        repeats=1, family='lcsm'),
     Preset(
         name='lcsm_tiny-224',
         description='LCSM-Tiny, PPMA-Tiny and Myo-Tiny, eight 224 x 224 images',
