@@ -133,6 +133,25 @@ def _carried(other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_o
     return dq, dk, through
 
 
+@triton.jit
+def _within_tile(p, query, key, sums, step, BLOCK: tl.constexpr, LEVELS: tl.constexpr, DIRECTION: tl.constexpr,
+                 HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Return dq, dk and the gradient of the steps by way of the matrix p of a tile, for each size of blocks in turn."""
+    own = tl.sum(tl.where(diagonal(BLOCK), p, 0.0), 1)[:, None]
+    dq, dk = own * key.to(tl.float32), own * query.to(tl.float32)
+    dsteps = tl.zeros(dq.shape, tl.float32)
+    for level in range(0, LEVELS):
+        decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
+        part = tl.where(block_pairs(level, BLOCK, DIRECTION), p, 0.0).to(key.dtype)
+        new_q = decay_q * dot(part, scaled(key, decay_k), PRECISION)
+        new_k = decay_k * dot(tl.trans(part), scaled(query, decay_q), PRECISION)
+        dq += new_q
+        dk += new_k
+        dsteps += _steps_in_blocks(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, 1 << level, DIRECTION,
+                                   HALF, PRECISION)
+    return dq, dk, dsteps
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _eos_elementwise_bwd_kernel(
         q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, lines, chunks, heads, length,
@@ -166,39 +185,19 @@ def _eos_elementwise_bwd_kernel(
         grad_q, grad_k = dot(p, key, PRECISION), dot(tl.trans(p), query, PRECISION)
     else:
         sums, step = load_sums(log, at_log, log_c, c, inside, DIM, EXACT)
-        own = tl.sum(tl.where(diagonal(BLOCK), p, 0.0), 1)[:, None]
-        grad_q, grad_k = own * key.to(tl.float32), own * query.to(tl.float32)
-        steps = tl.zeros((BLOCK, BLOCK_C), tl.float32)
-        for level in range(0, LEVELS):
-            decay_q, decay_k = block_decays(sums, step, 1 << level, DIRECTION)
-            part = tl.where(block_pairs(level, BLOCK, DIRECTION), p, 0.0).to(key.dtype)
-            new_q = decay_q * dot(part, scaled(key, decay_k), PRECISION)
-            new_k = decay_k * dot(tl.trans(part), scaled(query, decay_q), PRECISION)
-            grad_q += new_q
-            grad_k += new_k
-            steps += _steps_in_blocks(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, 1 << level,
-                                      DIRECTION, HALF, PRECISION)
+        grad_q, grad_k, steps = _within_tile(p, query, key, sums, step, BLOCK, LEVELS, DIRECTION, HALF, PRECISION)
     if CARRY:
-        if DIRECTION != 'reverse':
-            new_q, new_k, through = _carried(
-                other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
-                other_log_c, sums, step, inside, tile, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
-                DIRECTION, False, EXACT, UPCAST, PRECISION)
-            grad_q += new_q
-            grad_k += new_k
-            if log is not None:
-                steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, False,
-                                         HALF, PRECISION)
-        if DIRECTION != 'forward':
-            new_q, new_k, through = _carried(
-                other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
-                other_log_c, sums, step, inside, tile, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
-                DIRECTION, True, EXACT, UPCAST, PRECISION)
-            grad_q += new_q
-            grad_k += new_k
-            if log is not None:
-                steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through, True,
-                                         HALF, PRECISION)
+        for reverse in tl.static_range(2):
+            if DIRECTION == 'both' or (DIRECTION == 'reverse') == reverse:
+                new_q, new_k, through = _carried(
+                    other_q, other_k, other_log, log, memory, adjoint, at_other_q, at_other_k, at_other_log,
+                    other_log_c, sums, step, inside, tile, lines, chunks, x_stride, c, c_stride, OTHER, DIM, BLOCK_X,
+                    DIRECTION, reverse == 1, EXACT, UPCAST, PRECISION)
+                grad_q += new_q
+                grad_k += new_k
+                if log is not None:
+                    steps += _steps_of_chunk(query.to(tl.float32) * new_q, key.to(tl.float32) * new_k, through,
+                                             reverse == 1, HALF, PRECISION)
     if dq is not None:
         store_tile(dq, at_out, c, inside, grad_q, DIM)
     store_tile(dk, at_out, c, inside, grad_k, DIM)
