@@ -28,14 +28,19 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         help='time launch options on the GPU by captured graphs, and write the launch table with the '
                              'fastest to FILE and all times to FILE.trials.json; run with SUBQUAD_LAUNCH_TABLE=FILE '
                              'to use it')
+    parser.add_argument('--dry-run', action='store_true',
+                        help='with --tune: run the problems on small grids on the CPU, say which kernels they tune, '
+                             'and write nothing')
     parser.add_argument('--seconds', type=float, default=300., help='time limit of --tune (default: %(default)s)')
     args = parser.parse_args(argv)
     if args.only and args.compile is None and args.tune is None:
         raise UserError('--only needs --compile or --tune')
     if args.compile is not None and args.tune is not None:
         raise UserError('--compile and --tune exclude each other')
+    if args.dry_run and args.tune is None:
+        raise UserError('--dry-run needs --tune')
     if args.tune is not None:
-        return _tune(args.tune, args.only or [''], args.seconds)
+        return _tune(args.tune, args.only or [''], args.seconds, args.dry_run)
     if args.compile is None:
         return _print_reasons(args.json)
     found = _compiled(args.compile, args.only or [''])
@@ -50,18 +55,24 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     return int(bool(faults))
 
 
-def _tune(path: Path, texts: List[str], seconds: float) -> int:
+def _tune(path: Path, texts: List[str], seconds: float, dry: bool) -> int:
     """Tune the launch table, write it and what was tried, and print the rows that changed."""
     import torch
-    if not torch.cuda.is_available():
-        raise UserError('--tune needs a GPU, and torch finds none here')
+    if not dry and not torch.cuda.is_available():
+        raise UserError('--tune needs a GPU, and torch finds none here; --dry-run shows what it tunes')
     from ..kernels.common import launch, launch_table
-    from .bench import tuning
+    from .bench import gpu_plan, tuning
     from .engine.records import environment
     problems = [problem for problem in tuning.PROBLEMS if any(text in problem.name for text in texts)]
     if not problems:
         raise UserError(f"no problem contains {' or '.join(map(repr, texts))}; a problem is, for example, "
                         f'{tuning.PROBLEMS[0].name!r}')
+    if dry and not launch.interpreted():
+        return gpu_plan.run_interpreted('subquad.tools.kernels', '--tune', str(path), '--dry-run', '--only', *texts)
+    if dry:
+        wrong = tuning.dry_run(problems)
+        print('\n'.join(f'not ok: {text}' for text in wrong) or 'all problems are ok')
+        return int(bool(wrong))
     target = ':'.join(launch.target())
     processes = max(1, min(16, len(os.sched_getaffinity(0))))
     with tuning.compilers(processes) as pool:

@@ -129,13 +129,52 @@ def test_winners_become_rows_of_the_target(tmp_path):
 
 
 @pytest.mark.skipif(not launch.interpreted(), reason='runs kernels in the interpreter')
-@pytest.mark.parametrize('op, backward', [('polyline_attention', True), ('separable_attention', False)])
-def test_rows_of_a_real_operator_are_tuned(op, backward):
-    problem = Problem(op, (3, 4), 1, 1, 16, torch.float32, backward)
+@pytest.mark.parametrize('op, backward, grid', [
+    ('polyline_attention', True, (3, 4)), ('separable_attention', False, (3, 4)), ('eos_elementwise', True, (3, 4)),
+    ('eos_elementwise', False, (1, 40)), ('eos_matmul', True, (2, 3))])
+def test_rows_of_a_real_operator_are_tuned(op, backward, grid):
+    problem = Problem(op, grid, 1, 1, 16, torch.float32, backward)
     found = tune([problem], 100, device='cpu', time_ms=lambda call: 1., most=1)
     assert found.winners and all(trial['why'] is None for trial in found.trials)
+    assert (op != 'eos_elementwise') or ('eos_elementwise_memory' in {key.kernel for key in found.winners}) != backward
     for key, launch_ in found.winners.items():
         assert key.kernel.startswith(op) and launch_table.find(key, 'interpreter', '') == launch_
+
+
+def test_recurrences_are_tuned_and_judged():
+    """Their rows are those of cases that are compiled ahead of time."""
+    for op in ('eos_elementwise', 'eos_matmul'):
+        mine = [problem for problem in tuning.PROBLEMS if problem.op == op]
+        assert {problem.backward for problem in mine} == {False, True} and {(56, 56)} <= {x.grid for x in mine}
+    for key in (Key('eos_elementwise_fwd', Size(2, 32, 64)), Key('eos_elementwise_memory', Size(2, 32, 32)),
+                Key('eos_elementwise_bwd', Size(2, 32, 64)), Key('eos_matmul_fwd', Size(2, 16, 32))):
+        assert any(tuning._case_of(name, key) for name in tuning.aot.cases()), key
+
+
+def test_dry_run_names_the_kernels_and_writes_nothing(python, tmp_path):
+    done = python('from subquad.tools import kernels\n'
+                  f'raise SystemExit(kernels.main(["--tune", {str(tmp_path / "table.json")!r}, "--dry-run", "--only", '
+                  '"eos_elementwise, 56", "eos_elementwise, 1 x", "eos_matmul"]))', TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    found = {name: set(kernels.split(', ')) for name, kernels in (line.rsplit(': ', 1) for line in lines)}
+    assert len(found) == 6 and last == 'all problems are ok' and not list(tmp_path.iterdir())
+    forward, both, long = ({'eos_elementwise_fwd'}, {'eos_elementwise_fwd', 'eos_elementwise_bwd'},
+                           'eos_elementwise_memory')
+    assert list(found.values())[:2] == [forward, both]
+    assert list(found.values())[-2:] == [{*forward, long}, {*both, long}]
+    assert {'eos_matmul_fwd', 'eos_matmul_bwd', 'eos_matmul_bwd_sum'} in found.values()
+
+
+def test_dry_run_reports_what_fails(monkeypatch, capsys, tmp_path):
+    def fail(self, device):
+        raise RuntimeError('no such kernel')
+    monkeypatch.setattr(Problem, 'call', fail)
+    monkeypatch.setattr(launch, 'interpreted', lambda: True)
+    assert kernels.main(['--tune', str(tmp_path / 'x.json'), '--dry-run', '--only', 'eos_matmul']) == 1
+    assert capsys.readouterr().out.count('not ok: eos_matmul, 56 x 56, batch 64, 2 heads of 32, bfloat16') == 2
+    with pytest.raises(UserError, match='--dry-run needs --tune'):
+        kernels.main(['--dry-run'])
 
 
 def test_judging_compiles_in_other_processes(python):
@@ -161,7 +200,7 @@ if __name__ == '__main__':
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 def test_tuning_without_a_gpu_is_one_error(tmp_path):
-    with pytest.raises(UserError, match='--tune needs a GPU, and torch finds none here'):
+    with pytest.raises(UserError, match='--tune needs a GPU, and torch finds none here; --dry-run shows what it tunes'):
         kernels.main(['--tune', str(tmp_path / 'table.json')])
     for argv in (['--only', 'x'], ['--compile', 'cuda:90', '--tune', 'x.json']):
         with pytest.raises(UserError, match='--only needs|exclude each other'):

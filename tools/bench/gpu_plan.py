@@ -212,12 +212,11 @@ def dry_run(part: str, found: Sequence[Step]) -> List[str]:
     return wrong
 
 
-def _run_interpreted(parts: Sequence[str]) -> int:
-    """Run the dry run in a process that imports Triton with its interpreter, and return the exit code."""
+def run_interpreted(module: str, *arguments: str) -> int:
+    """Run a module in a process that imports Triton with its interpreter, and return the exit code."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, '-m', 'subquad.tools.benchmark', '--gpu-plan', parts[0] if len(parts) == 1 else 'all',
-               '--dry-run']
-    return subprocess.call(command, env={**os.environ, 'PYTHONPATH': path, 'TRITON_INTERPRET': '1'})
+    return subprocess.call([sys.executable, '-m', module, *arguments],
+                           env={**os.environ, 'PYTHONPATH': path, 'TRITON_INTERPRET': '1'})
 
 
 def run(parts: Sequence[str], out: Path, dry: bool) -> int:
@@ -228,7 +227,8 @@ def run(parts: Sequence[str], out: Path, dry: bool) -> int:
     """
     import torch
     if dry and not interpreted():
-        return _run_interpreted(parts)
+        return run_interpreted('subquad.tools.benchmark', '--gpu-plan', parts[0] if len(parts) == 1 else 'all',
+                               '--dry-run')
     if not dry and not torch.cuda.is_available():
         raise UserError('--gpu-plan needs a GPU, and torch finds none here; --dry-run shows the plan')
     failed: List[str] = []

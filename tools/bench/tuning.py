@@ -6,7 +6,7 @@ run. A row changes only if a candidate is faster than it by more than the noise 
 import multiprocessing
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -18,10 +18,13 @@ from ...kernels.common import launch_table
 from ...kernels.common.launch_table import Key, Launch, Table
 from . import operators as ops
 from .candidates import Verdict, candidates, judge, rows_of
+from .gpu_checks import SMALL
 from .graphs import Rotating, copies, graph_ms
 
 # A candidate must take less than this share of the row's time.
 _GAIN = 0.98
+# The line that a dry run takes for a longer one: of more than one chunk in every dtype.
+_SMALL_LINE = (1, 70)
 # How far results of two candidates may be apart, relative to the largest value: sums have another order.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -56,7 +59,8 @@ def _both(*args: Any) -> List[Problem]:
     return [Problem(*args, backward=backward) for backward in (False, True)]
 
 
-# Stages of PPMA-T at 224 and at 800 x 1280, of Myo-T, and of MobileViTv2-1.0; the most valuable first.
+# Stages of PPMA-T at 224 and at 800 x 1280, of Myo-T, MobileViTv2-1.0 and LCSM-T; the most valuable first. The
+# recurrences of LCSM go over rows, or with mode='raster' over all tokens as one line.
 PROBLEMS: Sequence[Problem] = (
     *_both('polyline_attention', (14, 14), 128, 8, 32),
     *_both('decay_attention', (56, 56), 128, 4, 16),
@@ -65,6 +69,10 @@ PROBLEMS: Sequence[Problem] = (
     *_both('polyline_scan', (56, 56), 64, 4, 16),
     *_both('separable_attention', (32, 32), 128, 1, 128),
     *_both('quadtree_solve', (56, 56), 64, 4, 16),
+    *_both('eos_elementwise', (56, 56), 64, 2, 32),
+    *_both('eos_matmul', (56, 56), 64, 2, 32),
+    *_both('eos_elementwise', (28, 28), 64, 4, 32),
+    *_both('eos_elementwise', (1, 3136), 64, 2, 32),
     *_both('decay_attention', (100, 160), 1, 4, 32),
     *_both('polyline_attention', (28, 30), 8, 4, 64),
     *_both('polyline_attention', (7, 7), 128, 16, 32),
@@ -195,6 +203,28 @@ def _sweep(problem: Problem, key: Key, ordered: Sequence[Launch], call: Callable
         own, best = ordered[0], min(times, key=times.__getitem__)
         result.winners[key] = best if own not in times or times[best] < _GAIN * times[own] else own
     return left
+
+
+def dry_run(problems: Sequence[Problem]) -> List[str]:
+    """Run each problem on a small grid in the interpreter, and print the kernels whose launch options it tunes.
+
+    Returns:
+        A sentence for each problem that fails or tunes nothing.
+    """
+    wrong = []
+    for problem in problems:
+        small = replace(problem, grid=_SMALL_LINE if problem.grid[0] == 1 else SMALL, batch=1, heads=1)
+        try:
+            with launch_table.looking_up() as rows:
+                small.call('cpu')()
+        except Exception as error:                       # any fault of a kernel is what a dry run looks for
+            wrong.append(f'{problem.name}: {_sentence(error)}')
+            continue
+        tuned = sorted({key.kernel for key in rows})
+        print(f"{problem.name}: {', '.join(tuned)}", flush=True)
+        if not tuned:
+            wrong.append(f'{problem.name}: no kernel looked up its launch options')
+    return wrong
 
 
 def _trial(problem: Problem, key: Optional[Key], launch: Optional[Launch], ms: Optional[float] = None,
