@@ -197,8 +197,9 @@ class PathDecay(nn.Module):
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Return log_alpha and log_beta, (B, heads, H, W) each, for x (B, H, W, C)."""
-        batch, height, width, _ = x.shape
-        x = self.proj(x.reshape(batch, height * width, self.num_heads, -1))              # (B, N, heads, 1 or 2)
+        batch, height, width, dim = x.shape
+        x = x.reshape(batch, height * width, self.num_heads, dim // self.num_heads)
+        x = self.proj(x)                                                                 # (B, N, heads, 1 or 2)
         x = x.permute(0, 3, 2, 1).contiguous()                                           # (B, 1 or 2, heads, N)
         logs = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
         log_alpha, log_beta = (logs[:, n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
@@ -368,7 +369,8 @@ class PolylineMixer(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, heads, N, D), a view."""
-        return x.reshape(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
+        batch, height, width, _ = x.shape                # no size is -1, which an empty batch leaves open
+        return x.reshape(batch, height * width, self.num_heads, self.head_dim).transpose(1, 2)
 
     def _queries_and_keys(self, q: Tensor, k: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
         """Split q and k (B, H, W, C) into heads, (B, heads, N, D) each, with k scaled by head_dim^-1/2.
