@@ -23,6 +23,7 @@ from .eos_linear import Recurrence, Sizes
 
 MODES = ('axis', 'raster', 'forward')
 TAU, EXPAND_DIM = 16.0, 16
+_SIZES: Options = {'dim': integer(1, 65_536), 'num_heads': integer(1, 65_536)}
 
 Build = Callable[..., Recurrence]
 
@@ -112,8 +113,9 @@ def make_recurrence(
     Raises:
         ValueError: an argument is not allowed or has no effect on this recurrence; the message has the table of codes.
     """
+    check('EosMixer', _SIZES, {'dim': dim, 'num_heads': num_heads})
     code = parse(mixer, numbering)
-    if num_heads < 1 or dim % num_heads:
+    if dim % num_heads:
         refuse(f'dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}')
     if tau is not None:
         if not 0 < tau < float('inf'):
@@ -137,6 +139,10 @@ class EosMixer(nn.Module):
     The recurrence runs in both directions, which share all parameters, and counts the term of the token itself once.
     With mode='forward' it runs from the first token to the last, so that no token depends on a later one.
 
+    In a model that is converted to float16 or bfloat16, rates, angles and other parameters of the recurrence that
+    belong to no linear layer stay in float32. In float16, recurrences over the flattened image, and those whose memory
+    does not fade, run in float32, because their sums can exceed the range of float16.
+
     Args:
         dim: channels C; heads are contiguous slices of C.
         num_heads: number of heads; dim must be a multiple of it.
@@ -146,14 +152,16 @@ class EosMixer(nn.Module):
             'raster' runs over the flattened image; 'forward' does so in one direction, for sequences (B, 1, T, C).
         expand_dim: keys K of each head's memory K x D; None for 16.
         tau: temperature of oscillations sigmoid(.)^(1/tau), above 0; None for 16. A large one means a long memory.
-        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'. They differ in 2 to 5;
+            for codes with another oscillation, and with the prefix 0, both are the same. Presets take 'code' only.
         learned_decay: False replaces the learned constants of the oscillations 0, 4 and 5 by exp(-slope), with the
             slopes of ALiBi for the heads.
         gated: multiply by SiLU(gate(x)); the paper's layer has no such factor.
-        device, dtype: device and dtype of the parameters.
+        device, dtype: device and dtype of the parameters; those that stay in float32 have at least this dtype.
 
     Raises:
-        ValueError: an argument is not allowed or has no effect on this recurrence; the message has the table of codes.
+        ValueError: an argument is not allowed or has no effect on this recurrence (the message has the table of codes),
+            or an input is not (B, H, W, dim).
     """
 
     OPTIONS: ClassVar[Options] = {
@@ -184,23 +192,39 @@ class EosMixer(nn.Module):
         check('EosMixer', self.OPTIONS, dict(mixer=mixer, mode=mode, expand_dim=expand_dim, tau=tau,
                                              numbering=numbering, learned_decay=learned_decay, gated=gated))
         dd = {'device': device, 'dtype': dtype}
-        self.num_heads, self.mixer, self.mode = num_heads, mixer, mode
+        self.dim, self.num_heads, self.mixer, self.mode = dim, num_heads, mixer, mode
         self.recurrence = make_recurrence(dim, num_heads, mixer, expand_dim, tau, numbering, learned_decay, **dd)
         self.value = nn.Linear(dim, dim, **dd)
         self.gate = nn.Linear(dim, dim, **dd) if gated else None
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.out = nn.Linear(dim, dim, **dd)
+        # Sums over an image, or over a line without decay, can exceed the range of float16.
+        self.long_sums = mode != 'axis' or not self.recurrence.fades
         self.exportable = is_exportable()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.mix(inference.linear(self.value, x), x))
+        if x.ndim != 4 or x.shape[3] != self.dim or not (x.shape[1] and x.shape[2]):
+            raise ValueError(f'x must be (B, H, W, {self.dim}) with H and W >= 1, got {tuple(x.shape)}')
+        y = self._normalize(self.mix(inference.linear(self.value, x), x))
         if self.gate is not None:
             y = inference.linear(self.gate, x, inference.SILU) * y
         return inference.linear(self.out, y)
 
+    def _normalize(self, y: Tensor) -> Tensor:
+        """Apply the norm, in float32 if y has this dtype, and return the dtype of the norm's weight."""
+        weight, bias = self.norm.weight, self.norm.bias
+        if y.dtype != torch.float32 or weight.dtype != torch.float16:
+            return self.norm(y)
+        return F.layer_norm(y, self.norm.normalized_shape, weight.float(), bias.float(), self.norm.eps).to(weight.dtype)
+
     def mix(self, values: Tensor, x: Tensor) -> Tensor:
-        """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C)."""
+        """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C).
+
+        The result has the dtype of the values, but float32 where sums can exceed the range of float16.
+        """
         tokens = self.recurrence.tokens(x)
+        if self.long_sums and values.dtype == torch.float16:
+            values = values.float()
         if self.mode != 'axis':
             return self._run(values, tokens, 0)
         # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small

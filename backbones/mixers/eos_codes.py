@@ -2,7 +2,7 @@
 
 Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Unified Perspective", 2024. Rows of its
 Table 1 have names. Codes e-o-s-a are those of its Tables 2 and 3, with the numbers of the published code; the paper's
-text seems to exchange the oscillations 2 and 3, and 4 and 5 (`numbering='paper'`).
+text seems to exchange the oscillations 2 and 3, and 4 and 5 (`numbering='paper'`). All others have one number.
 """
 from typing import Dict, NamedTuple, NoReturn, Optional
 
@@ -89,7 +89,7 @@ def table() -> str:
         '  e   expand: 0 learned matrix (K, D), 1 linear map of the token to K keys',
         '  o   oscillation:',
         *oscillations,
-        "      numbering='paper' exchanges 2 and 3, and 4 and 5",
+        "      numbering='paper' exchanges 2 and 3, and 4 and 5; the others are the same",
         '  s   shrink: as e',
         f'  a   activation of e and s: {activations}',
         "code '0-1-0-1-a': steps and decays as in Mamba",

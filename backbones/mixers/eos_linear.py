@@ -10,6 +10,7 @@ from ...kernels import eos_elementwise, eos_matmul
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ..inference import linear
+from .wide import WideModule, at_least_float, wide
 
 Tokens = Dict[str, Tensor]
 ACTIVATE: Dict[int, Callable[[Tensor], Tensor]] = {
@@ -43,8 +44,14 @@ class Sizes(NamedTuple):
         return self.heads * self.width
 
 
-class Recurrence(nn.Module):
-    """A recurrence over lines of tokens. Parameters do not depend on the lines' length."""
+class Recurrence(WideModule):
+    """A recurrence over lines of tokens. Parameters do not depend on the lines' length.
+
+    Attributes:
+        fades: False if a memory keeps the full weight of all tokens, so that results grow with the line's length.
+    """
+
+    fades = True
 
     def tokens(self, x: Tensor) -> Tokens:
         """Return what the recurrence needs of each token x (..., C): tensors (..., heads * channels)."""
@@ -75,10 +82,6 @@ class Recurrence(nn.Module):
         raise NotImplementedError
 
 
-def at_least_float(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def gate_log(z: Tensor, tau: float) -> Tensor:
     """Return log sigmoid(z)^(1/tau), at least float32."""
     return F.logsigmoid(at_least_float(z)) / tau
@@ -94,8 +97,10 @@ def slopes(heads: int) -> Tensor:
     return torch.exp2(-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
 
 
-class Oscillation(nn.Module):
+class Oscillation(WideModule):
     """The oscillation of an elementwise recurrence. This one is 1."""
+
+    fades = False
 
     def tokens(self, x: Tensor) -> Tokens:
         return {}
@@ -108,6 +113,7 @@ class Oscillation(nn.Module):
 class Constant(Oscillation):
     """sigmoid(decay)^(1/tau) with a parameter `decay` (types 0, 4 and 5), or exp(-slope) of the head if not learned."""
 
+    fades = True
     SHAPES = {0: ('log_o', 'kd'), 4: ('log_o_k', 'k'), 5: ('log_o_d', 'd')}
 
     def __init__(self, number: int, sizes: Sizes, learned: bool, device=None, dtype=None):
@@ -116,11 +122,11 @@ class Constant(Oscillation):
         self.tau = sizes.tau
         shape = [sizes.heads, *({'k': sizes.keys, 'd': sizes.width}[axis] for axis in axes)]
         if learned:
-            self.decay = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.decay = nn.Parameter(torch.empty(shape, **wide(device, dtype)))
             nn.init.normal_(self.decay)
         else:
             self.decay = None
-            logs = -slopes(sizes.heads).to(device, dtype or torch.get_default_dtype())
+            logs = -slopes(sizes.heads).to(**wide(device, dtype))
             logs = logs.reshape(-1, *[1] * len(axes)).expand(shape).contiguous()
             self.register_buffer('log', logs, persistent=False)
 
@@ -131,9 +137,11 @@ class Constant(Oscillation):
 class FixedDecay(Oscillation):
     """One fixed decay for each head."""
 
+    fades = True
+
     def __init__(self, logs: Tensor, device=None, dtype=None):
         super().__init__()
-        self.register_buffer('log', logs.to(device, dtype or torch.get_default_dtype())[:, None], persistent=False)
+        self.register_buffer('log', logs.to(**wide(device, dtype))[:, None], persistent=False)
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
         return {'log_o_k': at_least_float(self.log)}
@@ -142,6 +150,7 @@ class FixedDecay(Oscillation):
 class TokenGates(Oscillation):
     """sigmoid(W x)^(1/tau) for the keys, the channels of the value, or both (types 1, 2 and 3)."""
 
+    fades = True
     AXES = {1: 'kd', 2: 'd', 3: 'k'}
 
     def __init__(self, number: int, sizes: Sizes, **dd: Any):
@@ -161,6 +170,7 @@ class TokenGates(Oscillation):
 class GatedProduct(Oscillation):
     """sigmoid(z weight)^(1/tau) with z = W x and a parameter (types 6 to 9), which has full rank."""
 
+    fades = True
     # Axis of z, axes of the weight.
     AXES = {6: ('k', 'kd'), 7: ('d', 'kd'), 8: ('d', 'k'), 9: ('k', 'd')}
 
@@ -171,7 +181,7 @@ class GatedProduct(Oscillation):
         count = sizes.keys if self.axis == 'k' else sizes.width
         self.z = nn.Linear(sizes.dim, sizes.heads * count, **dd)
         shape = (sizes.heads, sizes.keys if 'k' in axes else 1, sizes.width if 'd' in axes else 1)
-        self.factor = nn.Parameter(torch.empty(shape, **dd))
+        self.factor = nn.Parameter(torch.empty(shape, **wide(**dd)))
         nn.init.normal_(self.factor)
 
     def tokens(self, x: Tensor) -> Tokens:
@@ -188,7 +198,7 @@ class Phases(Oscillation):
     def __init__(self, sizes: Sizes, learned: bool, device=None, dtype=None):
         super().__init__()
         angles = 10000.0 ** (-2.0 * torch.arange(sizes.keys, dtype=torch.float64) / sizes.keys)
-        angles = angles.expand(sizes.heads, -1).to(device, dtype or torch.get_default_dtype()).clone()
+        angles = angles.expand(sizes.heads, -1).to(**wide(device, dtype)).clone()
         if learned:
             self.theta = nn.Parameter(angles)
         else:
@@ -213,6 +223,8 @@ class QuarterTurn(Oscillation):
 
 class TurningGates(Oscillation):
     """sigmoid(W x)^(1/tau) e^(i U x) for the keys (GateLoop)."""
+
+    fades = True
 
     def __init__(self, sizes: Sizes, **dd: Any):
         super().__init__()
@@ -242,10 +254,11 @@ class Elementwise(Recurrence):
                  normalized: bool = False, **dd: Any):
         super().__init__()
         self.activate, self.normalized, self.oscillation = ACTIVATE[activation], normalized, oscillation
+        self.fades = oscillation.fades
         self.expand, self.shrink = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) if given else None
                                     for given in (expand, shrink))
         self.expand_matrix, self.shrink_matrix = (
-            None if given else nn.Parameter(torch.empty(sizes.heads, sizes.keys, sizes.width, **dd))
+            None if given else nn.Parameter(torch.empty(sizes.heads, sizes.keys, sizes.width, **wide(**dd)))
             for given in (expand, shrink))
         for matrix in (self.expand_matrix, self.shrink_matrix):
             if matrix is not None:

@@ -10,8 +10,9 @@ from ...kernels import eos_elementwise
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ..inference import linear
-from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, at_least_float, gate_log
+from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, gate_log
 from .scan import hippo_normal_eigenvalues
+from .wide import at_least_float, wide
 
 # Range of initial steps, and the rank of Mamba's map from tokens to steps.
 _STEPS = (1e-3, 1e-1)
@@ -48,12 +49,12 @@ class Modes(Recurrence):
 
     def __init__(self, kind: str, sizes: Sizes, **dd: Any):
         super().__init__()
-        self.kind = kind
+        self.kind, dd = kind, wide(**dd)
         heads, keys, width = sizes[:3]
         own = kind.startswith('s4')
-        modes = _modes(kind, keys).to(dd.get('device'))
-        self.log_rate = nn.Parameter((-modes.real).log().expand(heads, -1).to(dd.get('dtype')).clone())
-        self.frequency = nn.Parameter(modes.imag.expand(heads, -1).to(dd.get('dtype')).clone())
+        modes = _modes(kind, keys).to(dd['device'])
+        self.log_rate = nn.Parameter((-modes.real).log().expand(heads, -1).to(dd['dtype']).clone())
+        self.frequency = nn.Parameter(modes.imag.expand(heads, -1).to(dd['dtype']).clone())
         self.log_step = _log_steps((heads, 1, width) if own else (heads, 1), **dd)
         self.expand_matrix = self.shrink_matrix = None
         if kind != 'dss':
@@ -109,11 +110,11 @@ class System(Recurrence):
 
     def __init__(self, sizes: Sizes, **dd: Any):
         super().__init__()
-        count, dim = sizes.heads * sizes.keys, sizes.dim
-        modes = hippo_normal_eigenvalues(count).to(dd.get('device'))
+        count, dim, dd = sizes.heads * sizes.keys, sizes.dim, wide(**dd)
+        modes = hippo_normal_eigenvalues(count).to(dd['device'])
         self.heads = sizes.heads
-        self.log_rate = nn.Parameter((-modes.real).log().to(dd.get('dtype')))
-        self.frequency = nn.Parameter(modes.imag.to(dd.get('dtype')))
+        self.log_rate = nn.Parameter((-modes.real).log().to(dd['dtype']))
+        self.frequency = nn.Parameter(modes.imag.to(dd['dtype']))
         self.log_step = _log_steps(count, **dd)
         self.input_matrix = nn.Parameter(torch.empty(2 * count, dim, **dd))
         self.output_matrix = nn.Parameter(torch.empty(dim, 2 * count, **dd))
@@ -159,11 +160,12 @@ class Selective(Recurrence):
         self.expand, self.shrink = (nn.Linear(sizes.dim, heads * keys, bias=False, **dd) for _ in range(2))
         self.step = nn.Sequential(nn.Linear(sizes.dim, _STEP_RANK, bias=False, **dd),
                                   nn.Linear(_STEP_RANK, sizes.dim, bias=False, **dd))
-        step = torch.empty(sizes.dim, **dd).uniform_(*(math.log(step) for step in _STEPS)).exp()
+        own = wide(**dd)
+        step = torch.empty(sizes.dim, **own).uniform_(*(math.log(step) for step in _STEPS)).exp()
         self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))               # the inverse of softplus
         rates = torch.arange(1, keys + 1, dtype=torch.float32)[:, None].expand(heads, keys, width).log()
-        self.A_log = nn.Parameter(rates.to(dd.get('device'), dd.get('dtype')).clone())
-        self.skip = nn.Parameter(torch.ones(heads, 1, width, **dd))
+        self.A_log = nn.Parameter(rates.to(**own).clone())
+        self.skip = nn.Parameter(torch.ones(heads, 1, width, **own))
 
     def tokens(self, x: Tensor) -> Tokens:
         step = F.softplus(at_least_float(self.step(x)) + self.step_bias)
@@ -188,11 +190,11 @@ class WeightedMean(Recurrence):
 
     def __init__(self, sizes: Sizes, device=None, dtype=None):
         super().__init__()
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)
         self.heads = sizes.heads
         self.key, self.receptance = (nn.Linear(sizes.dim, sizes.dim, **dd) for _ in range(2))
-        self.log_rate = nn.Parameter(torch.linspace(-5, 0, sizes.dim, **dd))
-        self.bonus = nn.Parameter(torch.full((sizes.dim,), math.log(0.3), **dd))
+        self.log_rate = nn.Parameter(torch.linspace(-5, 0, sizes.dim, **own))
+        self.bonus = nn.Parameter(torch.full((sizes.dim,), math.log(0.3), **own))
 
     def tokens(self, x: Tensor) -> Tokens:
         return {'key': linear(self.key, x), 'receptance': linear(self.receptance, x)}
@@ -225,7 +227,7 @@ class GatedChannels(Recurrence):
         self.heads, self.tau = sizes.heads, sizes.tau
         self.forget, self.shrink = (nn.Linear(sizes.dim, sizes.dim, **dd) for _ in range(2))
         angles = 10000.0 ** (-torch.arange(sizes.dim, dtype=torch.float32, device=device) / sizes.dim)
-        self.theta = nn.Parameter(angles.to(dtype or torch.get_default_dtype())) if turning else None
+        self.theta = nn.Parameter(angles.to(**wide(device, dtype))) if turning else None
 
     def tokens(self, x: Tensor) -> Tokens:
         return {'log': gate_log(linear(self.forget, x), self.tau), 'shrink': linear(self.shrink, x)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...kernels import tree_solve
 from ...kernels.common.autocast import without_autocast
 from ...kernels.trees import Tree, cached_path
+from .wide import WideModule, wide
 
 
 def hippo_normal_eigenvalues(states: int) -> Tensor:
@@ -27,7 +28,7 @@ def hippo_normal_eigenvalues(states: int) -> Tensor:
     return torch.complex(torch.full_like(frequencies, -0.5), frequencies).to(torch.complex64)
 
 
-class ScanMixer(nn.Module):
+class ScanMixer(WideModule):
     """y = 2 Re(C x), x_k = exp(step * eigenvalue) x_k-1 + B u_k, along a sequence (B, L, dim) -> (B, L, dim).
 
     A second recurrence runs from the end to the start.
@@ -51,10 +52,10 @@ class ScanMixer(nn.Module):
         super().__init__()
         if states < 1:
             raise ValueError(f'states must be at least 1, got {states}')
-        dd = {'device': device, 'dtype': dtype}
-        self.log_rate = nn.Parameter(torch.empty(states, **dd))                 # log of minus the real part
-        self.frequency = nn.Parameter(torch.empty(states, **dd))
-        self.log_step = nn.Parameter(torch.empty(states, **dd))
+        dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)
+        self.log_rate = nn.Parameter(torch.empty(states, **own))                 # log of minus the real part
+        self.frequency = nn.Parameter(torch.empty(states, **own))
+        self.log_step = nn.Parameter(torch.empty(states, **own))
         self.input = nn.Linear(dim, 2 * states, bias=False, **dd)               # real and imaginary parts
         self.output = nn.Linear(4 * states, dim, bias=False, **dd)           # of both directions
         self.reset_parameters()
