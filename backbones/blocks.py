@@ -34,6 +34,24 @@ def check_image(x: Tensor, in_chans: int) -> Tensor:
     return x
 
 
+def check_tokens(x: Tensor, vocab_size: int) -> Tensor:
+    """Check that x is a batch of sequences of tokens, and return x.
+
+    The values are checked on a CPU, outside of graphs. On a GPU, the embedding reports a token that is out of range.
+
+    Raises:
+        ValueError: x is not an int32 or int64 tensor (B, T) with T >= 1, or a token is not below the vocabulary's size.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 2 or not x.shape[1] or x.dtype not in (torch.int32, torch.int64):
+        came = f'{x.dtype} of shape {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f'the input must be integer tokens (B, T) of int32 or int64 with T >= 1, got {came}')
+    if x.device.type == 'cpu' and x.numel() and not is_traced_or_wrapped(x):
+        low, high = (int(bound) for bound in x.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f'tokens must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}')
+    return x
+
+
 def can_bypass_forward(*modules: nn.Module) -> bool:
     """True if the modules are PyTorch's own convolutions, linear layers and norms without adapter, parametrization or
     hook.

@@ -63,7 +63,8 @@ class LCSM(HierarchicalBackbone):
         mode: 'axis' (columns, then rows), 'raster' (the flattened map) or 'forward' (the same, in one direction).
         expand_dim: keys of each head's memory; None for 16.
         tau: temperature of the decays, above 0; None for 16.
-        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'. They differ in 2 to 5;
+            for codes with another oscillation, and with the prefix 0, both are the same. Presets take 'code' only.
         learned_decay: learn the constants of the oscillations 0, 4 and 5.
         gated: multiply the recurrence's output by SiLU of a linear map of the token.
         kwargs: arguments of HierarchicalBackbone.

@@ -11,6 +11,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .blocks import check_tokens
 from .mixers import EosMixer
 from .options import COMMON, Options, check, flag, integer, number, or_none
 from .timm_interface import build_model, published_cfgs
@@ -69,7 +70,8 @@ class LCSMSequence(nn.Module):
             lists all.
         expand_dim: keys of each head's memory; None for 16.
         tau: temperature of the decays, above 0; None for 16.
-        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'.
+        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'. They differ in 2 to 5;
+            for codes with another oscillation, and with the prefix 0, both are the same. Presets take 'code' only.
         learned_decay: learn the constants of the oscillations 0, 4 and 5.
         gated: multiply the recurrence's output by SiLU of a linear map of the token.
         conv_size: tokens that a causal depthwise convolution before each mixer sees, as in Mamba; 0 for none, as in the
@@ -181,11 +183,9 @@ class LCSMSequence(nn.Module):
         """Return the features (B, T, dim) of tokens (B, T).
 
         Raises:
-            ValueError: the input is not a batch of sequences of integers.
+            ValueError: the input is not an int32 or int64 tensor (B, T), or a token is not below `vocab_size`.
         """
-        if x.ndim != 2 or not x.shape[1] or x.is_floating_point():
-            raise ValueError(f'the input must be integer tokens (B, T), got {x.dtype} of shape {tuple(x.shape)}')
-        x = self.drop(self.embedding(x))
+        x = self.drop(self.embedding(check_tokens(x, self.vocab_size)))
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
         return self.norm(x)

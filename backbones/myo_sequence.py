@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.trees import ORDERS, PARAMETRIZATIONS, grid_order
+from .blocks import check_tokens
 from .mixers.scan import ScanMixer
 from .mixers.tree_sequence import LEVELS, Nodes, TreeSequenceMixer
 from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
@@ -224,9 +225,7 @@ class MyoSequence(nn.Module):
     def _sequence(self, x: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """Return the encoded sequence (B, L, dim) and its mask (B, L), which is false for padding, or None."""
         if self.vocab_size:
-            if x.ndim != 2 or x.is_floating_point():
-                raise ValueError(f'the input must be integer tokens (B, L), got {x.dtype} of shape {tuple(x.shape)}')
-            return self.encoder(x), x != self.padding_idx
+            return self.encoder(check_tokens(x, self.vocab_size)), x != self.padding_idx
         if x.ndim == 4 and x.shape[1] == self.in_chans:
             index = grid_order(*x.shape[2:], self.order).to(x.device)
             x = x.flatten(2).index_select(2, index).transpose(1, 2)
