@@ -8,6 +8,7 @@ lists the names, and `torch.hub.help` describes one.
 dependencies = ['torch', 'timm', 'numpy', 'safetensors', 'huggingface_hub', 'filelock']
 
 from subquad.backbones.lcsm import lcsm_base, lcsm_small, lcsm_tiny, test_lcsm  # noqa: E402, F401
+from subquad.backbones.lcsm_sequence import lcsm_sequence  # noqa: E402, F401
 from subquad.backbones.mobilevitv2 import (  # noqa: E402, F401
     subquad_mobilevitv2_050,
     subquad_mobilevitv2_075,

@@ -8,14 +8,15 @@ from .common.output import add_row, dumps, print_table
 
 
 def metadata(name: str) -> Dict[str, Any]:
-    """Name, parameters, input size and one-line description of a registered model."""
+    """Name, parameters, input size (None for a model of tokens) and one-line description of a registered model."""
     import timm
 
     from .engine.zoo import create
     model = create(name, device='meta')          # shapes only, without memory or random numbers
+    size = model.pretrained_cfg.get('input_size')
     description = (timm.models.model_entrypoint(name).__doc__ or '').strip().split('\n')[0]
     return dict(name=name, parameters=sum(p.numel() for p in model.parameters()),
-                input_size=list(model.pretrained_cfg['input_size']), description=description)
+                input_size=size and list(size), description=description)
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -38,7 +39,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     from rich.table import Table
     table = Table('model', 'parameters', 'input size', 'description')
     for row in rows:
-        add_row(table, row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'])), row['description'])
+        size = 'x'.join(map(str, row['input_size'])) if row['input_size'] else 'tokens'
+        add_row(table, row['name'], f"{row['parameters']:,}", size, row['description'])
     print_table(table)
     return 0
 

@@ -35,11 +35,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
     from .engine.counting import count
     from .engine.counting_configs import count_config, is_config, reported
-    from .engine.zoo import our_models
+    from .engine.zoo import our_models, takes_images
     parser = argparse.ArgumentParser('subquad stats', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', nargs='*',
-                        help="names of timm models, names or paths of configs (default: all of this package's models)")
+                        help="names of timm models, names or paths of configs (default: this package's image models)")
     parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: each model's own input size)")
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
                         help='options of a model, such as paths=none; for a config, model.backbone.paths=none')
@@ -47,7 +47,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = parser.parse_args(argv)
     height, width = parse_size(args.size) if args.size else (None, None)
     rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.set))
-            for name in args.model or our_models()]
+            for name in args.model or filter(takes_images, our_models())]
     if args.json:
         print(dumps(rows, indent=2))
         return 0

@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from ..engine.counting import count
-from ..engine.zoo import our_models
+from ..engine.zoo import our_models, takes_images
 from .markdown import RECORDS, markdown
 
 _COUNT_HEADINGS = ('GMACs: all', 'without attention products',
                    'without attention products, with norms (as fvcore counts)')
+
+
+def _models(family: str) -> List[str]:
+    """The names of this package's models of images, of one family or, for '', of all."""
+    return [name for name in of_family(our_models(), family) if takes_images(name)]
 
 
 def of_family(names: Sequence[str], family: str) -> List[str]:
@@ -26,7 +31,7 @@ def counted(name: str, side: Optional[int] = None, **options: Any) -> Dict[str, 
 def models_table(root: Path, family: str) -> str:
     """Size, parameters and MACs of the models, without test models, and the accuracies that the authors report."""
     rows = []
-    for name in of_family(our_models(), family):
+    for name in _models(family):
         if name.startswith('test_'):
             continue
         row = counted(name)
@@ -40,7 +45,7 @@ def models_table(root: Path, family: str) -> str:
 def counts_table(root: Path, family: str) -> str:
     """All counts of the models, and the numbers that the authors report."""
     rows = []
-    for name in of_family(our_models(), family):
+    for name in _models(family):
         row = counted(name)
         theirs = row['reported_by_authors']
         rows.append([f'`{name}`', str(row['size'][0]), f"{row['parameters']:,}", *_counts(row),

@@ -89,7 +89,7 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     if config:
         raise UserError(f'{path} holds a detector or segmenter ({config}); only image classifiers can be pushed')
     read = read_classifier(checkpoint, name)
-    if read.options.get('vocab_size'):
+    if getattr(read.model, 'vocab_size', None):
         raise UserError(f'{path} classifies sequences of tokens; only image classifiers can be pushed')
     if read.transform.get('crop_border_pixels'):
         raise UserError(f'{path}: config.json of timm cannot hold crop_border_pixels of the transform')

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..common.cli import UserError, nearest
 
-FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm')
+FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm', 'lcsm_sequence')
 
 
 def our_models() -> List[str]:
@@ -43,12 +43,19 @@ def size_options(name: str, size: Sequence[int]) -> Dict[str, Any]:
     return {}
 
 
+def takes_images(name: str) -> bool:
+    """Whether a registered model has an input size; `lcsm_sequence` takes tokens, and has none."""
+    return timm.get_pretrained_cfg_value(name, 'input_size') is not None
+
+
 def default_size(name: str) -> Tuple[int, int]:
     """Height and width of a model's own input size.
 
     Raises:
-        UserError: The name is unknown.
+        UserError: The name is unknown, or the model takes no images.
     """
     if not timm.is_model(name):
         create(name)                                  # raises UserError with the nearest names
+    if not takes_images(name):
+        raise UserError(f'{name} takes tokens (B, T); this command needs a model that takes images')
     return tuple(timm.get_pretrained_cfg_value(name, 'input_size')[1:])
