@@ -7,7 +7,8 @@ from helpers import ROOT
 
 import subquad_cli
 from subquad.tools import stats
-from subquad.tools.bench import claims, tables
+from subquad.tools.bench import claims, sweep_tables, tables
+from subquad.tools.bench.markdown import RECORDS
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find
 
@@ -217,3 +218,14 @@ def test_table_of_exports(tmp_path):
     summary = tables.content('exports_summary', tmp_path)
     assert '| `onnx` | ONNX Runtime | 5.50 | 1e-06 |' in summary
     assert '| `litert` | LiteRT | - | not measured |' in summary
+
+
+def test_readme_states_the_best_recall_of_the_records():
+    def best(code):
+        return max(run['accuracy/top1'] for run in sweep_tables.records(ROOT / RECORDS / 'sweeps.jsonl')
+                   if run['config'] == 'lcsm_mqar-small' and run['options']['model.mixer'] == code)
+
+    first, second, *constant = map(best, ('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'))
+    assert (f'`1-0-1-0` and `1-1-1-0` (states of the token) reach {first:.0f} and {second:.0f} %, `0-0-0-0` and '
+            f'`0-1-0-0` (constants) {max(constant):.0f} %') in (ROOT / 'README.md').read_text()
+    assert round(min(constant)) == round(max(constant))
