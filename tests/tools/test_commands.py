@@ -122,6 +122,17 @@ def test_models_and_stats(capsys):
     assert '14,334,216' in capsys.readouterr().out
 
 
+def test_a_model_of_tokens_is_listed_and_has_no_image_size(capsys):
+    models.main(['lcsm_sequence', '--json'])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row['name'], row['input_size']) for row in rows] == [('lcsm_sequence', None)]
+    models.main(['sequence'])
+    lines = capsys.readouterr().out.splitlines()
+    assert any('lcsm_sequence' in line and 'tokens' in line for line in lines)
+    assert any('myo_sequence' in line and '3x28x28' in line for line in lines)
+    command_error(stats.main, ['lcsm_sequence'], r'lcsm_sequence takes tokens (B, T)')
+
+
 def test_wrong_names():
     command_error(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
     command_error(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')

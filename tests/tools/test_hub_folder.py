@@ -288,6 +288,9 @@ def test_only_image_classifiers_are_pushed(tmp_path):
     save_weights(timm.create_model('myo_sequence', **options), tmp_path / 's.safetensors',
                  dict(model='myo_sequence', options=options))
     assert 'classifies sequences of tokens' in _error(tmp_path / 's.safetensors')
+    save_weights(timm.create_model('lcsm_sequence', dim=8), tmp_path / 'l.safetensors',
+                 dict(model='lcsm_sequence', options=dict(dim=8)))
+    assert 'classifies sequences of tokens' in _error(tmp_path / 'l.safetensors')
     assert 'no weight file' in _error(tmp_path / 'none.safetensors')
     assert not (tmp_path / 'hub').exists()
 
