@@ -165,6 +165,7 @@ def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
         (tmp_path / name).write_text('')
+        os.utime(tmp_path / name, (1, 1))
     assert latest_checkpoint(tmp_path).name == 'epoch_10.pth'
     for note, found in (('', 'epoch_10.pth'), ('/nowhere/epoch_2.pth', 'epoch_2.pth'),
                         ('/nowhere/epoch_3.pth', 'epoch_10.pth')):

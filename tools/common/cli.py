@@ -52,7 +52,7 @@ def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[Lis
     """Run the main function of a command and exit.
 
     The exit code is what main returns, 0 for None, 2 after a UserError (one line on stderr), and 130 after an
-    interruption.
+    interruption (143 if the signal was SIGTERM).
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):
@@ -64,9 +64,9 @@ def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[Lis
     except UserError as error:
         print(f'error: {_sentence(error)}', file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
-        code = 130
+        code = getattr(error, 'code', 130)                    # of another signal than SIGINT
     except BrokenPipeError:                                   # `subquad models | head`
         code = 0
     leave(code)

@@ -45,6 +45,8 @@ def summary(runner: Any, start: str) -> str:
     length = f'{runner.max_epochs} epoch{plural} of {len(loader)} steps' if epochs else f'{runner.max_iters} steps'
     if runner.iter:
         length += f', resuming after {"epoch" if epochs else "step"} {runner.epoch if epochs else runner.iter}'
+        done = getattr(runner.train_loop, 'done', 0)
+        length += f' and {done} steps' if done else ''
     return (f'training {name} ({parameters / 1e6:.1f} M trainable parameters) from {start}\n'
             f'on {data}; {_device(model)}; {length}; everything is written to {runner.work_dir}')
 

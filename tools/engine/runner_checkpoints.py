@@ -2,9 +2,12 @@
 import contextlib
 import os
 import re
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
+from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
@@ -50,13 +53,15 @@ class AtomicFilesBackend(LocalBackend):
 
 
 register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
+_NUMBERED = re.compile(r'(interrupted_)?(?:epoch|iter)_(\d+)(?:_step_(\d+))?')
 
 
 @HOOKS.register_module()
 class AtomicCheckpointHook(CheckpointHook):
     """MMEngine's CheckpointHook, which writes local files atomically (`AtomicFilesBackend`).
 
-    It looks for the best checkpoint so far in the current folder of the run.
+    It looks for the best checkpoint so far in the current folder of the run. The checkpoint of an interruption is
+    removed when the next one has been written.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -69,6 +74,9 @@ class AtomicCheckpointHook(CheckpointHook):
         if self._is_atomic:
             self.file_backend.folder = self.out_dir
             here = Path(self.out_dir)
+            if is_main_process():
+                for part in [*here.glob('*.pth*.part'), *here.glob('*.safetensors*.part')]:
+                    part.unlink(missing_ok=True)             # a run that was killed has left it
             if getattr(self, 'best_ckpt_path', None):
                 self.best_ckpt_path = str(here / Path(self.best_ckpt_path).name)
             for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
@@ -86,6 +94,12 @@ class AtomicCheckpointHook(CheckpointHook):
     def after_val_epoch(self, runner, metrics: Dict[str, float]) -> None:
         super().after_val_epoch(runner, metrics)
         self._remove_replaced()
+
+    def _save_checkpoint(self, runner) -> None:
+        super()._save_checkpoint(runner)
+        if self._is_atomic and is_main_process():
+            for path in Path(self.out_dir).glob('interrupted_*.pth'):
+                path.unlink(missing_ok=True)
 
     @property
     def _is_atomic(self) -> bool:
@@ -106,18 +120,57 @@ def atomic_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any
     return hooks
 
 
-def latest_checkpoint(folder: Path) -> Optional[Path]:
-    """Return the last checkpoint of a run, even if the folder has moved or the file last_checkpoint is damaged."""
+def save_interrupted(runner: Any, name: str, meta: Dict[str, Any]) -> None:
+    """Write the checkpoint `interrupted_NAME.pth`; all processes call it.
+
+    Args:
+        runner: The Runner.
+        name: epoch_N, epoch_N_step_M or iter_N.
+        meta: Entries of the checkpoint's `meta`, at least `epoch` and `iter`.
+    """
+    name = f'interrupted_{name}.pth'
+    runner.save_checkpoint(runner.work_dir, name, meta=meta, by_epoch=False,
+                           backend_args=dict(backend='subquad_atomic_files'))
+    if is_main_process():
+        folder = Path(runner.work_dir)
+        with write_atomically(folder / 'last_checkpoint') as temporary:
+            Path(temporary).write_text(str(folder / name))
+        for path in folder.glob('interrupted_*.pth'):
+            if path.name != name:
+                path.unlink(missing_ok=True)
+
+
+def _number(path: Path) -> Optional[Tuple[int, int, bool]]:
+    """Return (epoch or iteration, step, interrupted) from the name of a checkpoint, or None for other names."""
+    match = _NUMBERED.fullmatch(path.stem)
+    return (int(match[2]), int(match[3] or 0), match[1] is not None) if match else None
+
+
+def find_checkpoints(folder: Path) -> List[Path]:
+    """Return the checkpoints of a run, the newest first, even if the folder has moved.
+
+    The newest is the one that the file last_checkpoint names, or a later one: a run can be killed before it writes the
+    name. Checkpoints with higher numbers than the newest are of an earlier run, and are left out.
+    """
     try:
         noted = Path((folder / 'last_checkpoint').read_text().strip())
     except (OSError, UnicodeDecodeError):
         noted = Path()
-    for path in (folder / noted.name, noted):                    # this folder first: it can be a copy
-        if noted.name and path.is_file():
-            return path
-    numbered = [(int(match[1]), path) for path in folder.glob('*.pth')
-                if (match := re.fullmatch(r'(?:epoch|iter)_(\d+)', path.stem))]
-    return max(numbered)[1] if numbered else None
+    numbered = sorted(((number, path) for path in folder.glob('*.pth') if (number := _number(path))), reverse=True)
+    # This folder first: it can be a copy.
+    newest = next((path for path in (folder / noted.name, noted) if noted.name and path.is_file()), None)
+    if newest is None:
+        return [path for _, path in numbered]
+    number, written = _number(newest), newest.stat().st_mtime_ns
+    if number is None:                                           # the config has its own names
+        return [newest, *(path for _, path in numbered)]
+    later = [path for n, path in numbered if n > number and path.stat().st_mtime_ns > written]
+    return [*later, newest, *(path for n, path in numbered if n < number)]
+
+
+def latest_checkpoint(folder: Path) -> Optional[Path]:
+    """Return the newest checkpoint of a run, which may be damaged, or None."""
+    return next(iter(find_checkpoints(folder)), None)
 
 
 def stamp(path: Optional[Path]) -> Optional[Tuple[Path, int]]:
@@ -132,22 +185,43 @@ def checkpoint_since(folder: Path, earlier: Optional[Tuple[Path, int]]) -> Optio
 
 
 def checkpoint_to_resume(work_dir: str, name: str) -> str:
-    """Return the checkpoint to resume from, after checking that it holds weights and state and no code.
+    """Return the checkpoint to resume from, after checking that it is whole and holds weights and state and no code.
 
     Args:
         work_dir: Folder of the run.
-        name: A checkpoint, or '' for the last one of the run.
+        name: A checkpoint, or '' for the newest one of the run. If that is damaged, the one before it is taken, and a
+            line on stderr says so.
 
     Raises:
-        UserError: There is no checkpoint, or a Runner did not write it.
+        UserError: There is no checkpoint, none is whole, or a Runner did not write it.
+    """
+    folder = Path(work_dir).expanduser()
+    if name:
+        path = Path(name).expanduser()
+        if not path.is_file() and (folder / path.name).is_file():
+            path = folder / path.name                            # the config can be older than a move of the folder
+        return _whole(path)
+    paths = find_checkpoints(folder)
+    if not paths:
+        raise UserError(f'--resume: no checkpoint in {work_dir} (give --work-dir or --resume CHECKPOINT)')
+    for n, path in enumerate(paths):
+        try:
+            return _whole(path)
+        except UserError as error:
+            if n + 1 == len(paths):
+                raise
+            if int(os.environ.get('RANK', 0)) == 0:
+                print(f'warning: {error}; trying {paths[n + 1].name}, the checkpoint before it', file=sys.stderr)
+    raise AssertionError('unreachable')
+
+
+def _whole(path: Path) -> str:
+    """Return the path as a text.
+
+    Raises:
+        UserError: The file is not a whole checkpoint of a Runner.
     """
     from ...backbones.weights import WeightsError, read_checkpoint
-    folder = Path(work_dir).expanduser()
-    path = Path(name).expanduser() if name else latest_checkpoint(folder)
-    if path is None:
-        raise UserError(f'--resume: no checkpoint in {work_dir} (give --work-dir or --resume CHECKPOINT)')
-    if name and not path.is_file() and (folder / path.name).is_file():
-        path = folder / path.name                                # the config can be older than a move of the folder
     if path.suffix == '.safetensors':
         raise UserError(f'--resume: {path} holds only weights; the .pth files beside it also hold the state of '
                         'training')
@@ -157,4 +231,15 @@ def checkpoint_to_resume(work_dir: str, name: str) -> str:
         raise UserError(f'--resume: {error}') from error
     if source != 'state_dict':
         raise UserError(f'--resume: {path} is not a checkpoint of a training run')
+    damaged = _changed_entry(path)
+    if damaged:
+        raise UserError(f'--resume: {path} is damaged ({damaged} differs from its checksum)')
     return str(path)
+
+
+def _changed_entry(path: Path) -> Optional[str]:
+    """Return an entry of the archive whose bytes differ from their checksum, which torch does not compare, or None."""
+    if not zipfile.is_zipfile(path):                             # the format before PyTorch 1.6
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()

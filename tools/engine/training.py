@@ -49,10 +49,12 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from mmengine.dist import is_main_process
 
     from .hooks import ProgressHook, WeightsHook
+    from .interruptions import Interrupted, InterruptionHook
     from .messages import resume_hint, starting_point
     from .runner_checkpoints import latest_checkpoint, stamp
     from .starting_weights import StartHook
-    hooks = [ProgressHook(starting_point(config, weights)), WeightsHook()]
+    interruption = InterruptionHook()
+    hooks = [ProgressHook(starting_point(config, weights)), WeightsHook(), interruption]
     if is_classifier(config):
         from .classification.runner import build_runner
     else:
@@ -65,7 +67,8 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     unreadable = images.reported()
     try:
         with quiet() if log_level == 'ERROR' else contextlib.nullcontext():
-            build_runner(config, str(folder), training=True, hooks=hooks, log_level=log_level).train()
+            with interruption.listening():
+                build_runner(config, str(folder), training=True, hooks=hooks, log_level=log_level).train()
     except KeyboardInterrupt:
         progress.stop()
         if is_main_process():
@@ -75,6 +78,10 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
         raise
     except Exception as error:
         progress.stop()
+        if interruption.number is not None and is_main_process():
+            # The signal has ended another process, too, such as a worker of the data loader.
+            print(resume_hint(folder, command, earlier), file=sys.stderr)
+            raise Interrupted(interruption.number) from error
         if is_main_process() and not progress.started:
             # MMEngine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)

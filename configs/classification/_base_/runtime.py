@@ -3,7 +3,7 @@ custom_imports = dict(imports=['subquad.tools.data.registry', 'subquad.tools.eng
                       allow_failed_imports=False)
 default_scope = 'mmengine'
 default_hooks = dict(logger=dict(type='LoggerHook', interval=50),
-                     checkpoint=dict(type='CheckpointHook', interval=1, max_keep_ckpts=1))
+                     checkpoint=dict(type='CheckpointHook', interval=1, max_keep_ckpts=2))
 randomness = dict(seed=0)
 val_evaluator = dict(type='AccuracyMetric')
 test_evaluator = dict(type='AccuracyMetric')

@@ -40,6 +40,6 @@ param_scheduler = [
 train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=epochs, val_interval=epochs)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
-default_hooks = dict(checkpoint=dict(max_keep_ckpts=1))
+default_hooks = dict(checkpoint=dict(max_keep_ckpts=2))
 randomness = dict(seed=0)
 del dataset

@@ -14,6 +14,7 @@ from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
+from ..loops import resumable
 from ..runner_checkpoints import atomic_checkpoints
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .model import TimmClassifier
@@ -64,7 +65,8 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             raise UserError('the config has no optim_wrapper')
         arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
-                         default_hooks=atomic_checkpoints(config.get('default_hooks')))
+                         default_hooks=atomic_checkpoints(config.get('default_hooks')),
+                         train_cfg=resumable(arguments['train_cfg']))
         for hook in hooks:
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)

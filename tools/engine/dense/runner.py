@@ -27,6 +27,7 @@ from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
+from ..loops import resumable
 from ..runner_checkpoints import atomic_checkpoints
 from ..starting_weights import StartHook
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
@@ -98,6 +99,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if training:
         hooks = [FiniteHook(), *hooks]
         arguments['default_hooks'] = atomic_checkpoints(config.get('default_hooks'))
+        arguments['train_cfg'] = resumable(config.get('train_cfg'))
     # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
     arguments.update(_photographs(config, arguments))
     runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')

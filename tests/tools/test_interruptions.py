@@ -1,0 +1,251 @@
+"""Training that is interrupted by signals, or killed, and resumed; and damaged checkpoints."""
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from training_cases import fails, folder_arguments, make_images, preloaded_processes, run_train, write_random_config
+
+from subquad.tools import train
+from subquad.tools.engine.interruptions import Interrupted, InterruptionHook
+from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume, find_checkpoints
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp('data'))
+
+
+def _arguments(config, work, resume=False):
+    return [str(config), '--work-dir', str(work), *(['--resume'] if resume else [])]
+
+
+def _final(work):
+    return (work / 'last.safetensors').read_bytes(), (work / 'best.safetensors').read_bytes()
+
+
+@pytest.fixture(scope='module')
+def whole(images, tmp_path_factory):
+    """The configs by (accumulation, workers), and the final weights of undisturbed runs; made when they are needed."""
+    folder, made = tmp_path_factory.mktemp('whole'), {}
+
+    def get(accumulation=1, workers=0):
+        if (accumulation, workers) not in made:
+            work = folder / f'{accumulation}_{workers}'
+            config = write_random_config(folder / f'{work.name}.py', images, 3, accumulation, workers)
+            assert train.main(_arguments(config, work)) == 0
+            made[accumulation, workers] = config, _final(work)
+        return made[accumulation, workers]
+    return get
+
+
+def _signal_at(monkeypatch, number, stage, count):
+    """Send this process a signal in the call `count` of a method of MMEngine's hooks."""
+    from mmengine.hooks import RuntimeInfoHook
+    method, calls = getattr(RuntimeInfoHook, stage), []
+
+    def signaling(self, runner, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == count:
+            os.kill(os.getpid(), number)
+        return method(self, runner, *args, **kwargs)
+    monkeypatch.setattr(RuntimeInfoHook, stage, signaling)
+
+
+@pytest.mark.parametrize('number, stage, count, options, expected', [
+    (signal.SIGTERM, 'after_train_iter', 6, {}, 'interrupted_epoch_1_step_2.pth'),
+    (signal.SIGINT, 'before_train_iter', 7, dict(accumulation=3), 'interrupted_epoch_1_step_3.pth'),
+    (signal.SIGTERM, 'after_train_iter', 3, dict(workers=2), 'interrupted_epoch_0_step_3.pth'),
+    (signal.SIGTERM, 'after_train_iter', 8, dict(accumulation=3), 'epoch_2.pth'),
+    (signal.SIGINT, 'after_val_iter', 2, {}, 'epoch_2.pth'),
+], ids=['step', 'accumulation', 'workers', 'end of epoch', 'validation'])
+def test_a_signal_leaves_a_checkpoint_from_which_training_continues_exactly(
+        number, stage, count, options, expected, whole, tmp_path, monkeypatch, capfd):
+    config, final = whole(**options)
+    _signal_at(monkeypatch, number, stage, count)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted) as caught:
+        train.main(_arguments(config, tmp_path))
+    assert caught.value.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    text = capfd.readouterr().err
+    assert f'{number.name}: training stops after this step and writes a checkpoint; a second signal' in text
+    assert f'training state saved in {tmp_path}/{expected}; resume with: subquad train ' in text
+    assert not (tmp_path / 'last.safetensors').exists()
+    monkeypatch.undo()
+    assert train.main(_arguments(config, tmp_path, resume=True)) == 0
+    assert _final(tmp_path) == final
+    assert not list(tmp_path.glob('interrupted_*')) and len(list(tmp_path.glob('*.pth'))) == 2
+    if '_step_' in expected:
+        epoch, step = expected.split('.')[0].split('_')[2::2]
+        assert f'resuming after epoch {epoch} and {step} steps' in capfd.readouterr().err
+
+
+def test_a_second_signal_and_one_before_the_first_step_stop_at_once(monkeypatch, capfd):
+    monkeypatch.delenv('RANK', raising=False)
+    hook = InterruptionHook()
+    with hook.listening():
+        with pytest.raises(Interrupted, match='SIGTERM'):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        assert hook.number is None
+        hook.before_train_iter(None, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert hook.number == signal.SIGTERM
+        with pytest.raises(Interrupted, match='SIGINT') as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        assert caught.value.code == 130
+        # A launcher passes on the signal that a terminal has sent to all processes.
+        hook.number = None
+        monkeypatch.setenv('RANK', '0')
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err.count('a second signal stops it at once') == 2
+
+
+def test_an_epoch_of_another_length_refuses_a_checkpoint_inside_an_epoch(whole, tmp_path, monkeypatch):
+    config, _ = whole()
+    _signal_at(monkeypatch, signal.SIGTERM, 'after_train_iter', 2)
+    with pytest.raises(Interrupted):
+        train.main(_arguments(config, tmp_path))
+    monkeypatch.undo()
+    fails([*_arguments(config, tmp_path, resume=True), '--cfg-options', 'train_dataloader.batch_size=4'],
+          'interrupted_epoch_0_step_2.pth was written after 2 of 4 steps of an epoch, but an epoch now has 2 steps')
+
+
+# ---- damaged checkpoints
+
+@pytest.fixture(scope='module')
+def run_folder(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs') / 'run'
+    train.main(folder_arguments(images, folder, epochs=3))
+    return folder
+
+
+def _cut(content):
+    return content[:len(content) // 2]
+
+
+def _flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]
+
+
+@pytest.mark.parametrize('damage, words', [(_cut, 'damaged'), (_flip, 'differs from its checksum'),
+                                           (lambda content: b'', 'damaged')], ids=['cut', 'one bit', 'empty'])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, words, run_folder, images, tmp_path, capsys):
+    work = tmp_path / 'run'
+    shutil.copytree(run_folder, work)
+    newest = work / 'epoch_3.pth'
+    newest.write_bytes(damage(newest.read_bytes()))
+    assert train.main([*folder_arguments(images, work, epochs=3), '--resume']) == 0
+    text = capsys.readouterr().err
+    assert f'warning: --resume: {newest} is ' in text and words in text
+    assert 'trying epoch_2.pth, the checkpoint before it' in text and 'resuming after epoch 2' in text
+    assert _final(work) == _final(run_folder)
+    for path in (newest, work / 'epoch_2.pth'):
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(Exception, match='epoch_2.pth is damaged'):
+        checkpoint_to_resume(str(work), '')
+    with pytest.raises(Exception, match='epoch_3.pth is damaged'):
+        checkpoint_to_resume(str(work), str(newest))
+
+
+def test_the_order_of_checkpoints(tmp_path):
+    def write(name, when):
+        (tmp_path / name).write_text('')
+        os.utime(tmp_path / name, (when, when))
+    for when, name in enumerate(('epoch_9.pth', 'epoch_1.pth', 'interrupted_epoch_1_step_7.pth', 'best_epoch_2.pth')):
+        write(name, when + 1)
+    found = [path.name for path in find_checkpoints(tmp_path)]
+    assert found == ['epoch_9.pth', 'interrupted_epoch_1_step_7.pth', 'epoch_1.pth']
+    (tmp_path / 'last_checkpoint').write_text('/elsewhere/epoch_1.pth')
+    found = [path.name for path in find_checkpoints(tmp_path)]
+    assert found == ['interrupted_epoch_1_step_7.pth', 'epoch_1.pth'], 'a later one, and not that of an earlier run'
+    write('epoch_2.pth', 9)
+    assert find_checkpoints(tmp_path)[0].name == 'epoch_2.pth'
+    (tmp_path / 'last_checkpoint').write_text('/elsewhere/mine.pth')
+    write('mine.pth', 3)
+    assert find_checkpoints(tmp_path)[0].name == 'mine.pth'
+
+
+# ---- kills
+
+def _start(context, config, work, slowly=False):
+    log = work.parent / f'{work.name}.log'
+    log.write_text('')
+    process = context.Process(target=run_train,
+                              args=(_arguments(config, work, bool(find_checkpoints(work))), str(log), slowly))
+    process.start()
+    return process, log
+
+
+def _wait(process, condition, seconds=300):
+    """Wait until condition() is true; return whether the process then runs."""
+    end = time.monotonic() + seconds
+    while process.is_alive() and not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return process.is_alive()
+
+
+def _finish(context, config, work):
+    process, log = _start(context, config, work)
+    process.join(300)
+    assert process.exitcode == 0, log.read_text()
+
+
+def _check_kills(kills, images, tmp_path):
+    """Kill trainings at random moments, resume them, and compare the weights with those of an undisturbed run."""
+    context, draw = preloaded_processes(), random.Random(0)
+    config = write_random_config(tmp_path / 'config.py', images, epochs=4)
+    process, log = _start(context, config, tmp_path / 'whole')
+    _wait(process, lambda: 'training ' in log.read_text())
+    start = time.monotonic()
+    process.join(300)
+    length = time.monotonic() - start
+    assert process.exitcode == 0, log.read_text()
+    for n in range(kills):
+        work = tmp_path / f'killed_{n}'
+        delay, process = length * draw.random(), None
+        while process is None or process.exitcode != -signal.SIGKILL:      # it can end before the kill
+            shutil.rmtree(work, ignore_errors=True)
+            process, log = _start(context, config, work)
+            _wait(process, lambda log=log: 'training ' in log.read_text())
+            process.join(delay)
+            process.kill()
+            process.join(60)
+            delay /= 2
+        for path in work.glob('*.pth'):
+            checkpoint_to_resume(str(work), str(path))
+        _finish(context, config, work)
+        assert _final(work) == _final(tmp_path / 'whole'), f'kill {n}'
+        assert not list(work.glob('*.part'))
+
+
+def test_killed_trainings_end_with_the_weights_of_an_undisturbed_run(images, tmp_path):
+    _check_kills(2, images, tmp_path)
+
+
+@pytest.mark.slow
+def test_ten_killed_trainings_end_with_the_weights_of_an_undisturbed_run(images, tmp_path):
+    _check_kills(10, images, tmp_path)
+
+
+def test_a_checkpoint_is_never_half_written_under_its_name(images, tmp_path):
+    context, work = preloaded_processes(), tmp_path / 'run'
+    config = write_random_config(tmp_path / 'config.py', images, epochs=2)
+    process, log = _start(context, config, work, slowly=True)
+    assert _wait(process, lambda: any(path.stat().st_size for path in work.glob('epoch_2.pth*.part'))), log.read_text()
+    process.kill()
+    process.join(60)
+    part, = work.glob('*.part')
+    assert 0 < part.stat().st_size < (work / 'epoch_1.pth').stat().st_size
+    assert [path.name for path in find_checkpoints(work)] == ['epoch_1.pth']
+    torch.load(work / 'epoch_1.pth', weights_only=False)
+    _finish(context, config, work)
+    assert {path.name for path in work.glob('epoch_*')} == {'epoch_1.pth', 'epoch_2.pth'}

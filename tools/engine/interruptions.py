@@ -1,0 +1,147 @@
+"""Stop training at SIGTERM or SIGINT with a checkpoint, and continue from such a checkpoint."""
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional
+
+import torch
+from mmengine.dist import all_reduce, get_world_size, is_distributed, is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
+
+from .loops import ResumableTrainLoop, gradients, position, set_gradients
+from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
+
+_REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by a signal.
+
+    Attributes:
+        code: Exit code of the process, 128 + the number of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+@HOOKS.register_module()
+class InterruptionHook(Hook):
+    """Stops training after the step in which SIGTERM or SIGINT arrives, and writes a checkpoint.
+
+    Before the first step, and at a second signal, training stops at once. A run that continues from a checkpoint
+    validates first, if validation follows the epoch of the checkpoint: the first run may have ended before it.
+
+    Raises:
+        Interrupted: Training has stopped.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.number: Optional[int] = None
+        self.since, self.running, self.process, self.path = 0., False, os.getpid(), ''
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT within the block; only a main thread can."""
+        numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []
+        before = {number: signal.signal(number, self._receive) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() != self.process:              # a data loader's worker must live until the step is finished
+            return
+        now = time.monotonic()
+        if self.number is not None and 'RANK' in os.environ and now - self.since < _REPEATED:
+            return
+        if not self.running or self.number is not None:
+            raise Interrupted(number)
+        self.number, self.since = number, now
+        with contextlib.suppress(OSError):           # print could be interrupted in the middle of another print
+            os.write(2, f'{signal.Signals(number).name}: training stops after this step and writes a checkpoint; a '
+                        'second signal stops it at once\n'.encode())
+
+    def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
+        pending = gradients(runner)
+        if pending:
+            checkpoint['gradients'] = pending
+
+    def after_load_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
+        if not runner._resume:
+            return
+        path = runner._load_from
+        if 'optimizer' not in checkpoint and is_main_process():
+            print(f'warning: {path} holds no state of the optimizer, which starts from zero', file=sys.stderr)
+        set_gradients(runner, checkpoint.get('gradients', []))
+        if isinstance(runner.train_loop, ResumableTrainLoop):
+            runner.train_loop.continue_at(checkpoint.get('meta', {}), str(path))
+
+    def before_train(self, runner) -> None:
+        loop = runner.train_loop
+        if runner._resume and runner.iter and runner.val_loop is not None and isinstance(loop, ResumableTrainLoop):
+            loop._decide_current_val_interval()
+            due = loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs
+            if due and not loop.done and loop.epoch >= loop.val_begin:
+                runner.val_loop.run()
+
+    def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
+        self.running = True
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if not self._stops(runner):
+            return
+        loop = runner.train_loop
+        if not isinstance(loop, EpochBasedTrainLoop):
+            save_interrupted(runner, f'iter_{runner.iter + 1}', dict(epoch=runner.epoch, iter=runner.iter + 1))
+        elif batch_idx + 1 == len(loop.dataloader) or get_world_size() > 1 and gradients(runner):
+            return                                   # at the end of the epoch, or when all gradients are in the weights
+        else:
+            save_interrupted(runner, f'epoch_{runner.epoch}_step_{batch_idx + 1}',
+                             position(runner.epoch, batch_idx + 1, len(loop.dataloader)))
+        raise Interrupted(self.number)
+
+    def after_train_epoch(self, runner) -> None:
+        if self.number is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._leave_between_epochs(runner, runner.epoch + 1)
+
+    def after_val_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        # EMAHook has exchanged the weights, which must not be written now.
+        if self.number is not None and not is_distributed() and self._is_written(runner, runner.epoch):
+            raise Interrupted(self.number)
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        if self.running and self._stops(runner) and isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self._leave_between_epochs(runner, runner.epoch)
+
+    def _leave_between_epochs(self, runner, epoch: int) -> None:
+        if not self._is_written(runner, epoch):
+            save_interrupted(runner, f'epoch_{epoch}', position(epoch, 0, len(runner.train_dataloader)))
+        raise Interrupted(self.number)
+
+    @staticmethod
+    def _is_written(runner, epoch: int) -> bool:
+        """Whether the checkpoint of this epoch has been written."""
+        return any(hook.last_ckpt and hook.by_epoch and Path(hook.last_ckpt).name == hook.filename_tmpl.format(epoch)
+                   for hook in runner.hooks if isinstance(hook, AtomicCheckpointHook))
+
+    def _stops(self, runner) -> bool:
+        """Whether one of the processes has received a signal."""
+        if is_distributed():
+            number = torch.tensor(self.number or 0, device=next(runner.model.parameters()).device)
+            all_reduce(number, 'max')
+            self.number = number.item() or None
+        return self.number is not None
