@@ -6,6 +6,7 @@ from typing import List, Optional
 from .common.cli import UserError
 from .engine.config import find
 from .engine.config_arguments import add_config_arguments, config_with_options
+from .engine.loggers import LOGGERS, use_loggers
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -30,6 +31,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
                         help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
                         'work folder')
+    parser.add_argument('--log-to', nargs='+', choices=list(LOGGERS), metavar='LOGGER', default=[],
+                        help='also log to tensorboard, wandb or mlflow, whose packages must be installed')
     parser.add_argument('--verbose', action='store_true', help='also print the log of MMEngine')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
@@ -53,6 +56,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     work_dir = args.work_dir or _work_dir(args)
     if args.amp:
         use_mixed_precision(config)
+    if args.log_to:
+        use_loggers(config, args.log_to)
     if args.weights:
         config.load_from, config.resume = args.weights, False
     elif args.resume is not None or config.get('resume'):

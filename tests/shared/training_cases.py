@@ -1,10 +1,13 @@
 """What the tests of `subquad train` share: a few images in folders, and how a small network is trained on them."""
+import json
 import multiprocessing
 import os
 import sys
 import time
 
 import numpy as np
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS, MODELS
 from PIL import Image
 from user_errors import command_error
 
@@ -14,7 +17,7 @@ from subquad.tools import train
 RANDOM_CONFIG = """
 _base_ = {base!r}
 size = (3, 32, 32)
-model = dict(name='test_ppma', drop_path_rate=0.3)
+model = dict(name='test_ppma', drop_path_rate=0.3, data_preprocessor={mixup})
 train_dataloader = dict(
     batch_size=2, num_workers={workers}, dataset=dict(root={data!r} + '/train', transform=dict(input_size=size)))
 val_dataloader = dict(num_workers=0, dataset=dict(root={data!r} + '/val', transform=dict(input_size=size)))
@@ -50,11 +53,24 @@ def fails(arguments, message, main=train.main):
     return command_error(main, arguments, match=message)
 
 
+@HOOKS.register_module(force=True)
+class LossFileHook(Hook):
+    """Writes the loss of every step to the file {path}.{rank}, as JSON lines."""
+
+    def __init__(self, path):
+        self.path = f"{path}.{os.environ.get('RANK', 0)}"
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        with open(self.path, 'a') as file:
+            file.write(json.dumps(outputs['loss'].item()) + '\n')
+
+
 def write_random_config(path, images, epochs=3, accumulation=1, workers=0):
     """Write RANDOM_CONFIG for the images of `make_images`, and return its path."""
     from subquad.tools.engine.config import find
-    path.write_text(RANDOM_CONFIG.format(base=str(find('ppma-tiny_folder')), data=str(images), epochs=epochs,
-                                         accumulation=accumulation, workers=workers))
+    mixup = "dict(type='MixupPreprocessor')" if 'MixupPreprocessor' in MODELS else None
+    path.write_text(RANDOM_CONFIG.format(mixup=mixup, base=str(find('ppma-tiny_folder')), data=str(images),
+                                         epochs=epochs, accumulation=accumulation, workers=workers))
     return path
 
 
@@ -75,12 +91,13 @@ def preloaded_processes():
     return context
 
 
-def run_train(arguments, log, slowly=False):
+def run_train(arguments, log, slowly=False, environment=()):
     """Run `subquad train` in this process, with its messages in the file `log`, and exit with its code.
 
-    With `slowly`, checkpoints are written in small pieces with pauses.
+    With `slowly`, checkpoints are written in small pieces with pauses. `environment` holds pairs of name and value.
     """
     from subquad.tools.common.cli import run
+    os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

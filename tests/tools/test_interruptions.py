@@ -1,6 +1,7 @@
 """Training that is interrupted by signals, or killed, and resumed; and damaged checkpoints."""
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -105,6 +106,28 @@ def test_a_second_signal_and_one_before_the_first_step_stop_at_once(monkeypatch,
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err.count('a second signal stops it at once') == 2
+
+
+def test_a_full_disk_at_a_signal(whole, tmp_path, monkeypatch):
+    """The error is reported, and the last checkpoint stays."""
+    from subquad.tools.engine import interruptions
+    config, final = whole()
+    _signal_at(monkeypatch, signal.SIGTERM, 'after_train_iter', 6)
+    save, limits = interruptions.save_interrupted, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            save(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.setattr(interruptions, 'save_interrupted', limited)
+    fails(_arguments(config, tmp_path), f'a file grew beyond the largest size allowed while writing to {tmp_path}; '
+          rf'free some space; training state saved in {tmp_path}/epoch_1.pth; resume with: subquad train .* --resume$')
+    assert not list(tmp_path.glob('*.part')) and not list(tmp_path.glob('interrupted_*'))
+    monkeypatch.undo()
+    assert train.main(_arguments(config, tmp_path, resume=True)) == 0
+    assert _final(tmp_path) == final
 
 
 def test_an_epoch_of_another_length_refuses_a_checkpoint_inside_an_epoch(whole, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from mmengine.registry import Registry
 from mmengine.runner import Runner
 
 from ..common.cli import UserError, one_line
+from .sharding import is_sharded
 
 
 def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> Any:
@@ -58,10 +59,16 @@ def process_options(config: Config) -> Dict[str, Any]:
 
     torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because MMEngine selects a GPU
     before it connects them.
+
+    Raises:
+        UserError: The config asks for sharded parameters, but there is one process.
     """
     launcher = config.get('launcher', 'none')
     if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
         launcher = 'pytorch'
+    if is_sharded(config) and launcher == 'none':
+        raise UserError('model_wrapper_cfg: FullyShardedModel needs several processes (torchrun --nproc_per_node N -m '
+                        'subquad train ...)')
     gpu = torch.cuda.is_available()
     environment = dict(config.get('env_cfg', {}))
     environment['dist_cfg'] = {**environment.get('dist_cfg', {}), 'backend': 'nccl' if gpu else 'gloo'}

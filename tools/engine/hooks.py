@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Sequence
 
 import numpy as np
 import torch
-from mmengine.dist import get_rank, is_main_process
+from mmengine.dist import all_reduce, get_rank, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import FUNCTIONS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop
@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict
-from .messages import Estimate, summary
+from .messages import Estimate, Timing, summary
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Reports what is trained, how long it will take, and the progress.
+    """Reports what is trained, how long it will take, the progress, and how long steps and their data take.
 
     On a terminal, progress is a bar with loss, learning rate and remaining time. Elsewhere it is one line for each
-    tenth of the epochs, or of the iterations if the loop does not count epochs.
+    tenth of the epochs, or of the iterations if the loop does not count epochs. Losses are means over all processes.
 
     Args:
         start: Description of the weights at the start of training.
@@ -35,6 +35,7 @@ class ProgressHook(Hook):
     def __init__(self, start: str = 'random weights'):
         self.progress: Optional[Progress] = None
         self.start, self.losses, self.started, self.estimate = start, [], False, Estimate()
+        self.timing = Timing()
 
     def before_train(self, runner) -> None:
         self._print(summary(runner, self.start))
@@ -49,13 +50,14 @@ class ProgressHook(Hook):
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.started = True
         self.losses.append(outputs['loss'].item())
+        self.timing.after_step(runner.message_hub)
         left = self.estimate.after_step(time.perf_counter(), runner.max_iters - runner.iter - 1)
         if left:
             self._print(left)
         if self.progress:
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
                                  loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
-        elif not isinstance(runner.train_loop, EpochBasedTrainLoop):
+        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._line(runner, 'iteration', runner.iter + 1, runner.max_iters)
 
     def after_train_epoch(self, runner) -> None:
@@ -66,9 +68,18 @@ class ProgressHook(Hook):
     def _line(self, runner, unit: str, done: int, total: int) -> None:
         if done % max(1, total // 10) and done != total:
             return
+        loss = torch.tensor(float(np.mean(self.losses)))
+        all_reduce(loss, 'mean')
         if not self.progress:
-            self._print(f'{unit} {done}/{total}  loss {np.mean(self.losses):.3f}  lr {self._lr(runner):.1e}')
+            times = self.timing.line()
+            self._print(f'{unit} {done}/{total}  loss {loss:.3f}  lr {self._lr(runner):.1e}{times and "  " + times}')
+        self._hint(runner)
         self.losses.clear()
+
+    def _hint(self, runner) -> None:
+        hint = self.timing.hint(runner.train_dataloader.num_workers)
+        if hint:
+            self._print(hint)
 
     def _print(self, text: str) -> None:
         if self.progress:
@@ -83,6 +94,8 @@ class ProgressHook(Hook):
                                                    for name, value in metrics.items() if not value < 0))
 
     def after_train(self, runner) -> None:
+        if self.timing.steps:
+            self._print(self.timing.summary())
         self.stop()
 
     def stop(self) -> None:
@@ -183,11 +196,12 @@ class WeightsHook(Hook):
 
     def _save(self, runner, name: str, state: Dict[str, Any]) -> Path:
         path = Path(runner.work_dir) / name
+        model = getattr(runner.model, 'module', runner.model)
+        # EMAHook puts the average, which validation has evaluated, into a checkpoint. Sharded weights are gathered from
+        # all processes.
+        checkpoint = {'state_dict': model.state_dict()}
+        runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
         if is_main_process():
-            model = getattr(runner.model, 'module', runner.model)
-            # EMAHook puts the average, which validation has evaluated, into a checkpoint.
-            checkpoint = {'state_dict': model.state_dict()}
-            runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
             part = 'net.' if hasattr(model, 'net') else ''
             save_state_dict({key.removeprefix(part): value for key, value in checkpoint['state_dict'].items()}, path,
                             {**self.metadata, **state})

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
 import torch
-from mmengine.dist import all_reduce, get_world_size, is_distributed, is_main_process
+from mmengine.dist import all_reduce, is_distributed, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 
-from .loops import ResumableTrainLoop, gradients, position, set_gradients
+from .loops import ResumableTrainLoop, accumulating, gradients, position, set_gradients
 from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
 
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
@@ -76,9 +76,8 @@ class InterruptionHook(Hook):
                         'second signal stops it at once\n'.encode())
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
-        pending = gradients(runner)
-        if pending:
-            checkpoint['gradients'] = pending
+        if accumulating(runner) and not is_distributed():      # those of other processes would be missing
+            checkpoint['gradients'] = gradients(runner)
 
     def after_load_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
         if not runner._resume:
@@ -107,7 +106,7 @@ class InterruptionHook(Hook):
         loop = runner.train_loop
         if not isinstance(loop, EpochBasedTrainLoop):
             save_interrupted(runner, f'iter_{runner.iter + 1}', dict(epoch=runner.epoch, iter=runner.iter + 1))
-        elif batch_idx + 1 == len(loop.dataloader) or get_world_size() > 1 and gradients(runner):
+        elif batch_idx + 1 == len(loop.dataloader) or is_distributed() and accumulating(runner):
             return                                   # at the end of the epoch, or when all gradients are in the weights
         else:
             save_interrupted(runner, f'epoch_{runner.epoch}_step_{batch_idx + 1}',

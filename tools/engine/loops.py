@@ -100,13 +100,15 @@ def set_random_state(state: Dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state['cuda'].cpu())
 
 
-def gradients(runner: Any) -> List[Any]:
-    """Return the gradients that accumulation has collected since the last update, or [] if there are none."""
+def accumulating(runner: Any) -> bool:
+    """Whether gradients have been accumulated since the last update of the weights."""
     wrapper = runner.optim_wrapper
-    count = getattr(wrapper, '_accumulative_counts', 1)
-    if count == 1 or getattr(wrapper, 'inner_count', 0) % count == 0:
-        return []
-    return [None if p.grad is None else p.grad.cpu() for p in runner.model.parameters()]
+    return getattr(wrapper, 'inner_count', 0) % getattr(wrapper, '_accumulative_counts', 1) != 0
+
+
+def gradients(runner: Any) -> List[Any]:
+    """Return the accumulated gradients of the parameters, or [] if there are none."""
+    return [None if p.grad is None else p.grad.cpu() for p in runner.model.parameters()] if accumulating(runner) else []
 
 
 def set_gradients(runner: Any, values: List[Any]) -> None:

@@ -12,6 +12,8 @@ from mmengine.runner import EpochBasedTrainLoop
 _FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
          errno.EFBIG: 'a file grew beyond the largest size allowed'}
 _NUMBER = re.compile(r'os error (\d+)')                         # in messages of safetensors
+# The share of the time that waits for data from which a hint is given, and the number of steps before it.
+_BINDING, _ENOUGH = 0.3, 10
 # The first steps are slower (memory, kernels, caches) and are skipped; then as many as _TIMED are timed.
 _SKIPPED, _TIMED = 2, 3
 
@@ -88,6 +90,56 @@ class Estimate:
                 if left else None)
 
 
+class Timing:
+    """Keeps how long steps take and how long they wait for their data, as MMEngine's IterTimerHook measures it.
+
+    The first step is left out: it waits until the first batch is loaded, and is slower.
+    """
+
+    def __init__(self):
+        self.steps, self.data, self.step, self.recent, self.hinted, self.first = 0, 0., 0., [], False, True
+
+    def after_step(self, message_hub: Any) -> None:
+        """Add the times of a step; without IterTimerHook there are none."""
+        if 'train/time' not in message_hub.log_scalars or 'train/data_time' not in message_hub.log_scalars:
+            return
+        data, total = (message_hub.get_scalar(f'train/{name}').current() for name in ('data_time', 'time'))
+        if self.first:
+            self.first = False
+            return
+        self.steps += 1
+        self.data += data
+        self.step += total - data
+        self.recent.append((data, total - data))
+
+    @property
+    def share(self) -> float:
+        """Share of the time that waits for data, 0 to 1."""
+        return self.data / max(self.data + self.step, 1e-9)
+
+    def line(self) -> str:
+        """Return the mean times since the last call, or '' if there was no step."""
+        if not self.recent:
+            return ''
+        data, step = (sum(times) / len(self.recent) for times in zip(*self.recent))
+        self.recent.clear()
+        return f'data {data:.2g} s  step {step:.2g} s'
+
+    def hint(self, workers: int) -> Optional[str]:
+        """Return a sentence if the data loader is the slower part, once, else None."""
+        if self.hinted or self.steps < _ENOUGH or self.share < _BINDING:
+            return None
+        self.hinted = True
+        return (f'the loader binds: {self.share:.0%} of the time waits for data; more train_dataloader.num_workers '
+                f'than {workers} may help')
+
+    def summary(self) -> str:
+        """Return a sentence with the mean times of all steps."""
+        data, step = self.data / self.steps, self.step / self.steps
+        return (f'a step took {data + step:.2g} s on average: {data:.2g} s to wait for data ({self.share:.0%}), '
+                f'{step:.2g} s for model and optimizer')
+
+
 def duration(seconds: float) -> str:
     """Format seconds as '2 days 3 h', '3 h 20 min', '5 min' or '40 s'."""
     seconds = max(1, round(seconds))
@@ -112,6 +164,7 @@ def resume_command(args: Any, work_dir: str) -> str:
         value = getattr(args, name)
         words += [f'--{name}', str(value)] if value is not None else []
     words += [f'--{name}' for name in ('amp', 'verbose') if getattr(args, name)]
+    words += ['--log-to', *args.log_to] if args.log_to else []
     if args.cfg_options:
         words += ['--cfg-options', *args.option_words]
     return shlex.join([*words, '--resume'])

@@ -97,8 +97,8 @@ class AtomicCheckpointHook(CheckpointHook):
 
     def _save_checkpoint(self, runner) -> None:
         super()._save_checkpoint(runner)
-        if self._is_atomic and is_main_process():
-            for path in Path(self.out_dir).glob('interrupted_*.pth'):
+        if is_main_process():
+            for path in Path(runner.work_dir).glob('interrupted_*.pth'):
                 path.unlink(missing_ok=True)
 
     @property

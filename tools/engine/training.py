@@ -11,6 +11,7 @@ from ..common import images
 from ..common.cli import UserError, one_line, quiet
 from .config_arguments import is_classifier
 from .lock import locked
+from .loggers import check_loggers
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
@@ -25,8 +26,9 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
         command: Command that resumes this training after an interruption, for messages.
 
     Raises:
-        UserError: The config, the data or the folder cannot be used, and nothing has been written; or the training
-            stopped because the loss is not finite or the disk is full.
+        UserError: The config, the data or the folder cannot be used, or a package is missing, and nothing has been
+            written; or the training stopped because the loss is not finite or the disk is full.
+        Interrupted: A signal stopped the training.
     """
     from mmengine.dist import is_main_process
 
@@ -35,6 +37,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     if weights and not is_classifier(config):
         config.load_from = None
         without_pretrained(config.model)
+    check_loggers(config)
     vet_pretrained(config)
     first = int(os.environ.get('RANK', 0)) == 0
     with locked(folder) if first else contextlib.nullcontext():
@@ -78,9 +81,10 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
         raise
     except Exception as error:
         progress.stop()
-        if interruption.number is not None and is_main_process():
-            # The signal has ended another process, too, such as a worker of the data loader.
-            print(resume_hint(folder, command, earlier), file=sys.stderr)
+        if interruption.number is not None and 'DataLoader worker' in str(error):
+            # The signal was sent to the workers, too, which it ends.
+            if is_main_process():
+                print(resume_hint(folder, command, earlier), file=sys.stderr)
             raise Interrupted(interruption.number) from error
         if is_main_process() and not progress.started:
             # MMEngine builds many parts only now; no step has run, so there is nothing to keep.

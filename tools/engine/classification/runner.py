@@ -16,6 +16,7 @@ from ..finite import FiniteHook
 from ..hooks import WeightsHook
 from ..loops import resumable
 from ..runner_checkpoints import atomic_checkpoints
+from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .model import TimmClassifier
 from .weight_files import WRAPPER_ARGUMENTS
@@ -59,7 +60,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         load_starting_weights(model.net, start, classes)
         model.has_weights, start = True, None                 # MMEngine's loading would skip weights that do not match
     if training:
-        hooks.append(FiniteHook())
+        hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
         optimizer = config.get('optim_wrapper')
         if optimizer is None:
             raise UserError('the config has no optim_wrapper')
@@ -70,7 +71,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         for hook in hooks:
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)
-    writable_folder(work_dir)
+    config.work_dir = str(writable_folder(work_dir))             # MLflow's backend reads it
     # MMEngine keeps visualizers by this name: a second run in the same second would write to those of the first.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     if config.get('visualizer'):

@@ -29,6 +29,7 @@ from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
 from ..loops import resumable
 from ..runner_checkpoints import atomic_checkpoints
+from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import StartHook
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
 from .photographs import with_photographs
@@ -97,7 +98,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     keys = (*_COMMON, *(_TRAINING if training else _TESTING))
     arguments = {key: config[key] for key in keys if config.get(key) is not None}
     if training:
-        hooks = [FiniteHook(), *hooks]
+        hooks = [FiniteHook(), *hooks, *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
         arguments['default_hooks'] = atomic_checkpoints(config.get('default_hooks'))
         arguments['train_cfg'] = resumable(config.get('train_cfg'))
     # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
