@@ -7,9 +7,12 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import timm.data
+import torch
 from mmengine.registry import DATASETS
 from PIL import Image
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torchvision.transforms import Normalize
 
 from ..common.cli import UserError, shown
 from ..common.images import UnreadableImage, check_header, open_image, report_once
@@ -20,15 +23,45 @@ CHECKED = 20_000
 
 
 def build_transform(options: Dict[str, Any]):
-    """Return timm.data.create_transform(**options).
+    """Return timm.data.create_transform(**options), which converts and normalizes images by a table.
 
     Raises:
         UserError: timm does not have one of the options.
     """
     try:
-        return timm.data.create_transform(**options)
+        transform = timm.data.create_transform(**options)
     except TypeError as error:
         raise UserError(f'transform: {error}') from error
+    steps = getattr(transform, 'transforms', [])
+    for n, pair in enumerate(zip(steps, steps[1:])):
+        if isinstance(pair[0], timm.data.transforms.MaybeToTensor) and isinstance(pair[1], Normalize):
+            steps[n:n + 2] = [NormalizedTensor(*pair)]
+            break
+    return transform
+
+
+class NormalizedTensor(nn.Module):
+    """`normalize(convert(image))` by a table of the 256 values of each channel: the same numbers, faster.
+
+    Args:
+        convert: timm's MaybeToTensor.
+        normalize: torchvision's Normalize.
+    """
+
+    def __init__(self, convert: nn.Module, normalize: Normalize):
+        super().__init__()
+        self.convert, self.normalize = convert, normalize
+        values = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, 2)                    # (256, 1, 3)
+        self.table = normalize(convert(Image.fromarray(values))).numpy()[:, :, 0]
+
+    def forward(self, image: Any) -> Tensor:
+        if getattr(image, 'mode', None) != 'RGB':
+            return self.normalize(self.convert(image))
+        pixels = np.asarray(image)
+        result = np.empty((3, *pixels.shape[:2]), self.table.dtype)
+        for channel, row in enumerate(self.table):
+            row.take(pixels[..., channel], out=result[channel], mode='clip')
+        return torch.from_numpy(result)
 
 
 class _Classified(Dataset):

@@ -1,0 +1,144 @@
+"""What training reports besides the loss: times of data and steps, and loggers."""
+import collections
+import sys
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from training_cases import fails, folder_arguments, make_images
+
+from subquad.tools import train
+from subquad.tools.engine import loggers
+from subquad.tools.engine.messages import Timing
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp('data'))
+
+
+class _Hub:
+    """MMEngine's MessageHub with the times of one step."""
+
+    def __init__(self, data, total):
+        self.log_scalars = {'train/data_time': data, 'train/time': total}
+
+    def get_scalar(self, name):
+        return type('Buffer', (), dict(current=lambda _: self.log_scalars[name]))()
+
+
+@pytest.mark.parametrize('data, binds', [(0.62, True), (0.1, False)])
+def test_the_slower_part_is_named_once(data, binds):
+    timing = Timing()
+    timing.after_step(_Hub(100., 200.))                          # the first step, with the start of workers
+    assert timing.line() == '' and timing.hint(2) is None
+    for n in range(10):
+        timing.after_step(_Hub(data, 1.))
+        assert (timing.hint(2) is not None) == (binds and n == 9)
+    assert timing.hint(2) is None
+    assert timing.line() == f'data {data:.2g} s  step {1 - data:.2g} s' and timing.line() == ''
+    assert timing.summary() == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
+                                f'{1 - data:.2g} s for model and optimizer')
+
+
+def test_a_slow_loader_is_reported(images, tmp_path, monkeypatch, capsys):
+    from subquad.tools.data.image_sets import ImageFolder
+    get = ImageFolder.__getitem__
+    monkeypatch.setattr(ImageFolder, '__getitem__', lambda self, n: time.sleep(0.5) or get(self, n))
+    train.main(folder_arguments(images, tmp_path, epochs=6))
+    text = capsys.readouterr().err
+    assert text.count('the loader binds: ') == 1 and 'more train_dataloader.num_workers than 0 may help' in text
+    line = next(line for line in text.splitlines() if line.startswith('epoch 6/6'))
+    assert 2 <= float(line.split('data ')[1].split()[0]) <= 30 and '  step ' in line
+    assert 'a step took ' in text
+
+
+def _shares(arguments):
+    """Return processor times of a training run by part: those of hooks by name, the train step, and all."""
+    from mmengine.runner import Runner
+
+    from subquad.tools.engine.classification.model import TimmClassifier
+    from subquad.tools.engine.loops import ResumableTrainLoop
+    times = collections.Counter()
+
+    def timed(patch, owner, name, key):
+        real = getattr(owner, name)
+
+        def call(self, *args, **kwargs):
+            start = time.process_time()
+            try:
+                return real(self, *args, **kwargs)
+            finally:
+                times[key or args[0]] += time.process_time() - start
+        patch.setattr(owner, name, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        timed(patch, TimmClassifier, 'train_step', 'train_step')
+        timed(patch, Runner, 'call_hook', None)
+        timed(patch, ResumableTrainLoop, 'run', 'all')
+        train.main(arguments)
+    return times
+
+
+def test_training_spends_its_time_in_model_and_optimizer(tmp_path):
+    """At most 10 % elsewhere: loading, hooks and checkpoints; processor time does not count other programs."""
+    times = _shares(['test-ppma_digits', '--epochs', '1', '--work-dir', str(tmp_path)])
+    assert times['train_step'] > 0 and 1 - times['train_step'] / times['all'] < 0.1, times
+
+
+def test_the_table_of_normalized_values_is_exact():
+    from subquad.tools.data.image_sets import NormalizedTensor, build_transform
+    options = dict(input_size=(3, 32, 24), crop_pct=1.0)
+    fast, plain = build_transform(options), timm.data.create_transform(**options)
+    assert any(isinstance(step, NormalizedTensor) for step in fast.transforms)
+    rng = np.random.default_rng(0)
+    for mode in ('RGB', 'YCbCr'):
+        image = Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).convert(mode)
+        if mode == 'RGB':
+            assert torch.equal(fast(image), plain(image)) and fast(image).shape == (3, 32, 24)
+        else:                                                    # another mode takes torchvision's way
+            step = next(step for step in fast.transforms if isinstance(step, NormalizedTensor))
+            assert torch.equal(step(image), step.normalize(step.convert(image)))
+    erased = build_transform(dict(input_size=(3, 32, 32), is_training=True, re_prob=1.))
+    assert erased(Image.new('RGB', (40, 40))).unique().numel() > 3
+
+
+# ---- loggers
+
+@pytest.mark.parametrize('name', loggers.LOGGERS)
+def test_a_missing_package_is_one_error_before_anything_is_written(name, images, tmp_path, monkeypatch):
+    kind, package = loggers.LOGGERS[name]
+    monkeypatch.setattr(loggers, 'find_spec', lambda _: None)
+    work = tmp_path / 'run'
+    fails([*folder_arguments(images, work), '--log-to', name], f'^{kind} needs {package}, which is not installed: '
+          f'pip install {package}$')
+    config = tmp_path / 'config.py'
+    config.write_text(f"_base_ = 'ppma-tiny_folder.py'\nvisualizer = dict(type='Visualizer', vis_backends=["
+                      f"dict(type='{kind}')])\n".replace("'ppma", f"'{_configs()}/ppma"))
+    fails(folder_arguments(images, work, config=str(config)), f'{kind} needs {package}')
+    assert not work.exists()
+
+
+def _configs():
+    from subquad.tools.engine.config import find
+    return find('ppma-tiny_folder').parent
+
+
+def test_curves_go_to_the_logger(images, tmp_path, monkeypatch):
+    """A stand-in for the package receives what MMEngine's backend sends."""
+    calls, package = [], type(sys)('mlflow')
+    package.__spec__ = sys.__spec__
+    package.get_experiment_by_name = lambda name: None
+    for name in ('set_tracking_uri', 'create_experiment', 'set_experiment', 'set_tags', 'log_params', 'log_metrics',
+                 'log_metric', 'log_text', 'log_artifact', 'start_run', 'end_run'):
+        setattr(package, name, lambda *args, name=name, **kwargs: calls.append((name, args)))
+    package.active_run = lambda: None
+    monkeypatch.setitem(sys.modules, 'mlflow', package)
+    assert train.main([*folder_arguments(images, tmp_path), '--log-to', 'mlflow']) == 0
+    logged = {key for name, args in calls if name == 'log_metrics' for key in args[0]}
+    assert {'loss', 'data_time', 'time', 'accuracy/top1'} <= logged | {args[0] for name, args in calls
+                                                                      if name == 'log_metric'}
+    assert (tmp_path / 'last.safetensors').exists()
