@@ -67,6 +67,7 @@ class LossFileHook(Hook):
 
 def write_random_config(path, images, epochs=3, accumulation=1, workers=0):
     """Write RANDOM_CONFIG for the images of `make_images`, and return its path."""
+    from subquad.tools.engine import registry  # noqa: F401  (registers the preprocessor, where there is one)
     from subquad.tools.engine.config import find
     mixup = "dict(type='MixupPreprocessor')" if 'MixupPreprocessor' in MODELS else None
     path.write_text(RANDOM_CONFIG.format(mixup=mixup, base=str(find('ppma-tiny_folder')), data=str(images),

@@ -46,7 +46,8 @@ class InterruptionHook(Hook):
     priority = 'LOWEST'
 
     def __init__(self):
-        self.number: Optional[int] = None
+        self.number: Optional[int] = None            # the signal that this process has received
+        self.agreed: Optional[int] = None            # the signal that one of all processes has received
         self.since, self.running, self.process, self.path = 0., False, os.getpid(), ''
 
     @contextlib.contextmanager
@@ -111,10 +112,10 @@ class InterruptionHook(Hook):
         else:
             save_interrupted(runner, f'epoch_{runner.epoch}_step_{batch_idx + 1}',
                              position(runner.epoch, batch_idx + 1, len(loop.dataloader)))
-        raise Interrupted(self.number)
+        raise Interrupted(self.agreed)
 
     def after_train_epoch(self, runner) -> None:
-        if self.number is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
+        if self.agreed is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._leave_between_epochs(runner, runner.epoch + 1)
 
     def after_val_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
@@ -129,7 +130,7 @@ class InterruptionHook(Hook):
     def _leave_between_epochs(self, runner, epoch: int) -> None:
         if not self._is_written(runner, epoch):
             save_interrupted(runner, f'epoch_{epoch}', position(epoch, 0, len(runner.train_dataloader)))
-        raise Interrupted(self.number)
+        raise Interrupted(self.agreed)
 
     @staticmethod
     def _is_written(runner, epoch: int) -> bool:
@@ -138,9 +139,10 @@ class InterruptionHook(Hook):
                    for hook in runner.hooks if isinstance(hook, AtomicCheckpointHook))
 
     def _stops(self, runner) -> bool:
-        """Whether one of the processes has received a signal."""
+        """Whether one of the processes has received a signal; all processes call it, and get the same answer."""
+        self.agreed = self.number
         if is_distributed():
             number = torch.tensor(self.number or 0, device=next(runner.model.parameters()).device)
             all_reduce(number, 'max')
-            self.number = number.item() or None
-        return self.number is not None
+            self.agreed = number.item() or None
+        return self.agreed is not None
