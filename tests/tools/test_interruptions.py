@@ -80,9 +80,11 @@ def test_a_signal_leaves_a_checkpoint_from_which_training_continues_exactly(
     assert train.main(_arguments(config, tmp_path, resume=True)) == 0
     assert _final(tmp_path) == final
     assert not list(tmp_path.glob('interrupted_*')) and len(list(tmp_path.glob('*.pth'))) == 2
+    text = capfd.readouterr().err
+    assert text.count('validation  ') == (3 if 'epoch_0' in expected else 2), 'once after each epoch in both parts'
     if '_step_' in expected:
         epoch, step = expected.split('.')[0].split('_')[2::2]
-        assert f'resuming after epoch {epoch} and {step} steps' in capfd.readouterr().err
+        assert f'resuming after epoch {epoch} and {step} steps' in text
 
 
 def test_a_second_signal_and_one_before_the_first_step_stop_at_once(monkeypatch, capfd):

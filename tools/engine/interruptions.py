@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
 import torch
-from mmengine.dist import all_reduce, is_distributed, is_main_process
+from mmengine.dist import all_reduce, broadcast_object_list, is_distributed, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 
+from ...backbones.weights import write_atomically
 from .loops import ResumableTrainLoop, accumulating, gradients, position, set_gradients
 from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
 
+_VALIDATED = 'last_validation'      # the file with the number of steps before the last complete validation
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
 
 
@@ -37,7 +39,7 @@ class InterruptionHook(Hook):
     """Stops training after the step in which SIGTERM or SIGINT arrives, and writes a checkpoint.
 
     Before the first step, and at a second signal, training stops at once. A run that continues from a checkpoint
-    validates first, if validation follows the epoch of the checkpoint: the first run may have ended before it.
+    validates first if validation follows the epoch of the checkpoint and the first run has not completed it.
 
     Raises:
         Interrupted: Training has stopped.
@@ -91,11 +93,16 @@ class InterruptionHook(Hook):
             runner.train_loop.continue_at(checkpoint.get('meta', {}), str(path))
 
     def before_train(self, runner) -> None:
-        loop = runner.train_loop
+        loop, note = runner.train_loop, Path(runner.work_dir) / _VALIDATED
+        if not runner.iter and is_main_process():
+            note.unlink(missing_ok=True)             # of an earlier run in this folder
         if runner._resume and runner.iter and runner.val_loop is not None and isinstance(loop, ResumableTrainLoop):
             loop._decide_current_val_interval()
-            due = loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs
-            if due and not loop.done and loop.epoch >= loop.val_begin:
+            due = [not loop.done and loop.epoch >= loop.val_begin and (
+                loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs)
+                and not (note.is_file() and note.read_text() == str(runner.iter))]
+            broadcast_object_list(due)               # the folder of the main process decides
+            if due[0]:
                 runner.val_loop.run()
 
     def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
@@ -124,6 +131,9 @@ class InterruptionHook(Hook):
             raise Interrupted(self.number)
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        if is_main_process():
+            with write_atomically(Path(runner.work_dir) / _VALIDATED) as temporary:
+                Path(temporary).write_text(str(runner.iter))
         if self.running and self._stops(runner) and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._leave_between_epochs(runner, runner.epoch)
 
