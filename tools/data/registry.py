@@ -1,2 +1,5 @@
-"""Register the data sets that classification and sequence configs name; configs import it by `custom_imports`."""
-from . import image_sets, sequences, token_sets  # noqa: F401
+"""Register the data sets and the sampler that classification and sequence configs name.
+
+Configs import it by `custom_imports`.
+"""
+from . import image_sets, samplers, sequences, token_sets  # noqa: F401

@@ -9,6 +9,7 @@ from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
+from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
 
 from ...backbones.weights import is_finite
@@ -79,7 +80,7 @@ def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
     # These samplers have their own generators, so they draw the same batch again.
     if isinstance(loader.sampler, InfiniteSampler):
         batch_idx = runner.iter
-    elif not isinstance(loader.sampler, DefaultSampler):
+    elif not isinstance(loader.sampler, (DefaultSampler, RepeatAugSampler)):
         return f'it is batch {batch_idx} of its epoch'
     indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])
     samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder

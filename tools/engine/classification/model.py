@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common.cli import UserError, nearest
 from ..zoo import create
+from .mixup import MixupPreprocessor
 
 
 @MODELS.register_module()
@@ -27,15 +28,26 @@ class TimmClassifier(BaseModel):
     Args:
         name: timm model name.
         label_smoothing: Label smoothing of the cross-entropy.
-        data_preprocessor: MMEngine's config of a preprocessor for whole batches.
+        grad_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        data_preprocessor: MMEngine's config of a preprocessor for whole batches, such as MixupPreprocessor.
         kwargs: Arguments of timm.create_model (num_classes, drop_path_rate, ...).
     """
 
-    def __init__(self, name: str, label_smoothing: float = 0., data_preprocessor: Optional[Dict[str, Any]] = None,
-                 **kwargs: Any):
+    def __init__(self, name: str, label_smoothing: float = 0., grad_checkpointing: bool = False,
+                 data_preprocessor: Optional[Dict[str, Any]] = None, **kwargs: Any):
         super().__init__(data_preprocessor=data_preprocessor)
         self.net = create(name, **kwargs)
+        if grad_checkpointing:
+            self._checkpoint_gradients(name)
+        if isinstance(self.data_preprocessor, MixupPreprocessor):
+            self.data_preprocessor.num_classes = self.net.num_classes
         self.label_smoothing, self.has_weights = label_smoothing, False
+
+    def _checkpoint_gradients(self, name: str) -> None:
+        try:
+            self.net.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as error:        # timm's way to refuse
+            raise UserError(f'{name} does not support grad_checkpointing') from error
 
     def init_weights(self) -> None:
         """Initialize the weights unless they were loaded (`has_weights`).

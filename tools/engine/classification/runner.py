@@ -14,10 +14,12 @@ from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
+from ..learning_rate import ScalingRunner
 from ..loops import resumable
 from ..runner_checkpoints import atomic_checkpoints
 from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
+from .mixup import MixupPreprocessor
 from .model import TimmClassifier
 from .weight_files import WRAPPER_ARGUMENTS
 
@@ -64,6 +66,8 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         optimizer = config.get('optim_wrapper')
         if optimizer is None:
             raise UserError('the config has no optim_wrapper')
+        if isinstance(model.data_preprocessor, MixupPreprocessor):
+            model.data_preprocessor.check_batches(config.train_dataloader)
         arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
                          default_hooks=atomic_checkpoints(config.get('default_hooks')),
@@ -76,7 +80,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     if config.get('visualizer'):
         arguments['visualizer'] = {**config.visualizer, 'name': name}
-    return made(lambda: Runner(
+    return made(lambda: ScalingRunner(
         model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
         load_from=start, resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
         default_scope=config.get('default_scope') or 'mmengine', cfg=config, experiment_name=name,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ....backbones.weights import read_checkpoint
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, one_line
+from ..learning_rate import ScalingRunner
 
 # Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')
@@ -159,8 +160,8 @@ def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
     return results
 
 
-class DenseRunner(Runner):
-    """MMEngine's Runner, with `Steps` as the pipelines of its data sets.
+class DenseRunner(ScalingRunner):
+    """ScalingRunner, with `Steps` as the pipelines of its data sets.
 
     Raises:
         UserError: In `train` and `test`, a batch holds images that the segmenter cannot stack.
