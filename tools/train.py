@@ -1,5 +1,6 @@
 """Train a classifier, a detector or a segmenter from a config file."""
 import argparse
+import os
 from pathlib import Path
 from typing import List, Optional
 
@@ -33,6 +34,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         'work folder')
     parser.add_argument('--log-to', nargs='+', choices=list(LOGGERS), metavar='LOGGER', default=[],
                         help='also log to tensorboard, wandb or mlflow, whose packages must be installed')
+    parser.add_argument('--dry-run', action='store_true',
+                        help='build model, data and optimizer of a classifier, print learning rate, weight decay and '
+                        'drop path of every parameter, the schedule and the batch, and write nothing')
+    parser.add_argument('--processes', type=int,
+                        help='with --dry-run: number of processes (default: that of torchrun, or 1)')
+    parser.add_argument('--json', action='store_true', help='with --dry-run: print everything as JSON')
     parser.add_argument('--verbose', action='store_true', help='also print the log of MMEngine')
     args = parser.parse_args(argv)
     if args.epochs is not None and args.epochs < 1:
@@ -44,6 +51,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights and args.resume is not None:
         raise UserError('--pretrained and --resume exclude each other: the first starts a run, the second '
                         'continues one')
+    if args.dry_run:
+        _check_dry_run(args)
+    elif args.processes is not None or args.json:
+        raise UserError(f"--{'json' if args.json else 'processes'} is only for --dry-run")
     from .engine.messages import resume_command
     from .engine.runner_checkpoints import checkpoint_to_resume
     from .engine.schedule import scale_schedule, use_mixed_precision
@@ -63,9 +74,33 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     elif args.resume is not None or config.get('resume'):
         name = args.resume or ('' if args.resume == '' else config.get('load_from') or '')
         config.load_from, config.resume = checkpoint_to_resume(work_dir, name), True
+    if args.dry_run:
+        _show(config, args)
+        return 0
     run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR', weights=args.weights,
                  command=resume_command(args, work_dir))
     return 0
+
+
+def _check_dry_run(args: argparse.Namespace) -> None:
+    if args.processes is not None and args.processes < 1:
+        raise UserError(f'--processes must be at least 1, got {args.processes}')
+    if args.resume is not None:
+        raise UserError('--dry-run and --resume exclude each other: a resumed run has the options of its checkpoint')
+
+
+def _show(config, args: argparse.Namespace) -> None:
+    """Print what the config would train."""
+    from .common.output import dumps
+    from .engine.config_arguments import is_classifier
+    from .engine.dry_run import dry_run, print_dry_run
+    if not is_classifier(config):
+        raise UserError(f'--dry-run is for classifiers, and {args.config} trains a detector or segmenter')
+    found = dry_run(config, args.processes or int(os.environ.get('WORLD_SIZE', 1)))
+    if args.json:
+        print(dumps({**found, 'parameters': [each._asdict() for each in found['parameters']]}))
+    else:
+        print_dry_run(found)
 
 
 def _work_dir(args: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.optim import build_optim_wrapper
+from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
@@ -44,31 +44,13 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             dataset = config.get(f'{part}_dataloader', {}).get('dataset', {})
             if dataset.get('type') == 'ImageFolder':         # other data sets do not read image files of a user
                 dataset.strict = True
-    arguments, classes = _data(config, ('train', 'val') if training else ('test',))
-    if config.model.setdefault('num_classes', len(classes)) != len(classes):
-        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
-    start = config.get('load_from') if training else None
+    arguments, classes = build_data(config, ('train', 'val') if training else ('test',))
     resume = training and config.get('resume', False)
-    if start and not resume:
-        adopt_options(config, start)
-    # The Runner seeds only in its constructor, which is too late for the weights.
-    randomness = config.get('randomness', dict(seed=0))
-    set_random_seed(randomness.get('seed'))
-    model = build(MODELS, config.model.to_dict(), 'model')
+    model = build_model(config, classes, training)
     hooks = [dict(type='SeedHook'), *hooks]
-    if start and resume:
-        refuse_other_state(model.net, start)
-    elif start:
-        load_starting_weights(model.net, start, classes)
-        model.has_weights, start = True, None                 # MMEngine's loading would skip weights that do not match
     if training:
         hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
-        optimizer = config.get('optim_wrapper')
-        if optimizer is None:
-            raise UserError('the config has no optim_wrapper')
-        if isinstance(model.data_preprocessor, MixupPreprocessor):
-            model.data_preprocessor.check_batches(config.train_dataloader)
-        arguments.update(optim_wrapper=made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper'),
+        arguments.update(optim_wrapper=build_optimizer(config, model),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
                          default_hooks=atomic_checkpoints(config.get('default_hooks')),
                          train_cfg=resumable(arguments['train_cfg']))
@@ -81,13 +63,55 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if config.get('visualizer'):
         arguments['visualizer'] = {**config.visualizer, 'name': name}
     return made(lambda: ScalingRunner(
-        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks], randomness=randomness,
-        load_from=start, resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
+        model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks],
+        randomness=config.get('randomness', dict(seed=0)), load_from=config.get('load_from') if resume else None,
+        resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
         default_scope=config.get('default_scope') or 'mmengine', cfg=config, experiment_name=name,
         **process_options(config)), 'the Runner cannot be built')
 
 
-def _data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
+def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmClassifier:
+    """Build the model with the config's seed and, in training, its starting weights.
+
+    Args:
+        config: Config; its model receives the number of classes and the options of the starting weights.
+        classes: Names of the classes of the data.
+        training: Whether the model is for training.
+
+    Raises:
+        UserError: The model cannot be built, or classes, starting weights or a checkpoint to resume do not match it.
+    """
+    if config.model.setdefault('num_classes', len(classes)) != len(classes):
+        raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
+    start, resume = (config.get('load_from'), config.get('resume', False)) if training else (None, False)
+    if start and not resume:
+        adopt_options(config, start)
+    # The Runner seeds only in its constructor, which is too late for the weights.
+    set_random_seed(config.get('randomness', dict(seed=0)).get('seed'))
+    model = build(MODELS, config.model.to_dict(), 'model')
+    if start and resume:
+        refuse_other_state(model.net, start)
+    elif start:
+        load_starting_weights(model.net, start, classes)
+        model.has_weights = True                              # MMEngine's loading would skip weights that do not match
+    return model
+
+
+def build_optimizer(config: Config, model: TimmClassifier) -> OptimWrapper:
+    """Build the optimizer, after checking that the model's preprocessor accepts the batches.
+
+    Raises:
+        UserError: The optimizer cannot be built, or batches cannot be mixed.
+    """
+    optimizer = config.get('optim_wrapper')
+    if optimizer is None:
+        raise UserError('the config has no optim_wrapper')
+    if isinstance(model.data_preprocessor, MixupPreprocessor):
+        model.data_preprocessor.check_batches(config.train_dataloader)
+    return made(lambda: build_optim_wrapper(model, optimizer), 'optim_wrapper')
+
+
+def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
     """Return the Runner's arguments for these parts, with data sets already built, and the names of the classes.
 
     Raises:

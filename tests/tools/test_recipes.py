@@ -1,0 +1,164 @@
+"""The published recipes: what `subquad train --dry-run` shows of them, and two steps of each on generated images."""
+import json
+import re
+
+import pytest
+import timm
+from training_cases import fails, make_images
+
+from subquad.backbones.weights import read_checkpoint
+from subquad.tools import train
+from subquad.tools.engine.config import known_configs, load
+
+RECIPES = [name for name in known_configs() if '_in1k' in name]
+# A recipe of each kind, and the network with which it is run.
+FAMILIES = ('ppma-t_8xb128-300e_in1k', 'myo-t_8xb128-300e_in1k', 'lcsm-t_8xb128-300e_in1k',
+            'mobilevitv2-050_8xb128-300e_in1k', 'mobilevitv2-050_2xb64-10e_in1k-384px')
+# Learning rate, weight decay of the recipes of MobileViTv2, by width.
+WIDTHS = {'050': (.0090, .004), '075': (.0090, .008), '100': (.0075, .013), '125': (.0049, .020),
+          '150': (.0035, .029), '175': (.0026, .039), '200': (.0020, .050)}
+DROP_PATH = {'t': 0.1, 's': 0.15, 'b': 0.4}
+
+
+def _dry_run(capsys, *arguments):
+    assert train.main([*map(str, arguments), '--dry-run', '--json']) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_published_size_has_a_recipe():
+    assert set(RECIPES) == {
+        *(f'{family}-{size}_8xb128-300e_in1k' for family in ('ppma', 'myo', 'lcsm') for size in DROP_PATH),
+        *(f'mobilevitv2-{width}_{schedule}' for width in WIDTHS
+          for schedule in ('8xb128-300e_in1k', '2xb64-10e_in1k-384px'))}
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_recipes_name_their_model_and_batch(name):
+    config = load(name)
+    family, size = re.match(r'(\w+)-(\w+?)_', name).groups()
+    sizes = dict(t='tiny', s='small', b='base')
+    assert config.model.name == (f'subquad_mobilevitv2_{size}' if size in WIDTHS else f'{family}_{sizes[size]}')
+    assert timm.is_model(config.model.name) and config.model.num_classes == 1000
+    if size in sizes:
+        assert config.model.drop_path_rate == DROP_PATH[size]
+    assert config.train_dataloader.batch_size == int(re.search(r'xb(\d+)', name)[1])
+    assert config.train_cfg.max_epochs == int(re.search(r'(\d+)e_', name)[1])
+    assert config.train_dataloader.drop_last and config.model.label_smoothing == 0.1
+
+
+# ---- --dry-run
+
+@pytest.mark.parametrize('size, depth', [('t', 14), ('s', 29), ('b', 45)])
+def test_the_options_of_every_parameter_of_ppma(size, depth, capsys, tmp_path, monkeypatch):
+    """As the authors publish them: AdamW, 1e-3 at 1,024 images, weight decay 0.05, drop path linear over depth."""
+    monkeypatch.chdir(tmp_path)
+    found = _dry_run(capsys, f'ppma-{size}_8xb128-300e_in1k', '--processes', 8)
+    assert not list(tmp_path.iterdir()), 'nothing is written'
+    assert found['batch'] == 1024 and found['steps_per_epoch'] == 1251 and found['epochs'] == 300
+    assert found['learning_rate'].startswith('the learning rate is 0.001: 0.0005 for 512 images, scaled to 1,024')
+    assert 'there is no data/imagenet/train; 1,281,167 training images' in found['data']
+    names = [each['name'] for each in found['parameters']]
+    model = timm.create_model(f'ppma_{dict(t="tiny", s="small", b="base")[size]}')
+    assert names == [name for name, _ in model.named_parameters()]
+    blocks = sorted({tuple(map(int, re.findall(r'\d+', name)[:2])) for name in names if '.blocks.' in name})
+    assert len(blocks) == depth
+    exempt = set()
+    for each in found['parameters']:
+        name = each['name']
+        assert each['lr'] == pytest.approx(1e-3)
+        free = name.endswith(('.bias', '.A_log', '.dt_bias', '.gamma')) or re.search(r'norm\d*\.weight$', name)
+        assert each['weight_decay'] == (0. if free else 0.05), name
+        exempt.update({name.split('.')[-1]} if free else ())
+        if '.blocks.' in name:
+            index = blocks.index(tuple(map(int, re.findall(r'\d+', name)[:2])))
+            assert each['drop_path'] == pytest.approx(DROP_PATH[size] * index / (depth - 1)), name
+        else:
+            assert each['drop_path'] is None, name
+    assert exempt >= {'A_log', 'dt_bias', 'bias', 'weight'}
+    start, peak, middle, end = found['schedule']
+    assert start == dict(step=0, epoch=0, lr=pytest.approx(1e-6))
+    assert peak['epoch'] == 5 and peak['lr'] == pytest.approx(1e-3)
+    assert middle['epoch'] == 150 and 4e-4 < middle['lr'] < 6e-4
+    assert end['lr'] == pytest.approx(1e-5, rel=1e-2) and end['epoch'] > 299.8
+
+
+@pytest.mark.parametrize('width', WIDTHS)
+def test_the_schedule_of_mobilevitv2(width, capsys):
+    found = _dry_run(capsys, f'mobilevitv2-{width}_8xb128-300e_in1k', '--processes', 8)
+    rate, decay = WIDTHS[width]
+    start, peak, _, end = found['schedule']
+    assert [start['lr'], peak['lr'], end['lr']] == pytest.approx([1e-6, rate, rate / 10], rel=1e-3)
+    assert peak['step'] == pytest.approx(20_000, rel=0.01)
+    assert {each['weight_decay'] for each in found['parameters']} == {0., decay}
+    assert all(each['weight_decay'] == (decay if len(each['shape']) > 1 else 0) for each in found['parameters'])
+
+
+@pytest.mark.parametrize('name', [name for name in RECIPES if not name.startswith('ppma') and '-300e' not in name
+                                  or name.startswith(('myo', 'lcsm'))])
+def test_other_recipes_build_model_and_optimizer(name, capsys):
+    found = _dry_run(capsys, name, '--processes', 2 if '384px' in name else 8)
+    assert all(each['lr'] is not None for each in found['parameters'])
+    if '384px' in name:
+        assert found['batch'] == 128 and {row['lr'] for row in found['schedule']} == {1e-3}
+
+
+def test_the_table_joins_parameters_with_the_same_options(capsys):
+    assert train.main(['test-ppma_digits', '--dry-run', '--cfg-options', 'model.drop_path_rate=0.1']) == 0
+    out = capsys.readouterr().out
+    assert 'test_ppma: 3' in out and '1,437 training samples of 10 classes' in out
+    assert 'the learning rate is 0.002, not scaled; a step has 64 images (1 process with 64 each)' in out
+    assert '20 epochs of 22 steps, 440 steps in all; nothing has been written' in out
+    rows = [line for line in out.splitlines() if '0.025' in line]
+    assert len(rows) == 2 and ' 0.05 ' in rows[0] and 'stages.1.blocks.0.' in rows[0] and 'more' in rows[0]
+
+
+def test_layer_decay_and_iterations_are_shown(capsys):
+    found = _dry_run(capsys, 'ppma-tiny_finetune-folder', '--model', 'test_ppma')
+    rates = {each['name']: each['lr'] for each in found['parameters']}
+    assert rates['head.fc.weight'] == pytest.approx(2e-4) and rates['stem.conv1.conv.weight'] < 1e-4
+    found = _dry_run(capsys, 'lcsm_language-stdlib')
+    assert found['epochs'] is None and found['steps'] == 600
+    assert [row['lr'] for row in found['schedule']] == pytest.approx([5e-5, 5e-3, 2.8e-3, 5e-5], rel=0.1)
+    assert 45 <= found['schedule'][1]['step'] <= 52
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['test-ppma_digits', '--json'], '--json is only for --dry-run'),
+    (['test-ppma_digits', '--processes', '2'], '--processes is only for --dry-run'),
+    (['test-ppma_digits', '--dry-run', '--processes', '0'], '--processes must be at least 1, got 0'),
+    (['test-ppma_digits', '--dry-run', '--resume'], '--dry-run and --resume exclude each other'),
+    (['upernet_test-ppma_shapes', '--dry-run'], '--dry-run is for classifiers')])
+def test_options_that_do_not_belong_together(arguments, message):
+    if arguments[0].startswith('upernet'):
+        pytest.importorskip('mmseg')
+    fails(arguments, message)
+
+
+# ---- two steps of each recipe
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp('imagenet'))
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
+    size = '(3,64,64)'
+    options = ['model.num_classes=2', 'train_dataloader.batch_size=4', 'train_dataloader.num_workers=0',
+               'val_dataloader.num_workers=0', f'train_dataloader.dataset.transform.input_size={size}',
+               f'val_dataloader.dataset.transform.input_size={size}', 'train_dataloader.pin_memory=False',
+               'val_dataloader.pin_memory=False']
+    model = f'test_{name.split("-")[0]}'
+    assert train.main([name, '--model', model, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path), '--cfg-options',
+                       *options]) == 0
+    error = capsys.readouterr().err
+    assert '1 epoch of 2 steps' in error and 'the learning rate is ' in error and 'are averages of the weights' in error
+    assert read_checkpoint(tmp_path / 'best.safetensors')[1]['options']['num_classes'] == 2
+
+
+def test_a_folder_with_more_classes_than_the_model_is_one_error(images, tmp_path):
+    fails(['ppma-t_8xb128-300e_in1k', '--data', str(images), '--work-dir', str(tmp_path / 'run'), '--cfg-options',
+           'train_dataloader.batch_size=2'], 'the model has 1000 classes, the data set 2')
+    fails(['test-ppma_digits', '--work-dir', str(tmp_path / 'run'), '--cfg-options', 'model.num_classes=7'],
+          'the model has 7 classes, the data set 10')
+    assert not (tmp_path / 'run').exists()
