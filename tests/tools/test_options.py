@@ -1,4 +1,5 @@
 """--cfg-options and the keys of config files: keys without effect are reported."""
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,10 +108,38 @@ def test_config_files_may_have_own_variables(tmp_path, capsys):
                     'custom_hooks = [dict(type="EMAHook", momentum=models["stages"][0])]\n')
     assert load(str(path)).train_pipeline_stage2 == [1]
     assert capsys.readouterr().err == ''
-    path.write_text(base + 'train_dataloder = dict(batch_size=3)\n')
+
+
+@pytest.mark.parametrize('text, message', [
+    ('train_dataloder = dict(batch_size=3)', "nothing uses 'train_dataloder'; did you mean 'train_dataloader'?"),
+    ('train_dataloader = dict(batchsize=3)', "train_dataloader accepts no 'batchsize'; did you mean batch_size"),
+    ('train_dataloader = dict(dataset=dict(transform=dict(vflp=0.5)))', "accepts no 'vflp'; did you mean vflip"),
+    ('optim_wrapper = dict(acumulative_counts=2)', "accepts no 'acumulative_counts'; did you mean accumulative_counts"),
+    ('train_cfg = dict(max_epoch=2)', "train_cfg accepts no 'max_epoch'; did you mean max_epochs"),
+    ('default_hooks = dict(chekpoint=dict(interval=2))', "accepts no 'chekpoint'; did you mean checkpoint"),
+    ('custom_hooks = [dict(type="ModelEMAHook", decy=0.5)]', "custom_hooks.0 accepts no 'decy'; did you mean decay"),
+    ('model = dict(data_preprocessor=dict(type="MixupPreprocessor", mixup=1))', "data_preprocessor accepts no 'mixup'"),
+    ('auto_scale_lr = dict(base_batch=512)', "accepts no 'base_batch'; did you mean base_batch_size"),
+    ('param_scheduler = [dict(type="LinearLR", start=0.1)]', "param_scheduler.0 accepts no 'start'")])
+def test_a_misspelled_key_of_a_classifiers_config_is_one_error(text, message, tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text(f'_base_ = {str(find(DIGITS))!r}\n{text}\n')
+    with pytest.raises(UserError, match=f'{re.escape(str(path))}: .*{re.escape(message)}'):
+        load(str(path))
+
+
+def test_a_misspelled_entry_of_another_config_is_a_warning(tmp_path, capsys):
+    path = tmp_path / 'config.py'
+    path.write_text("model = dict(type='FasterRCNN')\ntrain_dataloder = dict(batch_size=3)\n")
     load(str(path))
     assert capsys.readouterr().err == (
         f"warning: {path}: nothing uses 'train_dataloder'; did you mean 'train_dataloader'?\n")
+
+
+def test_further_default_hooks_may_have_any_name(tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text(f'_base_ = {str(find(DIGITS))!r}\ndefault_hooks = dict(average=dict(type="ModelEMAHook"))\n')
+    assert load(str(path)).default_hooks.average.type == 'ModelEMAHook'
 
 
 def _stock(library):

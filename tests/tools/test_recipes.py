@@ -8,6 +8,7 @@ from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
+from subquad.tools.data.image_sets import ImageFolder
 from subquad.tools.engine.config import known_configs, load
 
 RECIPES = [name for name in known_configs() if '_in1k' in name]
@@ -149,8 +150,8 @@ def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
                f'val_dataloader.dataset.transform.input_size={size}', 'train_dataloader.pin_memory=False',
                'val_dataloader.pin_memory=False']
     model = f'test_{name.split("-")[0]}'
-    assert train.main([name, '--model', model, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path), '--cfg-options',
-                       *options]) == 0
+    assert train.main([name, '--model', model, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path),
+                       '--cfg-options', *options]) == 0
     error = capsys.readouterr().err
     assert '1 epoch of 2 steps' in error and 'the learning rate is ' in error and 'are averages of the weights' in error
     assert read_checkpoint(tmp_path / 'best.safetensors')[1]['options']['num_classes'] == 2
@@ -162,3 +163,20 @@ def test_a_folder_with_more_classes_than_the_model_is_one_error(images, tmp_path
     fails(['test-ppma_digits', '--work-dir', str(tmp_path / 'run'), '--cfg-options', 'model.num_classes=7'],
           'the model has 7 classes, the data set 10')
     assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('parts', [('train',), ('train', 'val')])
+def test_a_class_folder_without_images_is_one_error(parts, tmp_path):
+    data = make_images(tmp_path / 'data')
+    for part in parts:
+        (data / part / 'empty').mkdir()
+        (data / part / 'empty' / 'notes.txt').write_text('no images')
+        (data / part / '.cache').mkdir()
+    fails(['ppma-tiny_folder', '--data', str(data), '--model', 'test_ppma', '--work-dir', str(tmp_path / 'run')],
+          f'{data}/train: the class folder empty has no images; add some or remove it')
+    assert not (tmp_path / 'run').exists()
+    for part in parts:
+        (data / part / 'empty' / 'notes.txt').unlink()
+        (data / part / 'empty').rmdir()
+    found = ImageFolder(str(data / 'train'))
+    assert found.classes == ['dark', 'light'] and len(found) == 8, 'hidden folders do not count'

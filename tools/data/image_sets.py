@@ -3,7 +3,7 @@
 Every item is dict(inputs=float tensor (3, H, W), label=int). `classes` lists the class names in the order of labels.
 """
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import timm.data
@@ -109,6 +109,24 @@ class MNIST5k(_Images):
         super().__init__(images, labels, [str(n) for n in range(10)], transform)
 
 
+def _refuse_empty_folders(folder: Path, with_images: Set[Path]) -> None:
+    """Refuse a class without images: timm's reader leaves it out, so that the numbers of all later classes change.
+
+    Args:
+        folder: The data folder.
+        with_images: The folders that hold images.
+
+    Raises:
+        UserError: A subfolder, except hidden ones, has no image in it or below.
+    """
+    above = {parent for path in with_images for parent in (path, *path.parents)}
+    empty = sorted(path.name for path in folder.iterdir()
+                   if path.is_dir() and not path.name.startswith('.') and path not in above)
+    if empty:
+        more = f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''
+        raise UserError(f'{folder}: the class folder {shown(empty[0])}{more} has no images; add some or remove it')
+
+
 @DATASETS.register_module()
 class ImageFolder(_Classified):
     """A folder with one subfolder of images for each class; classes are the sorted names of the subfolders.
@@ -122,7 +140,7 @@ class ImageFolder(_Classified):
         strict: Raise an error for an image that cannot be read.
 
     Raises:
-        UserError: The folder does not exist or has fewer than two classes, or no image of a class can be read.
+        UserError: The folder does not exist or has fewer than two classes, or a class has no image that can be read.
     """
 
     def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):
@@ -135,6 +153,7 @@ class ImageFolder(_Classified):
         except RuntimeError as error:
             raise UserError(f'no images in the class subfolders of {folder}') from error
         self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
+        _refuse_empty_folders(folder, {Path(file).parent for file, _ in reader.samples})
         if len(self.classes) < 2:
             raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
         self.transform, self.strict = build_transform(transform) if transform else None, strict

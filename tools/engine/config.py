@@ -10,7 +10,7 @@ from subquad_cli import config_names, package_folder
 
 from ..common.cli import UserError, nearest, one_line, quiet
 from ..common.paths import expanded
-from .config_options import check_options, read_entries
+from .config_options import check_entries, check_options, read_entries
 
 # Entries that act while a config file is read, or that only other entries of the file use.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',
@@ -78,6 +78,9 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
             config = Config.fromfile(str(path))
         _check_imports(config, path)
         check_keys(config, path)
+        if _trains_classifier(config):
+            with quiet():                          # the check imports the classes whose arguments it compares
+                check_entries(config, path)
         if overrides:
             with quiet():                          # the check imports the classes whose arguments it compares
                 check_options(config, overrides, path.name)
@@ -120,15 +123,27 @@ def _check_imports(config, path: Path) -> None:
 
 
 def check_keys(config, path: Path) -> None:
-    """Warn of a variable whose name is close to a known entry and that nothing in the file uses.
+    """Refuse a variable whose name is close to a known entry and that nothing in the file uses.
 
-    A config's own variables may have any name. The class that a dict(type=...) names checks the keys of the dict.
+    A config's own variables may have any other name. For a detector or segmenter, whose config can come from another
+    library, it is a warning. The class that a dict(type=...) names checks the keys of the dict.
+
+    Raises:
+        UserError: The config of a classifier has such a variable.
     """
     known = [*read_entries(), *_READ_IN_FILES]
     for key in config:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         if close and key not in known and len(re.findall(rf'\b{re.escape(key)}\b', config.text)) < 2:
-            print(f'warning: {path}: nothing uses {key!r}; did you mean {close[0]!r}?', file=sys.stderr)
+            message = f'{path}: nothing uses {key!r}; did you mean {close[0]!r}?'
+            if _trains_classifier(config):
+                raise UserError(message)
+            print(f'warning: {message}', file=sys.stderr)
+
+
+def _trains_classifier(config) -> bool:
+    model = config.get('model')
+    return isinstance(model, dict) and model.get('type') == 'TimmClassifier'
 
 
 def check_types(config, path: Path) -> None:

@@ -79,6 +79,40 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
             _check_boolean(config, key, options[key])
 
 
+def check_entries(config: Any, path: Any) -> None:
+    """Refuse a key of a config file that the reader of its dict does not accept.
+
+    Args:
+        config: The config.
+        path: Its file, for messages.
+
+    Raises:
+        UserError: No reader accepts a key; the message gives the nearest key that one accepts.
+    """
+    from mmengine.registry import DefaultScope
+    with DefaultScope.overwrite_default_scope(config.get('default_scope')):
+        for root in read_entries():
+            if root in config:
+                _check_below(config[root], root, path)
+
+
+def _check_below(value: Any, above: str, path: Any) -> None:
+    """Check the keys of a dict, and those below it; `above` is its dotted key."""
+    if isinstance(value, dict):
+        accepted = _accepted(value, value.get('type'), above).names
+        for key, item in value.items():
+            # Further default hooks may have any name.
+            named = above == 'default_hooks' and isinstance(item, dict) and 'type' in item
+            if accepted is not None and key not in accepted and not named:
+                near = difflib.get_close_matches(key, sorted(accepted), n=3, cutoff=0.5)
+                raise UserError(f"{path}: {above} accepts no {key!r}"
+                                f"{'; did you mean ' + ', '.join(near) + '?' if near else ''} ({RULE})")
+            _check_below(item, f'{above}.{key}', path)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_below(item, f'{above}.{index}', path)
+
+
 def _check_boolean(config: Any, key: str, value: Any) -> None:
     """Refuse text, such as 'Tru', for an entry that is True or False: any text counts as true."""
     node: Any = config
