@@ -1,35 +1,26 @@
-"""Evaluate a checkpoint on a config's test data: accuracy, box and mask AP, or mIoU, as a table or JSON."""
+"""Evaluate a checkpoint on a config's test data: accuracy and calibration, box and mask AP, or mIoU, as a table or
+JSON."""
 import argparse
 import math
 import sys
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 from .common import images
 from .common.cli import UserError
 from .common.output import dumps
-from .common.paths import expanded
+from .common.paths import expanded, writable_folder
 from .engine.config_arguments import add_config_arguments, config_with_options, is_classifier
+
+_VIEWS = ('flip', 'five-crop', 'ten-crop')
+_CLASSIFIERS_ONLY = ('weights', 'labels', 'report', 'out', 'throughput')
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
-    parser = argparse.ArgumentParser('subquad test', description=__doc__)
-    add_config_arguments(parser, 'report it on stderr; an image folder skips it or uses the next image of its '
-                         'class; a detector or segmenter gets a black image')
-    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, a .pth file, or the '
-                        'name of published weights such as ppma_tiny.in1k')
-    parser.add_argument('--show-dir', metavar='FOLDER',
-                        help='write pictures of the predictions, beside the annotations '
-                        'if the config loads them (detectors and segmenters)')
-    parser.add_argument('--tta', action='store_true',
-                        help='test at several scales and flips, as the config\'s tta_model and tta_pipeline define')
-    parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
-    parser.add_argument('--json', action='store_true', help='print JSON, with null for metrics that are not finite')
-    parser.add_argument('--record', metavar='FILE', help='append the result to FILE as a line of JSON')
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     config, unreadable = config_with_options(args), images.reported()
-    metrics = _evaluate(config, args)
+    metrics, report = _evaluate_classifier(config, args) if is_classifier(config) else _evaluate_dense(config, args)
     images.say_count(unreadable)
     from mmengine.dist import is_main_process
     if not is_main_process():
@@ -39,39 +30,82 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.record:
         _record(config, args, metrics)
     if args.json:
-        print(dumps(metrics))
-        return 0
-    for name, value in metrics.items():
-        print(f'{name}  {value:.2f} %' if name.startswith('accuracy/') else f'{name}  {value:.3f}')
+        print(dumps({**metrics, **({'report': report.as_dict()} if args.report else {})}))
+    for name, value in () if args.json else metrics.items():
+        percent = name.startswith(('accuracy/', 'calibration/'))
+        print(f'{name}  {value:.2f} %' if percent else f'{name}  {value:.3f}')
+    if args.report and not args.json:
+        report.show()
+    if args.out:
+        paths = report.write(writable_folder(args.out), metrics)
+        print('written: ' + ', '.join(map(str, paths)), file=sys.stderr)
     return 0
 
 
-def _evaluate(config, args: argparse.Namespace) -> Dict[str, float]:
-    if not is_classifier(config):
-        from .engine.dense.evaluation import evaluate
-        return evaluate(config, args.checkpoint, args.show_dir, args.tta, args.allow_nonfinite)
-    if args.show_dir or args.tta:
-        raise UserError('--show-dir and --tta are for detectors and segmenters (use subquad visualize for '
-                        'classifiers)')
-    from .engine.classification.evaluation import evaluate
-    return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser('subquad test', description=__doc__)
+    add_config_arguments(parser, 'report it on stderr; an image folder skips it or uses the next image of its '
+                         'class; a detector or segmenter gets a black image')
+    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, a .pth file, or the '
+                        'name of published weights such as ppma_tiny.in1k')
+    parser.add_argument('--weights', choices=('averaged', 'raw'), help='which weights to test of a file that has both '
+                        '(classifiers; default: averaged)')
+    parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of the predictions, beside the '
+                        'annotations if the config loads them (detectors and segmenters)')
+    parser.add_argument('--tta', nargs='?', const='config', choices=('config', *_VIEWS),
+                        help='average the probabilities of several views of each image (classifiers); without a '
+                        'word, as the config\'s tta_model and tta_pipeline define (detectors and segmenters)')
+    parser.add_argument('--labels', metavar='SET', help='test on images of ImageNet\'s classes in folders named by '
+                        'WordNet ids (--data FOLDER): imagenet, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch, '
+                        'real or real=FILE')
+    parser.add_argument('--report', action='store_true', help='show precision and recall of the classes, the lowest '
+                        'recall first, and the most frequent confusions (classifiers)')
+    parser.add_argument('--out', metavar='FOLDER', help='write the report with all classes as JSON and CSV, and '
+                        'pictures of the confusions and the calibration (classifiers)')
+    parser.add_argument('--throughput', action='store_true', help='measure the images per second of the model and of '
+                        'the data loader, each by itself (classifiers)')
+    parser.add_argument('--allow-nonfinite', action='store_true', help='accept weights that hold NaN or infinities')
+    parser.add_argument('--json', action='store_true', help='print JSON, with null for metrics that are not finite')
+    parser.add_argument('--record', metavar='FILE', help='append the result to FILE as a line of JSON')
+    return parser
+
+
+def _evaluate_dense(config, args: argparse.Namespace) -> Any:
+    for name in _CLASSIFIERS_ONLY:
+        if getattr(args, name):
+            raise UserError(f'--{name} is for classifiers')
+    if args.tta in _VIEWS:
+        raise UserError(f'--tta {args.tta} is for classifiers; --tta alone tests as the config defines')
+    from .engine.dense.evaluation import evaluate
+    return evaluate(config, args.checkpoint, args.show_dir, bool(args.tta), args.allow_nonfinite), None
+
+
+def _evaluate_classifier(config, args: argparse.Namespace) -> Any:
+    if args.show_dir or args.tta == 'config':
+        raise UserError('--show-dir and --tta without a word are for detectors and segmenters; classifiers have --out '
+                        f"FOLDER, --tta {', --tta '.join(_VIEWS)} and subquad visualize")
+    from .engine.classification.class_report import ClassReport
+    from .engine.classification.evaluation import Options, evaluate
+    from .engine.classification.label_spaces import use_labels
+    if args.labels:
+        use_labels(config, args.labels, args.data)
+    if args.out:
+        writable_folder(args.out)                             # an error now, not after minutes
+    report = ClassReport() if args.report or args.out else None
+    return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite,
+                    options=Options(args.weights, args.tta, args.throughput, report)), report
 
 
 def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None:
-    """Append the config, the options, the metrics and the machine to a file of JSON lines.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Append the config, the options, the metrics and the machine to a file of JSON lines."""
     from .engine.records import append, environment
-    options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()] + ['--tta'] * args.tta)
+    options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()]
+                       + ['--tta'] * (args.tta == 'config') + [f'--{name} {getattr(args, name)}' for name in (
+                           'tta', 'labels', 'weights') if getattr(args, name) not in (None, 'config')])
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    try:
-        append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
-                                       'model': config.model.get('name') or config.model.backbone.type,
-                                       **finite, **environment()})
-    except OSError as error:
-        raise UserError(f'cannot write {args.record}: {error.strerror or error}') from error
+    append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
+                                   'model': config.model.get('name') or config.model.backbone.type,
+                                   **finite, **environment()})
 
 
 if __name__ == '__main__':

@@ -61,6 +61,9 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
     check_choice(weights)
     source = _chosen_key(checkpoint, weights, preferred)
     found = checkpoint[source] if source else checkpoint
+    if source == 'ema_state_dict' and _is_runners(checkpoint):
+        # MMEngine's hook keeps its number of steps beside the weights, which have a prefix.
+        found = {key: value for key, value in found.items() if str(key).startswith('module.')}
     for key in found:
         if not isinstance(key, str):
             raise WeightsError(f'the names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
@@ -84,16 +87,25 @@ def _held_keys(checkpoint: Dict[str, Any]) -> Tuple[List[str], List[str]]:
     """Return the keys under which a checkpoint holds averaged weights, and raw ones; none for a bare state dict."""
     averaged, raw = ([key for key in keys if isinstance(checkpoint.get(key), dict) and checkpoint[key]]
                      for keys in (_AVERAGED, _RAW))
-    if 'ema_state_dict' in averaged and 'state_dict' in raw:
-        # MMEngine keeps the average under state_dict, which its tools load, and the other weights for resuming only.
-        averaged[averaged.index('ema_state_dict')] = 'state_dict'
+    if _is_runners(checkpoint):
+        swapped = dict(state_dict='ema_state_dict', ema_state_dict='state_dict')
+        averaged, raw = ([swapped.get(key, key) for key in keys] for keys in (averaged, raw))
     return averaged, raw
+
+
+def _is_runners(checkpoint: Dict[str, Any]) -> bool:
+    """Whether MMEngine's EMAHook wrote a checkpoint.
+
+    It keeps the average under state_dict, which its tools load, and the raw weights, with which training goes on, under
+    ema_state_dict.
+    """
+    return all(isinstance(checkpoint.get(key), dict) and checkpoint[key] for key in ('state_dict', 'ema_state_dict'))
 
 
 def _chosen_key(checkpoint: Dict[str, Any], choice: Optional[str], preferred: str) -> str:
     """Return the key of the chosen weights, or '' for a bare state dict, which has no choice."""
     averaged, raw = _held_keys(checkpoint)
-    by_preference = raw + averaged if preferred == 'raw' else averaged + raw
+    by_preference = raw + averaged if preferred == 'raw' and not _is_runners(checkpoint) else averaged + raw
     held = {None: by_preference, 'averaged': averaged, 'raw': raw}[choice]
     if not held and averaged + raw:
         other = 'averaged' if choice == 'raw' else 'raw'
@@ -105,7 +117,7 @@ def _chosen_key(checkpoint: Dict[str, Any], choice: Optional[str], preferred: st
 def _describe_choice(checkpoint: Dict[str, Any], source: str) -> str:
     """Say which weights were read if the checkpoint holds both averaged and raw ones."""
     averaged, raw = _held_keys(checkpoint)
-    if not (averaged and raw) or source in averaged and source in raw:
+    if not (averaged and raw):
         return ''
     if source in averaged:
         return f'its averaged weights ({source}) are read, not the raw ones ({raw[0]})'
@@ -136,10 +148,11 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
         path: see `read_checkpoint`.
         weights: which weights to read from a file that holds several: 'averaged' for the moving average of training
             (under model_ema, state_dict_ema or ema_state_dict), 'raw' for the others (under model, state_dict or
-            model_state_dict), None for the preferred ones if there are any. MMEngine keeps its average under
-            state_dict; both choices read it. Safetensors and bare state dicts hold one set of weights, which every
-            choice reads.
-        preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both.
+            model_state_dict), None for the preferred ones if there are any. In checkpoints of MMEngine's Runner it is
+            the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
+            weights, which every choice reads.
+        preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both. Of a checkpoint of
+            MMEngine's Runner the average is read, as MMEngine does.
 
     Raises:
         ValueError: the choice is unknown.

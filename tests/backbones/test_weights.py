@@ -109,18 +109,41 @@ def test_averaged_or_raw_weights_are_read(model, raw_key, averaged_key, tmp_path
         load_weights(other, path, weights='best')
 
 
-def test_either_choice_reads_the_average_of_mmengine_and_files_without_a_choice(model, tmp_path, recwarn):
+def test_either_choice_reads_files_without_a_choice(model, tmp_path, recwarn):
     state = model.state_dict()
-    torch.save({'state_dict': state, 'ema_state_dict': {'raw': torch.zeros(1)}}, tmp_path / 'epoch_1.pth')
     torch.save(state, tmp_path / 'bare.pth')
     save_weights(model, tmp_path / 'w.safetensors')
-    for file, source in (('epoch_1.pth', 'state_dict'), ('bare.pth', ''), ('w.safetensors', '')):
+    for file in ('bare.pth', 'w.safetensors'):
         for weights in (None, 'averaged', 'raw'):
             found, _, key = read_checkpoint(tmp_path / file, weights)
-            assert found.keys() == state.keys() and key == source
+            assert found.keys() == state.keys() and key == ''
     assert not [item for item in recwarn if issubclass(item.category, UserWarning)]
     with pytest.raises(ValueError, match="got 'best'"):
         read_checkpoint(tmp_path / 'w.safetensors', 'best')
+
+
+def test_average_and_raw_weights_of_mmengine(model, tmp_path):
+    """EMAHook writes the average under state_dict and the raw weights under ema_state_dict, with its step."""
+    from mmengine.hooks import EMAHook
+    wrapped = torch.nn.Module()
+    wrapped.net = model
+    hook = EMAHook(momentum=0.5)
+    hook.before_run(type('Runner', (), dict(model=wrapped))())
+    hook.ema_model.module.load_state_dict({key: value + 1 if value.is_floating_point() else value
+                                           for key, value in wrapped.state_dict().items()})
+    checkpoint = dict(state_dict=dict(wrapped.state_dict()))
+    hook.before_save_checkpoint(None, checkpoint)
+    path = tmp_path / 'epoch_1.pth'
+    torch.save(checkpoint, path)
+    raw, key = model.state_dict(), 'head.fc.weight'
+    for options, source, step in ((dict(), 'state_dict', 1), (dict(preferred='raw'), 'state_dict', 1),
+                                  (dict(weights='averaged'), 'state_dict', 1),
+                                  (dict(weights='raw'), 'ema_state_dict', 0)):
+        found = read_file(path, **options)
+        assert found.source == source and found.weights.keys() == raw.keys()
+        assert torch.equal(found.weights[key], raw[key] + step)
+    assert found.choice == 'its raw weights (ema_state_dict) are read, not the averaged ones (state_dict)'
+    assert load_weights(model, path, weights='raw') == 'ema_state_dict'
 
 
 class _Code:

@@ -9,4 +9,4 @@ config:
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
 from . import averaging, hooks, inverse_sqrt  # noqa: F401
-from .classification import mixup, model  # noqa: F401
+from .classification import mixup, model, prediction_metrics  # noqa: F401

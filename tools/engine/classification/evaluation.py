@@ -1,6 +1,9 @@
 """Evaluate a classifier's weights on the test data of a config."""
 import tempfile
-from typing import Any, Dict
+from typing import Any, Dict, List, NamedTuple, Optional
+
+import torch
+from mmengine.runner import Runner
 
 from ....backbones.weights import (
     NonFiniteError,
@@ -10,16 +13,38 @@ from ....backbones.weights import (
     read_file,
     some,
 )
+from ....backbones.weights.files import WeightFile
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError
-from ..building import close_log
+from ...common.imagenet import same_classes
+from ..building import close_log, made
 from ..starting_weights import network_options, say
+from .class_report import ClassReport
+from .prediction_metrics import CalibrationMetric
 from .runner import build_runner, timm_model
+from .throughput import Stopwatch, loader_rate
+from .views import EvaluatedNet, view_transform
 from .weight_files import WRAPPER_ARGUMENTS
 
 
-def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True) -> Dict[str, float]:
-    """Compute the metrics of a checkpoint on the config's test data, in percent.
+class Options(NamedTuple):
+    """How a classifier is evaluated.
+
+    Attributes:
+        weights: 'averaged' or 'raw' weights of a file that holds both; None for the averaged ones.
+        tta: A mode of `views.VIEWS`: the probabilities of several views of each image are averaged.
+        throughput: Measure throughput/model and throughput/loader, in images per second.
+        report: Receives the predictions.
+    """
+    weights: Optional[str] = None
+    tta: Optional[str] = None
+    throughput: bool = False
+    report: Optional[ClassReport] = None
+
+
+def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True,
+             options: Optional[Options] = None) -> Dict[str, float]:
+    """Compute the metrics of a checkpoint on the config's test data: accuracies and calibration in percent.
 
     The model is built with the options that the checkpoint holds.
 
@@ -28,36 +53,90 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         checkpoint: File of weights, or the name of published ones.
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
+        options: How to evaluate; None for the defaults.
 
     Raises:
-        UserError: The config, the data or the checkpoint do not match.
+        UserError: The config, the data, the options or the checkpoint do not match.
     """
-    try:
-        content = read_file(resolve(checkpoint))
-        if not allow_nonfinite:
-            check_finite(content.weights, checkpoint)
-    except NonFiniteError as error:
-        raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
-    except WeightsError as error:
-        raise UserError(str(error)) from error
+    options = options or Options()
+    content = _read(checkpoint, options.weights, allow_nonfinite)
     metadata = content.metadata
     if metadata:
         _take_options(config, checkpoint, metadata, as_configured)
-    if content.choice:
-        say(f'{checkpoint}: {content.choice}')
     with tempfile.TemporaryDirectory() as folder:       # MMEngine requires a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
-        if metadata and metadata.get('classes', classes) != classes:
+        if metadata and not same_classes(metadata.get('classes', classes), classes):
             raise UserError(f"{checkpoint} was trained on the classes {some(metadata['classes'])}, but the data has "
                             f'{some(classes)}')
         try:
             load_state_dict(timm_model(runner), content.weights, checkpoint)
         except WeightsError as error:
             raise UserError(str(error)) from error
-        metrics = runner.test()
+        metrics = _test(runner, config, classes, options)
         close_log(runner)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _read(checkpoint: str, choice: Optional[str], allow_nonfinite: bool) -> WeightFile:
+    """Read the chosen weights of a file, and say which were chosen if it holds both.
+
+    Raises:
+        UserError: The file cannot be read or lacks them, or holds weights that are not finite.
+    """
+    try:
+        content = read_file(resolve(checkpoint), choice)
+        if not allow_nonfinite:
+            check_finite(content.weights, checkpoint)
+    except NonFiniteError as error:
+        raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    if content.choice:
+        say(f'{checkpoint}: {content.choice}')
+    elif choice and not content.source:
+        raise UserError(f'--weights {choice}: {checkpoint} holds one set of weights and does not say which; leave '
+                        '--weights out')
+    return content
+
+
+def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[str, Any]:
+    """Run the test loop, with the views, the classes and the measurements that are asked for.
+
+    Raises:
+        UserError: An option does not apply to the test data.
+    """
+    dataset = runner.test_dataloader.dataset
+    model = getattr(runner.model, 'module', runner.model)
+    evaluator = made(lambda: runner.test_loop, 'test_evaluator').evaluator
+    tokens = torch.as_tensor(dataset[0]['label']).ndim and getattr(dataset, 'correct', None) is None
+    if tokens and (options.tta or options.report):
+        raise UserError('--tta, --report and --out are for classifiers of images, but this one has a class for each '
+                        'token')
+    if options.tta:
+        if getattr(dataset, 'transform', None) is None:
+            raise UserError(f'--tta {options.tta} is for images')
+        settings = config.test_dataloader.dataset.get('transform') or {}
+        dataset.transform = view_transform(dataset.transform, options.tta, settings.get('crop_pct'))
+    valid = getattr(dataset, 'valid', None)
+    if options.tta or valid is not None:
+        model.net = EvaluatedNet(model.net, bool(options.tta), valid)
+    calibration = None if tokens else CalibrationMetric()
+    if calibration:
+        calibration.dataset_meta = dataset.metainfo
+        evaluator.metrics.append(calibration)
+    stopwatch = Stopwatch(model.net) if options.throughput else None
+    metrics = runner.test()
+    if stopwatch:
+        metrics = {**metrics, 'throughput/model': stopwatch.rate(),
+                   'throughput/loader': loader_rate(runner.test_dataloader)}
+    predictions = getattr(calibration, 'predictions', None)              # on the main process only
+    if predictions is not None and predictions.nonfinite:
+        say(f'{predictions.nonfinite} of {len(predictions.labels)} images have scores that are NaN or infinite; they '
+            'count as wrong')
+    if predictions is not None and options.report:
+        options.report.take(predictions, classes)
+    return metrics
 
 
 def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configured: bool) -> None:

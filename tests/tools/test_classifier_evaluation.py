@@ -1,0 +1,260 @@
+"""`subquad test` of classifiers: weights, test-time augmentation, calibration, tables, ImageNet's test sets."""
+import csv
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from color_net import PLAIN, WORDNET, save_color, use_color_net
+from PIL import Image
+from training_cases import fails
+from user_errors import command_error
+
+from subquad.backbones.weights import save_weights
+from subquad.tools import test
+from subquad.tools.engine.classification.class_report import ClassReport
+from subquad.tools.engine.classification.prediction_metrics import (
+    CalibrationMetric,
+    Predictions,
+    expected_calibration_error,
+    rank,
+)
+from subquad.tools.engine.classification.views import EvaluatedNet, view_transform
+
+DIGITS = 'test-ppma_digits'
+FOLDER = 'ppma-tiny_folder'
+
+
+@pytest.fixture
+def color(tmp_path, monkeypatch):
+    """A file of weights of ColorNet, which every classifier is then."""
+    use_color_net(monkeypatch)
+    torch.save({'shift': torch.zeros(())}, tmp_path / 'color.pth')
+    return tmp_path / 'color.pth'
+
+
+def _tested(capsys, *arguments):
+    """The metrics, and what stderr says."""
+    assert test.main([*map(str, arguments), '--json']) == 0
+    out, said = capsys.readouterr()
+    return json.loads(out), said
+
+
+def _labels(capsys, color, data, labels, *options):
+    return _tested(capsys, FOLDER, color, '--data', data, '--labels', labels, *options, '--cfg-options', *PLAIN)
+
+
+# ---- calibration
+
+def _predictions(confidence, correct):
+    n = len(confidence)
+    return Predictions(np.zeros(n, int), np.zeros(n, int), np.array(confidence), np.array(correct))
+
+
+def test_expected_calibration_error_by_hand():
+    # Bins of width 1 / 15: {0.95, 0.98}, {0.6, 0.6}, {0.07}.
+    found = expected_calibration_error(_predictions([0.95, 0.98, 0.6, 0.6, 0.07], [True, True, True, False, False]))
+    assert found == pytest.approx((2 * (1 - 0.965) + 2 * (0.6 - 0.5) + 0.07) / 5)
+    assert expected_calibration_error(_predictions([1., 1.], [True, True])) == 0
+    assert expected_calibration_error(_predictions([0., 1.], [False, False])) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize('scores, label, expected', [
+    ([0.7, 0.2, 0.1], 0, (0, 0.7, True)), ([0.7, 0.2, 0.1], 1, (0, 0.7, False)),
+    ([0.5, 0.5, 0.], 0, (1, 0.5, False)), ([1 / 3] * 3, 2, (0, 1 / 3, False)),
+    ([float('nan'), 1., 0.], 1, (-1, 1., False)), ([float('inf'), 0., 0.], 0, (-1, 1., False))])
+def test_predictions_with_ties_and_scores_that_are_not_finite(scores, label, expected):
+    """They are correct exactly if AccuracyMetric counts them."""
+    from subquad.tools.engine.classification.model import AccuracyMetric
+    metric, accuracy = CalibrationMetric(), AccuracyMetric(topk=(1,))
+    sample = dict(scores=torch.tensor(scores), label=torch.tensor(label))
+    metric.process(None, [sample])
+    accuracy.process(None, [sample])
+    _, predicted, confidence, correct = metric.results[0]
+    assert (predicted, pytest.approx(confidence), correct) == expected
+    assert accuracy.compute_metrics(accuracy.results)['top1'] == 100 * correct
+
+
+def test_rank_with_several_correct_classes():
+    scores, correct = torch.tensor([0.1, 0.4, 0.3, 0.2]), torch.tensor([True, False, True, False])
+    assert rank(scores, correct) == 1
+    assert rank(scores, torch.tensor([True, True, False, False])) == 0
+    assert rank(torch.tensor([0.4, 0.4, 0.1, 0.1]), torch.tensor([True, False, False, False])) == 1
+    assert rank(torch.tensor([0.4, float('nan'), 0.1, 0.1]), torch.tensor([True, False, False, False])) > 1000
+
+
+# ---- weights
+
+def test_plain_and_averaged_weights(tmp_path, capsys):
+    raw, average = (timm.create_model('test_ppma', num_classes=10) for _ in range(2))
+    torch.save({'model': raw.state_dict(), 'model_ema': average.state_dict()}, tmp_path / 'both.pth')
+    results = {}
+    for name, model in (('raw', raw), ('averaged', average)):
+        torch.save(model.state_dict(), tmp_path / 'one.pth')
+        results[name], said = _tested(capsys, DIGITS, tmp_path / 'one.pth')
+        assert 'weights' not in said
+        found, said = _tested(capsys, DIGITS, tmp_path / 'both.pth', '--weights', name, '--record', tmp_path / 'r')
+        assert found == results[name] and f'its {name} weights (model' in said
+    assert results['raw'] != results['averaged']
+    assert _tested(capsys, DIGITS, tmp_path / 'both.pth')[0] == results['averaged']
+    records = [json.loads(line) for line in (tmp_path / 'r').read_text().splitlines()]
+    assert [record['options'] for record in records] == ['--weights raw', '--weights averaged']
+    fails([DIGITS, tmp_path / 'one.pth', '--weights', 'raw'], 'holds one set of weights', test.main)
+    torch.save({'model': raw.state_dict()}, tmp_path / 'raw.pth')
+    fails([DIGITS, tmp_path / 'raw.pth', '--weights', 'averaged'], 'it has no averaged weights', test.main)
+
+
+# ---- test-time augmentation
+
+def _image(height, width):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def test_views_are_the_crops_of_the_resized_image():
+    transform = timm.data.create_transform((3, 32, 32), crop_pct=0.8, interpolation='bilinear')
+    image = _image(50, 60)
+    resized = timm.data.create_transform((3, 40, 48), crop_pct=1., interpolation='bilinear')(image)    # no crop
+    assert torch.equal(view_transform(transform, 'flip', 0.8)(image)[1], transform(image).flip(-1))
+    five = view_transform(transform, 'five-crop', 0.8)(image)
+    assert five.shape == (5, 3, 32, 32) and torch.equal(five[4], transform(image))
+    assert torch.equal(five[0], resized[:, :32, :32]) and torch.equal(five[3], resized[:, -32:, -32:])
+    ten = view_transform(transform, 'ten-crop', 0.8)(image)
+    assert torch.equal(ten[:5], five) and torch.equal(ten[9], five[4].flip(-1))
+
+
+def test_probabilities_of_views_are_averaged():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    images = torch.randn(3, 2, 3, 2, 2)
+    mean = net(images.flatten(0, 1)).softmax(-1).unflatten(0, (3, 2)).mean(1)
+    assert torch.allclose(EvaluatedNet(net, True, None)(images).softmax(-1), mean, atol=1e-6)
+    restricted = EvaluatedNet(net, False, [1, 3])(images[:, 0]).softmax(-1)
+    expected = net(images[:, 0])[:, [1, 3]].softmax(-1)
+    assert torch.allclose(restricted[:, [1, 3]], expected, atol=1e-6) and not restricted[:, [0, 2]].any()
+    with torch.no_grad():
+        net[1].bias[0] = float('nan')                   # of a class that is not chosen from
+    assert EvaluatedNet(net, False, [1, 3])(images[:, 0]).isnan().all()
+
+
+def test_tta_changes_the_predictions(tmp_path, capsys):
+    """With the flip, a network and the same one on mirrored images predict the same."""
+    torch.manual_seed(0)
+    save_weights(timm.create_model('test_ppma', num_classes=10), tmp_path / 'w.safetensors')
+    options = ('--cfg-options', 'test_dataloader.dataset.transform.crop_pct=0.8')
+    found = [_tested(capsys, DIGITS, tmp_path / 'w.safetensors', *words, *options)[0]['calibration/ece']
+             for words in ((), ('--tta', 'flip'), ('--tta', 'five-crop'), ('--tta', 'ten-crop'))]
+    assert len(set(found)) == 4
+    fails([DIGITS, tmp_path / 'w.safetensors', '--tta', 'five-crop'], 'crop_pct=1; set --cfg-options', test.main)
+    fails([DIGITS, tmp_path / 'w.safetensors', '--tta'], '--tta without a word are for detectors', test.main)
+
+
+# ---- tables and pictures
+
+def test_report_shows_and_writes_the_classes(color, tmp_path, capsys):
+    """Class 0: 2 of 4 right, 1 as class 1, 1 not finite. Class 1: all right. Class 5 is never predicted."""
+    for n, (label, predicted) in enumerate([(0, 0), (0, 0), (0, 1), (0, None), (1, 1), (1, 1), (5, 0)]):
+        save_color(tmp_path / 'data' / WORDNET[label] / f'{n}.png', predicted or 0, predicted is not None)
+    found, said = _labels(capsys, color, tmp_path / 'data', 'imagenet', '--report', '--throughput',
+                          '--out', tmp_path / 'out')
+    assert found['accuracy/top1'] == pytest.approx(400 / 7) and '1 of 7 images have scores that are NaN' in said
+    assert found['throughput/model'] > 0 and found['throughput/loader'] > 0
+    report = found['report']
+    assert report['classes'] == [
+        dict(name=f'{WORDNET[5]} electric ray', precision=None, recall=0., count=1),
+        dict(name='n01440764 tench', precision=pytest.approx(200 / 3), recall=50., count=4),
+        dict(name='n01443537 goldfish', precision=pytest.approx(200 / 3), recall=100., count=2)]
+    assert report['nonfinite'] == 1
+    pairs = {(row['label'][:9], (row['predicted'] or 'none')[:9]): (row['count'], row['share'])
+             for row in report['confusions']}
+    assert pairs == {(WORDNET[0], WORDNET[1]): (1, 25.), (WORDNET[0], 'none'): (1, 25.),
+                     (WORDNET[5], WORDNET[0]): (1, 100.)}
+    assert sum(row['count'] for row in report['reliability']) == 7
+    assert {path.name for path in (tmp_path / 'out').iterdir()} == {
+        'report.json', 'classes.csv', 'confusion.png', 'reliability.png'}
+    written = json.loads((tmp_path / 'out' / 'report.json').read_text())
+    assert written['classes'] == report['classes'] and written['metrics']['accuracy/top1'] == found['accuracy/top1']
+    rows = list(csv.DictReader((tmp_path / 'out' / 'classes.csv').open()))
+    assert [row['recall'] for row in rows] == ['0.00', '50.00', '100.00'] and rows[0]['precision'] == ''
+    test.main([FOLDER, str(color), '--data', str(tmp_path / 'data'), '--labels', 'imagenet', '--report',
+               '--cfg-options', *PLAIN])
+    shown = capsys.readouterr().out
+    assert 'never predicted' in shown and 'nothing (scores not finite)' in shown
+    assert shown.index(WORDNET[5]) < shown.index(WORDNET[0]) < shown.index(WORDNET[1])
+
+
+@pytest.mark.parametrize('classes', [3, 40, 1000])
+def test_pictures_stay_readable_with_many_classes(classes, tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.arange(3 * classes) % classes
+    predicted = np.where(rng.random(len(labels)) < 0.8, labels, rng.integers(0, classes, len(labels)))
+    report = ClassReport()
+    report.take(Predictions(labels, predicted, rng.random(len(labels)), labels == predicted),
+                [f'class ${n}' for n in range(classes)])
+    report.write(tmp_path, {})
+    size = Image.open(tmp_path / 'confusion.png').size
+    assert max(size) < 2000 and min(size) > 250
+    assert len(list(csv.DictReader((tmp_path / 'classes.csv').open()))) == classes
+
+
+def test_options_of_the_other_kind_are_refused(tmp_path):
+    weights = tmp_path / 'w.safetensors'
+    save_weights(timm.create_model('test_ppma', num_classes=10), weights)
+    (tmp_path / 'file').write_text('')
+    for options, words in ((('--show-dir', tmp_path), '--out FOLDER'),
+                           (('--labels', 'real'), 'config of image folders'),
+                           (('--out', tmp_path / 'file'), 'cannot write to the folder')):
+        command_error(test.main, [DIGITS, weights, *options], words)
+
+
+# ---- ImageNet's test sets
+
+def test_imagenet_a_and_r_choose_from_their_200_classes(color, tmp_path, capsys):
+    """Classes 6 and 15 are in ImageNet-A, 1 and 2 in ImageNet-R; 7 is not in A, 15 and 0 are not in R."""
+    for n, (label, predicted) in enumerate([(6, 6), (6, 7), (15, 15), (15, 6)]):
+        save_color(tmp_path / 'a' / WORDNET[label] / f'{n}.png', predicted)
+    # The network says 7, which is no class of ImageNet-A; the nearest one is 6.
+    assert _labels(capsys, color, tmp_path / 'a', 'imagenet-a')[0]['accuracy/top1'] == 75
+    assert _labels(capsys, color, tmp_path / 'a', 'imagenet')[0]['accuracy/top1'] == 50
+    fails([FOLDER, color, '--data', tmp_path / 'a', '--labels', 'imagenet-r'],
+          f'{WORDNET[15]} is not one of the 200 classes of imagenet-r', test.main)
+    for n, (label, predicted) in enumerate([(1, 0), (2, 2)]):
+        save_color(tmp_path / 'r' / WORDNET[label] / f'{n}.png', predicted)
+    assert _labels(capsys, color, tmp_path / 'r', 'imagenet-r')[0]['accuracy/top1'] == 100
+    assert _labels(capsys, color, tmp_path / 'r', 'imagenet-sketch')[0]['accuracy/top1'] == 50
+
+
+def test_imagenet_v2_has_folders_of_numbers(color, tmp_path, capsys):
+    """Sorted as text, 10 comes before 2, and absent folders do not move the others."""
+    for label in (2, 10, 999):
+        save_color(tmp_path / 'v2' / str(label) / 'a.jpeg.png', label)
+    assert _labels(capsys, color, tmp_path / 'v2', 'imagenet-v2')[0]['accuracy/top1'] == 100
+    fails([FOLDER, color, '--data', tmp_path / 'v2', '--labels', 'imagenet'], 'the folder 2 is not one of the 1,000',
+          test.main)
+
+
+def test_real_accepts_every_class_that_it_lists(color, tmp_path, capsys):
+    """Labels: image 1 none, image 2 {5, 7}, image 3 {0}."""
+    for number, (folder, predicted) in enumerate([(0, 0), (0, 7), (1, 1)], 1):
+        save_color(tmp_path / 'in1k' / 'val' / WORDNET[folder] / f'ILSVRC2012_val_{number:08d}.png', predicted)
+    (tmp_path / 'real.json').write_text(json.dumps([[], [5, 7], [0]]))
+    found, said = _labels(capsys, color, tmp_path / 'in1k', f'real={tmp_path}/real.json', '--out', tmp_path / 'out')
+    assert (found['accuracy/top1'], found['accuracy/top5']) == (50, 100)
+    assert '1 of 3 images have no label in ReaL and are left out' in said
+    assert {path.name for path in (tmp_path / 'out').iterdir()} == {'report.json', 'reliability.png'}
+    # timm's copy: the first image has none, too, the second 795 or 970, the third 230 or 231.
+    assert _labels(capsys, color, tmp_path / 'in1k', 'real')[0]['accuracy/top5'] == 0
+    save_color(tmp_path / 'in1k' / 'val' / WORDNET[1] / 'ILSVRC2012_val_00000003.png', 230)
+    assert _labels(capsys, color, tmp_path / 'in1k', 'real')[0]['accuracy/top1'] == 50
+
+
+@pytest.mark.parametrize('content, labels, words', [
+    ('[[1000]]', 'real={}', 'must hold a list of lists'), ('{', 'real={}', 'cannot be read'),
+    ('[[], [], []]', 'real={}', 'ReaL labels none'), ('[[1]]', 'real={}', 'is not named like an image'),
+    ('', 'imagenet-b', "got 'imagenet-b'; did you mean imagenet"), ('', 'imagenet=x', "got 'imagenet=x'")])
+def test_wrong_labels(content, labels, words, color, tmp_path):
+    for number in (1, 2):
+        save_color(tmp_path / 'in1k' / WORDNET[number] / f'ILSVRC2012_val_{number:08d}.png', number)
+    (tmp_path / 'real.json').write_text(content)
+    fails([FOLDER, color, '--data', tmp_path / 'in1k', '--labels', labels.format(tmp_path / 'real.json')], words,
+          test.main)
+    fails([FOLDER, color, '--labels', 'real'], 'needs its images: --data FOLDER', test.main)

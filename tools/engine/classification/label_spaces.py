@@ -1,0 +1,56 @@
+"""Point a classification config at one of ImageNet's test sets."""
+from pathlib import Path
+from typing import Any, Dict, Optional, Tuple
+
+from ...common.cli import UserError, nearest
+from ...common.imagenet import TEST_SETS
+from ...common.paths import expanded
+
+
+def parsed_labels(text: str) -> Tuple[str, Optional[str]]:
+    """Return the name of a test set and, of 'real=FILE', the file.
+
+    Raises:
+        UserError: There is no such test set.
+    """
+    name, equals, file = text.partition('=')
+    if name not in TEST_SETS or equals and (name != 'real' or not file):
+        raise UserError(f"--labels must be {', '.join(TEST_SETS)} or real=FILE, got {text!r}"
+                        f'{nearest(name, [*TEST_SETS], 1)}')
+    return name, file or None
+
+
+def imagenet_folder(data: str, labels: str, transform: Dict[str, Any], real: Optional[str] = None,
+                    strict: bool = False) -> Dict[str, Any]:
+    """Return the config of a data set of ImageNet's classes.
+
+    Args:
+        data: Folder with the folders of the classes, or with `val`, which has them.
+        labels, transform, real, strict: See `subquad.tools.data.imagenet_sets.ImageNetFolder`.
+    """
+    folder = expanded(data)
+    root: Path = folder / 'val' if (folder / 'val').is_dir() else folder
+    return dict(type='ImageNetFolder', root=str(root), labels=labels, real=real, transform=transform, strict=strict)
+
+
+def use_labels(config, text: str, data: Optional[str]) -> None:
+    """Replace the test data of a config by one of ImageNet's test sets.
+
+    Args:
+        config: MMEngine Config of a classifier of image folders.
+        text: As `parsed_labels` takes it.
+        data: The folder; see `imagenet_folder`.
+
+    Raises:
+        UserError: There is no such test set, no folder, or the config is of other data.
+    """
+    labels, real = parsed_labels(text)
+    dataset = config.get('test_dataloader', {}).get('dataset', {})
+    if dataset.get('type') != 'ImageFolder':
+        raise UserError('--labels needs a config of image folders, such as ppma-tiny_folder')
+    if not data:
+        raise UserError(f'--labels {labels} needs its images: --data FOLDER')
+    config.test_dataloader.dataset = imagenet_folder(data, labels, dataset.get('transform'), real,
+                                                     bool(config.get('strict_images')))
+    if labels == 'real':
+        config.test_evaluator = dict(type='RealAccuracyMetric')
