@@ -25,6 +25,8 @@ TOOLS = {
     'make-dataset': 'generate a small dataset for detection and segmentation',
     'train': 'train a classifier, detector or segmenter from a config',
     'test': 'evaluate a checkpoint on the test data of a config',
+    'logs': 'draw the curves of training runs',
+    'reproduce': 'compare a published classifier with its reported accuracy',
     'predict': 'run a classifier, detector or segmenter on images',
     'visualize': 'draw context scores, decays or token influences over images',
     'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',

@@ -206,6 +206,14 @@ def test_options_of_the_other_kind_are_refused(tmp_path):
         command_error(test.main, [DIGITS, weights, *options], words)
 
 
+@pytest.mark.parametrize('options, words', [
+    (['--report'], '--report is for classifiers'), (['--weights', 'raw'], '--weights is for classifiers'),
+    (['--tta', 'flip'], '--tta flip is for classifiers; --tta alone')])
+def test_detectors_refuse_options_of_classifiers(options, words):
+    pytest.importorskip('mmdet')
+    command_error(test.main, ['mask-rcnn_test-ppma_shapes', 'w.pth', *options], words)
+
+
 # ---- ImageNet's test sets
 
 def test_imagenet_a_and_r_choose_from_their_200_classes(color, tmp_path, capsys):

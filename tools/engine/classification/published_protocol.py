@@ -1,0 +1,134 @@
+"""Evaluate published classifiers as their authors do, and compare with the figures that they report."""
+from dataclasses import dataclass
+from typing import Any, Dict, Optional
+
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+
+from ....backbones.weights import WeightsError
+from ....backbones.weights.registry import PublishedWeights, find
+from ...common.cli import UserError
+from ..building import build
+from .evaluation import Options, evaluate
+from .label_spaces import imagenet_folder
+
+VALIDATION_IMAGES, CLASSES = 50_000, 1000           # of ImageNet-1k
+# Rounding of floating-point numbers must not decide at the tolerance itself.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A metric as reported and as measured here, in percent.
+
+    Attributes:
+        metric: Name in the table of published weights, such as 'top1'.
+        reported, measured: The figures.
+        tolerance: The largest difference that passes.
+    """
+    metric: str
+    reported: float
+    measured: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        return self.measured - self.reported
+
+    @property
+    def passed(self) -> bool:
+        """False also for a figure that is NaN."""
+        return abs(self.difference) <= self.tolerance + _ROUNDING
+
+
+def published_classifier(name: str) -> PublishedWeights:
+    """Return the published weights of a classifier.
+
+    Raises:
+        UserError: There are no such weights, they are a detector's or segmenter's, or no figure is reported.
+    """
+    try:
+        entry = find(name)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    if entry.task != 'classification':
+        raise UserError(f'{entry.name} are weights for {entry.task}; subquad reproduce takes classifiers only so far '
+                        f'(subquad test {entry.config} {entry.name} --data FOLDER evaluates them)')
+    if not entry.reported:
+        raise UserError(f'no figures are reported for {entry.name}')
+    return entry
+
+
+def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, workers: int) -> Config:
+    """Return the config of a published classifier's evaluation.
+
+    The images are RGB, resized to input size / crop_pct on their shorter side, cropped at the center and normalized.
+
+    Args:
+        entry: The weights.
+        data: Folder of ImageNet: the folders of the classes, or `val` with them. None for the package's own
+            classifiers, whose test images come with scikit-learn.
+        batch_size, workers: Of the data loader.
+
+    Raises:
+        UserError: The folder is missing or superfluous.
+    """
+    transform = {key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')}
+    if entry.tag == 'digits':
+        if data:
+            raise UserError(f'--data is not supported: {entry.name} is tested on scikit-learn\'s digits')
+        dataset: Dict[str, Any] = dict(type='Digits', split='test', transform=transform)
+    else:
+        if not data:
+            raise UserError(f'{entry.name} needs ImageNet\'s validation images: --data FOLDER')
+        dataset = imagenet_folder(data, 'imagenet', transform, strict=True)
+    topk = sorted(int(metric.removeprefix('top')) for metric in entry.reported)
+    return Config(dict(
+        model=dict(type='TimmClassifier', name=entry.arch, num_classes=entry.num_classes),
+        test_dataloader=dict(batch_size=batch_size, num_workers=workers, dataset=dataset,
+                             sampler=dict(type='DefaultSampler', shuffle=False)),
+        test_evaluator=dict(type='AccuracyMetric', topk=topk), test_cfg=dict()))
+
+
+def describe(entry: PublishedWeights) -> str:
+    """Return the protocol in one line."""
+    height, width = entry.input_size[1:]
+    resized = int(height / (entry.crop_pct or 1))
+    numbers = {key: ' '.join(f'{value:g}' for value in getattr(entry, key)) for key in ('mean', 'std')}
+    return (f'{entry.interpolation} to {resized} pixels, center crop {height} x {width} (crop_pct '
+            f"{entry.crop_pct:g}), RGB, mean {numbers['mean']}, std {numbers['std']}")
+
+
+def check_complete(config: Config, partial: bool) -> Dict[str, int]:
+    """Return the numbers of images and classes of the test data.
+
+    Raises:
+        UserError: It is not ImageNet's whole validation set, and `partial` is not set.
+    """
+    dataset = build(DATASETS, config.test_dataloader.dataset.to_dict(), 'the data')
+    found = dict(images=len(dataset), classes=getattr(dataset, 'present', len(dataset.classes)))
+    if config.test_dataloader.dataset.type == 'ImageNetFolder' and not partial and (
+            found != dict(images=VALIDATION_IMAGES, classes=CLASSES)):
+        raise UserError(f"{config.test_dataloader.dataset.root} has {found['images']:,} images of {found['classes']:,} "
+                        f'classes, but ImageNet\'s validation set has {VALIDATION_IMAGES:,} of {CLASSES:,}; --partial '
+                        'evaluates these (all classes can be predicted, and absent ones do not count)')
+    return found
+
+
+def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], tolerance: float,
+            weights: Optional[str] = None) -> Dict[str, Comparison]:
+    """Evaluate the weights, and compare each reported metric.
+
+    Args:
+        entry: The published weights.
+        config: As `protocol` returns it.
+        checkpoint: A file to evaluate instead of the published one, which is downloaded otherwise.
+        tolerance: The largest difference that passes, in percentage points.
+        weights: See `evaluation.Options`; None for the averaged ones if the file has both.
+
+    Raises:
+        UserError: See `evaluate`.
+    """
+    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, options=Options(weights))
+    return {metric: Comparison(metric, reported, measured[f'accuracy/{metric}'], tolerance)
+            for metric, reported in entry.reported.items()}

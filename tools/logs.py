@@ -1,0 +1,51 @@
+"""Draw the curves of one or several training runs, and print their last and best values."""
+import argparse
+import math
+from typing import List, Optional
+
+from .common.cli import UserError
+from .common.output import add_row, dumps, print_table
+from .common.paths import expanded
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    import subquad  # noqa: F401  (before timm)
+    parser = argparse.ArgumentParser('subquad logs', description=__doc__)
+    parser.add_argument('runs', nargs='+', metavar='RUN', help='work folder of a run, such as runs/test-ppma_digits; '
+                        'the parts of a resumed run are joined')
+    parser.add_argument('--out', metavar='FILE', help='the picture to write, such as curves.png')
+    parser.add_argument('--keys', nargs='+', default=[], metavar='NAME', help='what to show, such as loss '
+                        'accuracy/top1 (default: the loss, the learning rate and the first metric)')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    if args.out and not args.out.lower().endswith('.png'):
+        raise UserError(f'--out must name a PNG file, got {args.out}')
+    from .engine.run_logs import chosen, draw, read_run, rows
+    runs = [read_run(folder) for folder in args.runs]
+    repeated = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
+    for run, folder in zip(runs, args.runs):
+        if run.name in repeated:
+            run.name = folder.rstrip('/')
+    names = chosen(runs, args.keys)
+    found = rows(runs, names)
+    if args.json:
+        print(dumps(found, indent=2))
+    else:
+        from rich.table import Table
+        table = Table('run', '', 'last', 'at', 'best', 'at')
+        for row in found:
+            best = (_number(row['best']), f"{row['unit']} {row['best_step']}") if row['name'] != 'lr' else ('', '')
+            add_row(table, row['run'], row['name'], _number(row['last']), f"{row['unit']} {row['last_step']}", *best)
+        print_table(table)
+    if args.out:
+        draw(runs, names, expanded(args.out))
+    return 0
+
+
+def _number(value: float) -> str:
+    return f'{value:.5g}' if math.isfinite(value) else str(value)
+
+
+if __name__ == '__main__':
+    from .common.cli import run
+    run(main)
