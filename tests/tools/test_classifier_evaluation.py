@@ -13,6 +13,7 @@ from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import test
+from subquad.tools.engine.classification import throughput
 from subquad.tools.engine.classification.class_report import ClassReport
 from subquad.tools.engine.classification.prediction_metrics import (
     CalibrationMetric,
@@ -146,6 +147,47 @@ def test_tta_changes_the_predictions(tmp_path, capsys):
     assert len(set(found)) == 4
     fails([DIGITS, tmp_path / 'w.safetensors', '--tta', 'five-crop'], 'crop_pct=1; set --cfg-options', test.main)
     fails([DIGITS, tmp_path / 'w.safetensors', '--tta'], '--tta without a word are for detectors', test.main)
+
+
+# ---- throughput
+
+class _Loader:
+    """Batches of 4 images; each takes two seconds of a clock, the first ten."""
+
+    def __init__(self, batches, clock):
+        self.batches, self.clock = batches, clock
+
+    def __len__(self):
+        return self.batches
+
+    def __iter__(self):
+        for n in range(self.batches):
+            self.clock[0] += 2 if n else 10
+            yield dict(inputs=torch.zeros(4, 3, 2, 2))
+
+
+@pytest.mark.parametrize('batches, rate, taken', [(1, 0.4, 10), (5, 2., 18), (100, 2., 32)])
+def test_rate_of_the_loader(batches, rate, taken, monkeypatch):
+    """The first batch starts the workers and does not count; a long test is not repeated in full."""
+    clock = [0.]
+    monkeypatch.setattr(throughput.time, 'perf_counter', lambda: clock[0])
+    assert throughput.loader_rate(_Loader(batches, clock)) == rate and clock[0] == taken
+
+
+def test_rate_of_the_network(monkeypatch):
+    clock = [0.]
+    monkeypatch.setattr(throughput.time, 'perf_counter', lambda: clock[0])
+
+    class Net(torch.nn.Module):
+        def forward(self, images):
+            clock[0] += 1
+            return images
+    net = Net()
+    stopwatch = throughput.Stopwatch(net)
+    for size in (100, 6, 2):
+        net(torch.zeros(size, 3))
+        clock[0] += 50                                  # loading, which does not count
+    assert stopwatch.rate() == 4 and not net._forward_hooks and not net._forward_pre_hooks
 
 
 # ---- tables and pictures
