@@ -30,7 +30,7 @@ PRESETS: Dict[str, str] = {
     'deltanet': 'DeltaNet: o = I - b k k\', e = b k, b = sigmoid(W x), keys of length 1',
     'fwp': 'fast weight programming: the same as deltanet',
     'm1': 'o = I - k k\', keys of length 1',
-    'm2': 'o = I - k f\' with a second key f, both of length 1',
+    'm2': 'o = I - k f\' with a second key f, both of length 1; over thousands of tokens its memory can overflow',
     'm3': 'o = I - Diag(k), k = 1 - sigma(W x)',
 }
 OSCILLATIONS = {

@@ -12,7 +12,7 @@ train_dataloader = dict(batch_size=64, dataset=dict(**_data, count=16_000))
 val_dataloader = dict(batch_size=250, dataset=dict(**_data, count=500))
 test_dataloader = dict(batch_size=250, dataset=dict(**_data, count=3000))
 optim_wrapper = dict(optimizer=dict(lr=5e-3))
-train_cfg = dict(max_epochs=3)
+train_cfg = dict(max_epochs=6)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.05, by_epoch=False, end=50),
     dict(type='CosineAnnealingLR', by_epoch=True, begin=0, eta_min_ratio=0.01, convert_to_iter_based=True)]
