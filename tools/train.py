@@ -12,6 +12,36 @@ from .engine.loggers import LOGGERS, use_loggers
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
+    args = _parser().parse_args(argv)
+    _check(args)
+    from .engine.messages import resume_command
+    from .engine.runner_checkpoints import checkpoint_to_resume
+    from .engine.schedule import scale_schedule, use_mixed_precision
+    from .engine.training import run_training
+    config = config_with_options(args)
+    if args.epochs:
+        scale_schedule(config, args.epochs)
+    if args.seed is not None:
+        config.randomness = dict(seed=args.seed)
+    work_dir = args.work_dir or _work_dir(args)
+    if args.amp:
+        use_mixed_precision(config)
+    if args.log_to:
+        use_loggers(config, args.log_to)
+    if args.weights:
+        config.load_from, config.resume = args.weights, False
+    elif args.resume is not None or config.get('resume'):
+        name = args.resume or ('' if args.resume == '' else config.get('load_from') or '')
+        config.load_from, config.resume = checkpoint_to_resume(work_dir, name), True
+    if args.dry_run:
+        _show(config, args)
+        return 0
+    run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR', weights=args.weights,
+                 command=resume_command(args, work_dir))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('subquad train', description=__doc__,
                                      epilog='subquad configs [PATTERN] lists the configs of the package')
     add_config_arguments(parser, 'report it on stderr and leave it out or use another image; in validation, a detector '
@@ -41,7 +71,15 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         help='with --dry-run: number of processes (default: that of torchrun, or 1)')
     parser.add_argument('--json', action='store_true', help='with --dry-run: print everything as JSON')
     parser.add_argument('--verbose', action='store_true', help='also print the log of MMEngine')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse values and combinations of options that are not allowed.
+
+    Raises:
+        UserError: an option is wrong; the message names it.
+    """
     if args.epochs is not None and args.epochs < 1:
         raise UserError(f'--epochs must be at least 1, got {args.epochs}')
     if args.seed is not None and not 0 <= args.seed < 2 ** 32:
@@ -51,41 +89,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.weights and args.resume is not None:
         raise UserError('--pretrained and --resume exclude each other: the first starts a run, the second '
                         'continues one')
-    if args.dry_run:
-        _check_dry_run(args)
-    elif args.processes is not None or args.json:
+    if not args.dry_run and (args.processes is not None or args.json):
         raise UserError(f"--{'json' if args.json else 'processes'} is only for --dry-run")
-    from .engine.messages import resume_command
-    from .engine.runner_checkpoints import checkpoint_to_resume
-    from .engine.schedule import scale_schedule, use_mixed_precision
-    from .engine.training import run_training
-    config = config_with_options(args)
-    if args.epochs:
-        scale_schedule(config, args.epochs)
-    if args.seed is not None:
-        config.randomness = dict(seed=args.seed)
-    work_dir = args.work_dir or _work_dir(args)
-    if args.amp:
-        use_mixed_precision(config)
-    if args.log_to:
-        use_loggers(config, args.log_to)
-    if args.weights:
-        config.load_from, config.resume = args.weights, False
-    elif args.resume is not None or config.get('resume'):
-        name = args.resume or ('' if args.resume == '' else config.get('load_from') or '')
-        config.load_from, config.resume = checkpoint_to_resume(work_dir, name), True
-    if args.dry_run:
-        _show(config, args)
-        return 0
-    run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR', weights=args.weights,
-                 command=resume_command(args, work_dir))
-    return 0
-
-
-def _check_dry_run(args: argparse.Namespace) -> None:
     if args.processes is not None and args.processes < 1:
         raise UserError(f'--processes must be at least 1, got {args.processes}')
-    if args.resume is not None:
+    if args.dry_run and args.resume is not None:
         raise UserError('--dry-run and --resume exclude each other: a resumed run has the options of its checkpoint')
 
 

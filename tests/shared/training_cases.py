@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS, MODELS
+from mmengine.registry import HOOKS
 from PIL import Image
 from user_errors import command_error
 
@@ -17,9 +17,10 @@ from subquad.tools import train
 RANDOM_CONFIG = """
 _base_ = {base!r}
 size = (3, 32, 32)
-model = dict(name='test_ppma', drop_path_rate=0.3, data_preprocessor={mixup})
+model = dict(name='test_ppma', drop_path_rate=0.3, data_preprocessor=dict(type='MixupPreprocessor'))
 train_dataloader = dict(
-    batch_size=2, num_workers={workers}, dataset=dict(root={data!r} + '/train', transform=dict(input_size=size)))
+    batch_size=2, drop_last=True, num_workers={workers},
+    dataset=dict(root={data!r} + '/train', transform=dict(input_size=size)))
 val_dataloader = dict(num_workers=0, dataset=dict(root={data!r} + '/val', transform=dict(input_size=size)))
 param_scheduler = [dict(type='CosineAnnealingLR', by_epoch=True, convert_to_iter_based=True)]
 optim_wrapper = dict(accumulative_counts={accumulation})
@@ -67,11 +68,9 @@ class LossFileHook(Hook):
 
 def write_random_config(path, images, epochs=3, accumulation=1, workers=0):
     """Write RANDOM_CONFIG for the images of `make_images`, and return its path."""
-    from subquad.tools.engine import registry  # noqa: F401  (registers the preprocessor, where there is one)
     from subquad.tools.engine.config import find
-    mixup = "dict(type='MixupPreprocessor')" if 'MixupPreprocessor' in MODELS else None
-    path.write_text(RANDOM_CONFIG.format(mixup=mixup, base=str(find('ppma-tiny_folder')), data=str(images),
-                                         epochs=epochs, accumulation=accumulation, workers=workers))
+    path.write_text(RANDOM_CONFIG.format(base=str(find('ppma-tiny_folder')), data=str(images), epochs=epochs,
+                                         accumulation=accumulation, workers=workers))
     return path
 
 
