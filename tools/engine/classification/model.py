@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common.cli import UserError, nearest
 from ..zoo import create
+from .distillation import Distillation
 from .mixup import MixupPreprocessor
 
 
@@ -30,11 +31,13 @@ class TimmClassifier(BaseModel):
         label_smoothing: Label smoothing of the cross-entropy.
         grad_checkpointing: Recompute activations in the backward pass instead of keeping them.
         data_preprocessor: MMEngine's config of a preprocessor for whole batches, such as MixupPreprocessor.
+        distillation: MMEngine's config of a Distillation, which adds a teacher to the loss.
         kwargs: Arguments of timm.create_model (num_classes, drop_path_rate, ...).
     """
 
     def __init__(self, name: str, label_smoothing: float = 0., grad_checkpointing: bool = False,
-                 data_preprocessor: Optional[Dict[str, Any]] = None, **kwargs: Any):
+                 data_preprocessor: Optional[Dict[str, Any]] = None, distillation: Optional[Dict[str, Any]] = None,
+                 **kwargs: Any):
         super().__init__(data_preprocessor=data_preprocessor)
         self.net = create(name, **kwargs)
         if grad_checkpointing:
@@ -42,6 +45,7 @@ class TimmClassifier(BaseModel):
         if isinstance(self.data_preprocessor, MixupPreprocessor):
             self.data_preprocessor.num_classes = self.net.num_classes
         self.label_smoothing, self.has_weights = label_smoothing, False
+        self.distillation: Optional[Distillation] = MODELS.build(distillation) if distillation else None
 
     def _checkpoint_gradients(self, name: str) -> None:
         try:
@@ -67,14 +71,16 @@ class TimmClassifier(BaseModel):
             mode: 'tensor', 'loss' or 'predict'.
 
         Returns:
-            Logits (B, num_classes) or (B, T, num_classes), dict(loss), or a list with dict(scores, label) for each
-            image or sequence: scores (num_classes,) of an image, or (n, num_classes) of the n tokens with a label.
+            Logits (B, num_classes) or (B, T, num_classes), a dict of losses to add up, or a list with
+            dict(scores, label) for each image or sequence: scores (num_classes,) of an image, or (n, num_classes) of
+            the n tokens with a label.
         """
         logits = self.net(inputs)
         if logits.ndim == 3 and mode != 'tensor':
             return self._of_tokens(logits, label, mode)
         if mode == 'loss':
-            return dict(loss=F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing))
+            loss = F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing)
+            return self.distillation.losses(loss, logits, inputs) if self.distillation else dict(loss=loss)
         if mode == 'predict':
             return [dict(scores=s, label=n) for s, n in zip(logits.float().softmax(-1), label)]
         return logits

@@ -86,9 +86,14 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
     start, resume = (config.get('load_from'), config.get('resume', False)) if training else (None, False)
     if start and not resume:
         adopt_options(config, start)
+    options = config.model.to_dict()
+    if not training:
+        options.pop('distillation', None)                     # a test needs no teacher
     # The Runner seeds only in its constructor, which is too late for the weights.
     set_random_seed(config.get('randomness', dict(seed=0)).get('seed'))
-    model = build(MODELS, config.model.to_dict(), 'model')
+    model = build(MODELS, options, 'model')
+    if model.distillation:
+        model.distillation.prepare(model.net.num_classes, classes, config.train_dataloader.dataset.get('transform'))
     if start and resume:
         refuse_other_state(model.net, start)
     elif start:
