@@ -158,7 +158,7 @@ def parameters(net: nn.Module, wrapper: OptimWrapper) -> Iterator[Parameter]:
              in net.named_modules() if (drops := [child for key, child in module.named_children()
                                                   if key.startswith('drop_path')])}
     for name, parameter in net.named_parameters():
-        group = groups.get(id(parameter), {})
+        group = groups.get(id(parameter), {}) if parameter.requires_grad else {}
         blocks = [block for block in rates if name.startswith(f'{block}.')]
         yield Parameter(name, tuple(parameter.shape), group.get('lr'), group.get('weight_decay'),
                         rates[max(blocks, key=len)] if blocks else None)

@@ -11,7 +11,7 @@ from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from timm.optim import create_optimizer_v2, get_optimizer_class
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.cli import UserError, nearest
 from ..zoo import create
@@ -32,12 +32,15 @@ class TimmClassifier(BaseModel):
         grad_checkpointing: Recompute activations in the backward pass instead of keeping them.
         data_preprocessor: MMEngine's config of a preprocessor for whole batches, such as MixupPreprocessor.
         distillation: MMEngine's config of a Distillation, which adds a teacher to the loss.
+        trainable: 'all', or 'head' for a linear probe: only the classifier is trained. The rest is frozen and stays in
+            eval mode, so that BatchNorm uses and keeps its running statistics and drop path is off.
+        channels_last: Keep weights and images in the memory format torch.channels_last.
         kwargs: Arguments of timm.create_model (num_classes, drop_path_rate, ...).
     """
 
     def __init__(self, name: str, label_smoothing: float = 0., grad_checkpointing: bool = False,
                  data_preprocessor: Optional[Dict[str, Any]] = None, distillation: Optional[Dict[str, Any]] = None,
-                 **kwargs: Any):
+                 trainable: str = 'all', channels_last: bool = False, **kwargs: Any):
         super().__init__(data_preprocessor=data_preprocessor)
         self.net = create(name, **kwargs)
         if grad_checkpointing:
@@ -46,6 +49,35 @@ class TimmClassifier(BaseModel):
             self.data_preprocessor.num_classes = self.net.num_classes
         self.label_smoothing, self.has_weights = label_smoothing, False
         self.distillation: Optional[Distillation] = MODELS.build(distillation) if distillation else None
+        if trainable not in ('all', 'head'):
+            raise UserError(f"trainable must be 'all' or 'head', got {trainable!r}")
+        self.trainable, self.channels_last = trainable, channels_last
+        if trainable == 'head':
+            self._freeze(name)
+        if channels_last:
+            self.net.to(memory_format=torch.channels_last)
+
+    def _freeze(self, name: str) -> None:
+        """Freeze all but the classifier."""
+        self.net.requires_grad_(False)
+        for part in self._classifiers():
+            part.requires_grad_(True)
+        if not any(parameter.requires_grad for parameter in self.net.parameters()):
+            raise UserError(f"trainable='head': {name} has no classifier with parameters")
+        self.train()
+
+    def _classifiers(self) -> Tuple[nn.Module, ...]:
+        classifiers = self.net.get_classifier()
+        return tuple(classifiers) if isinstance(classifiers, (tuple, list)) else (classifiers,)
+
+    def train(self, mode: bool = True) -> 'TimmClassifier':
+        """Set the mode; what is frozen stays in eval mode."""
+        super().train(mode)
+        if mode and self.trainable == 'head':
+            self.net.eval()
+            for part in self._classifiers():
+                part.train()
+        return self
 
     def _checkpoint_gradients(self, name: str) -> None:
         try:
@@ -75,6 +107,8 @@ class TimmClassifier(BaseModel):
             dict(scores, label) for each image or sequence: scores (num_classes,) of an image, or (n, num_classes) of
             the n tokens with a label.
         """
+        if self.channels_last:
+            inputs = _channels_last(inputs)
         logits = self.net(inputs)
         if logits.ndim == 3 and mode != 'tensor':
             return self._of_tokens(logits, label, mode)
@@ -92,6 +126,12 @@ class TimmClassifier(BaseModel):
             return dict(loss=F.cross_entropy(logits[known].float(), label[known],
                                              label_smoothing=self.label_smoothing))
         return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    if images.ndim != 4:
+        raise UserError(f'channels_last is for images (B, C, H, W), got a batch {tuple(images.shape)}')
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 _WRONG = 2 ** 31                                                # a rank larger than every k

@@ -86,6 +86,9 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
     start, resume = (config.get('load_from'), config.get('resume', False)) if training else (None, False)
     if start and not resume:
         adopt_options(config, start)
+    if training and not start and config.model.get('trainable') == 'head':
+        raise UserError("model.trainable='head' trains only the classifier: give the weights of the rest with "
+                        '--pretrained')
     options = config.model.to_dict()
     if not training:
         options.pop('distillation', None)                     # a test needs no teacher

@@ -8,7 +8,8 @@ from ....backbones.weights.registry import PublishedWeights
 from ...common.cli import UserError, one_line
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
-WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation')
+WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation',
+                     'trainable', 'channels_last')
 _CONFIG_BYTES = 2_000_000
 
 

@@ -1,0 +1,100 @@
+"""Other forms of training a classifier: a linear probe, channels_last and torch.compile."""
+import json
+
+import pytest
+import timm
+import torch
+from training_cases import fails
+
+from subquad.backbones.weights import read_checkpoint, save_state_dict
+from subquad.tools import train
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.classification.model import TimmClassifier
+
+TWO_STEPS = ['train_dataloader.batch_size=8', 'train_dataloader.num_batch_per_epoch=2']
+FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
+
+
+def _arguments(config, work, *options, weights=None):
+    return [config, '--work-dir', str(work), '--epochs', '1', *(['--pretrained', str(weights)] if weights else []),
+            '--cfg-options', *TWO_STEPS, *options]
+
+
+@pytest.fixture(scope='module')
+def weights(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp('weights') / 'weights.safetensors'
+    save_state_dict(timm.create_model('test_ppma', num_classes=10).state_dict(), path)
+    return path
+
+
+# ---- linear probe
+
+def test_a_linear_probe_changes_only_the_classifier(weights, tmp_path):
+    assert train.main(_arguments('test-ppma_digits-probe', tmp_path, 'model.drop_path_rate=0.5', weights=weights)) == 0
+    before, after = (read_checkpoint(path)[0] for path in (weights, tmp_path / 'last.safetensors'))
+    assert before.keys() == after.keys() and any('running_mean' in key for key in before)
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {'head.fc.weight', 'head.fc.bias'}
+
+
+@pytest.mark.parametrize('decay', [0., 0.05])
+def test_the_dry_run_of_a_probe_shows_what_is_frozen(decay, weights, capsys):
+    arguments = ['test-ppma_digits-probe', '--dry-run', '--pretrained', str(weights), '--cfg-options',
+                 f'optim_wrapper.optimizer.weight_decay={decay}']
+    assert train.main([arguments[0], '--json', *arguments[1:]]) == 0
+    rates = {each['name']: each['lr'] for each in json.loads(capsys.readouterr().out)['parameters']}
+    assert {name for name, rate in rates.items() if rate is not None} == {'head.fc.weight', 'head.fc.bias'}
+    if not decay:
+        assert train.main(arguments) == 0
+        assert 'frozen' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', [*FAMILIES, 'test_vit', 'test_byobnet'])
+def test_the_frozen_part_stays_in_eval_mode(name):
+    model = TimmClassifier(name, num_classes=4, trainable='head')
+    for _ in range(2):
+        training = {module for module in model.net.modules() if module.training}
+        assert training == set(model.net.get_classifier().modules())
+        assert not any(module.training for module in model.eval().modules())
+        model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert [id(parameter) for parameter in trained] == [id(p) for p in model.net.get_classifier().parameters()]
+
+
+def test_a_probe_that_cannot_work_is_refused(tmp_path):
+    fails(_arguments('test-ppma_digits-probe', tmp_path / 'run'), 'give the weights of the rest with --pretrained')
+    assert not (tmp_path / 'run').exists()
+    with pytest.raises(UserError, match="trainable must be 'all' or 'head', got 'fc'"):
+        TimmClassifier('test_ppma', num_classes=4, trainable='fc')
+    with pytest.raises(UserError, match='test_ppma has no classifier with parameters'):
+        TimmClassifier('test_ppma', num_classes=0, trainable='head')
+
+
+# ---- channels_last
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_channels_last_converts_weights_and_images(name):
+    seen, results = [], []
+    batch = dict(inputs=torch.rand(2, 3, 32, 32, generator=torch.manual_seed(1)), label=torch.tensor([0, 1]))
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = TimmClassifier(name, num_classes=4, channels_last=enabled).train()
+        model.net.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].stride()))
+        loss = model(**batch, mode='loss')['loss']
+        loss.backward()
+        results.append((loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}))
+        kernels = [p for p in model.parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
+        assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) == enabled for p in kernels)
+    assert seen == [(3072, 1024, 32, 1), (3072, 1, 96, 3)]
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert results[0][1].keys() == results[1][1].keys()
+    for key, expected in results[0][1].items():
+        torch.testing.assert_close(results[1][1][key], expected, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_channels_last_trains_and_refuses_tokens(tmp_path):
+    assert train.main(_arguments('test-ppma_digits', tmp_path, 'model.channels_last=True')) == 0
+    assert 'channels_last' not in read_checkpoint(tmp_path / 'last.safetensors')[1]['options']
+    model = TimmClassifier('test_ppma', num_classes=4, channels_last=True)
+    with pytest.raises(UserError, match=r'channels_last is for images \(B, C, H, W\), got a batch \(2, 7\)'):
+        model(torch.zeros(2, 7, dtype=torch.long))
