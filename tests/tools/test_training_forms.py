@@ -10,6 +10,7 @@ from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.model import TimmClassifier
+from subquad.tools.engine.finite import FiniteHook
 
 TWO_STEPS = ['train_dataloader.batch_size=8', 'train_dataloader.num_batch_per_epoch=2']
 FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
@@ -98,3 +99,47 @@ def test_channels_last_trains_and_refuses_tokens(tmp_path):
     model = TimmClassifier('test_ppma', num_classes=4, channels_last=True)
     with pytest.raises(UserError, match=r'channels_last is for images \(B, C, H, W\), got a batch \(2, 7\)'):
         model(torch.zeros(2, 7, dtype=torch.long))
+
+
+# ---- torch.compile
+
+def _losses(monkeypatch, work, *options):
+    """The losses of three steps."""
+    losses, after = [], FiniteHook.after_train_iter
+
+    def noted(hook, runner, batch_idx, data_batch=None, outputs=None):
+        losses.append(outputs['loss'].item())
+        after(hook, runner, batch_idx, data_batch, outputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(FiniteHook, 'after_train_iter', noted)
+        assert train.main(_arguments('test-ppma_digits', work, *options, 'train_dataloader.num_batch_per_epoch=3',
+                                     'model.drop_path_rate=0.')) == 0
+    return losses
+
+
+def test_a_compiled_network_has_the_same_losses_and_names(monkeypatch, tmp_path):
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    if 'counting' not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(counting, name='counting')
+    plain = _losses(monkeypatch, tmp_path / 'plain')
+    assert not graphs
+    compiled = _losses(monkeypatch, tmp_path / 'compiled', 'compile.backend=counting')
+    assert len(set(plain)) == 3 and compiled == pytest.approx(plain, rel=1e-5)
+    assert len(graphs) == 1, 'later steps use what the first has compiled'
+    for name in ('last.safetensors', 'epoch_1.pth'):
+        expected, found = (read_checkpoint(tmp_path / run / name)[0] for run in ('plain', 'compiled'))
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_compile_options_that_do_not_exist_are_refused(tmp_path):
+    work = tmp_path / 'run'
+    fails(_arguments('test-ppma_digits', work, 'compile.backnd=eager'), "compile accepts no 'backnd'; did you mean")
+    fails(_arguments('test-ppma_digits', work, 'compile=yes'), "compile must be True, False or a dict .* got 'yes'")
+    fails(_arguments('test-ppma_digits', work, 'compile.backend=egger'), 'egger')
+    assert not list(work.glob('*'))

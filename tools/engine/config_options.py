@@ -345,6 +345,11 @@ def _backbone_init(node: Dict[str, Any], kind: Any) -> Accepted:
     return _of_types(kind, 'weights') if kind == 'Pretrained' else _of_types(kind)
 
 
+def _compile(node: Dict[str, Any], kind: Any) -> Accepted:
+    from torch import compile as compile_
+    return Accepted({*_named_parameters(compile_)} - {'model'})
+
+
 def _fixed(*names: str) -> Callable[[Dict[str, Any], Any], Accepted]:
     return lambda node, kind: Accepted(set(names))
 
@@ -371,6 +376,7 @@ _READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Acc
     (_in_list('default_hooks', 'custom_hooks'), _hook),
     (_named('auto_scale_lr'), _fixed('enable', 'base_batch_size')),
     (_named('model.distillation.teacher'), _fixed('name', 'weights', 'pretrained', 'mean', 'std')),
+    (_named('compile'), _compile),
     (_named('env_cfg'), _fixed('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit')),
     (_named('env_cfg.mp_cfg'), _fixed('mp_start_method', 'opencv_num_threads')),
     (lambda above: above.endswith('_dataloader.dataset.transform'), _transform),

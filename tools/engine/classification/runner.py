@@ -24,6 +24,22 @@ from .model import TimmClassifier
 from .weight_files import WRAPPER_ARGUMENTS
 
 
+class ClassifierRunner(ScalingRunner):
+    """Compiles the network if the config has compile=True or compile=dict(...), with arguments of torch.compile.
+
+    MMEngine would compile the whole step. The numbers of its optimizer wrapper and of its logs change in each step, and
+    each change would compile them again.
+    """
+
+    def _maybe_compile(self, target: str) -> None:
+        options = self.cfg.get('compile') or False
+        if not isinstance(options, (bool, dict)):
+            raise UserError(f'compile must be True, False or a dict of arguments of torch.compile, got {options!r}')
+        if options is not False:
+            # In place, so that the names of the weights stay the same.
+            timm_model(self).compile(**({} if options is True else options))
+
+
 def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
                  log_level: str = 'ERROR') -> Runner:
     """Build a Runner; the model and the data sets are built first, to check them.
@@ -62,7 +78,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
     if config.get('visualizer'):
         arguments['visualizer'] = {**config.visualizer, 'name': name}
-    return made(lambda: ScalingRunner(
+    return made(lambda: ClassifierRunner(
         model, work_dir, **arguments, custom_hooks=[*(config.get('custom_hooks') or []), *hooks],
         randomness=config.get('randomness', dict(seed=0)), load_from=config.get('load_from') if resume else None,
         resume=resume, log_processor=config.get('log_processor'), log_level=log_level,
