@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn.functional as F
 from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
@@ -49,6 +50,7 @@ class TimmClassifier(BaseModel):
             self.data_preprocessor.num_classes = self.net.num_classes
         self.label_smoothing, self.has_weights = label_smoothing, False
         self.distillation: Optional[Distillation] = MODELS.build(distillation) if distillation else None
+        self.mesa: Optional[Hook] = None                         # MESAHook sets itself
         if trainable not in ('all', 'head'):
             raise UserError(f"trainable must be 'all' or 'head', got {trainable!r}")
         self.trainable, self.channels_last = trainable, channels_last
@@ -113,16 +115,28 @@ class TimmClassifier(BaseModel):
         if logits.ndim == 3 and mode != 'tensor':
             return self._of_tokens(logits, label, mode)
         if mode == 'loss':
-            loss = F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing)
-            return self.distillation.losses(loss, logits, inputs) if self.distillation else dict(loss=loss)
+            return self._losses(logits, inputs, label)
         if mode == 'predict':
             return [dict(scores=s, label=n) for s, n in zip(logits.float().softmax(-1), label)]
         return logits
+
+    def _losses(self, logits: Tensor, inputs: Tensor, label: Tensor) -> Dict[str, Tensor]:
+        """Return the terms of the loss of images or whole sequences."""
+        loss = F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing)
+        if not (self.distillation or self.mesa):
+            return dict(loss=loss)
+        # MMEngine adds all terms up to 'loss', which therefore must not be the name of one.
+        losses = self.distillation.losses(loss, logits, inputs) if self.distillation else dict(loss_label=loss)
+        if self.mesa:
+            losses['loss_mesa'] = self.mesa.loss(logits, inputs)
+        return losses
 
     def _of_tokens(self, logits: Tensor, label: Tensor, mode: str) -> Union[Dict[str, Tensor], List[Dict[str, Tensor]]]:
         """Return the loss or the predictions of the tokens that have a label."""
         known = label >= 0
         if mode == 'loss':
+            if self.mesa:
+                raise UserError('MESAHook needs logits (B, num_classes), got those of tokens (B, T, num_classes)')
             return dict(loss=F.cross_entropy(logits[known].float(), label[known],
                                              label_smoothing=self.label_smoothing))
         return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
