@@ -1,10 +1,10 @@
-"""Other forms of training a classifier: a linear probe, channels_last and torch.compile."""
+"""Other forms of training a classifier: a linear probe, channels_last, torch.compile and another image size."""
 import json
 
 import pytest
 import timm
 import torch
-from training_cases import fails
+from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
@@ -143,3 +143,37 @@ def test_compile_options_that_do_not_exist_are_refused(tmp_path):
     fails(_arguments('test-ppma_digits', work, 'compile=yes'), "compile must be True, False or a dict .* got 'yes'")
     fails(_arguments('test-ppma_digits', work, 'compile.backend=egger'), 'egger')
     assert not list(work.glob('*'))
+
+
+# ---- fine-tuning at another image size
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_weights_are_fine_tuned_at_another_size(name, tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    net, seen, forward = timm.create_model(name, num_classes=2), [], TimmClassifier.forward
+    save_state_dict(net.state_dict(), tmp_path / 'weights.safetensors')
+
+    def noted(model, inputs, *rest, **options):
+        if not seen:
+            assert all(torch.equal(value, net.state_dict()[key]) for key, value in model.net.state_dict().items())
+        seen.append(tuple(inputs.shape[1:]))
+        return forward(model, inputs, *rest, **options)
+    monkeypatch.setattr(TimmClassifier, 'forward', noted)
+    images, sizes = make_images(tmp_path / 'data'), {'train': 64, 'val': 96}
+    options = [f'{part}_dataloader.dataset.transform.input_size=(3,{size},{size})' for part, size in sizes.items()]
+    assert train.main(['ppma-tiny_finetune-folder', '--model', name, '--data', str(images), '--epochs', '1',
+                       '--pretrained', str(tmp_path / 'weights.safetensors'), '--work-dir', str(tmp_path / 'run'),
+                       '--cfg-options', 'train_dataloader.num_workers=0', 'val_dataloader.num_workers=0',
+                       'train_dataloader.batch_size=4', 'test_dataloader.dataset.transform.input_size=(3,96,96)',
+                       *options]) == 0
+    assert seen[0] == (3, 96, 96) and (3, 64, 64) in seen, 'the first validation, and training'
+    assert 'random weights' not in capsys.readouterr().err
+    assert read_checkpoint(tmp_path / 'run' / 'best.safetensors')[1]['transform']['input_size'] == [3, 96, 96]
+
+
+def test_a_network_of_a_fixed_size_refuses_weights_of_another(tmp_path):
+    save_state_dict(timm.create_model('vit_tiny_patch16_224', depth=1, num_classes=10).state_dict(),
+                    tmp_path / 'weights.safetensors')
+    fails([*_arguments('test-ppma_digits', tmp_path / 'run', 'model.img_size=32', 'model.depth=1',
+                       'model.name=vit_tiny_patch16_224', weights=tmp_path / 'weights.safetensors')],
+          'is not a checkpoint of this .*pos_embed')
