@@ -120,8 +120,10 @@ def test_every_figure_has_a_mark_with_a_command_or_a_reason():
 
 
 def test_commands_on_the_claims_page_exist(capsys):
-    """Commands, configs, models and options; MobileViTv2 has no config for ImageNet."""
+    """Commands, configs, models, published weights and options."""
     import timm
+
+    from subquad.backbones.weights.registry import find as published
     commands = set(re.findall(r'`subquad ([^`]*)`', (ROOT / 'model_cards' / 'CLAIMS.md').read_text()))
     assert {words.split()[0] for words in commands} == {'benchmark', 'reproduce', 'stats', 'tables', 'test', 'train'}
     options = {}
@@ -134,6 +136,8 @@ def test_commands_on_the_claims_page_exist(capsys):
         assert all(word in options[command] for word in rest if word.startswith('--')), words
         if command in ('stats', 'test', 'train') and rest:
             assert timm.is_model(rest[0]) or find(rest[0]).is_file()
+        if command == 'reproduce':
+            assert published(rest[0]).reported
         if '--model' in rest:
             assert timm.is_model(rest[rest.index('--model') + 1])
 

@@ -8,7 +8,8 @@ model_cards/claims/PAPER.yml has the tables of a paper as a list. The fields of 
 - rows: A list of a name and its figures is another network, which this package cannot check (for the reason of
   `baseline`, if there is one). A mapping is a network of this package: `row` is its name and `subject` the model or
   config. `size` and `options` change the counted model. `cannot: REASON` replaces `check: data`.
-A column may have `subject` and `test` of its own, and a row may have `subjects` by column.
+A column may have `subject` and `test` of its own, and a row may have `subjects` by column. `test` may name {subject}
+and, where the table or the row has `weights`, {weights}.
 
 The figure '=' is one that the package has already: the entry `from` of the column in the numbers that `subquad stats`
 shows for models, or in the metafile.yml of a config. `digits` rounds it as the paper does. A row without `figures` has
@@ -110,7 +111,8 @@ def _claim(root: Path, table: Dict[str, Any], entry: Dict[str, Any], column: str
     reason = spec.get('cannot') or entry.get('cannot')
     if reason:
         return Claim(column, figure, CANNOT, reason)
-    return Claim(column, figure, DATA, spec.get('test', table.get('test', '')).format(subject=subject))
+    weights = entry.get('weights', table.get('weights'))
+    return Claim(column, figure, DATA, spec.get('test', table.get('test', '')).format(subject=subject, weights=weights))
 
 
 def agree(figure: str, count: float) -> bool:
