@@ -81,7 +81,8 @@ def test_configs_load_and_augmentation_never_fails(images):
     from subquad.tools.engine.config import known_configs, load
     names = known_configs()
     dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_cityscapes-512x1024',
-             '_voc12-coco-512x512', '_shapes', '_in1k', '_in1k-384px')
+             '_voc12-coco-512x512', '_shapes', '_in1k', '_in1k-384px',
+             '_in1k-multiscale')
     assert [name for name in names if not name.startswith(('myo_', 'lcsm_')) and not name.endswith(dense)] == [
         'ppma-tiny-crisscross_folder', 'ppma-tiny_finetune-folder', 'ppma-tiny_folder',
         *(f'test-{model}_{data}' for model in ('lcsm', 'mobilevitv2', 'myo', 'ppma') for data in ('digits', 'mnist5k'))]

@@ -3,7 +3,7 @@
 Every item is dict(inputs=float tensor (3, H, W), label=int). `classes` lists the class names in the order of labels.
 """
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 import timm.data
@@ -74,21 +74,47 @@ class _Classified(Dataset):
         return dict(classes=self.classes)
 
 
-class _Images(_Classified):
+class _Transformed(_Classified):
+    """A data set of images, transformed by timm.
+
+    Args:
+        transform: Arguments of timm.data.create_transform; None gives PIL images.
+    """
+
+    def __init__(self, transform: Optional[Dict[str, Any]]):
+        self.transform = build_transform(transform) if transform else None
+        self._options, self._of_sides = transform, {}
+
+    def _open(self, index: int) -> Tuple[Image.Image, int]:
+        """Return an image and its label."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Union[int, Tuple[int, int]]) -> Dict[str, Any]:
+        """Return an item; (index, side) of VariableBatchSampler gives an image of side x side pixels."""
+        index, side = index if isinstance(index, tuple) else (index, None)
+        image, label = self._open(index)
+        if self.transform is None:
+            return dict(inputs=image, label=label)
+        if side is not None and side not in self._of_sides:
+            channels = self._options.get('input_size', (3,))[0]
+            self._of_sides[side] = build_transform({**self._options, 'input_size': (channels, side, side)})
+        return dict(inputs=self._of_sides.get(side, self.transform)(image), label=label)
+
+
+class _Images(_Transformed):
     """Images in memory; gray images are repeated to three channels."""
 
     def __init__(self, images: Sequence[np.ndarray], labels: Sequence[int], classes: List[str],
                  transform: Optional[Dict[str, Any]]):
+        super().__init__(transform)
         self.images = [Image.fromarray(image).convert('RGB') for image in images]
         self.labels, self.classes = [int(label) for label in labels], classes
-        self.transform = build_transform(transform) if transform else None
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Dict[str, Any]:
-        image = self.images[index]
-        return dict(inputs=self.transform(image) if self.transform else image, label=self.labels[index])
+    def _open(self, index: int) -> Tuple[Image.Image, int]:
+        return self.images[index], self.labels[index]
 
 
 @DATASETS.register_module()
@@ -128,7 +154,7 @@ def _refuse_empty_folders(folder: Path, with_images: Set[Path]) -> None:
 
 
 @DATASETS.register_module()
-class ImageFolder(_Classified):
+class ImageFolder(_Transformed):
     """A folder with one subfolder of images for each class; classes are the sorted names of the subfolders.
 
     `subquad.tools.common.images.open_image` reads them. A file that is not an image is reported on stderr and left
@@ -144,6 +170,7 @@ class ImageFolder(_Classified):
     """
 
     def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):
+        super().__init__(transform)
         folder = Path(root).expanduser()
         if not folder.is_dir():
             raise UserError(f'no image folder at {folder} (give one with subfolders train and val, and in each a '
@@ -156,7 +183,7 @@ class ImageFolder(_Classified):
         _refuse_empty_folders(folder, {Path(file).parent for file, _ in reader.samples})
         if len(self.classes) < 2:
             raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
-        self.transform, self.strict = build_transform(transform) if transform else None, strict
+        self.strict = strict
         self.samples = self._checked(reader.samples)
         empty = [name for label, name in enumerate(self.classes) if label not in {label for _, label in self.samples}]
         if empty:
@@ -203,7 +230,3 @@ class ImageFolder(_Classified):
             report_once(file, f'{first_error}; {shown(other)} is used instead')
             return image, label
         raise first_error
-
-    def __getitem__(self, index: int) -> Dict[str, Any]:
-        image, label = self._open(index)
-        return dict(inputs=self.transform(image) if self.transform else image, label=label)

@@ -1,6 +1,9 @@
-"""A sampler of timm for configs."""
+"""Samplers for configs: repeated augmentation, and batches of images of other sizes."""
 from collections.abc import Sized
+from itertools import chain, islice, repeat
+from typing import Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
 from mmengine.dist import get_dist_info
 from mmengine.registry import DATA_SAMPLERS
 from timm.data.distributed_sampler import RepeatAugSampler
@@ -32,3 +35,48 @@ class RepeatedAugmentationSampler(RepeatAugSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; MMEngine calls it before each."""
         super().set_epoch(self.seed + epoch)
+
+
+@DATA_SAMPLERS.register_module()
+class VariableBatchSampler:
+    """Batches of images of other sizes, with the fewer images the larger they are, as MobileViT is trained.
+
+    Every batch draws one of the sizes, the same in all processes. A batch of images of s x s pixels has
+    batch_size * (size / s)^2 of them, rounded down to a multiple (Mehta & Rastegari, "MobileViT", 2021, arXiv
+    2110.02178, section 3.3). An epoch has as many batches as one with images of a single size, so it can leave images
+    out, or show some of them again. Sizes are drawn from (seed, epoch) of the sampler.
+
+    Use it as batch_sampler of a train_dataloader with drop_last=False.
+
+    Args:
+        sampler: The sampler of single images; MMEngine gives it.
+        batch_size: Number of images of size x size; MMEngine gives it.
+        sizes: The sides of the images in pixels.
+        size: The side to which `batch_size` belongs; None for the largest, as in the paper.
+        multiple: Batches have a multiple of this number of images, at least one multiple; 2 suits mixup.
+    """
+
+    def __init__(self, sampler: Sized, batch_size: int, sizes: Sequence[int] = (160, 192, 256, 288, 320),
+                 size: Optional[int] = None, multiple: int = 2):
+        if not sizes or any(not isinstance(side, int) or side < 1 for side in sizes):
+            raise ValueError(f'sizes must be integers of at least 1, got {sizes!r}')
+        if size is not None and size < 1:
+            raise ValueError(f'size must be at least 1 or None, got {size}')
+        if not 1 <= multiple <= batch_size:
+            raise ValueError(f'multiple must be from 1 to the batch_size of {batch_size}, got {multiple}')
+        self.sampler, self.batch_size, self.sizes, self.multiple = sampler, batch_size, list(sizes), multiple
+        self.size = size or max(sizes)
+
+    def images(self, side: int) -> int:
+        """Return the number of images of side x side pixels in a batch."""
+        count = self.batch_size * self.size ** 2 // side ** 2
+        return max(self.multiple, count // self.multiple * self.multiple)
+
+    def __len__(self) -> int:
+        return max(1, len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
+        sides = np.random.default_rng([self.sampler.seed, self.sampler.epoch]).choice(self.sizes, len(self)).tolist()
+        indices = chain.from_iterable(repeat(self.sampler))              # again from the start if there are too few
+        for side in sides:
+            yield [(index, side) for index in islice(indices, self.images(side))]

@@ -98,7 +98,7 @@ def steps_per_epoch(loader: Any, samples: int, processes: int) -> int:
         own = len(RepeatAugSampler(range(samples), num_replicas=processes, rank=0))
     else:
         own = math.ceil(samples / processes)
-    round_ = math.floor if loader.get('drop_last') else math.ceil
+    round_ = math.floor if loader.get('drop_last') or loader.get('batch_sampler') else math.ceil
     return max(1, round_(own / loader.batch_size))
 
 

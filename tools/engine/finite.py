@@ -78,11 +78,14 @@ def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
         return f'the batch holds {_listed(files)}'
     loader = runner.train_dataloader
     # These samplers have their own generators, so they draw the same batch again.
-    if isinstance(loader.sampler, InfiniteSampler):
+    sampler = getattr(loader.batch_sampler, 'sampler', loader.sampler)
+    if isinstance(sampler, InfiniteSampler):
         batch_idx = runner.iter
-    elif not isinstance(loader.sampler, (DefaultSampler, RepeatAugSampler)):
+    elif not isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
         return f'it is batch {batch_idx} of its epoch'
     indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])
+    # VariableBatchSampler gives (index, side).
+    indices = [index[0] if isinstance(index, tuple) else index for index in indices]
     samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder
     if samples is not None:
         return f'the batch holds {_listed(str(samples[index][0]) for index in indices)}'

@@ -74,7 +74,12 @@ class MixupPreprocessor(BaseDataPreprocessor):
         Raises:
             UserError: The batch size is odd, or the last batch of an epoch is kept.
         """
-        if loader['batch_size'] % 2 or not loader.get('drop_last'):
+        batches = loader.get('batch_sampler') or {}
+        if batches.get('type') == 'VariableBatchSampler':
+            if batches.get('multiple', 2) % 2:
+                raise UserError('MixupPreprocessor mixes pairs of images: batch_sampler needs an even multiple, got '
+                                f"{batches['multiple']}")
+        elif loader['batch_size'] % 2 or not loader.get('drop_last'):
             raise UserError('MixupPreprocessor mixes pairs of images: train_dataloader needs an even batch_size and '
                             f"drop_last=True, got batch_size={loader['batch_size']} and "
                             f"drop_last={loader.get('drop_last', False)}")
