@@ -51,10 +51,11 @@ def test_training_learns_and_is_repeatable(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_mobilevitv2_learns_mnist5k(tmp_path, capsys):
-    train.main(['test-mobilevitv2_mnist5k', '--work-dir', str(tmp_path)])
-    assert test.main(['test-mobilevitv2_mnist5k', str(tmp_path / 'last.safetensors'), '--json']) == 0
-    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['accuracy/top1'] >= 95
+@pytest.mark.parametrize('model, least', [('ppma', 97.5), ('mobilevitv2', 95)])
+def test_learns_mnist5k(model, least, tmp_path, capsys):
+    train.main([f'test-{model}_mnist5k', '--work-dir', str(tmp_path)])
+    assert test.main([f'test-{model}_mnist5k', str(tmp_path / 'last.safetensors'), '--json']) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['accuracy/top1'] >= least
 
 
 def test_train_on_a_folder_and_predict(images, tmp_path, capsys):
