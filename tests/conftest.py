@@ -1,6 +1,7 @@
 import functools
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -38,6 +39,14 @@ def metafiles_read_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mmengine.config.utils, 'load', functools.lru_cache(None)(mmengine.config.utils.load))
         yield
+
+
+@pytest.fixture
+def sigint():
+    """SIGINT interrupts: the background job of a shell, in which tests may run, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

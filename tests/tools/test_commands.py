@@ -86,7 +86,8 @@ def test_configs_load_and_augmentation_never_fails(images):
              '_in1k-multiscale')
     assert [name for name in names if not name.startswith(('myo_', 'lcsm_')) and not name.endswith(dense)] == [
         'ppma-tiny-crisscross_folder', 'ppma-tiny_finetune-folder', 'ppma-tiny_folder',
-        *(f'test-{model}_{data}' for model in ('lcsm', 'mobilevitv2', 'myo', 'ppma') for data in ('digits', 'mnist5k'))]
+        *(f'test-{model}_{data}' for model in ('lcsm', 'mobilevitv2', 'myo') for data in ('digits', 'mnist5k')),
+        *(f'test-ppma_{data}' for data in ('digits', 'digits-distilled', 'digits-mesa', 'digits-probe', 'mnist5k'))]
     for model, size in (('ppma', 32), ('mobilevitv2', 64), ('myo', 32), ('lcsm', 32)):
         config = load(f'test-{model}_mnist5k')
         dataset, test = config.train_dataloader.dataset, config.test_dataloader.dataset

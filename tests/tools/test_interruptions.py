@@ -14,6 +14,8 @@ from subquad.tools import train
 from subquad.tools.engine.interruptions import Interrupted, InterruptionHook
 from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume, find_checkpoints
 
+pytestmark = pytest.mark.usefixtures('sigint')
+
 
 @pytest.fixture(scope='module')
 def images(tmp_path_factory):

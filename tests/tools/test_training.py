@@ -334,6 +334,7 @@ def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('sigint')
 def test_ctrl_c_in_a_process(images, tmp_path):
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
     process = subprocess.Popen([sys.executable, '-W', 'ignore', '-m', 'subquad', 'train',
