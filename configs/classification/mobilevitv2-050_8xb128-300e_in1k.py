@@ -3,10 +3,10 @@
 _base_ = '_base_/mobilevitv2_300e.py'
 
 lr = 0.009
-warmup = 16                                         # epochs: 20,000 steps of 8 x 128 images
+warmup = 16                                         # epochs, which are the authors' 20,000 steps
 
 model = dict(name='subquad_mobilevitv2_050')
 optim_wrapper = dict(optimizer=dict(lr=lr, weight_decay=0.004))
 param_scheduler = [
-    dict(type='LinearLR', start_factor=1e-6 / lr, by_epoch=False, end=20_000),
+    dict(type='LinearLR', start_factor=1e-6 / lr, by_epoch=True, end=warmup, convert_to_iter_based=True),
     dict(type='CosineAnnealingLR', by_epoch=True, begin=warmup, eta_min_ratio=0.1, convert_to_iter_based=True)]

@@ -91,6 +91,9 @@ def test_the_schedule_of_mobilevitv2(width, capsys):
     assert [start['lr'], peak['lr'], end['lr']] == pytest.approx([1e-6, rate, rate / 10], rel=1e-3)
     assert peak['step'] == pytest.approx(20_000, rel=0.01)
     assert {each['weight_decay'] for each in found['parameters']} == {0., decay}
+    shorter = _dry_run(capsys, f'mobilevitv2-{width}_8xb128-300e_in1k', '--processes', 8, '--epochs', 10)['schedule']
+    ends = [shorter[n]['lr'] for n in (0, 1, -1)]
+    assert ends == pytest.approx([1e-6, rate, rate / 10], rel=1e-2)
     assert all(each['weight_decay'] == (decay if len(each['shape']) > 1 else 0) for each in found['parameters'])
 
 
