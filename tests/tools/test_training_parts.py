@@ -306,3 +306,18 @@ def test_training_scales_the_learning_rate_once_and_says_so(images, tmp_path, ca
     assert error.count('the learning rate is 0.002: 0.0005 for 2 images, scaled to 8 images (1 process with 4 each, '
                        'gradients of 2 batches accumulated)') == 1
     assert 'lr 2.0e-03' in error
+
+
+def test_a_resumed_training_says_that_another_schedule_has_no_effect(images, tmp_path, capsys):
+    scaled = ['auto_scale_lr.enable=True', 'auto_scale_lr.base_batch_size=2']
+
+    def resumed(name, *options, epochs=2):
+        train.main(folder_arguments(images, tmp_path / name, *scaled))
+        capsys.readouterr()
+        train.main([*folder_arguments(images, tmp_path / name, *scaled, *options, epochs=epochs), '--resume'])
+        return capsys.readouterr().err
+    other = 'learning rates and their schedule are those of the checkpoint'
+    assert other in resumed('longer')
+    assert other in resumed('rate', 'optim_wrapper.optimizer.lr=0.1', epochs=1)
+    same = resumed('same', epochs=1)
+    assert other not in same and 'scaled to' not in same

@@ -77,13 +77,15 @@ def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
     if files:
         return f'the batch holds {_listed(files)}'
     loader = runner.train_dataloader
-    # These samplers have their own generators, so they draw the same batch again.
     sampler = getattr(loader.batch_sampler, 'sampler', loader.sampler)
     if isinstance(sampler, InfiniteSampler):
-        batch_idx = runner.iter
-    elif not isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
+        # Its generator has moved on; another one of the same seed draws the same items from the first step.
+        again, size = InfiniteSampler(loader.dataset, sampler.shuffle, sampler.seed), loader.batch_sampler.batch_size
+        indices = itertools.islice(again, runner.iter * size, (runner.iter + 1) * size)
+    elif isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
+        indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])          # draws the same again
+    else:
         return f'it is batch {batch_idx} of its epoch'
-    indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])
     # VariableBatchSampler gives (index, side).
     indices = [index[0] if isinstance(index, tuple) else index for index in indices]
     samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder

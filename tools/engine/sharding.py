@@ -48,7 +48,8 @@ class ShardingHook(Hook):
 
     def before_run(self, runner) -> None:
         if any(isinstance(hook, EMAHook) for hook in runner.hooks):
-            raise UserError('FullyShardedModel does not support EMAHook: remove one of them from the config')
+            raise UserError('FullyShardedModel does not support EMAHook and ModelEMAHook: remove one of them from the '
+                            'config')
 
     def before_train(self, runner) -> None:
         model, optimizer = runner.model, runner.optim_wrapper.optimizer
