@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
                         'classes starts at random')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
                         help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
-                        'work folder. Learning rates and their schedule are those of the checkpoint, whatever '
-                        '--epochs and --cfg-options say')
+                        'work folder. Another schedule, learning rate or weight decay than before applies from '
+                        'there on')
     parser.add_argument('--log-to', nargs='+', choices=list(LOGGERS), metavar='LOGGER', default=[],
                         help='also log to tensorboard, wandb or mlflow, whose packages must be installed')
     parser.add_argument('--dry-run', action='store_true',

@@ -108,6 +108,12 @@ def run_train(arguments, log, slowly=False, environment=()):
     run(train.main, [str(argument) for argument in arguments])
 
 
+def run_in_group(arguments, log):
+    """Run `subquad train` as `run_train`, in a process group of its own, as a shell or a job scheduler starts it."""
+    os.setpgid(0, 0)
+    run_train(arguments, log)
+
+
 class _SlowFile:
     def __init__(self, file):
         self.file, self.fileno, self.flush = file, file.fileno, file.flush

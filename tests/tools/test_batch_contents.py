@@ -1,10 +1,11 @@
-"""Which items a message about a batch names."""
+"""What messages say of batches: their items, labels out of range, and too few samples."""
 from types import SimpleNamespace
 
 import pytest
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from torch.utils.data import DataLoader
 
+from subquad.tools.common.cli import UserError
 from subquad.tools.engine.finite import batch_contents
 
 
@@ -17,3 +18,22 @@ def test_the_items_are_those_of_the_batch(kind, step):
     batch = [next(batches) for _ in range(step + 1)][-1]
     text = batch_contents(SimpleNamespace(train_dataloader=loader, iter=step), step, batch)
     assert text == f"the batch holds the items {', '.join(map(str, batch.tolist()))} of the training data"
+
+
+def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
+    from subquad.tools.engine.training import _explained
+    error = RuntimeError('CUDA error: device-side assert triggered')
+    text = str(_explained(error, tmp_path, True, 'training state saved in x.pth'))
+    assert text == ('an index is out of range on the GPU, most likely a label for which the model has no class; with '
+                    'the environment variable CUDA_VISIBLE_DEVICES= training runs on the CPU, which names it; training '
+                    'state saved in x.pth')
+
+
+def test_drop_last_counts_the_samples_of_each_process(monkeypatch):
+    from subquad.tools.engine.building import check_batch_size
+    check_batch_size(dict(drop_last=True, batch_size=6), range(11), 'train')
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    check_batch_size(dict(drop_last=True, batch_size=6), range(11), 'train')
+    with pytest.raises(UserError, match='has 11 samples for 3 processes, fewer than batch_size=6 each, and drop_last'):
+        monkeypatch.setenv('WORLD_SIZE', '3')
+        check_batch_size(dict(drop_last=True, batch_size=6), range(11), 'train')

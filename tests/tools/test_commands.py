@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -53,7 +54,9 @@ def test_training_learns_and_is_repeatable(trained, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize('model, least', [('ppma', 97.5), ('mobilevitv2', 95)])
 def test_learns_mnist5k(model, least, tmp_path, capsys):
+    start = time.process_time()
     train.main([f'test-{model}_mnist5k', '--work-dir', str(tmp_path)])
+    assert time.process_time() - start < 1200, 'processor time of 10 minutes on 2 cores'
     assert test.main([f'test-{model}_mnist5k', str(tmp_path / 'last.safetensors'), '--json']) == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])['accuracy/top1'] >= least
 

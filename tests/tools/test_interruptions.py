@@ -8,10 +8,19 @@ import time
 
 import pytest
 import torch
-from training_cases import fails, folder_arguments, make_images, preloaded_processes, run_train, write_random_config
+from training_cases import (
+    fails,
+    folder_arguments,
+    make_images,
+    preloaded_processes,
+    run_in_group,
+    run_train,
+    write_random_config,
+)
 
 from subquad.tools import train
 from subquad.tools.engine.interruptions import Interrupted, InterruptionHook
+from subquad.tools.engine.messages import resume_command
 from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume, find_checkpoints
 
 pytestmark = pytest.mark.usefixtures('sigint')
@@ -276,3 +285,77 @@ def test_a_checkpoint_is_never_half_written_under_its_name(images, tmp_path):
     torch.load(work / 'epoch_1.pth', weights_only=False)
     _finish(context, config, work)
     assert {path.name for path in work.glob('epoch_*')} == {'epoch_1.pth', 'epoch_2.pth'}
+
+
+def test_a_signal_to_the_whole_process_group_leaves_a_checkpoint(whole, tmp_path):
+    """Job schedulers send SIGTERM to the workers of data loaders as well."""
+    config, _ = whole(workers=2)
+    context, log = preloaded_processes(), tmp_path / 'log'
+    log.write_text('')
+    process = context.Process(target=run_in_group, args=([*_arguments(config, tmp_path / 'run'), '--cfg-options',
+                              'train_cfg.max_epochs=3000', 'train_cfg.val_interval=3000'], str(log)))
+    process.start()
+    assert _wait(process, lambda: (tmp_path / 'run' / 'epoch_1.pth').exists()), log.read_text()
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join(100)
+    text = log.read_text()
+    assert process.exitcode == 143, text
+    assert 'SIGTERM: training stops after this step' in text and 'training state saved in ' in text
+    assert 'DataLoader worker' not in text
+    checkpoint_to_resume(str(tmp_path / 'run'), '')
+
+
+def test_a_signal_after_the_last_step_promises_no_checkpoint(whole, tmp_path, monkeypatch, capfd):
+    config, final = whole()
+    _signal_at(monkeypatch, signal.SIGTERM, 'after_train', 1)
+    assert train.main(_arguments(config, tmp_path)) == 0
+    text = capfd.readouterr().err
+    assert 'SIGTERM: the last step has run; training ends when its files are written' in text
+    assert _final(tmp_path) == final
+
+
+# ---- an earlier run in the same folder
+
+def test_resume_does_not_take_the_checkpoint_of_an_earlier_run(whole, tmp_path, monkeypatch, capfd):
+    config, _ = whole()
+    assert train.main(_arguments(config, tmp_path)) == 0
+    earlier = tmp_path / 'epoch_3.pth'
+    capfd.readouterr()
+    with monkeypatch.context() as patch:                             # killed before its first checkpoint
+        _signal_at(patch, signal.SIGTERM, 'after_train_iter', 1)
+        patch.setattr('subquad.tools.engine.interruptions.save_interrupted', lambda *_: None)
+        with pytest.raises(Interrupted):
+            train.main(_arguments(config, tmp_path))
+    text = capfd.readouterr().err
+    assert f'{tmp_path} holds checkpoints of an earlier run (epoch_2.pth, epoch_3.pth), which --resume will not' in text
+    assert f'no checkpoint has been written to {tmp_path} yet' in text
+    fails(_arguments(config, tmp_path, resume=True), f'the last run in {tmp_path} has written no checkpoint; '
+          f'epoch_3.pth is of an earlier run, which --resume {earlier} continues')
+    assert checkpoint_to_resume(str(tmp_path), str(earlier)) == str(earlier)
+    # A start that fails before its first step changes nothing.
+    note = tmp_path / 'earlier_checkpoints.json'
+    before = note.read_text()
+    fails([*_arguments(config, tmp_path), '--cfg-options', 'model.num_classes=1'], 'classes')
+    assert note.read_text() == before
+    assert train.main(_arguments(config, tmp_path)) == 0
+    assert train.main(_arguments(config, tmp_path, resume=True)) == 0, 'of the run that has written all again'
+
+
+# ---- the command that resumes
+
+@pytest.mark.parametrize('environment, start', [
+    ({}, 'subquad train'),
+    (dict(LOCAL_WORLD_SIZE='2', GROUP_WORLD_SIZE='1', TORCHELASTIC_RUN_ID='none'),
+     'torchrun --nproc_per_node 2 -m subquad train'),
+    (dict(LOCAL_WORLD_SIZE='8', GROUP_WORLD_SIZE='2', GROUP_RANK='1', MASTER_ADDR='host', TORCHELASTIC_RUN_ID='7'),
+     'torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr host -m subquad train')])
+def test_the_command_that_resumes_is_that_of_the_run(environment, start, monkeypatch):
+    for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    args = train._parser().parse_args(['ppma-tiny_folder', '--data', 'my photos', '--strict', '--amp', '--seed', '2',
+                                       '--cfg-options', 'model.drop_rate=0.1'])
+    assert resume_command(args, 'runs/a') == (f"{start} ppma-tiny_folder --work-dir runs/a --data 'my photos' --seed 2 "
+                                              '--amp --strict --cfg-options model.drop_rate=0.1 --resume')

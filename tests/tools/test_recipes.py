@@ -7,14 +7,13 @@ import timm
 from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint
+from subquad.backbones.weights.registry import find as find_weights
 from subquad.tools import train
 from subquad.tools.data.image_sets import ImageFolder
-from subquad.tools.engine.config import known_configs, load
+from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.counting import REPORTED
 
 RECIPES = [name for name in known_configs() if '_in1k' in name]
-# A recipe of each kind, and the network with which it is run.
-FAMILIES = ('ppma-t_8xb128-300e_in1k', 'myo-t_8xb128-300e_in1k', 'lcsm-t_8xb128-300e_in1k',
-            'mobilevitv2-050_8xb128-300e_in1k', 'mobilevitv2-050_2xb64-10e_in1k-384px')
 # Learning rate, weight decay of the recipes of MobileViTv2, by width.
 WIDTHS = {'050': (.0090, .004), '075': (.0090, .008), '100': (.0075, .013), '125': (.0049, .020),
           '150': (.0035, .029), '175': (.0026, .039), '200': (.0020, .050)}
@@ -45,6 +44,39 @@ def test_recipes_name_their_model_and_batch(name):
     assert config.train_dataloader.batch_size == int(re.search(r'xb(\d+)', name)[1])
     assert config.train_cfg.max_epochs == int(re.search(r'(\d+)e_', name)[1])
     assert config.train_dataloader.drop_last != ('multiscale' in name) and config.model.label_smoothing == 0.1
+
+
+def test_metafile_and_readme_have_the_reported_accuracies():
+    yaml, folder = pytest.importorskip('yaml'), find(RECIPES[0]).parent
+    content, readme = yaml.safe_load((folder / 'metafile.yml').read_text()), (folder / 'README.md').read_text()
+    entries = {entry['Name']: entry for entry in content['Models']}
+    assert len(content['Models']) == len(entries) and {*entries} == {*RECIPES}
+    published = 0
+    for name, entry in entries.items():
+        config, metadata = load(name), entry['Metadata']
+        assert entry['Config'] == f'configs/classification/{name}.py'
+        assert metadata['Epochs'] == config.train_cfg.max_epochs
+        line, = (line for line in readme.splitlines() if f'({name}.py)' in line)
+        cells = [cell.strip() for cell in line.strip('|').split('|')]
+        reported = REPORTED.get(config.model.name, ())
+        assert metadata.get('Parameters (M)') == (reported[0] if reported else None)
+        assert cells[4] == str(metadata.get('Parameters (M)', '-')) and cells[5] == str(metadata.get('FLOPs (G)', '-'))
+        tag = 'in1k' if 'ppma' in name else 'cvnets_in1k_384' if '384px' in name else 'cvnets_in1k'
+        if 'Results' not in entry:
+            assert ('multiscale' in name or not reported) and cells[6] == '-' and 'Published File' not in entry
+            continue
+        weights = find_weights(f'{config.model.name}.{tag}')
+        top1 = entry['Results'][0]['Metrics']['Top 1 Accuracy']
+        assert top1 == weights.reported['top1'] and cells[6] == str(top1)
+        assert weights.source.endswith(entry['Published File'])
+        optimizer = config.optim_wrapper.optimizer.opt
+        assert metadata['Training Techniques'] == ['AdamW' if optimizer == 'adamw' else 'SGD with Momentum']
+        published += 1
+    assert published == 3 + 7 + 7
+    others = [name for name in known_configs() if find(name).parent == folder and name not in RECIPES]
+    for name in others:
+        pattern = re.sub(r'^test-\w+?_', 'test-{ppma,myo,lcsm,mobilevitv2}_', name)
+        assert f'`{name}`' in readme or f'`{pattern}`' in readme, name
 
 
 # ---- --dry-run
@@ -145,17 +177,20 @@ def images(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp('imagenet'))
 
 
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', RECIPES)
 def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
+    """With its own network, on small images."""
     size = '(3,64,64)'
     options = ['model.num_classes=2', 'train_dataloader.batch_size=4', 'train_dataloader.num_workers=0',
                'val_dataloader.num_workers=0', f'train_dataloader.dataset.transform.input_size={size}',
                f'val_dataloader.dataset.transform.input_size={size}', 'train_dataloader.pin_memory=False',
                'val_dataloader.pin_memory=False']
-    model = f'test_{name.split("-")[0]}'
-    assert train.main([name, '--model', model, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path),
-                       '--cfg-options', *options]) == 0
+    if 'multiscale' in name:
+        options += ['train_dataloader.batch_sampler.size=64', 'train_dataloader.batch_sampler.sizes=[32,64,96]']
+    assert train.main([name, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path), '--cfg-options',
+                       *options]) == 0
     error = capsys.readouterr().err
+    assert f'training {load(name).model.name} ' in error
     assert '1 epoch of 2 steps' in error and 'the learning rate is ' in error and 'are averages of the weights' in error
     assert read_checkpoint(tmp_path / 'best.safetensors')[1]['options']['num_classes'] == 2
 

@@ -325,12 +325,19 @@ def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
     monkeypatch.setattr(ProgressHook, 'after_train_iter', interrupted)
-    resumed = [*folder_arguments(images, tmp_path, epochs=2), '--resume']
+    earlier = str(tmp_path / 'epoch_1.pth')
+    resumed = [*folder_arguments(images, tmp_path, epochs=2), '--resume', earlier]
     for arguments, expected in ((folder_arguments(images, tmp_path), 'no checkpoint has been written to '),
-                                (resumed, 'epoch_1.pth; resume with: ')):
+                                (resumed, f'training state saved in {earlier}; resume with: subquad train ')):
         with pytest.raises(KeyboardInterrupt):
             train.main(arguments)
-        assert expected in capsys.readouterr().err
+        text = capsys.readouterr().err
+        assert expected in text
+    assert text.strip().endswith(f'--resume {earlier}'), 'named, because it is not of the last run'
+    monkeypatch.undo()
+    train.main(resumed)
+    train.main([*folder_arguments(images, tmp_path, epochs=3), '--resume'])      # now it is the run of this folder
+    assert 'resuming after epoch 2' in capsys.readouterr().err
 
 
 @pytest.mark.slow

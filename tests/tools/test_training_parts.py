@@ -1,4 +1,6 @@
 """Parts of training recipes: weight averages, mixup, repeated augmentation, accumulation and gradient checkpointing."""
+import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -308,16 +310,74 @@ def test_training_scales_the_learning_rate_once_and_says_so(images, tmp_path, ca
     assert 'lr 2.0e-03' in error
 
 
-def test_a_resumed_training_says_that_another_schedule_has_no_effect(images, tmp_path, capsys):
-    scaled = ['auto_scale_lr.enable=True', 'auto_scale_lr.base_batch_size=2']
+def _rates(work):
+    """Learning rates of the steps of the last run in a folder, whose log is removed; names of logs have seconds."""
+    log, = work.glob('*/vis_data/scalars.json')
+    rates = [row['lr'] for row in map(json.loads, log.read_text().splitlines()) if 'loss' in row]
+    shutil.rmtree(log.parents[1])
+    return rates
 
-    def resumed(name, *options, epochs=2):
-        train.main(folder_arguments(images, tmp_path / name, *scaled))
-        capsys.readouterr()
-        train.main([*folder_arguments(images, tmp_path / name, *scaled, *options, epochs=epochs), '--resume'])
+
+@pytest.mark.parametrize('schedule', [
+    "[dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=2, convert_to_iter_based=True),"
+    "dict(type='CosineAnnealingLR', by_epoch=True, begin=2, convert_to_iter_based=True)]",
+    "[dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=3),"
+    "dict(type='MultiStepLR', by_epoch=True, milestones=[2, 3], gamma=0.1)]"], ids=['cosine', 'steps'])
+def test_a_resumed_training_follows_the_schedule_of_its_config(schedule, images, tmp_path, capsys):
+    """As if it had had this schedule from the start, in a line that says so; with the same options nothing is said."""
+    options = ['auto_scale_lr.enable=True', 'auto_scale_lr.base_batch_size=2', 'default_hooks.logger.interval=1']
+    config = _config(tmp_path, f'param_scheduler = {schedule}\n')
+    def arguments(name, *more, epochs=4):
+        return folder_arguments(images, tmp_path / name, *options, *more, f'train_cfg.max_epochs={epochs}',
+                                config=config, epochs=epochs)
+    train.main(arguments('whole'))
+    expected = _rates(tmp_path / 'whole')
+    assert len(expected) == 8
+    train.main(arguments('parts', 'default_hooks.checkpoint.max_keep_ckpts=9', epochs=3))
+    assert len(_rates(tmp_path / 'parts')) == 6
+    said = 'schedule, learning rate or weight decay differ from those of the checkpoint: those of the config apply'
+    capsys.readouterr()
+
+    def resumed(epoch, *more):
+        train.main([*arguments('parts', *more), '--resume', str(tmp_path / 'parts' / f'epoch_{epoch}.pth')])
         return capsys.readouterr().err
-    other = 'learning rates and their schedule are those of the checkpoint'
-    assert other in resumed('longer')
-    assert other in resumed('rate', 'optim_wrapper.optimizer.lr=0.1', epochs=1)
-    same = resumed('same', epochs=1)
-    assert other not in same and 'scaled to' not in same
+    text = resumed(2)
+    assert f'{said} from step 4 on; the learning rate is now ' in text
+    assert _rates(tmp_path / 'parts') == pytest.approx(expected[4:])
+    text = resumed(3)                                            # which the run before has written again
+    assert said not in text and 'scaled to 4 images' in text
+    assert _rates(tmp_path / 'parts') == pytest.approx(expected[6:])
+    text = resumed(3, 'optim_wrapper.optimizer.lr=0.1')
+    assert said in text
+    assert _rates(tmp_path / 'parts')[0] > 10 * expected[6]
+    assert said in resumed(3, 'optim_wrapper.optimizer.weight_decay=0.3')
+    state = torch.load(tmp_path / 'parts' / 'epoch_4.pth', weights_only=False)['optimizer']
+    assert {group['weight_decay'] for group in state['param_groups']} == {0., 0.3}
+
+
+def test_a_resumed_training_with_larger_batches_counts_its_steps_again(images, tmp_path, capsys):
+    config = _config(tmp_path, "param_scheduler = [dict(type='CosineAnnealingLR', by_epoch=True, T_max=3, "
+                     "convert_to_iter_based=True)]\ntrain_cfg = dict(max_epochs=3)\n")
+
+    def arguments(name, epochs, size):
+        return folder_arguments(images, tmp_path / name, 'default_hooks.logger.interval=1',
+                                f'train_dataloader.batch_size={size}', config=config, epochs=epochs)
+    train.main(arguments('whole', 3, 8))
+    train.main(arguments('parts', 2, 4))
+    assert len(_rates(tmp_path / 'parts')) == 4
+    train.main([*arguments('parts', 3, 8), '--resume'])
+    assert 'those of the config apply from step 2 on' in capsys.readouterr().err
+    assert _rates(tmp_path / 'parts') == pytest.approx(_rates(tmp_path / 'whole')[2:])
+
+
+def test_a_resumed_training_needs_the_seed_of_its_checkpoint(images, tmp_path):
+    arguments = folder_arguments(images, tmp_path)
+    train.main([*arguments, '--seed', '3'])
+
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}, len(list(tmp_path.iterdir()))
+    before = contents()
+    fails([*arguments, '--resume'],
+          'epoch_1.pth was trained with seed 3, and this run has seed 0: resume with --seed 3$')
+    assert contents() == before, 'nothing has been written'
+    train.main([*arguments, '--seed', '3', '--resume'])

@@ -11,8 +11,8 @@ from PIL import Image
 from training_cases import fails, folder_arguments, make_images
 
 from subquad.tools import train
-from subquad.tools.engine import loggers
-from subquad.tools.engine.messages import Timing
+from subquad.tools.engine import loggers, step_times
+from subquad.tools.engine.step_times import StepTimesHook
 
 
 @pytest.fixture(scope='module')
@@ -20,28 +20,41 @@ def images(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp('data'))
 
 
-class _Hub:
-    """MMEngine's MessageHub with the times of one step."""
-
-    def __init__(self, data, total):
-        self.log_scalars = {'train/data_time': data, 'train/time': total}
-
-    def get_scalar(self, name):
-        return type('Buffer', (), dict(current=lambda _: self.log_scalars[name]))()
-
-
 @pytest.mark.parametrize('data, binds', [(0.62, True), (0.1, False)])
-def test_the_slower_part_is_named_once(data, binds):
-    timing = Timing()
-    timing.after_step(_Hub(100., 200.))                          # the first step, with the start of workers
-    assert timing.line() == '' and timing.hint(2) is None
+def test_the_slower_part_is_named_once(data, binds, monkeypatch):
+    now, times = [0.], StepTimesHook()
+    monkeypatch.setattr(step_times.time, 'perf_counter', lambda: now[0])
+
+    def step(wait, work):
+        now[0] += wait
+        times.before_train_iter(None, 0)
+        now[0] += work
+        times.after_train_iter(None, 0)
+    times.before_train_epoch(None)
+    step(100., 100.)                                             # the first step, with the start of workers
+    assert times.line() == '' and times.hint(2) is None and times.summary() == ''
     for n in range(10):
-        timing.after_step(_Hub(data, 1.))
-        assert (timing.hint(2) is not None) == (binds and n == 9)
-    assert timing.hint(2) is None
-    assert timing.line() == f'data {data:.2g} s  step {1 - data:.2g} s' and timing.line() == ''
-    assert timing.summary() == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
-                                f'{1 - data:.2g} s for model and optimizer')
+        step(data, 1 - data)
+        assert (times.hint(2) is not None) == (binds and n == 9)
+    now[0] += 1000                                               # validation
+    times.before_train_epoch(None)
+    step(data, 1 - data)
+    assert times.hint(2) is None
+    assert times.line() == f'data {data:.2g} s  step {1 - data:.2g} s' and times.line() == ''
+    assert times.summary() == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
+                                f'{1 - data:.2g} s for model, optimizer and hooks')
+
+
+def test_the_time_of_hooks_belongs_to_the_step(images, tmp_path, monkeypatch, capsys):
+    from subquad.tools.engine.averaging import ModelEMAHook
+    after = ModelEMAHook.after_train_iter
+    monkeypatch.setattr(ModelEMAHook, 'after_train_iter',
+                        lambda *args, **kwargs: time.sleep(0.2) or after(*args, **kwargs))
+    config = tmp_path / 'config.py'
+    config.write_text(f"_base_ = '{_configs()}/ppma-tiny_folder.py'\ncustom_hooks = [dict(type='ModelEMAHook')]\n")
+    train.main(folder_arguments(images, tmp_path / 'run', config=str(config), epochs=3))
+    words = capsys.readouterr().err.split('a step took ')[1].split()
+    assert float(words[words.index('s') - 1]) > 0.2 and float(words[4]) < 0.1, words
 
 
 def test_a_slow_loader_is_reported(images, tmp_path, monkeypatch, capsys):

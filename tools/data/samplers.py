@@ -13,8 +13,9 @@ from timm.data.distributed_sampler import RepeatAugSampler
 class RepeatedAugmentationSampler(RepeatAugSampler):
     """Repeated augmentation: an epoch shows a part of the images, each of them `num_repeats` times.
 
-    The repetitions of an image go to different processes if there are several. An epoch has as many samples as the data
-    set has images, rounded down to a multiple of 256 if there are more than 256. The order is drawn from
+    The repetitions of an image follow each other in the order from which processes take turns: with at least
+    `num_repeats` processes, each repetition is in another one. An epoch has as many samples as the data set has images,
+    rounded down to a multiple of 256 if there are more than 256. The order is drawn from
     (seed, epoch), so a resumed training continues with the order of an uninterrupted one.
 
     Args:

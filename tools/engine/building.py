@@ -1,4 +1,5 @@
 """Build the parts of a Runner with errors that name the part, and connect its processes."""
+import math
 import os
 from copy import deepcopy
 from typing import Any, Callable, Dict, Optional
@@ -42,9 +43,11 @@ def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
     Raises:
         UserError: The loader drops incomplete batches, and the data set is smaller than one batch.
     """
-    if loader.get('drop_last') and len(dataset) < loader.get('batch_size', 1):
-        raise UserError(f"{part}_dataloader: the data set has {len(dataset)} samples, fewer than "
-                        f"batch_size={loader['batch_size']}, and drop_last leaves none")
+    processes = int(os.environ.get('WORLD_SIZE', 1))
+    if loader.get('drop_last') and math.ceil(len(dataset) / processes) < loader.get('batch_size', 1):
+        share = f' for {processes} processes' if processes > 1 else ''
+        raise UserError(f"{part}_dataloader: the data set has {len(dataset)} samples{share}, fewer than "
+                        f"batch_size={loader['batch_size']}{' each' if share else ''}, and drop_last leaves none")
 
 
 def close_log(runner: Runner) -> None:

@@ -22,7 +22,11 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
                 if '=' not in value:
                     parser.error(f'{option_string} takes KEY=VALUE, got {value!r}')
             namespace.option_words = list(values)
-            super().__call__(parser, namespace, values, option_string)
+            try:
+                super().__call__(parser, namespace, values, option_string)
+            except (AssertionError, RecursionError):
+                parser.error(f'{option_string} takes numbers, words, and lists and tuples of them as VALUE, got '
+                             f"{' '.join(values)!r}; write a dict into a config file that has the config as _base_")
 
     parser.add_argument('config', help='path of a config file, or name of a config of the package (subquad configs)')
     parser.add_argument('--data', metavar='FOLDER', help='data folder: an image folder with train/CLASS/* and '

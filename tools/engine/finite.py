@@ -3,7 +3,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set
 
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...backbones.weights import is_finite
 from ..common.cli import UserError
-from .runner_checkpoints import checkpoint_since, latest_checkpoint, stamp
+from .runner_checkpoints import latest_checkpoint
 
 _SHOWN = 64                                                      # largest number of listed names of a batch
 
@@ -34,11 +34,8 @@ class FiniteHook(Hook):
 
     def __init__(self):
         self.exempt: Set[str] = set()
-        self.earlier: Optional[Tuple[Path, int]] = None
 
     def before_train(self, runner) -> None:
-        # A checkpoint of an earlier run in this folder does not count unless this run resumes it.
-        self.earlier = None if runner.iter else stamp(latest_checkpoint(Path(runner.work_dir)))
         # Some networks keep infinities in a buffer, for masks.
         self.exempt = set(_not_finite(getattr(runner.model, 'module', runner.model).state_dict()))
 
@@ -58,7 +55,7 @@ class FiniteHook(Hook):
                             f'{more}): nothing is written; {self._last_good(runner)}')
 
     def _last_good(self, runner) -> str:
-        path = checkpoint_since(Path(runner.work_dir), self.earlier)
+        path = latest_checkpoint(Path(runner.work_dir))
         return f'the last good checkpoint is {path}' if path else 'no checkpoint had been written'
 
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict
-from .messages import Estimate, Timing, summary
+from .messages import Estimate, summary
+from .step_times import StepTimesHook
 
 
 @HOOKS.register_module()
@@ -28,14 +29,15 @@ class ProgressHook(Hook):
 
     Args:
         start: Description of the weights at the start of training.
+        times: Measures the steps; it must be a hook of the run as well.
     """
 
     priority = 'VERY_LOW'
 
-    def __init__(self, start: str = 'random weights'):
+    def __init__(self, start: str, times: StepTimesHook):
         self.progress: Optional[Progress] = None
         self.start, self.losses, self.started, self.estimate = start, [], False, Estimate()
-        self.timing = Timing()
+        self.times = times
 
     def before_train(self, runner) -> None:
         self._print(summary(runner, self.start))
@@ -50,7 +52,6 @@ class ProgressHook(Hook):
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.started = True
         self.losses.append(outputs['loss'].item())
-        self.timing.after_step(runner.message_hub)
         left = self.estimate.after_step(time.perf_counter(), runner.max_iters - runner.iter - 1)
         if left:
             self._print(left)
@@ -71,13 +72,13 @@ class ProgressHook(Hook):
         loss = torch.tensor(float(np.mean(self.losses)))
         all_reduce(loss, 'mean')
         if not self.progress:
-            times = self.timing.line()
+            times = self.times.line()
             self._print(f'{unit} {done}/{total}  loss {loss:.3f}  lr {self._lr(runner):.1e}{times and "  " + times}')
         self._hint(runner)
         self.losses.clear()
 
     def _hint(self, runner) -> None:
-        hint = self.timing.hint(runner.train_dataloader.num_workers)
+        hint = self.times.hint(runner.train_dataloader.num_workers)
         if hint:
             self._print(hint)
 
@@ -94,8 +95,8 @@ class ProgressHook(Hook):
                                                    for name, value in metrics.items() if not value < 0))
 
     def after_train(self, runner) -> None:
-        if self.timing.steps:
-            self._print(self.timing.summary())
+        if self.times.steps:
+            self._print(self.times.summary())
         self.stop()
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list, is_distributed, is_main_process
@@ -20,6 +20,29 @@ from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
 
 _VALIDATED = 'last_validation'      # the file with the number of steps before the last complete validation
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
+
+
+def start_worker(worker_id: int, init: Optional[Callable[[int], None]] = None) -> None:
+    """Start a worker of a data loader that outlives a SIGTERM to the whole process group, as job schedulers send it.
+
+    The main process finishes its step, for which it can need the worker, and ends its workers itself.
+
+    Args:
+        worker_id: Index of the worker.
+        init: The worker_init_fn of the data loader.
+    """
+    if hasattr(signal, 'sigwaitinfo'):                             # which Linux has, and macOS has not
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})     # before init, which could start threads
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if init is not None:
+        init(worker_id)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent sends SIGTERM; from others the signal has no effect."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,7 +73,8 @@ class InterruptionHook(Hook):
     def __init__(self):
         self.number: Optional[int] = None            # the signal that this process has received
         self.agreed: Optional[int] = None            # the signal that one of all processes has received
-        self.since, self.running, self.process, self.path = 0., False, os.getpid(), ''
+        self.since, self.running, self.process = 0., False, os.getpid()
+        self.complete = False                        # whether the last step has run
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -75,8 +99,9 @@ class InterruptionHook(Hook):
             raise Interrupted(number)
         self.number, self.since = number, now
         with contextlib.suppress(OSError):           # print could be interrupted in the middle of another print
-            os.write(2, f'{signal.Signals(number).name}: training stops after this step and writes a checkpoint; a '
-                        'second signal stops it at once\n'.encode())
+            what = ('the last step has run; training ends when its files are written' if self.complete else
+                    'training stops after this step and writes a checkpoint')
+            os.write(2, f'{signal.Signals(number).name}: {what}; a second signal stops it at once\n'.encode())
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
         if accumulating(runner) and not is_distributed():      # those of other processes would be missing
@@ -109,6 +134,7 @@ class InterruptionHook(Hook):
         self.running = True
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.complete = runner.iter + 1 >= runner.max_iters
         if not self._stops(runner):
             return
         loop = runner.train_loop

@@ -1,15 +1,7 @@
-"""Scale the learning rate with the batch, and say so."""
-from typing import Any, Dict, List, Optional
-
-from mmengine.dist import get_world_size
-from mmengine.runner import Runner
+"""Scale the learning rate with the batch."""
+from typing import Any, Dict, Optional
 
 from ..common.cli import UserError
-from .starting_weights import say
-
-# Entries of schedulers that do not change during training.
-_PLAN = ('base_values', 'begin', 'end', 'T_max', 'eta_min', 'eta_min_ratio', 'start_factor', 'end_factor',
-         'total_iters', 'milestones', 'gamma', 'factor', 'power', 'step_size')
 
 
 def total_batch(config: Any, processes: int) -> int:
@@ -57,30 +49,3 @@ def scale_learning_rate(optimizer: Any, config: Any, processes: int) -> str:
         group['lr'] *= factor
     return (f'the learning rate is {before * factor:.4g}: {before:.4g} for {base:,} images, scaled to '
             f'{describe_batch(config, processes)}')
-
-
-class ScalingRunner(Runner):
-    """MMEngine's Runner, which says what the learning rate is.
-
-    It scales the learning rate with the batch as `scale_learning_rate`. A resumed training has the learning rates and
-    schedules of its checkpoint; if the config has others, a sentence says that they have no effect.
-    """
-
-    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
-        if auto_scale_lr:
-            sentence = scale_learning_rate(optim_wrapper, self.cfg, get_world_size())
-            if sentence and not self._resume:
-                say(sentence)
-
-    def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        planned = self._plan()
-        super().resume(filename, *args, **kwargs)
-        if self._plan() != planned:
-            say('learning rates and their schedule are those of the checkpoint: those of the config, of --epochs or of '
-                'this number of processes differ and have no effect')
-
-    def _plan(self) -> List[Dict[str, Any]]:
-        """Return what the schedulers of the learning rate are built from; their other entries change with each step."""
-        schedulers = self.param_schedulers or []
-        schedulers = schedulers if isinstance(schedulers, list) else sum(schedulers.values(), [])
-        return [{key: value for key, value in each.state_dict().items() if key in _PLAN} for each in schedulers]

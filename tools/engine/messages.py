@@ -1,9 +1,10 @@
 """Messages of a training run: what is trained, how long it will take, how to resume it, and whether a disk is full."""
 import errno
+import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Optional
 
 import torch
 from mmengine.dist import get_world_size
@@ -12,8 +13,6 @@ from mmengine.runner import EpochBasedTrainLoop
 _FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
          errno.EFBIG: 'a file grew beyond the largest size allowed'}
 _NUMBER = re.compile(r'os error (\d+)')                         # in messages of safetensors
-# The share of the time that waits for data from which a hint is given, and the number of steps before it.
-_BINDING, _ENOUGH = 0.3, 10
 # The first steps are slower (memory, kernels, caches) and are skipped; then as many as _TIMED are timed.
 _SKIPPED, _TIMED = 2, 3
 
@@ -90,56 +89,6 @@ class Estimate:
                 if left else None)
 
 
-class Timing:
-    """Keeps how long steps take and how long they wait for their data, as MMEngine's IterTimerHook measures it.
-
-    The first step is left out: it waits until the first batch is loaded, and is slower.
-    """
-
-    def __init__(self):
-        self.steps, self.data, self.step, self.recent, self.hinted, self.first = 0, 0., 0., [], False, True
-
-    def after_step(self, message_hub: Any) -> None:
-        """Add the times of a step; without IterTimerHook there are none."""
-        if 'train/time' not in message_hub.log_scalars or 'train/data_time' not in message_hub.log_scalars:
-            return
-        data, total = (message_hub.get_scalar(f'train/{name}').current() for name in ('data_time', 'time'))
-        if self.first:
-            self.first = False
-            return
-        self.steps += 1
-        self.data += data
-        self.step += total - data
-        self.recent.append((data, total - data))
-
-    @property
-    def share(self) -> float:
-        """Share of the time that waits for data, 0 to 1."""
-        return self.data / max(self.data + self.step, 1e-9)
-
-    def line(self) -> str:
-        """Return the mean times since the last call, or '' if there was no step."""
-        if not self.recent:
-            return ''
-        data, step = (sum(times) / len(self.recent) for times in zip(*self.recent))
-        self.recent.clear()
-        return f'data {data:.2g} s  step {step:.2g} s'
-
-    def hint(self, workers: int) -> Optional[str]:
-        """Return a sentence if the data loader is the slower part, once, else None."""
-        if self.hinted or self.steps < _ENOUGH or self.share < _BINDING:
-            return None
-        self.hinted = True
-        return (f'the loader binds: {self.share:.0%} of the time waits for data; more train_dataloader.num_workers '
-                f'than {workers} may help')
-
-    def summary(self) -> str:
-        """Return a sentence with the mean times of all steps."""
-        data, step = self.data / self.steps, self.step / self.steps
-        return (f'a step took {data + step:.2g} s on average: {data:.2g} s to wait for data ({self.share:.0%}), '
-                f'{step:.2g} s for model and optimizer')
-
-
 def duration(seconds: float) -> str:
     """Format seconds as '2 days 3 h', '3 h 20 min', '5 min' or '40 s'."""
     seconds = max(1, round(seconds))
@@ -159,27 +108,41 @@ def resume_command(args: Any, work_dir: str) -> str:
         args: Arguments of `subquad train`.
         work_dir: Folder of the run.
     """
-    words = ['subquad', 'train', args.config, '--work-dir', work_dir]
+    words = [*_launcher(), 'train', args.config, '--work-dir', work_dir]
     for name in ('data', 'model', 'epochs', 'seed'):
         value = getattr(args, name)
         words += [f'--{name}', str(value)] if value is not None else []
-    words += [f'--{name}' for name in ('amp', 'verbose') if getattr(args, name)]
+    words += [f'--{name}' for name in ('amp', 'strict', 'verbose') if getattr(args, name)]
     words += ['--log-to', *args.log_to] if args.log_to else []
     if args.cfg_options:
         words += ['--cfg-options', *args.option_words]
     return shlex.join([*words, '--resume'])
 
 
-def resume_hint(folder: Path, command: str, earlier: Optional[Tuple[Path, int]] = None) -> str:
+def _launcher() -> List[str]:
+    """Return how this process has been started: by the command, or by torchrun on one or several machines."""
+    here, machines = (os.environ.get(name) for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE'))
+    if not here or 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return ['subquad']
+    several = [] if machines in (None, '1') else [
+        '--nnodes', machines, '--node_rank', os.environ.get('GROUP_RANK', '0'), '--master_addr',
+        os.environ.get('MASTER_ADDR', 'HOST')]
+    return ['torchrun', '--nproc_per_node', here, *several, '-m', 'subquad']
+
+
+def resume_hint(folder: Path, command: str, started: bool, resumed: str = '') -> str:
     """Say how to continue after training has stopped.
 
     Args:
         folder: Folder of the run.
         command: Command that resumes the run.
-        earlier: Stamp of a checkpoint that an earlier run left in the folder.
+        started: Whether the run has taken a step; otherwise checkpoints in the folder are not its own.
+        resumed: The checkpoint from which the run continues.
     """
-    from .runner_checkpoints import checkpoint_since
-    path = checkpoint_since(folder, earlier)
+    from .runner_checkpoints import latest_checkpoint
+    path = latest_checkpoint(folder) if started else None
+    if path is None and resumed:
+        path, command = resumed, command and f'{command} {shlex.quote(str(resumed))}'
     if path is None:
         return f'no checkpoint has been written to {folder} yet; start the training again'
     return f'training state saved in {path}' + (f'; resume with: {command}' if command else '')

@@ -1,5 +1,6 @@
 """Write checkpoints of a Runner atomically, and find them after a folder has moved."""
 import contextlib
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
 from ...backbones.weights import write_atomically
+from ...backbones.weights.errors import some
 from ..common.cli import UserError
 
 
@@ -54,6 +56,8 @@ class AtomicFilesBackend(LocalBackend):
 
 register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
 _NUMBERED = re.compile(r'(interrupted_)?(?:epoch|iter)_(\d+)(?:_step_(\d+))?')
+# The file with names and times of the checkpoints that an earlier run has left in the folder.
+EARLIER = 'earlier_checkpoints.json'
 
 
 @HOOKS.register_module()
@@ -61,16 +65,19 @@ class AtomicCheckpointHook(CheckpointHook):
     """MMEngine's CheckpointHook, which writes local files atomically (`AtomicFilesBackend`).
 
     It looks for the best checkpoint so far in the current folder of the run. The checkpoint of an interruption is
-    removed when the next one has been written.
+    removed when the next one has been written. A run that starts in the folder of an earlier one notes which
+    checkpoints are not its own, so that `--resume` never continues the wrong run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.starts = True
         if '://' not in str(self.out_dir) and not self.backend_args and not self.file_client_args:
             self.backend_args = dict(backend='subquad_atomic_files')
 
     def before_train(self, runner) -> None:
         super().before_train(runner)
+        self.starts = is_main_process()
         if self._is_atomic:
             self.file_backend.folder = self.out_dir
             here = Path(self.out_dir)
@@ -82,6 +89,14 @@ class AtomicCheckpointHook(CheckpointHook):
             for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
                 self.best_ckpt_path_dict[name] = path and str(here / Path(path).name)
         self._remove_replaced()
+
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        if self.starts:
+            self.starts = False
+            if not runner.iter:
+                _note_earlier(Path(runner.work_dir))
+            elif runner._resume:
+                _adopt_earlier(Path(runner.work_dir), Path(runner._load_from))
 
     def after_train_epoch(self, runner) -> None:
         super().after_train_epoch(runner)
@@ -146,19 +161,58 @@ def _number(path: Path) -> Optional[Tuple[int, int, bool]]:
     return (int(match[2]), int(match[3] or 0), match[1] is not None) if match else None
 
 
+def _numbered(folder: Path) -> List[Tuple[Tuple[int, int, bool], Path]]:
+    """Return (number, path) of all checkpoints in a folder, the highest number first."""
+    return sorted(((number, path) for path in folder.glob('*.pth') if (number := _number(path))), reverse=True)
+
+
+def _note_earlier(folder: Path) -> None:
+    """Note the checkpoints that are in the folder of a run when it starts."""
+    found = {path.name: path.stat().st_mtime_ns for path in folder.glob('*.pth')}
+    if not found:
+        (folder / EARLIER).unlink(missing_ok=True)
+        return
+    with write_atomically(folder / EARLIER) as temporary:
+        Path(temporary).write_text(json.dumps(found))
+    print(f'{folder} holds checkpoints of an earlier run ({some(sorted(found))}), which --resume will not take; this '
+          'run replaces those of the same names', file=sys.stderr)
+
+
+def _adopt_earlier(folder: Path, path: Path) -> None:
+    """Take a checkpoint of an earlier run, which this run continues, and those before it from the list."""
+    earlier, number = _earlier(folder), _number(path)
+    if path.name not in earlier or path.resolve().parent != folder.resolve() or number is None:
+        return
+    others = {name: when for name, when in earlier.items() if (_number(Path(name)) or number) > number}
+    with write_atomically(folder / EARLIER) as temporary:
+        Path(temporary).write_text(json.dumps(others))
+
+
+def _earlier(folder: Path) -> Dict[str, int]:
+    """Return name and time of writing of the checkpoints that an earlier run has left in the folder."""
+    try:
+        return json.loads((folder / EARLIER).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def find_checkpoints(folder: Path) -> List[Path]:
     """Return the checkpoints of a run, the newest first, even if the folder has moved.
 
     The newest is the one that the file last_checkpoint names, or a later one: a run can be killed before it writes the
-    name. Checkpoints with higher numbers than the newest are of an earlier run, and are left out.
+    name. Checkpoints of an earlier run in the folder are left out.
     """
+    earlier = _earlier(folder)
+
+    def own(path: Path) -> bool:
+        return earlier.get(path.name) != path.stat().st_mtime_ns
     try:
         noted = Path((folder / 'last_checkpoint').read_text().strip())
     except (OSError, UnicodeDecodeError):
         noted = Path()
-    numbered = sorted(((number, path) for path in folder.glob('*.pth') if (number := _number(path))), reverse=True)
+    numbered = [(number, path) for number, path in _numbered(folder) if own(path)]
     # This folder first: it can be a copy.
-    newest = next((path for path in (folder / noted.name, noted) if noted.name and path.is_file()), None)
+    newest = next((path for path in (folder / noted.name, noted) if noted.name and path.is_file() and own(path)), None)
     if newest is None:
         return [path for _, path in numbered]
     number, written = _number(newest), newest.stat().st_mtime_ns
@@ -171,17 +225,6 @@ def find_checkpoints(folder: Path) -> List[Path]:
 def latest_checkpoint(folder: Path) -> Optional[Path]:
     """Return the newest checkpoint of a run, which may be damaged, or None."""
     return next(iter(find_checkpoints(folder)), None)
-
-
-def stamp(path: Optional[Path]) -> Optional[Tuple[Path, int]]:
-    """Return a checkpoint and its time of writing, or None for None."""
-    return None if path is None else (path, path.stat().st_mtime_ns)
-
-
-def checkpoint_since(folder: Path, earlier: Optional[Tuple[Path, int]]) -> Optional[Path]:
-    """Return the last checkpoint of a run, or None if its `stamp` is that of an earlier run in the folder."""
-    path = latest_checkpoint(folder)
-    return path if stamp(path) != earlier else None
 
 
 def checkpoint_to_resume(work_dir: str, name: str) -> str:
@@ -203,6 +246,10 @@ def checkpoint_to_resume(work_dir: str, name: str) -> str:
         return _whole(path)
     paths = find_checkpoints(folder)
     if not paths:
+        others = [path for _, path in _numbered(folder)]
+        if others:
+            raise UserError(f'--resume: the last run in {work_dir} has written no checkpoint; {others[0].name} is of '
+                            f'an earlier run, which --resume {others[0]} continues')
         raise UserError(f'--resume: no checkpoint in {work_dir} (give --work-dir or --resume CHECKPOINT)')
     for n, path in enumerate(paths):
         try:

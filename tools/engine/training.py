@@ -12,6 +12,7 @@ from ..common.cli import UserError, one_line, quiet
 from .config_arguments import is_classifier
 from .lock import locked
 from .loggers import check_loggers
+from .runner_checkpoints import EARLIER
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
@@ -54,10 +55,10 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from .hooks import ProgressHook, WeightsHook
     from .interruptions import Interrupted, InterruptionHook
     from .messages import resume_hint, starting_point
-    from .runner_checkpoints import latest_checkpoint, stamp
     from .starting_weights import StartHook
-    interruption = InterruptionHook()
-    hooks = [ProgressHook(starting_point(config, weights)), WeightsHook(), interruption]
+    from .step_times import StepTimesHook
+    interruption, times = InterruptionHook(), StepTimesHook()
+    hooks = [ProgressHook(starting_point(config, weights), times), WeightsHook(), interruption, times]
     if is_classifier(config):
         from .classification.runner import build_runner
     else:
@@ -66,7 +67,9 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
             hooks.append(StartHook(weights))
     progress, kept = hooks[:2]
     before = _contents(folder) if folder.is_dir() else {}
-    earlier = None if config.get('resume') else stamp(latest_checkpoint(folder))
+
+    def hint() -> str:
+        return resume_hint(folder, command, progress.started, config.load_from if config.get('resume') else '')
     unreadable = images.reported()
     try:
         with quiet() if log_level == 'ERROR' else contextlib.nullcontext():
@@ -75,7 +78,7 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     except KeyboardInterrupt:
         progress.stop()
         if is_main_process():
-            print(resume_hint(folder, command, earlier), file=sys.stderr)
+            print(hint(), file=sys.stderr)
             if not progress.started:
                 _undo(folder, before)
         raise
@@ -84,13 +87,12 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
         if interruption.number is not None and 'DataLoader worker' in str(error):
             # The signal was sent to the workers, too, which it ends.
             if is_main_process():
-                print(resume_hint(folder, command, earlier), file=sys.stderr)
+                print(hint(), file=sys.stderr)
             raise Interrupted(interruption.number) from error
         if is_main_process() and not progress.started:
             # MMEngine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)
-        hint = resume_hint(folder, command, earlier) if progress.started else ''
-        explained = _explained(error, folder, progress.started, hint)
+        explained = _explained(error, folder, progress.started, hint() if progress.started else '')
         if explained is error:
             raise
         raise explained from error
@@ -113,6 +115,10 @@ def _explained(error: Exception, folder: Path, started: bool, hint: str) -> Exce
     outside = re.search(r'Target (\d+) is out of bounds', str(error))
     if outside:
         return UserError(f'a label map has label {outside[1]}, but the data set has fewer classes')
+    if 'device-side assert' in str(error):
+        return UserError('an index is out of range on the GPU, most likely a label for which the model has no class; '
+                         'with the environment variable CUDA_VISIBLE_DEVICES= training runs on the CPU, which names it'
+                         f"{hint and f'; {hint}'}")
     full = disk_full(error)
     if full:
         return UserError(f"{full} while writing to {folder}; free some space{hint and f'; {hint}'}")
@@ -154,16 +160,21 @@ def _pretrained(value: Any) -> Iterator[str]:
 
 
 def _contents(folder: Path) -> Dict[Path, Optional[bytes]]:
-    """Return the paths in the folder, with the bytes of config files, which MMEngine overwrites."""
-    return {path: path.read_bytes() if path.suffix == '.py' else None for path in folder.iterdir()}
+    """Return the paths in the folder, with the bytes of the small files that a start overwrites."""
+    return {path: path.read_bytes() if _is_overwritten(path) else None for path in folder.iterdir()}
+
+
+def _is_overwritten(path: Path) -> bool:
+    """Whether a Runner writes a file before the first step: the config, and the list of earlier checkpoints."""
+    return path.suffix == '.py' or path.name == EARLIER
 
 
 def _undo(folder: Path, before: Dict[Path, Optional[bytes]]) -> None:
-    """Remove the config and the folder of logs that a Runner writes before it trains, and restore earlier configs."""
+    """Remove what a Runner writes before the first step, and restore the files that it has overwritten."""
     for path in set(folder.iterdir()) - set(before):
         if path.is_dir() and re.fullmatch(r'\d{8}_\d{6}', path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == '.py':
+        elif _is_overwritten(path):
             path.unlink()
     for path, content in before.items():
         if content is not None:

@@ -14,8 +14,8 @@ from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
 from ..finite import FiniteHook
 from ..hooks import WeightsHook
-from ..learning_rate import ScalingRunner
 from ..loops import resumable
+from ..resumable_runner import ResumableRunner
 from ..runner_checkpoints import atomic_checkpoints
 from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
@@ -24,7 +24,7 @@ from .model import TimmClassifier
 from .weight_files import WRAPPER_ARGUMENTS
 
 
-class ClassifierRunner(ScalingRunner):
+class ClassifierRunner(ResumableRunner):
     """Compiles the network if the config has compile=True or compile=dict(...), with arguments of torch.compile.
 
     MMEngine would compile the whole step. The numbers of its optimizer wrapper and of its logs change in each step, and

@@ -7,7 +7,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import numpy as np
 from mmengine.dataset import Compose
 from mmengine.registry import DATASETS
-from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 from ....backbones.weights import read_checkpoint
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, one_line
-from ..learning_rate import ScalingRunner
+from ..resumable_runner import ResumableRunner
 
 # Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')
@@ -160,8 +159,8 @@ def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
     return results
 
 
-class DenseRunner(ScalingRunner):
-    """ScalingRunner, with `Steps` as the pipelines of its data sets.
+class DenseRunner(ResumableRunner):
+    """ResumableRunner, with `Steps` as the pipelines of its data sets.
 
     Raises:
         UserError: In `train` and `test`, a batch holds images that the segmenter cannot stack.
@@ -187,7 +186,7 @@ class DenseRunner(ScalingRunner):
 
     @staticmethod
     def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
-        loader = Runner.build_dataloader(*args, **kwargs)
+        loader = ResumableRunner.build_dataloader(*args, **kwargs)
         for dataset in _leaves(loader.dataset):
             if type(getattr(dataset, 'pipeline', None)) is Compose:
                 dataset.pipeline = Steps(dataset.pipeline.transforms)

@@ -1,0 +1,116 @@
+"""A Runner that continues a training with the schedule of its config, whatever that was before."""
+import warnings
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+from typing import Any, Dict, List, Optional
+
+from mmengine.dist import get_world_size
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch.utils.data import DataLoader
+
+from ..common.cli import UserError
+from .interruptions import start_worker
+from .learning_rate import scale_learning_rate
+from .starting_weights import say
+
+# Entries of schedulers that do not change during training.
+_PLAN = ('base_values', 'begin', 'end', 'T_max', 'eta_min', 'eta_min_ratio', 'start_factor', 'end_factor',
+         'total_iters', 'milestones', 'gamma', 'factor', 'power', 'step_size', 'by_epoch', 'param_name')
+# Options of a group of parameters; some optimizers also keep their state in the group.
+_HYPERPARAMETERS = ('lr', 'initial_lr', 'lr_scale', 'weight_decay', 'momentum', 'betas', 'eps', 'alpha', 'nesterov')
+
+
+class ResumableRunner(Runner):
+    """MMEngine's Runner, which says what the learning rate is, also when a training is resumed with other options.
+
+    It scales the learning rate with the batch as `scale_learning_rate`. A resumed training continues the schedule of
+    its checkpoint. If the config now has another schedule, learning rate or weight decay, those of the config apply, at
+    the step of the checkpoint, and a sentence says so. MMEngine alone would keep those of the checkpoint.
+
+    The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`).
+
+    Raises:
+        UserError: A checkpoint to resume has another seed than the config.
+    """
+
+    @staticmethod
+    def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
+        loader = Runner.build_dataloader(*args, **kwargs)
+        if loader.num_workers:
+            loader.worker_init_fn = partial(start_worker, init=loader.worker_init_fn)
+        return loader
+
+    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
+        if auto_scale_lr:
+            sentence = scale_learning_rate(optim_wrapper, self.cfg, get_world_size())
+            if sentence:
+                say(sentence)
+
+    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
+        if self._resume and None not in (seed, own) and seed != own:
+            # MMEngine would take the seed of the checkpoint for everything but the order of the data.
+            raise UserError(f'{filename} was trained with seed {seed}, and this run has seed {own}: resume with '
+                            f'--seed {seed}')
+        return checkpoint
+
+    def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
+        planned = deepcopy([each.state_dict() for each in self._schedulers()])
+        groups = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in self._groups()]
+        super().resume(filename, *args, **kwargs)
+        self._count_steps()
+        if _plan(planned) == _plan(each.state_dict() for each in self._schedulers()) and not self._changed(groups):
+            return
+        if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
+            say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
+                'cannot be computed again, so other options of it have no effect')
+            return
+        before = max((group['lr'] for group in self._groups()), default=0.)
+        for group, options in zip(self._groups(), groups):
+            group.update(options)
+        for scheduler, state in zip(self._schedulers(), planned):
+            scheduler.load_state_dict(state)
+        self._repeat_schedule()
+        after = max((group['lr'] for group in self._groups()), default=0.)
+        say(f'schedule, learning rate or weight decay differ from those of the checkpoint: those of the config apply '
+            f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
+
+    def _schedulers(self) -> List[Any]:
+        found = self.param_schedulers or []
+        return sum(found.values(), []) if isinstance(found, dict) else found
+
+    def _groups(self) -> List[Dict[str, Any]]:
+        wrappers = self.optim_wrapper.values() if isinstance(self.optim_wrapper, OptimWrapperDict) else [
+            self.optim_wrapper]
+        return [group for wrapper in wrappers for group in wrapper.optimizer.param_groups]
+
+    def _changed(self, groups: List[Dict[str, Any]]) -> bool:
+        """Whether the checkpoint has other values than the config where no scheduler changes them."""
+        scheduled = {each.param_name for each in self._schedulers()}
+        return any(now.get(key) != value for group, now in zip(groups, self._groups())
+                   for key, value in group.items() if key not in scheduled)
+
+    def _count_steps(self) -> None:
+        """Count the steps in epochs of their present length: the batch may have another size."""
+        loop = self.train_loop
+        if isinstance(loop, EpochBasedTrainLoop):
+            loop._iter = loop.epoch * len(loop.dataloader) + getattr(loop, 'done', 0)
+
+    def _repeat_schedule(self) -> None:
+        """Step newly built schedulers as in a training up to the present step."""
+        loop = self.train_loop
+        length = len(loop.dataloader) if isinstance(loop, EpochBasedTrainLoop) else 0
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')                       # that the optimizer has taken no steps
+            for step in range(1, loop.iter + 1):
+                for scheduler in self._schedulers():
+                    if not scheduler.by_epoch or length and step % length == 0:
+                        scheduler.step()
+
+
+def _plan(states: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return what schedulers are built from; the other entries of their states change with each step."""
+    return [{key: value for key, value in state.items() if key in _PLAN} for state in states]
