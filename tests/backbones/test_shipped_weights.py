@@ -18,6 +18,7 @@ from subquad.tools.engine.config import load
 SHIPPED_WEIGHTS = [weights for weights in WEIGHTS.values() if weights.file]
 CLASSIFIERS = [weights for weights in SHIPPED_WEIGHTS if weights.task == 'classification']
 DETECTOR = 'test_mobilevitv2.ssdlite_shapes'
+SEGMENTERS = ['test_mobilevitv2.deeplabv3_shapes', 'test_ppma.upernet_shapes']
 
 
 def _names(weights):
@@ -33,18 +34,18 @@ def no_network(monkeypatch):
 
 
 def test_every_file_is_in_the_table():
-    assert set(map(_names, SHIPPED_WEIGHTS)) == {DETECTOR, *(
+    assert set(map(_names, SHIPPED_WEIGHTS)) == {DETECTOR, *SEGMENTERS, *(
         f'test_{family}.{data}' for family in ('ppma', 'mobilevitv2', 'myo', 'lcsm') for data in ('digits', 'mnist5k'))}
     assert sorted(weights.file for weights in SHIPPED_WEIGHTS) == sorted(path.name for path in SHIPPED.iterdir())
 
 
 @pytest.mark.parametrize('weights', SHIPPED_WEIGHTS, ids=_names)
-def test_files_are_small_and_float32(weights):
+def test_files_are_small_and_float32_or_half(weights):
     path = fetch(weights)                                  # compares size and sha256 with the table
     assert weights.sha256 and weights.size == path.stat().st_size <= 2_000_000
     with safe_open(path, 'pt') as file:
         kinds = {file.get_slice(key).get_dtype() for key in file.keys()}
-    assert kinds <= {'F32', 'I64'}
+    assert kinds <= {'F16' if weights.name in SEGMENTERS else 'F32', 'I64'}
 
 
 @pytest.mark.parametrize('weights', CLASSIFIERS, ids=_names)
@@ -107,3 +108,16 @@ def test_detector_finds_shapes(tmp_path, no_network, capsys):
     test.main([weights.config, DETECTOR, '--data', str(tmp_path / 'shapes'), '--json'])
     found = json.loads(capsys.readouterr().out)
     assert found['coco/bbox_mAP_50'] == pytest.approx(recorded['coco/bbox_mAP_50'], abs=0.15)
+
+
+@pytest.mark.parametrize('name', SEGMENTERS)
+def test_segmenters_find_shapes(name, tmp_path, no_network, capsys):
+    """On 40 images of the same kind as those of the record."""
+    pytest.importorskip('mmseg')
+    weights = WEIGHTS[name]
+    recorded = _recorded(weights.config)
+    assert weights.reported == {'mIoU': pytest.approx(recorded['mIoU'], abs=0.05)}
+    make_dataset.main(['shapes', str(tmp_path / 'shapes'), '--train', '1', '--val', '40'])
+    capsys.readouterr()
+    test.main([weights.config, name, '--data', str(tmp_path / 'shapes'), '--json'])
+    assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(recorded['mIoU'], abs=10)
