@@ -251,16 +251,16 @@ def _shipped() -> Iterator[PublishedWeights]:
             arch, tag, 'classification', 'subquad', file=f'{arch}.{tag}.safetensors', size=size, sha256=sha256,
             num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(mean,) * 3, std=(std,) * 3,
             interpolation='bilinear', reported={'top1': top1})
-    # The segmenters are stored in float16.
+    # The weights of the segmenters are stored in float16, their running statistics in float32.
     for arch, tag, task, size, sha256, classes, config, reported in (
             ('test_mobilevitv2', 'ssdlite_shapes', 'detection', 1_344_052,
              'ff9a8ed3bf1a2d299d31da89b13bfdde014da489efacae4e2052f38ee5a949f9', 5, 'ssdlite_test-mobilevitv2_shapes',
              {'box_AP': 24.5}),
-            ('test_mobilevitv2', 'deeplabv3_shapes', 'segmentation', 1_136_278,
-             'c513a0b4865521a130907ebd49d7d40fc58e30b5359659975665f236f1e7c85a', 6, 'deeplabv3_test-mobilevitv2_shapes',
+            ('test_mobilevitv2', 'deeplabv3_shapes', 'segmentation', 1_145_686,
+             '6278726f9cce09a90e78731bf6b61d8413d71c8b1ea70cf69a77e8cb2f171b6a', 6, 'deeplabv3_test-mobilevitv2_shapes',
              {'mIoU': 63.6}),
-            ('test_ppma', 'upernet_shapes', 'segmentation', 1_211_720,
-             'd664ee7fe88fa0dd0ddabde141e1bacdbc66396dc0fd915a7c3bc49bf49d1302', 6, 'upernet_test-ppma_shapes',
+            ('test_ppma', 'upernet_shapes', 'segmentation', 1_214_704,
+             'c9faaa124d61052a89aec1d1ac0d5f74e45e1f284f4f2c11f0487fcd43324c69', 6, 'upernet_test-ppma_shapes',
              {'mIoU': 70.4}),
     ):
         norm = {'upernet_shapes': (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)}.get(tag, ((0.,) * 3, (1.,) * 3))
