@@ -116,7 +116,7 @@ def _work_dir(args: argparse.Namespace) -> str:
     """Return runs/CONFIG, or the folder of the run if its own config is resumed."""
     from .engine.runner_checkpoints import latest_checkpoint
     folder = find(args.config).parent
-    if args.resume == '' and latest_checkpoint(folder):
+    if args.resume == '' and (latest_checkpoint(folder) or any(folder.glob('*.pth'))):
         return str(folder)
     return str(Path('runs') / Path(args.config).stem)
 

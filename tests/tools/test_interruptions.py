@@ -348,8 +348,9 @@ def test_resume_does_not_take_the_checkpoint_of_an_earlier_run(whole, tmp_path, 
     ({}, 'subquad train'),
     (dict(LOCAL_WORLD_SIZE='2', GROUP_WORLD_SIZE='1', TORCHELASTIC_RUN_ID='none'),
      'torchrun --nproc_per_node 2 -m subquad train'),
-    (dict(LOCAL_WORLD_SIZE='8', GROUP_WORLD_SIZE='2', GROUP_RANK='1', MASTER_ADDR='host', TORCHELASTIC_RUN_ID='7'),
-     'torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr host -m subquad train')])
+    (dict(LOCAL_WORLD_SIZE='8', GROUP_WORLD_SIZE='2', GROUP_RANK='1', MASTER_ADDR='host', MASTER_PORT='7000',
+          TORCHELASTIC_RUN_ID='7'),
+     'torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr host --master_port 7000 -m subquad train')])
 def test_the_command_that_resumes_is_that_of_the_run(environment, start, monkeypatch):
     for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
         monkeypatch.delenv(name, raising=False)

@@ -7,6 +7,7 @@ import timm
 from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint
+from subquad.backbones.weights.registry import _CVNETS
 from subquad.backbones.weights.registry import find as find_weights
 from subquad.tools import train
 from subquad.tools.data.image_sets import ImageFolder
@@ -48,7 +49,8 @@ def test_recipes_name_their_model_and_batch(name):
 
 def test_metafile_and_readme_have_the_reported_accuracies():
     yaml, folder = pytest.importorskip('yaml'), find(RECIPES[0]).parent
-    content, readme = yaml.safe_load((folder / 'metafile.yml').read_text()), (folder / 'README.md').read_text()
+    text, readme = (folder / 'metafile.yml').read_text(), (folder / 'README.md').read_text()
+    content = yaml.safe_load(text)
     entries = {entry['Name']: entry for entry in content['Models']}
     assert len(content['Models']) == len(entries) and {*entries} == {*RECIPES}
     published = 0
@@ -61,14 +63,15 @@ def test_metafile_and_readme_have_the_reported_accuracies():
         reported = REPORTED.get(config.model.name, ())
         assert metadata.get('Parameters (M)') == (reported[0] if reported else None)
         assert cells[4] == str(metadata.get('Parameters (M)', '-')) and cells[5] == str(metadata.get('FLOPs (G)', '-'))
-        tag = 'in1k' if 'ppma' in name else 'cvnets_in1k_384' if '384px' in name else 'cvnets_in1k'
+        tag = 'in1k' if 'ppma' in name else 'cvnets_in1k_384' if '384px' in name else 'apple_in1k'
         if 'Results' not in entry:
             assert ('multiscale' in name or not reported) and cells[6] == '-' and 'Published File' not in entry
             continue
         weights = find_weights(f'{config.model.name}.{tag}')
         top1 = entry['Results'][0]['Metrics']['Top 1 Accuracy']
         assert top1 == weights.reported['top1'] and cells[6] == str(top1)
-        assert weights.source.endswith(entry['Published File'])
+        place = 'hf-hub:ZhongchenZhao/PPMA@main/' if 'ppma' in name else f'{_CVNETS}/'
+        assert weights.source == place + entry['Published File'] and _CVNETS in text
         optimizer = config.optim_wrapper.optimizer.opt
         assert metadata['Training Techniques'] == ['AdamW' if optimizer == 'adamw' else 'SGD with Momentum']
         published += 1

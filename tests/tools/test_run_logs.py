@@ -89,3 +89,31 @@ def test_wrong_arguments(tmp_path):
                              ([tmp_path / 'run', '--keys', 'los'], "no run has 'los'; did you mean loss"),
                              ([tmp_path / 'run', '--out', tmp_path / 'no' / 'c.png'], 'cannot write')):
         command_error(logs.main, arguments, words)
+
+
+def test_a_new_run_in_the_folder_replaces_the_curves_of_the_earlier_one(tmp_path):
+    images = make_images(tmp_path / 'data')
+    options = [images, tmp_path / 'run', 'default_hooks.logger.interval=1']
+    train.main(folder_arguments(*options, epochs=2))
+    _rename_log(tmp_path / 'run', '20200101_000000')
+    train.main(folder_arguments(*options, 'default_hooks.logger.interval=2', epochs=1))
+    curves = read_run(str(tmp_path / 'run')).curves
+    assert [point.step for point in curves['loss'].points] == [2]
+    assert [point.step for point in curves['accuracy/top1'].points] == [1]
+
+
+def test_larger_batches_after_a_resumption_keep_the_earlier_points(tmp_path):
+    images = make_images(tmp_path / 'data')
+    options = [images, tmp_path / 'run', 'default_hooks.logger.interval=1']
+    train.main(folder_arguments(*options, epochs=2))                             # 2 steps an epoch
+    _rename_log(tmp_path / 'run', '20200101_000000')
+    train.main([*folder_arguments(*options, 'train_dataloader.batch_size=8', epochs=3), '--resume'])
+    curves = read_run(str(tmp_path / 'run')).curves
+    assert [point.step for point in curves['loss'].points] == [0.5, 1, 1.5, 2, 3]
+    assert [point.step for point in curves['accuracy/top1'].points] == [1, 2, 3]
+
+
+def _rename_log(work, name):
+    """Names of logs have seconds, in which the next run can start."""
+    log, = (path for path in work.iterdir() if path.is_dir() and (path / 'vis_data').is_dir())
+    log.rename(work / name)

@@ -335,7 +335,7 @@ def test_a_resumed_training_follows_the_schedule_of_its_config(schedule, images,
     assert len(expected) == 8
     train.main(arguments('parts', 'default_hooks.checkpoint.max_keep_ckpts=9', epochs=3))
     assert len(_rates(tmp_path / 'parts')) == 6
-    said = 'schedule, learning rate or weight decay differ from those of the checkpoint: those of the config apply'
+    said = 'the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply'
     capsys.readouterr()
 
     def resumed(epoch, *more):

@@ -36,9 +36,10 @@ def test_the_slower_part_is_named_once(data, binds, monkeypatch):
     for n in range(10):
         step(data, 1 - data)
         assert (times.hint(2) is not None) == (binds and n == 9)
-    now[0] += 1000                                               # validation
-    times.before_train_epoch(None)
-    step(data, 1 - data)
+    for after_validation in (times.after_val_epoch, times.before_train_epoch):
+        now[0] += 1000
+        after_validation(None)
+        step(data, 1 - data)
     assert times.hint(2) is None
     assert times.line() == f'data {data:.2g} s  step {1 - data:.2g} s' and times.line() == ''
     assert times.summary() == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '

@@ -3,6 +3,7 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from typing import Callable, Iterator, List, NoReturn, Optional
 
 from subquad_cli import TOOLS, leave, main, nearest
@@ -24,9 +25,11 @@ def quiet() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an exception in one line."""
+    """Return the message of an exception in one line; without a message, the line of code that raised it."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return ' '.join(text.split()) or type(error).__name__
+    lines = traceback.extract_tb(error.__traceback__)
+    place = f' ({lines[-1].line})' if lines and lines[-1].line else ''
+    return ' '.join(text.split()) or f'{type(error).__name__}{place}'
 
 
 def shown(name: object, longest: int = _LONGEST) -> str:

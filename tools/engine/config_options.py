@@ -25,7 +25,8 @@ _REGISTRIES = ('MODELS', 'DATASETS', 'DATA_SAMPLERS', 'TRANSFORMS', 'HOOKS', 'ME
                'OPTIMIZERS', 'OPTIM_WRAPPERS', 'PARAM_SCHEDULERS', 'VISUALIZERS', 'VISBACKENDS', 'LOG_PROCESSORS',
                'WEIGHT_INITIALIZERS', 'TASK_UTILS')
 # Entries of the top level that are True or False.
-_SWITCHES = ('resume', 'find_unused_parameters', 'allow_other_classes', 'strict_images')
+_SWITCHES = ('resume', 'find_unused_parameters', 'allow_other_classes', 'strict_images', 'model.channels_last',
+             'model.grad_checkpointing')
 _HOOKS = {'runtime_info', 'timer', 'sampler_seed', 'logger', 'param_scheduler', 'checkpoint', 'visualization'}
 
 

@@ -1,4 +1,5 @@
 """Hooks for progress, seeds, evaluation before training, and weights in safetensors files."""
+import json
 import math
 import random
 import sys
@@ -15,8 +16,10 @@ from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict
+from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict, write_atomically
+from .earlier_runs import earlier_files, now_own
 from .messages import Estimate, summary
+from .run_logs import START
 from .step_times import StepTimesHook
 
 
@@ -41,6 +44,8 @@ class ProgressHook(Hook):
 
     def before_train(self, runner) -> None:
         self._print(summary(runner, self.start))
+        if is_main_process():
+            self._note_start(runner)
         if is_main_process() and sys.stderr.isatty():
             self.progress = Progress(TextColumn('epoch {task.fields[epoch]}'), BarColumn(), TextColumn(
                 '{task.completed}/{task.total}  loss {task.fields[loss]:.3f}  lr {task.fields[lr]:.1e}'),
@@ -48,6 +53,16 @@ class ProgressHook(Hook):
             self.task = self.progress.add_task('', total=runner.max_iters, completed=runner.iter, epoch='', loss=0.,
                                                lr=0.)
             self.progress.start()
+
+    @staticmethod
+    def _note_start(runner) -> None:
+        """Write beside the log where this run starts, so that `subquad logs` can join it with the log before."""
+        loop = runner.train_loop
+        epochs = isinstance(loop, EpochBasedTrainLoop)
+        start = dict(iteration=runner.iter, epoch=runner.epoch if epochs else 0,
+                     steps_per_epoch=len(loop.dataloader) if epochs else 0)
+        with write_atomically(Path(runner._log_dir) / START) as temporary:
+            Path(temporary).write_text(json.dumps(start))
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.started = True
@@ -172,7 +187,8 @@ class WeightsHook(Hook):
     def before_train(self, runner) -> None:
         """Keep the best file of the first part of a resumed run."""
         path = Path(runner.work_dir) / 'best.safetensors'
-        if runner.iter and path.is_file():
+        start = Path(runner._load_from) if runner._resume else None
+        if runner.iter and path.is_file() and path.name not in earlier_files(path.parent, start):
             try:
                 _, metadata, _ = read_checkpoint(path)
             except WeightsError:
@@ -206,4 +222,5 @@ class WeightsHook(Hook):
             part = 'net.' if hasattr(model, 'net') else ''
             save_state_dict({key.removeprefix(part): value for key, value in checkpoint['state_dict'].items()}, path,
                             {**self.metadata, **state})
+            now_own(path)
         return path

@@ -18,22 +18,23 @@ from ...backbones.weights import write_atomically
 from .loops import ResumableTrainLoop, accumulating, gradients, position, set_gradients
 from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
 
-_VALIDATED = 'last_validation'      # the file with the number of steps before the last complete validation
+_VALIDATED = 'last_validation'      # the file with the number of epochs before the last complete validation
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
 
 
-def start_worker(worker_id: int, init: Optional[Callable[[int], None]] = None) -> None:
+def start_worker(worker_id: int, parent: int, init: Optional[Callable[[int], None]] = None) -> None:
     """Start a worker of a data loader that outlives a SIGTERM to the whole process group, as job schedulers send it.
 
     The main process finishes its step, for which it can need the worker, and ends its workers itself.
 
     Args:
         worker_id: Index of the worker.
+        parent: Number of the main process, whose SIGTERM ends the worker.
         init: The worker_init_fn of the data loader.
     """
     if hasattr(signal, 'sigwaitinfo'):                             # which Linux has, and macOS has not
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})     # before init, which could start threads
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if init is not None:
         init(worker_id)
 
@@ -125,7 +126,7 @@ class InterruptionHook(Hook):
             loop._decide_current_val_interval()
             due = [not loop.done and loop.epoch >= loop.val_begin and (
                 loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs)
-                and not (note.is_file() and note.read_text() == str(runner.iter))]
+                and not (note.is_file() and note.read_text() == str(loop.epoch))]
             broadcast_object_list(due)               # the folder of the main process decides
             if due[0]:
                 runner.val_loop.run()
@@ -159,7 +160,7 @@ class InterruptionHook(Hook):
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         if is_main_process():
             with write_atomically(Path(runner.work_dir) / _VALIDATED) as temporary:
-                Path(temporary).write_text(str(runner.iter))
+                Path(temporary).write_text(str(runner.epoch))
         if self.running and self._stops(runner) and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._leave_between_epochs(runner, runner.epoch)
 

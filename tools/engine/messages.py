@@ -42,6 +42,11 @@ def summary(runner: Any, start: str) -> str:
     if runner.val_loop is not None:
         data += f', {len(runner.val_dataloader.dataset):,} to validate on'
     epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
+    if runner.iter >= runner.max_iters:
+        unit, done, planned = (('epochs', runner.epoch, runner.max_epochs) if epochs else
+                               ('steps', runner.iter, runner.max_iters))
+        return (f'nothing is left to train: {runner._load_from} has {done} {unit}, and this training has {planned}; '
+                f"a larger {'--epochs' if epochs else 'train_cfg.max_iters'} continues it")
     plural = 's' if runner.max_epochs != 1 else ''
     length = f'{runner.max_epochs} epoch{plural} of {len(loader)} steps' if epochs else f'{runner.max_iters} steps'
     if runner.iter:
@@ -126,7 +131,7 @@ def _launcher() -> List[str]:
         return ['subquad']
     several = [] if machines in (None, '1') else [
         '--nnodes', machines, '--node_rank', os.environ.get('GROUP_RANK', '0'), '--master_addr',
-        os.environ.get('MASTER_ADDR', 'HOST')]
+        os.environ.get('MASTER_ADDR', 'HOST'), '--master_port', os.environ.get('MASTER_PORT', '29500')]
     return ['torchrun', '--nproc_per_node', here, *several, '-m', 'subquad']
 
 

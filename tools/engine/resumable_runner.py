@@ -1,4 +1,5 @@
 """A Runner that continues a training with the schedule of its config, whatever that was before."""
+import os
 import warnings
 from collections.abc import Iterable
 from copy import deepcopy
@@ -6,6 +7,7 @@ from functools import partial
 from typing import Any, Dict, List, Optional
 
 from mmengine.dist import get_world_size
+from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch.utils.data import DataLoader
@@ -15,11 +17,11 @@ from .interruptions import start_worker
 from .learning_rate import scale_learning_rate
 from .starting_weights import say
 
-# Entries of schedulers that do not change during training.
-_PLAN = ('base_values', 'begin', 'end', 'T_max', 'eta_min', 'eta_min_ratio', 'start_factor', 'end_factor',
-         'total_iters', 'milestones', 'gamma', 'factor', 'power', 'step_size', 'by_epoch', 'param_name')
-# Options of a group of parameters; some optimizers also keep their state in the group.
-_HYPERPARAMETERS = ('lr', 'initial_lr', 'lr_scale', 'weight_decay', 'momentum', 'betas', 'eps', 'alpha', 'nesterov')
+# Entries of schedulers that change with each step.
+_PROGRESS = ('last_step', '_global_step', '_last_value', 'verbose')
+# Entries of groups of parameters in which optimizers keep their state.
+_STATE = ('params', 'step', 'lookahead_step', 'd', 'd_max', 'd_hat', 'd_numerator', 'k', 'lr_max', 'weight_sum',
+          'scheduled_lr', 'train_mode')
 
 
 class ResumableRunner(Runner):
@@ -32,14 +34,14 @@ class ResumableRunner(Runner):
     The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`).
 
     Raises:
-        UserError: A checkpoint to resume has another seed than the config.
+        UserError: A checkpoint to resume has another seed, optimizer or averages than the config.
     """
 
     @staticmethod
     def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
         loader = Runner.build_dataloader(*args, **kwargs)
         if loader.num_workers:
-            loader.worker_init_fn = partial(start_worker, init=loader.worker_init_fn)
+            loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
         return loader
 
     def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
@@ -50,19 +52,38 @@ class ResumableRunner(Runner):
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
         checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        if self._resume:
+            self._check(checkpoint, filename)
+            self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
+        return checkpoint
+
+    def _check(self, checkpoint: Dict[str, Any], filename: str) -> None:
+        """Refuse a checkpoint whose state MMEngine would load only in part.
+
+        Raises:
+            UserError: The checkpoint has another seed, another optimizer, or averages that no hook continues.
+        """
         seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
-        if self._resume and None not in (seed, own) and seed != own:
+        if None not in (seed, own) and seed != own:
             # MMEngine would take the seed of the checkpoint for everything but the order of the data.
             raise UserError(f'{filename} was trained with seed {seed}, and this run has seed {own}: resume with '
                             f'--seed {seed}')
-        return checkpoint
+        if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in self.hooks):
+            raise UserError(f'{filename} holds averages of the weights, which the custom_hooks of this run do not '
+                            f'continue: keep ModelEMAHook, or start from the averages with --pretrained {filename}')
+        theirs = [group for state in _states(checkpoint.get('optimizer')) for group in state['param_groups']]
+        if theirs and _form(theirs) != _form(self._groups()):
+            raise UserError(f'{filename} has the state of another optimizer or of other groups of parameters: keep its '
+                            'optimizer, its layer_decay and whether weight_decay is 0, or start from its weights with '
+                            f'--pretrained {filename}')
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         planned = deepcopy([each.state_dict() for each in self._schedulers()])
-        groups = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in self._groups()]
+        groups = [{key: value for key, value in group.items() if key not in _STATE} for group in self._groups()]
         super().resume(filename, *args, **kwargs)
         self._count_steps()
-        if _plan(planned) == _plan(each.state_dict() for each in self._schedulers()) and not self._changed(groups):
+        if self.train_loop.iter >= self.train_loop.max_iters or (
+                _plan(planned) == self._resumed_plan and not self._changed(groups)):
             return
         if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
             say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
@@ -75,12 +96,11 @@ class ResumableRunner(Runner):
             scheduler.load_state_dict(state)
         self._repeat_schedule()
         after = max((group['lr'] for group in self._groups()), default=0.)
-        say(f'schedule, learning rate or weight decay differ from those of the checkpoint: those of the config apply '
+        say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
             f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
 
     def _schedulers(self) -> List[Any]:
-        found = self.param_schedulers or []
-        return sum(found.values(), []) if isinstance(found, dict) else found
+        return _joined(self.param_schedulers)
 
     def _groups(self) -> List[Dict[str, Any]]:
         wrappers = self.optim_wrapper.values() if isinstance(self.optim_wrapper, OptimWrapperDict) else [
@@ -111,6 +131,23 @@ class ResumableRunner(Runner):
                         scheduler.step()
 
 
+def _joined(found: Any) -> List[Any]:
+    """Return the schedulers, or their states, of all optimizers."""
+    return sum(found.values(), []) if isinstance(found, dict) else list(found or [])
+
+
+def _states(state: Any) -> List[Dict[str, Any]]:
+    """Return the states of an optimizer, or of several ones by name."""
+    if not state:
+        return []
+    return [state] if 'param_groups' in state else [each for each in state.values() if isinstance(each, dict)]
+
+
+def _form(groups: List[Dict[str, Any]]) -> List[Any]:
+    """Return what the groups of two optimizers of the same kind for the same parameters have in common."""
+    return [(len(group['params']), sorted({*group} - {*_STATE, 'initial_lr'})) for group in groups]
+
+
 def _plan(states: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """Return what schedulers are built from; the other entries of their states change with each step."""
-    return [{key: value for key, value in state.items() if key in _PLAN} for state in states]
+    return [{key: value for key, value in state.items() if key not in _PROGRESS} for state in states]

@@ -11,6 +11,8 @@ from ..common.paths import expanded
 
 # Entries of a line that say where it belongs or how long it took; all others are curves.
 _PLACES = ('step', 'iter', 'epoch', 'time', 'data_time', 'base_lr', 'memory', 'eta')
+# The file beside a log that says where its run starts.
+START = 'start.json'
 # Metrics of which less is better; of all other metrics more is.
 _DOWNWARDS = ('loss', 'perplexity', 'ece', 'lr')
 
@@ -54,8 +56,9 @@ def is_downwards(name: str) -> bool:
 def read_run(folder: str) -> Run:
     """Read the logs of a work folder, in which a resumed run has several.
 
-    What a later log has replaces what earlier ones have from its first step on: a run that was resumed from a
-    checkpoint repeats the steps after it.
+    What a later log has replaces what earlier ones have from its start on: a run that was resumed from a checkpoint
+    repeats the steps after it, and a run without --resume all. If an epoch has another number of steps than before, the
+    earlier steps are scaled to it.
 
     Args:
         folder: A work folder of `subquad train`, or of any of MMEngine's Runners.
@@ -70,11 +73,41 @@ def read_run(folder: str) -> Run:
     if not files:
         raise UserError(f'{shown(path)} has no logs of a run (TIMESTAMP/vis_data/scalars.json)')
     curves: Dict[str, Curve] = {}
+    before = 0
     for file in files:
+        start = _start(file)
+        if start:
+            _until(curves, start, before)
+            before = start['steps_per_epoch']
         _append(curves, _curves(_lines(file)))
     if not curves:
         raise UserError(f'the logs in {shown(path)} hold no values yet')
     return Run(path.resolve().name, curves)
+
+
+def _start(file: Path) -> Dict[str, int]:
+    """Return what ProgressHook has written beside a log, or {} for a log of another Runner."""
+    try:
+        return json.loads((file.parents[1] / START).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _until(curves: Dict[str, Curve], start: Dict[str, int], before: int) -> None:
+    """Cut curves where a later run starts, and count their steps in epochs of its length.
+
+    Args:
+        curves: The curves, which are changed.
+        start: What `_start` returns for the later run.
+        before: Number of steps of an epoch of the earlier run.
+    """
+    scale = start['steps_per_epoch'] / before if before and start['steps_per_epoch'] else 1
+    for name, curve in list(curves.items()):
+        if curve.unit == 'iteration':
+            curve.points = [Point(step * scale if scale != 1 else step, value) for step, value in curve.points]
+        curve.points = [point for point in curve.points if point.step <= start[curve.unit]]
+        if not curve.points:
+            del curves[name]
 
 
 def _lines(file: Path) -> List[Dict[str, Any]]:

@@ -1,8 +1,6 @@
 """Write checkpoints of a Runner atomically, and find them after a folder has moved."""
 import contextlib
-import json
 import os
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -14,8 +12,8 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
 from ...backbones.weights import write_atomically
-from ...backbones.weights.errors import some
 from ..common.cli import UserError
+from .earlier_runs import EARLIER, is_own, note_earlier, noted, number
 
 
 class AtomicFilesBackend(LocalBackend):
@@ -55,9 +53,6 @@ class AtomicFilesBackend(LocalBackend):
 
 
 register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
-_NUMBERED = re.compile(r'(interrupted_)?(?:epoch|iter)_(\d+)(?:_step_(\d+))?')
-# The file with names and times of the checkpoints that an earlier run has left in the folder.
-EARLIER = 'earlier_checkpoints.json'
 
 
 @HOOKS.register_module()
@@ -82,8 +77,9 @@ class AtomicCheckpointHook(CheckpointHook):
             self.file_backend.folder = self.out_dir
             here = Path(self.out_dir)
             if is_main_process():
-                for part in [*here.glob('*.pth*.part'), *here.glob('*.safetensors*.part')]:
-                    part.unlink(missing_ok=True)             # a run that was killed has left it
+                for name in ('*.pth', '*.safetensors', 'last_checkpoint', 'last_validation', EARLIER):
+                    for part in here.glob(f'{name}*.part'):
+                        part.unlink(missing_ok=True)         # a run that was killed has left it
             if getattr(self, 'best_ckpt_path', None):
                 self.best_ckpt_path = str(here / Path(self.best_ckpt_path).name)
             for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
@@ -93,10 +89,7 @@ class AtomicCheckpointHook(CheckpointHook):
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         if self.starts:
             self.starts = False
-            if not runner.iter:
-                _note_earlier(Path(runner.work_dir))
-            elif runner._resume:
-                _adopt_earlier(Path(runner.work_dir), Path(runner._load_from))
+            note_earlier(Path(runner.work_dir), Path(runner._load_from) if runner._resume else None)
 
     def after_train_epoch(self, runner) -> None:
         super().after_train_epoch(runner)
@@ -155,45 +148,9 @@ def save_interrupted(runner: Any, name: str, meta: Dict[str, Any]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _number(path: Path) -> Optional[Tuple[int, int, bool]]:
-    """Return (epoch or iteration, step, interrupted) from the name of a checkpoint, or None for other names."""
-    match = _NUMBERED.fullmatch(path.stem)
-    return (int(match[2]), int(match[3] or 0), match[1] is not None) if match else None
-
-
 def _numbered(folder: Path) -> List[Tuple[Tuple[int, int, bool], Path]]:
     """Return (number, path) of all checkpoints in a folder, the highest number first."""
-    return sorted(((number, path) for path in folder.glob('*.pth') if (number := _number(path))), reverse=True)
-
-
-def _note_earlier(folder: Path) -> None:
-    """Note the checkpoints that are in the folder of a run when it starts."""
-    found = {path.name: path.stat().st_mtime_ns for path in folder.glob('*.pth')}
-    if not found:
-        (folder / EARLIER).unlink(missing_ok=True)
-        return
-    with write_atomically(folder / EARLIER) as temporary:
-        Path(temporary).write_text(json.dumps(found))
-    print(f'{folder} holds checkpoints of an earlier run ({some(sorted(found))}), which --resume will not take; this '
-          'run replaces those of the same names', file=sys.stderr)
-
-
-def _adopt_earlier(folder: Path, path: Path) -> None:
-    """Take a checkpoint of an earlier run, which this run continues, and those before it from the list."""
-    earlier, number = _earlier(folder), _number(path)
-    if path.name not in earlier or path.resolve().parent != folder.resolve() or number is None:
-        return
-    others = {name: when for name, when in earlier.items() if (_number(Path(name)) or number) > number}
-    with write_atomically(folder / EARLIER) as temporary:
-        Path(temporary).write_text(json.dumps(others))
-
-
-def _earlier(folder: Path) -> Dict[str, int]:
-    """Return name and time of writing of the checkpoints that an earlier run has left in the folder."""
-    try:
-        return json.loads((folder / EARLIER).read_text())
-    except (OSError, ValueError):
-        return {}
+    return sorted(((place, path) for path in folder.glob('*.pth') if (place := number(path))), reverse=True)
 
 
 def find_checkpoints(folder: Path) -> List[Path]:
@@ -202,24 +159,22 @@ def find_checkpoints(folder: Path) -> List[Path]:
     The newest is the one that the file last_checkpoint names, or a later one: a run can be killed before it writes the
     name. Checkpoints of an earlier run in the folder are left out.
     """
-    earlier = _earlier(folder)
-
-    def own(path: Path) -> bool:
-        return earlier.get(path.name) != path.stat().st_mtime_ns
+    earlier = noted(folder)
     try:
-        noted = Path((folder / 'last_checkpoint').read_text().strip())
+        name = Path((folder / 'last_checkpoint').read_text().strip())
     except (OSError, UnicodeDecodeError):
-        noted = Path()
-    numbered = [(number, path) for number, path in _numbered(folder) if own(path)]
+        name = Path()
+    numbered = [(place, path) for place, path in _numbered(folder) if is_own(path, earlier)]
     # This folder first: it can be a copy.
-    newest = next((path for path in (folder / noted.name, noted) if noted.name and path.is_file() and own(path)), None)
+    newest = next((path for path in (folder / name.name, name) if name.name and path.is_file()
+                   and is_own(path, earlier)), None)
     if newest is None:
         return [path for _, path in numbered]
-    number, written = _number(newest), newest.stat().st_mtime_ns
-    if number is None:                                           # the config has its own names
+    place, written = number(newest), newest.stat().st_mtime_ns
+    if place is None:                                            # the config has its own names
         return [newest, *(path for _, path in numbered)]
-    later = [path for n, path in numbered if n > number and path.stat().st_mtime_ns > written]
-    return [*later, newest, *(path for n, path in numbered if n < number)]
+    later = [path for n, path in numbered if n > place and path.stat().st_mtime_ns > written]
+    return [*later, newest, *(path for n, path in numbered if n < place)]
 
 
 def latest_checkpoint(folder: Path) -> Optional[Path]:

@@ -22,7 +22,7 @@ def check_length(config) -> None:
     Raises:
         UserError: It is not a positive integer.
     """
-    for key in ('max_epochs', 'max_iters'):
+    for key in ('max_epochs', 'max_iters', 'val_interval'):
         planned = config.train_cfg.get(key, 1)
         if not isinstance(planned, int) or isinstance(planned, bool) or planned < 1:
             raise UserError(f'train_cfg.{key} must be an integer of at least 1, got {planned!r}')

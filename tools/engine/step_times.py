@@ -1,6 +1,6 @@
 """How long training steps take, and how long they wait for their data."""
 import time
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from mmengine.hooks import Hook
 
@@ -23,6 +23,9 @@ class StepTimesHook(Hook):
 
     def before_train_epoch(self, runner) -> None:
         self.ready = time.perf_counter()
+
+    def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
+        self.ready = time.perf_counter()                 # a loop that counts iterations validates between two steps
 
     def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
         self.start = time.perf_counter()

@@ -10,9 +10,10 @@ from typing import Any, Dict, Iterator, Optional
 from ..common import images
 from ..common.cli import UserError, one_line, quiet
 from .config_arguments import is_classifier
+from .earlier_runs import EARLIER
 from .lock import locked
 from .loggers import check_loggers
-from .runner_checkpoints import EARLIER
+from .schedule import check_length
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
@@ -38,6 +39,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     if weights and not is_classifier(config):
         config.load_from = None
         without_pretrained(config.model)
+    check_length(config)
     check_loggers(config)
     vet_pretrained(config)
     first = int(os.environ.get('RANK', 0)) == 0
