@@ -98,7 +98,7 @@ def test_a_metric_that_is_nan_is_never_best(tmp_path):
     assert saved == [3., 4.]
     save_weights(torch.nn.Linear(1, 1), tmp_path / 'best.safetensors', {'accuracy/top1': float('nan')})
     hook = WeightsHook()
-    hook.before_train(type('Runner', (), dict(iter=1, work_dir=str(tmp_path))))
+    hook.before_train(type('Runner', (), dict(iter=1, work_dir=str(tmp_path), _resume=False)))
     assert hook.best == -float('inf')
 
 
