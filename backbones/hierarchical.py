@@ -3,7 +3,7 @@
 A family supplies the token mixer of each block. The stem, convolutions, feed-forward layers, downsampling and head are
 the same for all families, so that a comparison between families compares mixers.
 """
-from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
 from timm.layers import calculate_drop_path_rates
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
 from .inference import forward_in_parts
-from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, or_none
+from .mixers.choices import Names, choose_mixers, mixer_name, refuse_unused
+from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, one_or_each_stage, or_none
 from .timm_interface import TimmInterface, init_linear
 
 STRIDES = (4, 8, 16, 32)
@@ -29,7 +30,11 @@ OPTIONS: Options = {
     'output_norms': flag(),
     'global_pool': one_of('avg', ''),
     'output_stride': one_of(STRIDES[-1]),
+    'mixers': one_or_each_stage(or_none(mixer_name())),
+    'attention_share': number(0, 1),
 }
+# Ends of the names of parameters without weight decay, apart from biases and norms: decays and biases of edges.
+_NO_WEIGHT_DECAY = ('.A_log', '.dt_bias', '.edge_bias')
 
 
 class Stage(nn.Module):
@@ -76,11 +81,20 @@ class HierarchicalBackbone(TimmInterface):
         drop_path_rate: rate of stochastic depth, which rises linearly from 0 in the first block to this in the last.
         img_size: checked and otherwise ignored, because any size of at least 32 x 32 works; timm passes it.
         output_stride: 32.
+        mixers: build a hybrid: the name of a mixer in `subquad.backbones.mixers.choices`, or one for each stage, which
+            replaces the family's own. None keeps the family's own, in all stages or in one. Named mixers have their
+            default options; the family's options apply where its own mixer stays.
+        attention_share: the share of the blocks of each stage, from 0 to 1, that use plain softmax attention instead of
+            their mixer. They are spread evenly, and the last block of a stage is the first to change.
         device, dtype: device and dtype of the parameters.
         mixer_options: options of the family, which are checked here and used by `mixer`.
 
+    Attributes:
+        hybrid_options: the values of `mixers` and `attention_share` that are not the default; empty if both are.
+
     Raises:
-        ValueError: the family's `OPTIONS` do not allow a value.
+        ValueError: the family's `OPTIONS` do not allow a value, `attention_share` rounds to no block, or `mixers`
+            leaves no block to which one of `mixer_options` applies.
         TypeError: an option is not in the family's `OPTIONS`.
     """
 
@@ -104,6 +118,8 @@ class HierarchicalBackbone(TimmInterface):
             drop_path_rate: float = 0.,
             img_size: Union[None, int, Tuple[int, int]] = None,
             output_stride: int = 32,
+            mixers: Names = None,
+            attention_share: float = 0.,
             device=None,
             dtype=None,
             **mixer_options: Any,
@@ -112,8 +128,13 @@ class HierarchicalBackbone(TimmInterface):
             dims=dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios, layer_scale=layer_scale,
             layer_scale_init=layer_scale_init, head_hidden_size=head_hidden_size, output_norms=output_norms,
             num_classes=num_classes, in_chans=in_chans, global_pool=global_pool, drop_rate=drop_rate,
-            drop_path_rate=drop_path_rate, img_size=img_size, output_stride=output_stride, **mixer_options))
+            drop_path_rate=drop_path_rate, img_size=img_size, output_stride=output_stride, mixers=mixers,
+            attention_share=attention_share, **mixer_options))
+        refuse_unused(type(self), mixers, mixer_options)
         super().__init__(num_classes, in_chans)
+        self.hybrid_options = {**({} if mixers is None else {'mixers': mixers}),
+                               **({'attention_share': attention_share} if attention_share else {})}
+        mixer = choose_mixers(mixer, mixers, attention_share, depths)
         dd = {'device': device, 'dtype': dtype}
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]
         self.stem = Stem(in_chans, dims[0], **dd)
@@ -144,12 +165,35 @@ class HierarchicalBackbone(TimmInterface):
         self.head = ProjectionHead(dims[-1], head_hidden_size, num_classes, global_pool, drop_rate, **dd)
         self.apply(init_linear)
 
-    def mixers(self) -> Dict[str, nn.Module]:
-        """The token mixers of all blocks, by the name of the block ('stages.0.blocks.0', ...)."""
-        return {
+    def mixers(self, kind: Type[nn.Module] = nn.Module) -> Dict[str, nn.Module]:
+        """The token mixers of a class, by the name of their block ('stages.0.blocks.0', ...).
+
+        Args:
+            kind: the class; by default the mixers of all blocks.
+
+        Raises:
+            ValueError: no block has a mixer of this class.
+        """
+        found = {
             f'stages.{i}.blocks.{j}': block.mixer
             for i, stage in enumerate(self.stages)
             for j, block in enumerate(stage.blocks)
+            if isinstance(block.mixer, kind)
+        }
+        if not found:
+            raise ValueError(f'no block of this {type(self).__name__} has a {kind.__name__}')
+        return found
+
+    def no_weight_decay(self) -> Set[str]:
+        """Names of parameters without weight decay, apart from biases and norms.
+
+        These are A_log and dt_bias of polyline decays, which the published training of PPMA's classifiers excludes,
+        biases of tree edges, and the decays, angles and matrices of recurrences that belong to no linear layer.
+        """
+        return {
+            name for name, _ in self.named_parameters()
+            if name.endswith(_NO_WEIGHT_DECAY)
+            or '.mixer.recurrence.' in name and not name.endswith(('.weight', '.bias'))
         }
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, object]:

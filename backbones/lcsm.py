@@ -5,7 +5,7 @@ Perspective", arXiv 2405.17383, which describes them for sequences. These backbo
 with another token mixer. There are no published weights. See backbones/mixers/eos.py for the layer, and
 backbones/mixers/eos_codes.py for the names of the recurrences.
 """
-from typing import Any, ClassVar, Dict, Optional, Set
+from typing import Any, ClassVar, Dict, Optional
 
 import torch
 from timm.models import generate_default_cfgs, register_model
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import EosMixer
+from .mixers.choices import refuse_unused
 from .mixers.eos_decay import StateDecay
 from .observation import observe_inputs
 from .options import Options, check
@@ -87,7 +88,9 @@ class LCSM(HierarchicalBackbone):
             gated: bool = True,
             **kwargs: Any,
     ):
-        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer))
+        mixers = kwargs.get('mixers')
+        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer, mixers=mixers))
+        refuse_unused(type(self), mixers, dict(mixer=mixer))
         options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay,
                        gated=gated)
 
@@ -108,15 +111,11 @@ class LCSM(HierarchicalBackbone):
             The decays by the name of the layer ('stages.0.blocks.0', ...).
 
         Raises:
-            ValueError: the oscillation of the mixer is no decay for each token; the message says why.
+            ValueError: the oscillation of the mixer is no decay for each token, or no block has an `EosMixer`; the
+                message says why.
         """
         with torch.no_grad():
-            return observe_inputs(self, self.mixers(), x, EosMixer.state_decay)
-
-    def no_weight_decay(self) -> Set[str]:
-        """The decays, angles and matrices of recurrences that do not belong to linear layers."""
-        return {name for name, _ in self.named_parameters()
-                if '.mixer.recurrence.' in name and not name.endswith(('.weight', '.bias'))}
+            return observe_inputs(self, self.mixers(EosMixer), x, EosMixer.state_decay)
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:

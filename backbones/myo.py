@@ -4,7 +4,7 @@ The layer is from "Myosotis: structured computation for attention like layer", a
 sequences (`MyoSequence`). These backbones are this project's: they are PPMA with another token mixer. There are no
 published weights. See backbones/mixers/tree.py for the layer.
 """
-from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from timm.models import generate_default_cfgs, register_model
@@ -125,7 +125,7 @@ class Myo(HierarchicalBackbone):
             The influences by the name of the layer ('stages.0.blocks.0', ...).
 
         Raises:
-            ValueError: the position is outside of the map.
+            ValueError: the position is outside of the map, or no block has a `TreeMixer`.
         """
         if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
             raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
@@ -142,11 +142,7 @@ class Myo(HierarchicalBackbone):
             return Influence((row, column), weights, list(edges), shares / shares.sum(1, keepdim=True))
 
         with torch.inference_mode(False), torch.no_grad():
-            return observe_inputs(self, self.mixers(), x.clone(), influence)
-
-    def no_weight_decay(self) -> Set[str]:
-        """The biases of the edges."""
-        return {name for name, _ in self.named_parameters() if name.endswith('.edge_bias')}
+            return observe_inputs(self, self.mixers(TreeMixer), x.clone(), influence)
 
 
 def _cfg(**kwargs: Any) -> Dict[str, Any]:

@@ -5,7 +5,7 @@ code (Apache-2.0). The defaults build the networks of the published weights, whi
 logarithm of the mask to the logits (`mask_mode='additive'`), whereas the paper multiplies the softmax by the mask
 (`mask_mode='multiplicative'`). See backbones/mixers/polyline.py for every option.
 """
-from typing import Any, ClassVar, Dict, Sequence, Set, Union
+from typing import Any, ClassVar, Dict, Sequence, Union
 
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
@@ -111,10 +111,6 @@ class PPMA(HierarchicalBackbone):
             shared_decay=shared_decay,
             **kwargs,
         )
-
-    def no_weight_decay(self) -> Set[str]:
-        """The parameters A_log and dt_bias, which the published training of classifiers excludes from weight decay."""
-        return {name for name, _ in self.named_parameters() if name.endswith(('.A_log', '.dt_bias'))}
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename the keys of published weights. Keys that have this model's names are kept.

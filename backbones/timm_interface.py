@@ -11,6 +11,7 @@ from .options import COMMON, Options, check
 from .weights import WeightsError, pretrained_filter
 from .weights.download import SHIPPED
 from .weights.registry import WEIGHTS, PublishedWeights, find, of_arch
+from .weights.resolve import refuse_hybrid
 
 Model = TypeVar('Model', bound=nn.Module)
 
@@ -110,6 +111,7 @@ def build_model(
     options = {**options, 'pretrained_cfg_overlay': overlay}
     file = _pretrained_file(name, options) if pretrained else ''
     if file:
+        refuse_hybrid(file, {key: options[key] for key in ('mixers', 'attention_share') if options.get(key)})
         # timm passes a state dict to the filter as it is. The filter reads the file and removes this entry.
         overlay['state_dict'] = {'file': file}
     return build_model_with_cfg(

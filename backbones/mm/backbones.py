@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import lcsm, mobilevitv2, myo, ppma
 from ..weights import WeightsError, check_choice, check_finite, differences, load_state_dict, read_file, some
-from ..weights.resolve import resolve
+from ..weights.resolve import refuse_hybrid, resolve
 from . import cvnets
 from .checkpoints import BACKBONE, WeightsComparison, make_loading_strict
 
@@ -147,6 +147,7 @@ class DenseBackbone:
         Raises:
             WeightsError: the file cannot be read, or belongs to another network. The message names keys and shapes.
         """
+        refuse_hybrid(checkpoint, getattr(self, 'hybrid_options', {}))
         content = read_file(resolve(checkpoint), weights, preferred='raw')
         given = content.weights
         if prefix:

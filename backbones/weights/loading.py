@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import check_dense, read_file, unwrap
-from .resolve import resolve
+from .resolve import refuse_hybrid, resolve
 
 Weights = Dict[str, Tensor]
 Filter = Callable[[Dict[str, Any], nn.Module], Dict[str, Any]]
@@ -92,8 +92,10 @@ def load_weights(model: nn.Module, path: PathLike, new_classifier: bool = False,
 
     Raises:
         ValueError: `weights` is not allowed.
-        WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes.
+        WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. Published
+            weights are refused for a model with other mixers (`mixers`, `attention_share`).
     """
+    refuse_hybrid(path, getattr(model, 'hybrid_options', {}))
     content = read_file(resolve(path), weights)
     load_state_dict(model, content.weights, shorten_path(path), new_classifier)
     _warn(shorten_path(path), [content.choice, *_nonfinite_note(content.weights)])
@@ -228,6 +230,10 @@ def _mismatch_message(problems: List[str], weights: Weights, own: Weights, class
     if key in own and key in weights and weights[key].ndim and weights[key].shape[0] != own[key].shape[0]:
         classes = weights[key].shape[0]
         hint = f' (its classifier has {classes} classes; use num_classes={classes})'
+    hybrid = getattr(model, 'hybrid_options', None)
+    if hybrid:
+        options = ', '.join(f'{key}={value!r}' for key, value in hybrid.items())
+        hint += f' (the model has {options}, and loads only files that were trained with the same)'
     return f"{name} is not a checkpoint of this {kind}: {'; '.join(problems)}{hint}"
 
 

@@ -1,7 +1,7 @@
 """Find a weight file by its path or by the name of published weights."""
 import re
 from pathlib import Path
-from typing import Optional
+from typing import Any, Mapping, Optional
 
 from .download import fetch
 from .errors import PathLike, WeightsError, shorten_path
@@ -62,6 +62,25 @@ def resolve(name: PathLike, cache_dir: Optional[PathLike] = None) -> Path:
     if not _exists(path):
         raise WeightsError(f'no weight file at {shorten_path(text)}')
     return path
+
+
+def refuse_hybrid(name: PathLike, hybrid_options: Mapping[str, Any]) -> None:
+    """Refuse published weights for a hybrid, whose mixers have other weights or use the same ones in another way.
+
+    A file of the user's may be of the same hybrid; its keys and shapes are compared as always.
+
+    Args:
+        name: see `resolve`.
+        hybrid_options: `HierarchicalBackbone.hybrid_options`; empty for a model with its family's own mixers.
+
+    Raises:
+        WeightsError: the weights are published and the model is a hybrid.
+    """
+    weights = published(name) if hybrid_options else None
+    if weights is not None:
+        options = ' and '.join(f'{key}={value!r}' for key, value in hybrid_options.items())
+        raise WeightsError(f'{weights.name} was trained with the mixers of {weights.arch} and does not fit {options}: '
+                           'leave these options out, or load a file that was trained with them')
 
 
 def _is_file(path: Path) -> bool:

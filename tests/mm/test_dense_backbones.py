@@ -291,3 +291,26 @@ def test_layer_decay_needs_group_matcher():
     constructor = mm.LayerDecayConstructor(dict(optimizer=dict(type='SGD', lr=1.)), dict(layer_decay=0.9))
     with pytest.raises(ValueError, match='needs a backbone with group_matcher, got Linear'):
         constructor(_Detector(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize('family', ['PPMA', 'Myo', 'LCSM'])
+def test_hybrids_load_weights_of_the_same_mixers_only(family, tmp_path):
+    options = dict(mixers=['tree', 'eos', 'depthwise', 'attention'], attention_share=0.5)
+    classifier = timm.create_model(FAMILIES[family][0], **options).eval()
+    save_weights(classifier, tmp_path / 'hybrid.safetensors')
+    pretrained = dict(type='Pretrained', checkpoint=str(tmp_path / 'hybrid.safetensors'))
+    backbone = MODELS.build(dict(type=family, arch='test', **options, init_cfg=pretrained, output_norms=False)).eval()
+    backbone.init_weights()
+    x = torch.randn(1, 3, 64, 96)
+    for found, wanted in zip(backbone(x), classifier.forward_intermediates(x, intermediates_only=True)):
+        torch.testing.assert_close(found, wanted)
+    for other in (dict(mixers='polyline'), dict(attention_share=1.0)):
+        backbone = MODELS.build(dict(type=family, arch='test', **other, init_cfg=pretrained))
+        before = copy.deepcopy(backbone.state_dict())
+        with pytest.raises(WeightsError, match=f'not a checkpoint of this {family}: .*the model has {list(other)[0]}='):
+            backbone.init_weights()
+        assert all(torch.equal(value, before[key]) for key, value in backbone.state_dict().items())
+    backbone = MODELS.build(dict(type='PPMA', arch='tiny', mixers='polyline', init_cfg=dict(
+        type='Pretrained', checkpoint='subquad://ppma_tiny.in1k')))
+    with pytest.raises(WeightsError, match="ppma_tiny.in1k was trained .* does not fit mixers='polyline'"):
+        backbone.init_weights()

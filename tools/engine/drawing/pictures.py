@@ -117,9 +117,10 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
     """
     import torch
 
+    from ....backbones.mixers import PolylineMixer
     from ....backbones.observation import observe_inputs
-    mixers = model.mixers()
-    if any(mixer.paths == 'none' for mixer in mixers.values()):
+    mixers = {name: mixer for name, mixer in model.mixers(PolylineMixer).items() if mixer.paths != 'none'}
+    if not mixers:
         raise ValueError("the model has paths='none': its attention does not decay with distance")
 
     def factors(mixer, tokens) -> Tuple[Any, Any]:

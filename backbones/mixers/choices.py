@@ -1,0 +1,183 @@
+"""The token mixers that a stage of the skeleton can take by name, for hybrids and comparisons (`mixers=`)."""
+import inspect
+from typing import Any, Callable, Dict, Optional, Sequence, Union
+
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from ..blocks import DepthwiseConv
+from ..inference import GELU, linear
+from ..options import Option
+from .eos import EosMixer
+from .eos_codes import parse
+from .polyline import PolylineMixer
+from .separable import SeparableSelfAttention
+from .tree import TreeMixer
+
+# Called as build(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...).
+Build = Callable[..., nn.Module]
+Names = Union[None, str, Sequence[Optional[str]]]
+
+
+@register_notrace_module
+class SeparableMixer(SeparableSelfAttention):
+    """Separable self-attention with one group of all tokens: (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
+
+    See `SeparableSelfAttention`, which takes channels first. There are no heads.
+
+    Args:
+        dim: channels C.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None):
+        super().__init__(dim, patch_size=1, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+@register_notrace_module
+class DepthwiseMixer(nn.Module):
+    """out(DWConv(GELU(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
+
+    Args:
+        dim: channels C.
+        kernel_size: size of the depthwise convolution's window, an odd number.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    def __init__(self, dim: int, kernel_size: int = 7, device=None, dtype=None):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.value = nn.Linear(dim, dim, **dd)
+        self.conv = DepthwiseConv(dim, kernel_size, **dd)
+        self.out = nn.Linear(dim, dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.out, self.conv(linear(self.value, x, GELU)))
+
+
+def _polyline(**options: Any) -> Build:
+    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+        return PolylineMixer(dim, num_heads, **options, **dd)
+    return build
+
+
+def _tree(parametrization: str) -> Build:
+    """Return a function that builds trees on a grid that is shifted in every second block, as in Myo."""
+    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+        return TreeMixer(dim, num_heads, parametrization, shift_grid=block % 2 == 1, **dd)
+    return build
+
+
+def _eos(mixer: str) -> Build:
+    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
+        return EosMixer(dim, num_heads, mixer, **dd)
+    return build
+
+
+# Name -> function that builds the mixer with its default options. 'attention' is softmax attention with the
+# projections, rotary embedding and LePE of PPMA's layer, without a decay mask.
+MIXERS: Dict[str, Build] = {
+    'polyline': _polyline(),
+    'polyline-multiplicative': _polyline(mask_mode='multiplicative'),
+    'polyline-crisscross': _polyline(attention='crisscross'),
+    'polyline-linear': _polyline(attention='linear'),
+    'separable': lambda stage, block, dim, num_heads, **dd: SeparableMixer(dim, **dd),
+    'tree': _tree('laplacian'),
+    'tree-symmetric': _tree('symmetric'),
+    'tree-skew': _tree('skew'),
+    'eos': _eos('gla'),
+    's5': _eos('s5'),
+    'attention': _polyline(paths='none'),
+    'depthwise': lambda stage, block, dim, num_heads, **dd: DepthwiseMixer(dim, **dd),
+    'identity': lambda stage, block, dim, num_heads, **dd: nn.Identity(),
+}
+_EOS_PREFIX = 'eos:'
+
+
+def find_mixer(name: Any) -> Optional[Build]:
+    """Return the function that builds the mixer of a name, or None if there is no such mixer.
+
+    Args:
+        name: a name of `MIXERS`, or 'eos:' followed by a preset or code of `EosMixer`, such as 'eos:1-1-1-4'.
+    """
+    if not isinstance(name, str):
+        return None
+    if not name.startswith(_EOS_PREFIX):
+        return MIXERS.get(name)
+    try:
+        parse(name.removeprefix(_EOS_PREFIX))
+    except ValueError:
+        return None
+    return _eos(name.removeprefix(_EOS_PREFIX))
+
+
+def mixer_name() -> Option:
+    """The name of a mixer."""
+    allowed = ', '.join(map(repr, MIXERS))
+    return Option(f"one of {allowed} or 'eos:' with a preset or code of EosMixer", lambda name: bool(find_mixer(name)))
+
+
+def _of_each_stage(mixers: Names, stages: int) -> Sequence[Optional[str]]:
+    return [mixers] * stages if mixers is None or isinstance(mixers, str) else mixers
+
+
+def attention_blocks(depth: int, share: float) -> Sequence[int]:
+    """Return the blocks of a stage that use attention: the share of its blocks, spread evenly, and the last one first.
+
+    Args:
+        depth: number of blocks of the stage.
+        share: the share, 0 to 1. A half block counts as one.
+    """
+    count = int(depth * share + 0.5)
+    return [(n + 1) * depth // count - 1 for n in range(count)]
+
+
+def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: Sequence[int]) -> Build:
+    """Return the function that builds the mixer of each block of a hybrid.
+
+    Args:
+        family: builds the family's own mixer.
+        mixers: the name of a mixer, or one for each stage; None keeps the family's own.
+        attention_share: the share of the blocks of each stage that use 'attention' instead.
+        depths: number of blocks of each stage.
+
+    Raises:
+        ValueError: `attention_share` is above 0 but rounds to no block of any stage.
+    """
+    builds = [family if name is None else find_mixer(name) for name in _of_each_stage(mixers, len(depths))]
+    attention = [set(attention_blocks(depth, attention_share)) for depth in depths]
+    if attention_share and not any(attention):
+        raise ValueError(f'attention_share must be 0 or at least {0.5 / max(depths):.3g} for stages of '
+                         f"{', '.join(map(str, depths))} blocks, got {attention_share!r}, which rounds to no block")
+
+    def build(stage: int, block: int, **kwargs: Any) -> nn.Module:
+        chosen = MIXERS['attention'] if block in attention[stage] else builds[stage]
+        return chosen(stage=stage, block=block, **kwargs)
+
+    return build
+
+
+def refuse_unused(family: type, mixers: Names, given: Dict[str, Any]) -> None:
+    """Refuse options of the family's own mixer if `mixers` replaces it in every stage.
+
+    Lists with a value for each stage pass, because the tables of architectures contain them.
+
+    Args:
+        family: class of the model; its constructor has the default values.
+        mixers: see `choose_mixers`.
+        given: values of the options by name.
+
+    Raises:
+        ValueError: an option differs from its default.
+    """
+    if mixers is None or None in _of_each_stage(mixers, 4):
+        return
+    for name, value in given.items():
+        defaults = [parameters[name].default for parameters in (
+            inspect.signature(cls.__init__).parameters for cls in family.__mro__ if '__init__' in vars(cls))
+            if name in parameters]
+        if defaults and value != defaults[0] and not isinstance(value, (list, tuple)):
+            raise ValueError(f'{name}={value!r} has no effect: mixers={mixers!r} replaces the mixer of every stage')
