@@ -32,6 +32,7 @@ TOOLS = {
     'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',
+    'compare': 'train the same network with different mixers, and compare accuracy and cost',
     'kernels': 'show which operators run on Triton kernels here',
     'tables': 'write the tables of README, docs and model cards (for developers)',
 }

@@ -19,8 +19,8 @@ TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exp
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
 SHARED_NAMES = OPERATOR_FILES | MORE_KERNELS | {'evaluation', 'prediction', 'registry', 'runner'}
 # Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
-COMMANDS = {'benchmark', 'demo', 'export', 'kernels', 'logs', 'make_dataset', 'models', 'predict', 'reproduce', 'stats',
-            'test', 'train', 'visualize', 'weights'}
+COMMANDS = {'benchmark', 'compare', 'demo', 'export', 'kernels', 'logs', 'make_dataset', 'models', 'predict',
+            'reproduce', 'stats', 'test', 'train', 'visualize', 'weights'}
 
 
 def modules():

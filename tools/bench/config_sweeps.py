@@ -6,20 +6,14 @@ steps. A run that the file of records already has is not repeated, so that an in
 import argparse
 import itertools
 import json
-import tempfile
-import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
-from mmengine.hooks import Hook
-
-from ..common.cli import UserError, nearest, quiet
+from ..common.cli import UserError, nearest
 from ..common.paths import expanded
-from ..engine.building import close_log
-from ..engine.classification.runner import build_runner, timm_model
 from ..engine.config import load
 from ..engine.records import append, environment
-from ..engine.schedule import check_length
+from .short_training import train_and_test
 from .sweep_tables import LEARNING_RATE, records
 
 LEARNING_RATES = (5e-3, 1e-2)
@@ -57,40 +51,13 @@ SWEEPS: Dict[str, Sweep] = {
 }
 
 
-class LossHook(Hook):
-    """Keeps the loss of every step."""
-
-    def __init__(self):
-        self.losses: List[float] = []
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.losses.append(float(outputs['loss'].detach()))
-
-
 def train_once(config_name: str, options: Dict[str, Any]) -> Dict[str, Any]:
-    """Train a config with options and test the last weights.
-
-    Returns:
-        The metrics on the test part, train_loss (the mean of the last 50 steps), steps and seconds.
+    """Train a config with options and test the last weights; see `train_and_test`.
 
     Raises:
         UserError: the config or an option is wrong, or the loss is not finite.
     """
-    config, kept = load(config_name, options), LossHook()
-    check_length(config)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        runner = build_runner(config, folder, training=True, hooks=[kept])
-        runner.train()
-        seconds = time.perf_counter() - start
-        tested = build_runner(config, folder, training=False)
-        timm_model(tested).load_state_dict(timm_model(runner).state_dict())
-        metrics = tested.test()
-        for each in (runner, tested):
-            close_log(each)
-    last = kept.losses[-50:]
-    return {**{name: float(value) for name, value in metrics.items()}, 'train_loss': sum(last) / len(last),
-            'steps': len(kept.losses), 'seconds': round(seconds, 1)}
+    return train_and_test(load(config_name, options))
 
 
 def combinations(options: Dict[str, Sequence[Any]]) -> Iterator[Dict[str, Any]]:
@@ -133,11 +100,11 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = parser.parse_args(argv)
     if args.name not in SWEEPS:
         raise UserError(f"unknown sweep {args.name!r}{nearest(args.name, list(SWEEPS))} (allowed: {', '.join(SWEEPS)})")
-    run_sweep(args.name, expanded(args.record), dict(map(_setting, args.set)))
+    run_sweep(args.name, expanded(args.record), dict(map(setting, args.set)))
     return 0
 
 
-def _setting(text: str) -> Sequence[Any]:
+def setting(text: str) -> Sequence[Any]:
     """Return the key and the value of KEY=VALUE."""
     key, equals, value = text.partition('=')
     if not equals:

@@ -19,14 +19,8 @@ def plot(record: Dict[str, Any], path: Path) -> None:
     Raises:
         UserError: The picture cannot be written, or matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('the plot needs matplotlib: pip install matplotlib') from error
     charts = 1 + bool(record['peak_mb'])
-    page = Figure(figsize=(5.2 if charts == 1 else 9, 3.6), layout='constrained')
-    FigureCanvasAgg(page)
+    page = figure((5.2 if charts == 1 else 9, 3.6))
     time_axes, *memory_axes = page.subplots(1, charts, squeeze=False)[0]
     for name, line in _lines(record).items():
         tokens, times, peaks = zip(*sorted(line))
@@ -42,6 +36,22 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         axes.legend()
     page.suptitle(conditions(record), fontsize=9)
     save(page, path, dpi=120)
+
+
+def figure(size: Tuple[float, float]) -> Any:
+    """Return an empty matplotlib figure of a size in inches, (width, height).
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError('the plot needs matplotlib: pip install matplotlib') from error
+    page = Figure(figsize=size, layout='constrained')
+    FigureCanvasAgg(page)
+    return page
 
 
 def _lines(record: Dict[str, Any]) -> Dict[str, List[Tuple[int, float, Optional[float]]]]:

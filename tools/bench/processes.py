@@ -15,6 +15,8 @@ from .measure import OtherLoad
 from .metrics import medians, prepare, table
 from .presets import Preset
 
+KILLED = 'the process was killed, perhaps for lack of memory'
+
 
 def measure_here(job: Preset, threads: int, repeats: Optional[int]) -> Dict[str, Any]:
     """Measure a job in this process.
@@ -32,18 +34,32 @@ def measure_here(job: Preset, threads: int, repeats: Optional[int]) -> Dict[str,
             'other_cpus': others.cpus(), **environment(job.device)}
 
 
-def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[str, Any]:
-    """Measure a job in a new process, whose allocator and peak memory no other job has touched.
+class ProcessFailed(Exception):
+    """A process ended with an error that is not a UserError.
+
+    Attributes:
+        code: Exit code; negative for the signal that ended the process.
+        messages: What the process wrote to stderr.
+    """
+
+    def __init__(self, code: int, messages: str):
+        super().__init__(code, messages)
+        self.code, self.messages = code, messages
+
+
+def run_in_fresh_process(module: str, argv: List[str], threads: int) -> Dict[str, Any]:
+    """Run a module of this package in a new process, and return the record that it prints as its last line.
 
     Args:
-        name: The job among those of the command line.
-        argv: The command line.
+        module: The module, such as 'tools.benchmark'.
+        argv: Its command line.
         threads: CPU threads.
 
     Raises:
-        UserError: The process failed. Its messages are on stderr.
+        UserError: The process raised it.
+        ProcessFailed: The process failed otherwise.
     """
-    command = [sys.executable, '-m', 'subquad.tools.benchmark', *argv, '--one', name]
+    command = [sys.executable, '-m', f'subquad.{module}', *argv]
     # The process imports what this one imports, also from a checkout, and nothing else from the working directory.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     counts = dict.fromkeys(('OMP_NUM_THREADS', 'MKL_NUM_THREADS'), str(threads))
@@ -55,10 +71,29 @@ def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[s
         return json.loads(record)
     last = (done.stderr.strip().splitlines() or [''])[-1]
     if done.returncode == 2 and last.startswith('error: '):                      # a UserError, after other messages
-        raise UserError(f'{name}: {last.removeprefix("error: ")}')
-    sys.stderr.write(done.stderr)
-    why = 'the process was killed, perhaps for lack of memory' if done.returncode < 0 else 'its message is above'
-    raise UserError(f'{name} could not be measured ({why})')
+        raise UserError(last.removeprefix('error: '))
+    raise ProcessFailed(done.returncode, done.stderr)
+
+
+def measure_in_fresh_process(name: str, argv: List[str], threads: int) -> Dict[str, Any]:
+    """Measure a job in a new process, whose allocator and peak memory no other job has touched.
+
+    Args:
+        name: The job among those of the command line.
+        argv: The command line.
+        threads: CPU threads.
+
+    Raises:
+        UserError: The process failed. Its messages are on stderr.
+    """
+    try:
+        return run_in_fresh_process('tools.benchmark', [*argv, '--one', name], threads)
+    except UserError as error:
+        raise UserError(f'{name}: {error}') from error
+    except ProcessFailed as error:
+        sys.stderr.write(error.messages)
+        why = KILLED if error.code < 0 else 'its message is above'
+        raise UserError(f'{name} could not be measured ({why})') from error
 
 
 def measure_all(jobs: Dict[str, Preset], argv: List[str], threads: int, processes: Optional[int], out: Optional[Path]

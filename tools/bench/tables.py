@@ -12,6 +12,7 @@ from ..common.cli import UserError, nearest
 from . import claims
 from . import export_matrix as exports
 from . import measurement_tables as measurements
+from . import mixer_tables as mixers
 from . import model_tables as models
 from . import sweep_tables as sweeps
 
@@ -39,6 +40,10 @@ TABLES: Dict[str, Callable[[Path], str]] = {
     'resources': measurements.resources_table,
     'recall': sweeps.recall_table,
     'language': sweeps.language_table,
+    'comparison': mixers.comparison_table,
+    'comparison_times': mixers.times_table,
+    'comparison_memory': mixers.memory_table,
+    'comparison_macs': mixers.macs_table,
     'formats': exports.formats_table,
     'exports': exports.exports_table,
     'exports_summary': exports.exports_summary_table,

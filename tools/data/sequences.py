@@ -7,6 +7,7 @@ as a sequence of pixels, and an int64 tensor (L,) for expressions.
     MNIST, CIFAR10                        read from local files
     LRAListOps, LRAPathfinder             read from local files of Long Range Arena
 """
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -193,15 +194,22 @@ class PathfinderLike(_Pictures):
         count: number of images; by default 20,000, 2,000 and 2,000.
         transform: arguments of timm.data.create_transform.
         seed: seed of the data set.
+        dashes, distractors: length of the two curves in dashes, and number of distractors; None for those of the style.
+            Shorter curves and fewer distractors are easier.
     """
 
     style: Style = PATHFINDER
     mean, std = (0.0801,), (0.1920,)
 
     def __init__(self, split: str, count: Optional[int] = None, transform: Optional[Dict[str, Any]] = None,
-                 seed: int = 0):
+                 seed: int = 0, dashes: Optional[int] = None, distractors: Optional[int] = None):
         options = made_by_program(split, count, (20_000, 2_000, 2_000), seed)
-        super().__init__(*pathfinder_like(style=self.style, **options), _PATHFINDER_CLASSES, transform)
+        changes = {key: value for key, value in (('dashes', dashes), ('distractors', distractors)) if value is not None}
+        for key, least, most in (('dashes', 4, self.style.dashes), ('distractors', 0, self.style.distractors)):
+            if key in changes and not (type(changes[key]) is int and least <= changes[key] <= most):
+                raise UserError(f'{key} must be an integer from {least} to {most}, got {changes[key]!r}')
+        style = replace(self.style, **changes)
+        super().__init__(*pathfinder_like(style=style, **options), _PATHFINDER_CLASSES, transform)
 
 
 @DATASETS.register_module()

@@ -1,0 +1,67 @@
+"""Compare token mixers: the same network, recipe and budget, and another mixer. Each cell, which is a task, a mixer and
+a seed, is trained in a process of its own, and its record is appended to a file of JSON lines as soon as it ends. Cells
+that the file has are not run again, so a comparison can be continued. The exit code is 1 if a cell fails."""
+import argparse
+import json
+from typing import List, Optional
+
+from .common.cli import UserError
+from .common.output import dumps
+from .common.paths import expanded
+
+
+def main(argv: Optional[List[str]] = None) -> Optional[int]:
+    import subquad  # noqa: F401  (before timm)
+
+    from .bench.config_sweeps import setting
+    from .bench.mixer_runs import measure_cell, plan, print_list, run_cells
+    from .bench.mixer_tables import plot_costs, score_table
+    from .bench.mixer_tasks import COMPARED, SEEDS, TASKS, Cell, check_names, check_packages
+    args = _parser().parse_args(argv)
+    options = {**dict(map(setting, args.set)), **({} if args.epochs is None else {'epochs': args.epochs})}
+    if args.one:
+        print(dumps(measure_cell(Cell(*json.loads(args.one)), options)))
+        return 0
+    for name in ('jobs', 'threads', 'epochs'):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f'--{name} must be at least 1, got {getattr(args, name)}')
+    tasks, mixers, seeds = args.tasks or list(TASKS), args.mixers or list(COMPARED), args.seeds or list(SEEDS)
+    check_names(tasks, mixers, seeds)
+    file = expanded(args.out)
+    if args.list:
+        print_list(plan(tasks, mixers, seeds, options), file)
+    if args.table:
+        print(score_table(file), end='')
+    if args.plot:
+        plot_costs(file, expanded(args.plot))
+    if args.list or args.table or args.plot:
+        return 0
+    check_packages(tasks)
+    return 1 if run_cells(plan(tasks, mixers, seeds, options), file, args.jobs, args.threads, args.retry) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser('subquad compare', description=__doc__)
+    parser.add_argument('--tasks', nargs='+', metavar='TASK', help='tasks (default: all)')
+    parser.add_argument('--mixers', nargs='+', metavar='MIXER', help='mixers, by the names that the option mixers= of '
+                        'the networks takes (default: those of the published table)')
+    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='seeds (default: 0 1 2)')
+    parser.add_argument('--out', default='compare.jsonl', metavar='FILE',
+                        help='file of records, to which new ones are appended (default: compare.jsonl)')
+    parser.add_argument('--list', action='store_true', help='only show what is done and how long the rest takes')
+    parser.add_argument('--table', action='store_true', help='only print the table of scores')
+    parser.add_argument('--plot', metavar='PNG', help='only draw scores against time, memory and MACs')
+    parser.add_argument('--retry', action='store_true', help='also run the cells that failed')
+    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='cells at the same time (default: 1)')
+    parser.add_argument('--threads', type=int, default=1, metavar='N', help='CPU threads of a cell (default: 1)')
+    parser.add_argument('--epochs', type=int, metavar='N', help='number of epochs (default: those of each config); the '
+                        'schedule is scaled to it')
+    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE', help='options of the configs of all '
+                        'cells, such as optim_wrapper.optimizer.lr=1e-3; the cells then belong to another recipe')
+    parser.add_argument('--one', help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == '__main__':
+    from .common.cli import run
+    run(main)
