@@ -132,6 +132,11 @@ def make_recurrence(
     return BUILD[mixer](sizes, **dd) if code is None else _of_code(code, sizes, learned_decay, **dd)
 
 
+def _masked(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Set the tokens of x (B, H, W, C) outside of a mask (B, H, W) to zero."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+
 @register_notrace_module
 class EosMixer(nn.Module):
     """out(SiLU(gate(x)) * LayerNorm(recurrence(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
@@ -202,10 +207,28 @@ class EosMixer(nn.Module):
         self.long_sums = mode != 'axis' or not self.recurrence.fades
         self.exportable = is_exportable()
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def takes_mask(self) -> bool:
+        """True if `forward` takes a padding mask: for recurrences along lines that zeros do not change."""
+        return self.mode == 'axis' and self.recurrence.ignores_zeros
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+        """Mix tokens x (B, H, W, C).
+
+        Args:
+            x: tokens (B, H, W, C).
+            mask: (B, H, W), true for tokens and false for padding at the right and at the bottom, which does not affect
+                the tokens; None for no padding.
+
+        Raises:
+            ValueError: the shape is not allowed, or there is a mask although `takes_mask` is False.
+        """
         if x.ndim != 4 or x.shape[3] != self.dim or not (x.shape[1] and x.shape[2]):
             raise ValueError(f'x must be (B, H, W, {self.dim}) with H and W >= 1, got {tuple(x.shape)}')
-        y = self._normalize(self.mix(inference.linear(self.value, x), x))
+        if mask is not None and not self.takes_mask:
+            raise ValueError(f'mixer={self.mixer!r} with mode={self.mode!r} does not take a mask; use '
+                             'subquad.exact_padding')
+        y = self._normalize(self.mix(inference.linear(self.value, x), x, mask))
         if self.gate is not None:
             y = inference.linear(self.gate, x, inference.SILU) * y
         return inference.linear(self.out, y)
@@ -217,9 +240,10 @@ class EosMixer(nn.Module):
             return self.norm(y)
         return F.layer_norm(y, self.norm.normalized_shape, weight.float(), bias.float(), self.norm.eps).to(weight.dtype)
 
-    def mix(self, values: Tensor, x: Tensor) -> Tensor:
+    def mix(self, values: Tensor, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """Run the recurrence over values (B, H, W, C) with the states of the tokens x (B, H, W, C).
 
+        `mask` is that of `forward`: values of padding are set to zero, which leaves all memories as they are.
         The result has the dtype of the values, but float32 where sums can exceed the range of float16.
         """
         tokens = self.recurrence.tokens(x)
@@ -229,8 +253,9 @@ class EosMixer(nn.Module):
             return self._run(values, tokens, 0)
         # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small
         # for the epsilon of the next norm, and those of others too large for float16.
+        values = _masked(values, mask)
         columns = F.layer_norm(self._run(values, tokens, 1), values.shape[-1:], eps=self.norm.eps)
-        return self._run(columns.to(values.dtype).transpose(1, 2), tokens, 2)
+        return self._run(_masked(columns.to(values.dtype).transpose(1, 2), mask), tokens, 2)
 
     def _run(self, values: Tensor, tokens: Dict[str, Tensor], axis: int) -> Tensor:
         """Run along the columns (axis 1), along the rows (2), or over the flattened image (0).

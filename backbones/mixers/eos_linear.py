@@ -49,9 +49,11 @@ class Recurrence(WideModule):
 
     Attributes:
         fades: False if a memory keeps the full weight of all tokens, so that results grow with the line's length.
+        ignores_zeros: True if zeros at the start or at the end of a line do not change the results of its other tokens.
     """
 
     fades = True
+    ignores_zeros = True
 
     def tokens(self, x: Tensor) -> Tokens:
         """Return what the recurrence needs of each token x (..., C): tensors (..., heads * channels)."""
@@ -255,6 +257,8 @@ class Elementwise(Recurrence):
         super().__init__()
         self.activate, self.normalized, self.oscillation = ACTIVATE[activation], normalized, oscillation
         self.fades = oscillation.fades
+        if normalized:
+            self.ignores_zeros = False                   # the sum of weights counts all tokens
         self.expand, self.shrink = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) if given else None
                                     for given in (expand, shrink))
         self.expand_matrix, self.shrink_matrix = (
@@ -311,6 +315,8 @@ class RunningSoftmax(Elementwise):
     o_t = exp(c_{t-1} - c_t) with the running sums exp(c_t) of exp(W x), and the expand state is multiplied by 1 - o_t.
     The sums of the two directions differ, and so do their terms of t itself: both directions take their mean.
     """
+
+    ignores_zeros = False                                # the running sums count all tokens
 
     def __init__(self, sizes: Sizes, activation: int, shrink: int, **dd: Any):
         super().__init__(sizes, Oscillation(), activation, 1, shrink, **dd)

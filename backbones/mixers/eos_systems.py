@@ -188,6 +188,8 @@ class WeightedMean(Recurrence):
     the quotient as it is. A key more than 60 below it counts as 60 below it, so that no denominator is 0.
     """
 
+    ignores_zeros = False                                # the sum of weights counts all tokens
+
     def __init__(self, sizes: Sizes, device=None, dtype=None):
         super().__init__()
         dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)

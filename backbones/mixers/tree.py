@@ -113,15 +113,23 @@ class TreeMixer(nn.Module):
         with torch.no_grad():
             self.edge_bias.copy_(first.expand_as(self.edge_bias))
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    def forward(
+            self,
+            x: Tensor,
+            mask: Optional[Tensor] = None,
+            depth: Optional[int] = None,
+            shift: Optional[Tuple[int, int]] = None,
+    ) -> Tensor:
         """Mix tokens x (B, H, W, C).
 
         Args:
             x: tokens (B, H, W, C).
             mask: (B, H, W), true for tokens and false for padding, which does not affect the tokens; None for no
                 padding.
+            depth, shift: number of levels and shift of the trees, for images that are smaller than the map; None for
+                those of the map's size.
         """
-        levels = self.levels(*x.shape[1:3])
+        levels = self.levels(*x.shape[1:3]) if depth is None else quadtree_levels(*x.shape[1:3], depth, shift)
         if self.exportable and mask is None:
             y = self._solve_maps(x, levels).permute(0, 2, 3, 1)
             return self.out(F.silu(self.gate(x)) * y)
@@ -133,7 +141,7 @@ class TreeMixer(nn.Module):
             rho=self.rho,
             mask=mask,
             shift=levels[0][2:],
-            max_levels=self.max_levels,
+            max_levels=self.max_levels if depth is None else depth,
         )
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return linear(self.out, F.silu(linear(self.gate, x)) * y)
