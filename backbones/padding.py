@@ -162,8 +162,7 @@ def _pad_stem(hooks: _Hooks, stem: Stem, regions: Regions) -> Regions:
 
 
 def _pad_stage(hooks: _Hooks, stage: Stage, regions: Regions) -> Regions:
-    if not isinstance(stage.downsample, nn.Identity):
-        hooks.clear_input(stage.downsample, regions, 2)
+    if not isinstance(stage.downsample, nn.Identity):    # its input is cleared by the stage before it
         regions = regions.strided(stage.downsample.conv.stride[0])
     for block in stage.blocks:
         _pad_block(hooks, block, regions)

@@ -208,6 +208,23 @@ class EosMixer(nn.Module):
         self.exportable = is_exportable()
 
     @property
+    def decay_scale(self) -> float:
+        """Step logs are divided by this; `subquad.set_decay_scale` sets it. See `eos_linear.Recurrence`."""
+        return self.recurrence.decay_scale
+
+    @decay_scale.setter
+    def decay_scale(self, scale: float) -> None:
+        self.recurrence.decay_scale = scale
+
+    def why_not_scale(self, scale: float) -> Optional[str]:
+        """Return why `decay_scale` cannot be this, or None."""
+        if not self.recurrence.has_decay:
+            return f'mixer={self.mixer!r} has no decay for each token'
+        if self.mode != 'axis':
+            return f'with mode={self.mode!r}, a step of one row has as many decays as a row has tokens'
+        return None
+
+    @property
     def takes_mask(self) -> bool:
         """True if `forward` takes a padding mask: for recurrences along lines that zeros do not change."""
         return self.mode == 'axis' and self.recurrence.ignores_zeros

@@ -49,10 +49,14 @@ class Recurrence(WideModule):
 
     Attributes:
         fades: False if a memory keeps the full weight of all tokens, so that results grow with the line's length.
+        has_decay: True if memories decay by a factor for each token, which `decay_scale` changes.
+        decay_scale: step logs are divided by this. State space models divide their steps, and so their angles too.
         ignores_zeros: True if zeros at the start or at the end of a line do not change the results of its other tokens.
     """
 
     fades = True
+    has_decay = True
+    decay_scale = 1.0
     ignores_zeros = True
 
     def tokens(self, x: Tensor) -> Tokens:
@@ -82,6 +86,10 @@ class Recurrence(WideModule):
             ValueError: no decay belongs to a token; the message says why.
         """
         raise NotImplementedError
+
+    def per_scale(self, x: Tensor) -> Tensor:
+        """Divide step logs or steps by the decay scale."""
+        return x if self.decay_scale == 1 else x / self.decay_scale
 
 
 def gate_log(z: Tensor, tau: float) -> Tensor:
@@ -256,7 +264,7 @@ class Elementwise(Recurrence):
                  normalized: bool = False, **dd: Any):
         super().__init__()
         self.activate, self.normalized, self.oscillation = ACTIVATE[activation], normalized, oscillation
-        self.fades = oscillation.fades
+        self.fades = self.has_decay = oscillation.fades
         if normalized:
             self.ignores_zeros = False                   # the sum of weights counts all tokens
         self.expand, self.shrink = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) if given else None
@@ -276,7 +284,7 @@ class Elementwise(Recurrence):
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         e = tokens['e'] if self.expand_matrix is None else self.activate(self.expand_matrix)
         s = tokens['s'] if self.shrink_matrix is None else self.activate(self.shrink_matrix)
-        options = {**self.oscillation.arguments(tokens, i.shape[2]), **run}
+        options = {**self._arguments(tokens, i.shape[2]), **run}
         if not self.normalized:
             return eos_elementwise(i, e.to(i.dtype), s.to(i.dtype), **options)
         values = at_least_float(torch.cat([i, torch.ones_like(i[..., :1])], -1))
@@ -284,10 +292,20 @@ class Elementwise(Recurrence):
         return (y[..., :-1] / y[..., -1:].clamp(min=1e-6)).to(i.dtype)
 
     def decays(self, tokens: Tokens) -> Dict[str, Any]:
-        found = {name: x for name, x in self.oscillation.arguments(tokens, 1).items() if name != 'theta'}
+        found = {name: x for name, x in self._arguments(tokens, 1).items() if name != 'theta'}
         if not found:
             raise ValueError('its oscillation has the absolute value 1')
         return found
+
+    def _arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
+        """Return the arguments of the oscillation for lines of a length, with decays divided by the scale."""
+        given = self.oscillation.arguments(tokens, length)
+        if self.decay_scale == 1:
+            return given
+        if 'generator' in given:                         # log sigmoid(u) / tau
+            generator = given['generator']
+            return {**given, 'generator': generator._replace(tau=generator.tau * self.decay_scale)}
+        return {name: x if name == 'theta' else self.per_scale(x) for name, x in given.items()}
 
 
 class ComplementKeys(Recurrence):
@@ -299,7 +317,7 @@ class ComplementKeys(Recurrence):
         self.gate_k, self.shrink = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) for _ in range(2))
 
     def tokens(self, x: Tensor) -> Tokens:
-        log = gate_log(linear(self.gate_k, x), self.tau)
+        log = self.per_scale(gate_log(linear(self.gate_k, x), self.tau))
         return {'log_o_k': log, 'e': -torch.expm1(log), 's': linear(self.shrink, x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
@@ -357,6 +375,8 @@ class Delta(Recurrence):
         second_key: f is another key; without, f = k.
         device, dtype: device and dtype of the parameters.
     """
+
+    has_decay = False
 
     def __init__(self, sizes: Sizes, rate: bool, second_key: bool, **dd: Any):
         super().__init__()

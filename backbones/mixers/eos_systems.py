@@ -93,7 +93,7 @@ class Modes(Recurrence):
         step, rate, frequency = (x.to(dtype) for x in (self.log_step, self.log_rate, self.frequency))
         if step.ndim == 3:
             rate, frequency = rate.unsqueeze(-1), frequency.unsqueeze(-1)
-        return step.exp(), rate.exp(), frequency
+        return self.per_scale(step.exp()), rate.exp(), frequency
 
 
 def _step_logs(log: Tensor) -> Dict[str, Tensor]:
@@ -129,7 +129,7 @@ class System(Recurrence):
         values = at_least_float(i).transpose(1, 2).flatten(2)                              # (B, T, C)
         dtype = values.dtype
         with without_autocast(i):
-            step = self.log_step.to(dtype).exp()
+            step = self.per_scale(self.log_step.to(dtype).exp())
             rate, frequency = self.log_rate.to(dtype).exp(), self.frequency.to(dtype)
             log, theta = -rate * step, frequency * step
             hold = (torch.polar(log.exp(), theta) - 1) / torch.complex(-rate, frequency)
@@ -147,7 +147,7 @@ class System(Recurrence):
 
     def decays(self, tokens: Tokens) -> Dict[str, Any]:
         """All heads share one memory: one head in the result."""
-        return _step_logs(-at_least_float(self.log_rate + self.log_step).exp()[None])
+        return _step_logs(self.per_scale(-at_least_float(self.log_rate + self.log_step).exp()[None]))
 
 
 class Selective(Recurrence):
@@ -168,7 +168,7 @@ class Selective(Recurrence):
         self.skip = nn.Parameter(torch.ones(heads, 1, width, **own))
 
     def tokens(self, x: Tensor) -> Tokens:
-        step = F.softplus(at_least_float(self.step(x)) + self.step_bias)
+        step = self.per_scale(F.softplus(at_least_float(self.step(x)) + self.step_bias))
         return {'e': self.activate(linear(self.expand, x)), 's': self.activate(linear(self.shrink, x)), 'step': step}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
@@ -203,7 +203,7 @@ class WeightedMean(Recurrence):
 
     def scan(self, i: Tensor, tokens: Tokens, bidirectional: bool = False, **run: Any) -> Tensor:
         values, key = _split(at_least_float(i)), _split(at_least_float(tokens['key']))
-        rate = self.log_rate.to(key.dtype).exp().unsqueeze(-1)                             # (C, 1)
+        rate = self.per_scale(self.log_rate.to(key.dtype).exp().unsqueeze(-1))             # (C, 1)
         e = (key - key.amax(2, keepdim=True).detach()).clamp(min=-60).exp()
         values = torch.cat([values, torch.ones_like(values)], -1)
         sums = self.bonus.to(key.dtype).exp().reshape(-1, 1, 1) * e * values               # the token itself
@@ -217,7 +217,7 @@ class WeightedMean(Recurrence):
         return y.to(i.dtype) * tokens['receptance'].sigmoid().to(i.dtype)
 
     def decays(self, tokens: Tokens) -> Dict[str, Any]:
-        return {'log_o_d': -at_least_float(self.log_rate).exp().unflatten(0, (self.heads, -1))}
+        return {'log_o_d': self.per_scale(-at_least_float(self.log_rate).exp().unflatten(0, (self.heads, -1)))}
 
 
 class GatedChannels(Recurrence):
@@ -232,7 +232,7 @@ class GatedChannels(Recurrence):
         self.theta = nn.Parameter(angles.to(**wide(device, dtype))) if turning else None
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'log': gate_log(linear(self.forget, x), self.tau), 'shrink': linear(self.shrink, x)}
+        return {'log': self.per_scale(gate_log(linear(self.forget, x), self.tau)), 'shrink': linear(self.shrink, x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         log = tokens['log']

@@ -6,7 +6,7 @@ trained), and the paper multiplies the softmax by the mask (`mask_mode='multipli
 """
 import math
 from functools import lru_cache
-from typing import Callable, ClassVar, Dict, List, Sequence, Tuple
+from typing import Callable, ClassVar, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -257,10 +257,14 @@ class PolylineMixer(nn.Module):
         rmt_range: with paths='rmt', head h of n decays by 1 - 2^(-2 - rmt_range * h / n) per step.
         device, dtype: device and dtype of the parameters.
 
+    Attributes:
+        decay_scale: the step logs are divided by this; `subquad.set_decay_scale` sets it.
+
     Raises:
         ValueError: the value of an option or a size is not allowed.
     """
 
+    decay_scale = 1.0
     OPTIONS: ClassVar[Options] = {
         'attention': one_of(*ATTENTIONS),
         'mask_mode': one_of(*MASK_MODES),
@@ -351,7 +355,7 @@ class PolylineMixer(nn.Module):
         q, k, v = y[..., :3 * dim].split(dim, -1)
         if self.decay is None:
             return q, k, v, *self.decay_logs(x)
-        return q, k, v, *self.decay.logs(y[..., 3 * dim:].flatten(1, 2), height, width)
+        return q, k, v, *self._scaled(*self.decay.logs(y[..., 3 * dim:].flatten(1, 2), height, width))
 
     def decay_logs(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Return the step logs for the mixer's input x (B, H, W, C).
@@ -360,12 +364,26 @@ class PolylineMixer(nn.Module):
             log_alpha (horizontal) and log_beta (vertical), (B, heads, H, W) each.
         """
         if self.decay is not None:
-            return self.decay(x)
+            return self._scaled(*self.decay(x))
         logs = x.new_zeros(x.shape[0], self.num_heads, *x.shape[1:3])
         if self.paths == 'rmt':
             head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)[:, None, None]
             logs = logs + torch.log1p(-2.0 ** (-2 - self.rmt_range * head / self.num_heads)).to(x.dtype)
-        return logs, logs
+        return self._scaled(logs, logs)
+
+    def _scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:
+        """Divide step logs by the scale."""
+        if self.decay_scale == 1:
+            return log_alpha, log_beta
+        return log_alpha / self.decay_scale, log_beta / self.decay_scale
+
+    def why_not_scale(self, scale: float) -> Optional[str]:
+        """Return why `decay_scale` cannot be this, or None."""
+        if self.paths == 'none':
+            return "paths='none' has no decay"
+        if self.paths == 'cross_scan' and self.attention != 'crisscross':
+            return "with paths='cross_scan', a step of one row has as many decays as a row has tokens"
+        return None
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, heads, N, D), a view."""

@@ -60,10 +60,15 @@ class TreeMixer(nn.Module):
         rho: bound of the 'symmetric' parametrization, between 0 and 1.
         device, dtype: device and dtype of the parameters.
 
+    Attributes:
+        decay_scale: the biases of level l, and the maximum number of levels, are those of level l - log2(decay_scale);
+            `subquad.set_decay_scale` sets it. The factor 4^level is the number of tokens of a cell, and stays.
+
     Raises:
         ValueError: the value of an option is not allowed.
     """
 
+    decay_scale = 1.0
     OPTIONS: ClassVar[Options] = {
         'parametrization': one_of(*PARAMETRIZATIONS),
         'static_edges': flag(),
@@ -136,12 +141,12 @@ class TreeMixer(nn.Module):
         y = quadtree_attention(
             *self._queries_and_keys(x),
             self._split_heads(linear(self.value, x)),
-            self.edge_bias,
+            self._biases(),
             parametrization=self.parametrization,
             rho=self.rho,
             mask=mask,
             shift=levels[0][2:],
-            max_levels=self.max_levels if depth is None else depth,
+            max_levels=self._max_levels() if depth is None else depth,
         )
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
         return linear(self.out, F.silu(linear(self.gate, x)) * y)
@@ -149,7 +154,8 @@ class TreeMixer(nn.Module):
     def _solve_maps(self, x: Tensor, levels: Sequence[Level]) -> Tensor:
         """Return the solution at the leaves, (B, C, H, W), computed with channels-first maps for exporters."""
         values = level_means_export(self.value(x).permute(0, 3, 1, 2), levels)
-        logits: List[Tensor] = [edge_biases(self.edge_bias, n, level) for n, level in enumerate(levels[:-1])]
+        bias = self._biases()
+        logits: List[Tensor] = [edge_biases(bias, n, level) for n, level in enumerate(levels[:-1])]
         if self.query is not None:
             query, key = (level_means_export(linear(x).permute(0, 3, 1, 2), levels)
                           for linear in (self.query, self.key))
@@ -171,8 +177,37 @@ class TreeMixer(nn.Module):
 
     def levels(self, height: int, width: int) -> List[Level]:
         """The grids of all levels of the tree over a map of this size."""
-        shift = third_of_coarsest_cell(height, width, self.max_levels) if self.shift_grid else (0, 0)
-        return quadtree_levels(height, width, self.max_levels, shift)
+        max_levels = self._max_levels()
+        shift = third_of_coarsest_cell(height, width, max_levels) if self.shift_grid else (0, 0)
+        return quadtree_levels(height, width, max_levels, shift)
+
+    def why_not_scale(self, scale: float) -> Optional[str]:
+        """Return why `decay_scale` cannot be this, or None."""
+        if self.max_levels is None:
+            return None
+        shift = math.log2(scale)
+        if not shift.is_integer():
+            return f'max_levels={self.max_levels} shifts by whole levels only, so the scale must be a power of 2'
+        if self.max_levels + shift < 2:
+            return f'max_levels={self.max_levels} would become {self.max_levels + int(shift)}, and must be at least 2'
+        return None
+
+    def _max_levels(self) -> Optional[int]:
+        """The maximum number of levels, shifted by the decay scale."""
+        if self.decay_scale == 1 or self.max_levels is None:
+            return self.max_levels
+        return self.max_levels + int(math.log2(self.decay_scale))
+
+    def _biases(self) -> Tensor:
+        """The biases of the edges, shifted by the decay scale: (L, 2, 2, heads)."""
+        if self.decay_scale == 1:
+            return self.edge_bias
+        shift, last = math.log2(self.decay_scale), BIASED_LEVELS - 1
+        sources = [min(max(n - shift, 0), last) for n in range(BIASED_LEVELS + max(0, math.ceil(shift)))]
+        below, above = ([rounded(source) for source in sources] for rounded in (math.floor, math.ceil))
+        bias = self.edge_bias
+        part = torch.tensor([source % 1 for source in sources], device=bias.device).to(bias.dtype)
+        return torch.lerp(bias[below], bias[above], part[:, None, None, None])
 
     def influence(self, x: Tensor, row: int, column: int, edges: Sequence[Tensor]) -> Tensor:
         """Return the contribution of every token to the solution at the query token: a row of the inverse matrix.
@@ -222,5 +257,5 @@ class TreeMixer(nn.Module):
         Returns:
             (B, heads, H_l, W_l) for each level but the last, at least float32.
         """
-        logits = edge_logits(*self._queries_and_keys(x), self.edge_bias, levels, mask)
+        logits = edge_logits(*self._queries_and_keys(x), self._biases(), levels, mask)
         return edges_of([logit.expand(x.shape[0], -1, -1, -1) for logit in logits], self.parametrization)

@@ -54,6 +54,15 @@ def test_values_of_the_separate_layers(options):
         assert relative_error(mixer(x), expected) <= 1e-4
 
 
+def test_the_decay_scale_is_used():
+    mixer, x = _mixer(), torch.randn(1, 3, 5, 12, device=DEVICE)
+    before = _products(mixer, x)[0][3:]
+    mixer.decay_scale = 2.0
+    _check(mixer, x)
+    for actual, expected in zip(_products(mixer, x)[0][3:], before):
+        assert relative_error(actual, expected / 2) <= 1e-6
+
+
 def test_a_changed_weight_is_used_at_once():
     """Also one that changes without a trace, or is another tensor: nothing is kept from an earlier pass."""
     mixer, x = _mixer(), torch.randn(1, 3, 5, 12, device=DEVICE)

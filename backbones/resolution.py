@@ -1,0 +1,51 @@
+"""Decays for another resolution than that of training, without training."""
+import math
+
+from torch import nn
+
+from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
+from .options import Option, check
+
+SCALE = {'scale': Option('a positive finite number', lambda value: (
+    isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf))}
+
+
+def set_decay_scale(model: nn.Module, scale: float) -> None:
+    """Scale the decays of a model to images `scale` times as large as those of its training, in pixels of a side.
+
+    A decay acts at each token. On an image of twice the height and width, the same two points lie twice as many tokens
+    apart, so that the decay between them is squared. This function keeps the decay of a fraction of the image:
+
+    - PPMA: `log_alpha` and `log_beta` are divided by the scale.
+    - LCSM: the step logs of the recurrences are divided by the scale. State space models (s4, s4d, s5, dss, tnn, mamba)
+      divide their steps, and so their angles and inputs, as for signals with another sampling rate.
+    - Myo: level l of the tree takes the biases of level l - log2(scale), or those of level 0 if that is negative.
+      Between powers of 2, the biases of two levels are interpolated. `max_levels` grows by log2(scale).
+
+    Weights and state dicts do not change, and a loaded model has the scale 1, which computes what a model without
+    scale computes. Set the scale before export or tracing.
+
+    Args:
+        model: a model with mixers of this package; a module that contains one, such as a detector, also works.
+        scale: size of the images divided by that of training, such as 2 for 448 pixels after 224.
+
+    Raises:
+        TypeError: the model is not a module.
+        ValueError: the scale is not a positive finite number, the model has no decay, or one of its mixers has a decay
+            that no scale fits; the message says why. Then the model keeps its scale.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'model must be a torch.nn.Module, got {type(model).__name__}')
+    check('set_decay_scale', SCALE, {'scale': scale})
+    mixers = {name: module for name, module in model.named_modules()
+              if isinstance(module, (PolylineMixer, TreeMixer, EosMixer))}
+    if not mixers:
+        separable = any(isinstance(module, SeparableSelfAttention) for module in model.modules())
+        reason = ': separable self-attention weights tokens by their content only' if separable else ''
+        raise ValueError(f'{type(model).__name__} has no decay to scale{reason}')
+    for name, mixer in mixers.items():
+        reason = mixer.why_not_scale(scale)
+        if reason:
+            raise ValueError(f'the decay of {name or type(mixer).__name__} cannot be scaled by {scale}: {reason}')
+    for mixer in mixers.values():
+        mixer.decay_scale = float(scale)
