@@ -12,7 +12,7 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 MORE_KERNELS = {'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2,
-                 'kernels.eos_scan': 2}
+                 'kernels.eos_scan': 2, 'kernels.tiling': 4}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}

@@ -73,7 +73,7 @@ def _carry(last: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-def _along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
+def scan_along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
     """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`, a few at a time; steps: (G, ...)."""
     x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)                # (G, ..., lines, L, D), (G, ..., lines, L)
     step = max(1, LINE_ELEMENTS * x.shape[-3] // x.numel())
@@ -111,7 +111,7 @@ def scan_grid(x: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
         if paths in (name, 'both'):
             y = x
             for steps, dim in sequence:
-                y = _along(y, steps, dim, scan)
+                y = scan_along(y, steps, dim, scan)
             results.append(y)
     return results[0] + results[1] if len(results) == 2 else results[0]
 

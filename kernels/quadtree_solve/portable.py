@@ -3,7 +3,7 @@
 Blocks have size 1, and A = 1 (for the Laplacian, A_v = 1 + the weights of v's edges). Then the sweeps need three
 numbers per node: 1 / S, the factor -C / S of r_v in its parent's r, and the factor -B / S of x_p in x_v.
 """
-from typing import Callable, List, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ def _levels(values: Sequence[Tensor], shift: Sequence[int]) -> List[Level]:
     return quadtree_levels(*values[0].shape[2:4], len(values), shift)
 
 
-def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str) -> Coefficients:
+def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrization: str,
+                 carried: Optional[Tensor] = None) -> Coefficients:
     """Return 1 / S, -C / S and -B / S of every node, lists of (B, heads, H_l, W_l); the last level has only 1 / S.
+
+    `carried` is that of the first level, below, if its nodes have children that were eliminated; None for leaves.
 
     For the Laplacian, the sweep carries not S but its excess over the edge to the parent, e = S - w, with
     e_p = 1 + sum w e / S. It never subtracts nearly equal numbers, so rows of the inverse sum to 1 to the last
     digit."""
     scale, up, down = [], [], []
-    carried = None                       # e of the Laplacian, S of the others; 1 without children
+    # `carried`: e of the Laplacian, S of the others; 1 without children.
     for edge, level, above in zip(edges, levels, levels[1:]):
         carried = torch.ones_like(edge) if carried is None else carried
         if parametrization == 'laplacian':
@@ -50,12 +53,23 @@ def coefficients(edges: Sequence[Tensor], levels: Sequence[Level], parametrizati
 def sweep(values: Sequence[Tensor], levels: Sequence[Level], scale: Sequence[Tensor], up: Sequence[Tensor],
           down: Sequence[Tensor]) -> List[Tensor]:
     """Return x of every level, a list of (B, heads, H_l, W_l, D); values are not modified."""
+    right = sweep_up(values, levels, up)
+    solution = [torch.mul(r, s[..., None], out=torch.empty_like(r) if n == 0 else r)
+                for n, (r, s) in enumerate(zip(right, scale))]
+    return sweep_down(solution, levels, down)
+
+
+def sweep_up(values: Sequence[Tensor], levels: Sequence[Level], up: Sequence[Tensor]) -> List[Tensor]:
+    """Return the right-hand sides r of every level without its children; values are not modified."""
     right = [values[0], *(x.clone() for x in values[1:])]
     for level, x, above, push in zip(levels, right, right[1:], up):
         for child, parent in quarters(level):
             above[parent].addcmul_(push[child][..., None], x[child])
-    solution = [torch.mul(r, s[..., None], out=torch.empty_like(r) if n == 0 else r)
-                for n, (r, s) in enumerate(zip(right, scale))]
+    return right
+
+
+def sweep_down(solution: List[Tensor], levels: Sequence[Level], down: Sequence[Tensor]) -> List[Tensor]:
+    """Add to y = r / S of every level the part of its parents, in place, from x of the last level down."""
     for level, x, above, pull in reversed([*zip(levels, solution, solution[1:], down)]):
         for child, parent in quarters(level):
             x[child].addcmul_(pull[child][..., None], above[parent])
