@@ -8,6 +8,7 @@ without the padding. No module has an extra operation outside of the context.
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple, Union
 from weakref import WeakSet
 
@@ -17,7 +18,7 @@ from timm.layers import ClassifierHead
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .blocks import Block, ProjectionHead, Stem
+from .blocks import Block, ProjectionHead, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, TreeMixer
 from .mobilevitv2_blocks import PATCH, InvertedResidual
@@ -235,7 +236,8 @@ def exact_padding(
         _ACTIVE.add(parts[0])
         hooks.callback(_ACTIVE.discard, parts[0])
         # Pre-hooks run in the order of registration, and this check must precede what depends on its result.
-        hooks.check_input(parts[0], partial(_check_batch, model, regions, None if mask is None else mask.shape[1:]))
+        hooks.check_input(parts[0], partial(_check_batch, model, parts[0], regions,
+                                            None if mask is None else mask.shape[1:]))
         regions = STEMS[type(parts[0])](hooks, parts[0], regions)
         stages = []
         for part in parts[1:]:
@@ -315,19 +317,22 @@ def sizes_of_mask(mask: Tensor) -> List[Size]:
 def _checked_sizes(sizes: Sizes) -> List[Size]:
     """Return sizes as pairs of integers."""
     sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+    if not sizes:
+        raise ValueError('sizes must be those of at least one image, got none')
     for n, size in enumerate(sizes):
-        if not isinstance(size, (list, tuple, torch.Size)) or len(size) != 2 or not all(type(k) is int for k in size):
+        if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(
+                isinstance(k, Integral) and not isinstance(k, bool) for k in size):
             raise TypeError(f'sizes must be a pair (height, width) of integers for each image, got {size!r} for image '
                             f'{n}')
         if min(size) < MIN_SIZE:
             raise ValueError(f'sizes must be at least {MIN_SIZE} x {MIN_SIZE}, got {size[0]} x {size[1]} for image {n}')
-    return [(height, width) for height, width in sizes]
+    return [(int(height), int(width)) for height, width in sizes]
 
 
-def _check_batch(model: nn.Module, regions: Regions, size: Optional[torch.Size], x: Any) -> None:
+def _check_batch(model: nn.Module, stem: nn.Module, regions: Regions, size: Optional[torch.Size], x: Any) -> None:
     """Check a batch of images and the mode of the model."""
-    if not isinstance(x, Tensor) or x.ndim != 4:
-        return                                           # the stem says what is wrong
+    first = next(module for module in stem.modules() if isinstance(module, nn.Conv2d))
+    check_image(x, first.in_channels)
     if len(x) != len(regions):
         raise ValueError(f'sizes and mask must have one entry for each of the {len(x)} images of the batch, got '
                          f'{len(regions)}')

@@ -221,7 +221,7 @@ class EosMixer(nn.Module):
         if not self.recurrence.has_decay:
             return f'mixer={self.mixer!r} has no decay for each token'
         if self.mode != 'axis':
-            return f'with mode={self.mode!r}, a step of one row has as many decays as a row has tokens'
+            return f'with mode={self.mode!r}, a step of one row passes all tokens of a row'
         return None
 
     @property

@@ -23,10 +23,8 @@ ACTIVATE: Dict[int, Callable[[Tensor], Tensor]] = {
     6: lambda x: F.relu(x).square(),
     7: torch.square,
 }
-# Bound of the logits whose running sum is oscillation 12, as in the published code.
-_LOGIT_BOUND = 10.0
-# Length below which a vector is not scaled to length 1.
-_SHORTEST = 1e-12
+_LOGIT_BOUND = 10.0         # of the logits whose running sum is oscillation 12, as in the published code
+_SHORTEST = 1e-12           # length below which a vector is not scaled to length 1
 # The first token of a line has no predecessor. The operators clamp step logs at this value.
 _FORGET = -80.0
 

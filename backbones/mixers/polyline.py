@@ -373,17 +373,15 @@ class PolylineMixer(nn.Module):
 
     def _scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:
         """Divide step logs by the scale."""
-        if self.decay_scale == 1:
-            return log_alpha, log_beta
-        return log_alpha / self.decay_scale, log_beta / self.decay_scale
+        scale = self.decay_scale
+        return (log_alpha, log_beta) if scale == 1 else (log_alpha / scale, log_beta / scale)
 
     def why_not_scale(self, scale: float) -> Optional[str]:
         """Return why `decay_scale` cannot be this, or None."""
         if self.paths == 'none':
             return "paths='none' has no decay"
-        if self.paths == 'cross_scan' and self.attention != 'crisscross':
-            return "with paths='cross_scan', a step of one row has as many decays as a row has tokens"
-        return None
+        flat = self.paths == 'cross_scan' and self.attention != 'crisscross'
+        return "with paths='cross_scan', a step of one row passes all tokens of a row" if flat else None
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, heads, N, D), a view."""

@@ -193,6 +193,7 @@ def _mask(*rows):
     (dict(sizes=[(64, 64)] * 2), ValueError, 'one entry for each of the 1 images of the batch, got 2'),
     (dict(sizes=[(64, 65)]), ValueError, 'must not exceed those of the batch, 64 x 64, got 64 x 65 for image 0'),
     (dict(sizes=[(0, 64)]), ValueError, 'at least 32 x 32, got 0 x 64 for image 0'),
+    (dict(sizes=[]), ValueError, 'at least one image, got none'),
     (dict(sizes=[(31, 64)]), ValueError, 'at least 32 x 32, got 31 x 64'),
     (dict(sizes=[(64., 64.)]), TypeError, r'pair \(height, width\) of integers for each image, got \(64.0, 64.0\)'),
     (dict(sizes=[64]), TypeError, 'got 64 for image 0'),
@@ -208,6 +209,15 @@ def test_wrong_sizes_and_masks(given, error, message):
     model = build('ppma')
     with pytest.raises(error, match=message), subquad.exact_padding(model, **given):
         model(torch.randn(1, 3, 64, 64))
+
+
+@pytest.mark.parametrize('case', ['ppma', 'mobilevitv2'])
+@pytest.mark.parametrize('x, error', [(torch.zeros(3, 64, 64), ValueError), (torch.zeros(1, 4, 64, 64), ValueError),
+                                      (torch.zeros(1, 3, 64, 64).int(), TypeError), (None, TypeError)])
+def test_wrong_inputs_have_the_message_of_the_stem(case, x, error):
+    model = build(case)
+    with subquad.exact_padding(model, [(64, 64)]), pytest.raises(error, match='the input must be'):
+        model(x)
 
 
 def test_models_that_cannot_take_padding():

@@ -185,7 +185,7 @@ def test_a_scale_and_padding_at_once():
     ('test_mobilevitv2', {}, 'MobileViTv2 has no decay to scale: separable self-attention weights tokens by'),
     ('resnet18', {}, 'ResNet has no decay to scale$'),
     ('test_ppma', dict(paths='none'), r"stages.0.blocks.0.mixer cannot be scaled by 2: paths='none' has no decay"),
-    ('test_ppma', dict(paths='cross_scan'), "with paths='cross_scan', a step of one row"),
+    ('test_ppma', dict(paths='cross_scan'), "with paths='cross_scan', a step of one row passes all tokens"),
     ('test_lcsm', dict(mode='raster'), "with mode='raster', a step of one row"),
     *(('test_lcsm', dict(mixer=mixer), f"mixer='{mixer}' has no decay for each token") for mixer in LASTING),
 ])
