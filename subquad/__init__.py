@@ -13,5 +13,6 @@ if find_spec('.backbones', __name__) is None:
 repair_torchvision()
 
 from . import backbones, kernels  # noqa: E402, F401  (timm, which they import, needs a working torchvision)
+from .backbones.graft import graft, ungraft  # noqa: E402, F401
 from .backbones.padding import exact_padding, forward_padded, pad_images  # noqa: E402, F401
 from .backbones.resolution import set_decay_scale  # noqa: E402, F401

@@ -37,7 +37,7 @@ def row_log_decay(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
 
     log_alpha: (..., H, W); the result has shape (..., H, W, W) and is indexed [i, j, l]."""
     total = cumulative(log_alpha, -1, dtype)
-    return -(total[..., :, None] - total[..., None, :]).abs()
+    return (total[..., :, None] - total[..., None, :]) * _index_signs(total.shape[-1], total)
 
 
 def column_log_decay(log_beta: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,7 +45,15 @@ def column_log_decay(log_beta: Tensor, dtype: torch.dtype) -> Tensor:
 
     log_beta: (..., H, W); the result has shape (..., H, H, W) and is indexed [i, k, l]."""
     total = cumulative(log_beta, -2, dtype)
-    return -(total[..., :, None, :] - total[..., None, :, :]).abs()
+    return (total[..., :, None, :] - total[..., None, :, :]) * _index_signs(total.shape[-2], total)[..., None]
+
+
+def _index_signs(size: int, like: Tensor) -> Tensor:
+    """Return sign(j - l), (size, size): that of minus the difference of sums j and l, which never increase.
+
+    An absolute value would have the gradient 0 where the difference is 0, so that a step log of 0 could not change."""
+    index = torch.arange(size, device=like.device, dtype=like.dtype)
+    return (index[:, None] - index).sign()
 
 
 def rounded_sums(steps: Tensor, dim: int) -> Tensor:
