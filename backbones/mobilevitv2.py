@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from ._timm import pooled_width
 from .blocks import check_pool
 from .mixers import LinformerSelfAttention, SeparableSelfAttention
-from .mobilevitv2_blocks import ATTENTIONS, PATCH, InvertedResidual, MobileViTv2Block, Stage, Stem, TransformerLayer
+from .mobilevitv2_blocks import (
+    ATTENTIONS,
+    PATCH,
+    InvertedResidual,
+    MobileViTv2Block,
+    Stage,
+    Stem,
+    TransformerLayer,
+    as_maps,
+)
 from .observation import observe_inputs
 from .options import COMMON, Options, check, flag, number, one_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
@@ -226,14 +235,8 @@ class MobileViTv2(TimmInterface):
         layers = {name: layer.attn for name, layer in self.named_modules() if isinstance(layer, TransformerLayer)}
         if not all(isinstance(attention, SeparableSelfAttention) for attention in layers.values()):
             raise ValueError("context scores require attention='separable'; this model has another attention")
-        blocks = [(block, block.exportable) for block in self.modules() if isinstance(block, MobileViTv2Block)]
-        try:
-            for block, _ in blocks:
-                block.exportable = False                 # scores refer to the map, not to grouped tokens
+        with as_maps(self):                              # scores refer to the map, not to grouped tokens
             return observe_inputs(self, layers, x, SeparableSelfAttention.scores)
-        finally:
-            for block, exportable in blocks:
-                block.exportable = exportable
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename the keys of the authors' files to timm's.

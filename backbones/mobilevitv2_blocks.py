@@ -1,6 +1,7 @@
 """Layers of MobileViTv2: stem, inverted residual, transformer layer, the block around it, and stage."""
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -210,6 +211,19 @@ class MobileViTv2Block(nn.Module):
 
     def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
         return self.conv_proj(self.forward_tokens(x, source))
+
+
+@contextmanager
+def as_maps(model: nn.Module) -> Iterator[None]:
+    """Let MobileViTv2's blocks pass maps to their layers, although an exportable model groups their tokens."""
+    blocks = [(block, block.exportable) for block in model.modules() if isinstance(block, MobileViTv2Block)]
+    try:
+        for block, _ in blocks:
+            block.exportable = False
+        yield
+    finally:
+        for block, exportable in blocks:
+            block.exportable = exportable
 
 
 class Stage(nn.Sequential):

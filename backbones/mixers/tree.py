@@ -18,12 +18,15 @@ from ...kernels.trees import (
     PARAMETRIZATIONS,
     RHO,
     Level,
+    Tree,
     level_means,
     level_means_export,
     quadtree_levels,
     repeat_to_children,
     sibling_normalized,
     third_of_coarsest_cell,
+    tree_blocks,
+    tree_marginal_variances,
 )
 from ...kernels.trees.edges import edge_biases, edge_logits, edges_of
 from ..inference import linear
@@ -235,6 +238,32 @@ class TreeMixer(nn.Module):
                 shift=levels[0][2:],
             )
             return torch.autograd.grad(solution[0][:, :, row, column].sum(), values)[0]
+
+    def standard_deviation(self, x: Tensor) -> Tensor:
+        """Return the standard deviation of each token under the Gaussian whose precision is the matrix of the solve.
+
+        It is the root of the diagonal of the inverse matrix: small where the tree ties a token to many others.
+
+        Args:
+            x: input of the layer, (B, H, W, C).
+
+        Returns:
+            (B, heads, H, W), at least float32.
+
+        Raises:
+            ValueError: the matrix is not symmetric ('skew').
+        """
+        if self.parametrization == 'skew':
+            raise ValueError("parametrization='skew' has no standard deviation: its matrix is not symmetric")
+        levels = self.levels(*x.shape[1:3])
+        tree = Tree.quad(*levels[0][:2], len(levels), levels[0][2:])
+        edges = [edge.flatten(2) for edge in self.edges(x, levels)]
+        like = edges[0] if edges else x
+        roots = like.new_zeros(len(x), self.num_heads, len(tree) - sum(edge.shape[2] for edge in edges))
+        z = torch.cat([*edges, roots], 2)[..., None, None]
+        blocks = tree_blocks(tree, z, self.parametrization, rho=self.rho)
+        variances = tree_marginal_variances(tree, *blocks)[..., 0, 0]
+        return variances[..., :levels[0].height * levels[0].width].sqrt().unflatten(2, levels[0][:2])
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, heads, H, W, C / heads), a view."""
