@@ -179,6 +179,16 @@ def plot_costs(file: Path, picture: Path) -> None:
                         cost / (1e6 if key == 'macs' else 1), mean, spread, fmt='osD^v<>'[number % 7], capsize=2,
                         markersize=5, color=f'C{number % 10}', label=mixer)
             axes.set(xscale='log', xlabel=COSTS[key], ylabel=f'{task}: {TASKS[task].unit}')
+            _plain_ticks(axes.xaxis)
             axes.grid(alpha=0.3)
     page.legend(handles=list(handles.values()), labels=list(handles), loc='outside lower center', ncols=5, fontsize=8)
-    save(page, picture, dpi=70)
+    save(page, picture, dpi=100)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers, few enough to be read."""
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 3 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_locator(NullLocator())
