@@ -22,6 +22,8 @@ def set_decay_scale(model: nn.Module, scale: float) -> None:
     - Myo: level l of the tree takes the biases of level l - log2(scale), or those of level 0 if that is negative.
       Between powers of 2, the biases of two levels are interpolated. `max_levels` grows by log2(scale).
 
+    Mixers without a decay, such as the attention of a hybrid, stay as they are if another mixer has one.
+
     Weights and state dicts do not change, and a loaded model has the scale 1, which computes what a model without
     scale computes. Set the scale before export or tracing.
 
@@ -43,9 +45,17 @@ def set_decay_scale(model: nn.Module, scale: float) -> None:
         separable = any(isinstance(module, SeparableSelfAttention) for module in model.modules())
         reason = ': separable self-attention weights tokens by their content only' if separable else ''
         raise ValueError(f'{type(model).__name__} has no decay to scale{reason}')
+    # If none has a decay, the reason of the first is the error's.
+    mixers = {name: mixer for name, mixer in mixers.items() if _has_decay(mixer)} or mixers
     for name, mixer in mixers.items():
         reason = mixer.why_not_scale(scale)
         if reason:
             raise ValueError(f'the decay of {name or type(mixer).__name__} cannot be scaled by {scale}: {reason}')
     for mixer in mixers.values():
         mixer.decay_scale = float(scale)
+
+
+def _has_decay(mixer: nn.Module) -> bool:
+    if isinstance(mixer, PolylineMixer):
+        return mixer.paths != 'none'
+    return not isinstance(mixer, EosMixer) or mixer.recurrence.has_decay

@@ -160,6 +160,18 @@ def test_scale_of_a_network(name):
 
 
 @torch.no_grad()
+def test_hybrids_with_attention():
+    """Attention has no decay and stays; padding is exact for all mixers that have names."""
+    model = timm.create_model('test_myo', mixers=('depthwise', 'separable', 'tree', 'attention')).eval()
+    subquad.set_decay_scale(model, 2)
+    assert [mixer.decay_scale for mixer in model.mixers().values() if hasattr(mixer, 'decay_scale')] == [2, 2, 1]
+    images = [torch.randn(3, 64, 96), torch.randn(3, 80, 40)]
+    logits = subquad.forward_padded(model, images)
+    for n, image in enumerate(images):
+        assert_close(logits[n], model(image[None])[0], 1e-5)
+
+
+@torch.no_grad()
 def test_windows_of_a_forest_keep_their_share_of_the_image():
     model = timm.create_model('test_myo', max_levels=3)
     subquad.set_decay_scale(model, 2)
