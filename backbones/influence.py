@@ -22,13 +22,14 @@ from .mixers import (
     SeparableSelfAttention,
     TreeMixer,
 )
+from .mixers.choices import SeparableMixer
 from .mixers.polyline import ATTENTIONS
 from .mixers.wide import at_least_float
 from .mobilevitv2_blocks import PATCH, MobileViTv2Block, as_maps, to_even_size
 from .observation import observe_inputs
 
-__all__ = ['ObservedMixer', 'TokenInfluence', 'influence', 'mixer_influence', 'observed_mixers', 'pixel_of',
-           'polyline_masks', 'token_of']
+__all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
+           'observed_mixers', 'pixel_of', 'polyline_mask', 'token_of']
 
 Token = Tuple[int, int]
 
@@ -74,25 +75,38 @@ def _polyline_row(mixer: PolylineMixer, x: Tensor, row: int, column: int, log_al
     return weights.reshape(len(x), -1, height, width)
 
 
-def polyline_masks(mixer: PolylineMixer, x: Tensor, row: int, column: int) -> Tuple[Tensor, Tensor]:
-    """Return the rows of attention without decay and of the decay mask of a polyline mixer.
+def attention_without_decay(mixer: PolylineMixer, x: Tensor, token: Token) -> Tensor:
+    """Return the row of a polyline mixer's attention as it is without decay: (B, heads, H, W), which sums to 1.
+
+    Args:
+        mixer: the mixer.
+        x: its input, (B, H, W, C).
+        token: row and column.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        x = x.detach().clone()
+        logs = at_least_float(x.new_zeros(len(x), mixer.num_heads, *x.shape[1:3]))
+        attention = _polyline_row(mixer, x, *token, logs, logs)
+    return attention / attention.sum((2, 3), keepdim=True)           # some forms add up two masks
+
+
+@torch.no_grad()
+def polyline_mask(mixer: PolylineMixer, x: Tensor, token: Token) -> Tensor:
+    """Return the row of a polyline mixer's decay mask: (B, heads, H, W).
+
+    It is L + L~ for paths='both' (Zhao et al., equation 10), so that 2 means no decay, and L otherwise.
 
     Args:
         mixer: a mixer with paths 'both', 'v2h' or 'rmt'.
         x: its input, (B, H, W, C).
-        row, column: the token.
-
-    Returns:
-        The attention without decay, which sums to 1, and the mask, each (B, heads, H, W). The mask is L + L~ for
-        paths='both' (Zhao et al., equation 10), so that 2 means no decay, and L otherwise.
+        token: row and column.
 
     Raises:
         ValueError: the paths of the mixer are no polylines.
     """
     if mixer.paths not in ('both', 'v2h', 'rmt'):
         raise ValueError(f'paths={mixer.paths!r} has no polyline mask')
-    log_alpha, log_beta = (at_least_float(logs) for logs in mixer.decay_logs(x))
-    attention = _polyline_row(mixer, x, row, column, torch.zeros_like(log_alpha), torch.zeros_like(log_beta))
+    (row, column), (log_alpha, log_beta) = token, (at_least_float(logs) for logs in mixer.decay_logs(x))
     along_rows, along_columns = cumulative(log_alpha, 3, log_alpha.dtype), cumulative(log_beta, 2, log_beta.dtype)
     # Paths from (i, j): to column l of row i, then down column l (V2H); or down column j, then along row k (H2V).
     to_column = -(along_rows[:, :, row, None] - along_rows[:, :, row, column, None, None]).abs()
@@ -102,7 +116,7 @@ def polyline_masks(mixer: PolylineMixer, x: Tensor, row: int, column: int) -> Tu
         down_own = -(along_columns[..., column] - along_columns[:, :, row, column, None]).abs()
         along_each = -(along_rows - along_rows[..., column, None]).abs()
         mask = mask + (down_own[..., None] + along_each).exp()
-    return attention / attention.sum((2, 3), keepdim=True), mask
+    return mask
 
 
 def _tree(mixer: TreeMixer, x: Tensor, row: int, column: int) -> Tensor:
@@ -135,6 +149,10 @@ def _separable(mixer: SeparableSelfAttention, x: Tensor, row: int, column: int) 
     return _gradient(mix, torch.zeros_like(ones), lambda y: y[:, row, column]).permute(0, 3, 1, 2)
 
 
+def _separable_tokens(mixer: SeparableMixer, x: Tensor, row: int, column: int) -> Tensor:
+    return _separable(mixer, x.permute(0, 3, 1, 2), row, column)
+
+
 def _multi_head(mixer: MultiHeadSelfAttention, x: Tensor, place: int, token: int) -> Tensor:
     dim, heads = x.shape[1], mixer.num_heads
     q, k, _ = (y[:, :, place:place + 1] for y in mixer.qkv_proj(x).split(dim, 1))
@@ -160,9 +178,12 @@ ROWS: Dict[Type[nn.Module], Callable[..., Tensor]] = {
     TreeMixer: _tree,
     EosMixer: _eos,
     SeparableSelfAttention: _separable,
+    SeparableMixer: _separable_tokens,
     MultiHeadSelfAttention: _multi_head,
     LinformerSelfAttention: _multi_head,
 }
+# Mixers that take channels first.
+_CHANNELS_FIRST = (SeparableSelfAttention, MultiHeadSelfAttention, LinformerSelfAttention)
 
 
 def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:
@@ -192,8 +213,7 @@ def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:
         raise ValueError(f'{type(mixer).__name__} is no mixer of this package: {_names()}')
     if x.ndim != 4:
         raise ValueError(f'x must have 4 dimensions, got {tuple(x.shape)}')
-    last = not isinstance(mixer, (SeparableSelfAttention, MultiHeadSelfAttention))
-    size = tuple(x.shape[1:3] if last else x.shape[2:])
+    size = tuple(x.shape[2:] if type(mixer) in _CHANNELS_FIRST else x.shape[1:3])
     check_place('token', token, size, 'map')
     with torch.inference_mode(False), torch.no_grad():
         return ROWS[type(mixer)](mixer, x.detach().clone(), *token)    # a clone is no inference tensor
@@ -206,7 +226,8 @@ def influence(model: nn.Module, x: Tensor, pixel: Token,
     The rows are exact, and are computed by one backward pass through each mixer's operator (`mixer_influence`).
 
     Args:
-        model: a model with mixers of this package.
+        model: a model with mixers of this package. Layers to which `subquad.graft` added a polyline mask are
+            timm's own, and do not count.
         x: images (B, C, H, W) as the model takes them.
         pixel: row and column of a pixel of the images, (0, 0) to (H - 1, W - 1). `pixel_of` converts fractions.
         layers: names of the layers, such as 'stages.2.blocks.1'; None for all.
@@ -273,7 +294,7 @@ def observed_mixers(model: nn.Module, x: Tensor, layers: Optional[Sequence[str]]
             return None
         if isinstance(module, MultiHeadSelfAttention):
             return ObservedMixer(module, tokens, *around[-1])
-        size = tokens.shape[2:] if isinstance(module, SeparableSelfAttention) else tokens.shape[1:3]
+        size = tokens.shape[2:] if type(module) in _CHANNELS_FIRST else tokens.shape[1:3]
         return ObservedMixer(module, tokens, tuple(size))
 
     with torch.inference_mode(False), torch.no_grad(), as_maps(model):

@@ -7,7 +7,7 @@ from helpers import assert_close
 from torch import nn
 
 import subquad
-from subquad.backbones.influence import ROWS, mixer_influence, pixel_of, polyline_masks
+from subquad.backbones.influence import ROWS, attention_without_decay, mixer_influence, pixel_of, polyline_mask
 from subquad.backbones.mixers import (
     EosMixer,
     LinformerSelfAttention,
@@ -160,14 +160,14 @@ def test_polyline_masks(paths):
     """The attention without decay and the mask, from dense matrices; they are the factors of the multiplicative row."""
     mixer = random(PolylineMixer(8, 2, mask_mode='multiplicative', paths=paths))
     x = torch.randn(1, *GRID, 8, dtype=torch.float64)
-    attention, mask = polyline_masks(mixer, x, *TOKEN)
+    attention, mask = attention_without_decay(mixer, x, TOKEN), polyline_mask(mixer, x, TOKEN)
     dense = [log.exp() for log in polyline_log_masks(*mixer.decay_logs(x))]
     expected = sum(dense[:2 if paths == 'both' else 1])[0, :, TOKEN[0] * GRID[1] + TOKEN[1]]
     assert_close(mask[0].flatten(1), expected, 1e-9)
     assert torch.allclose(attention.sum((2, 3)), torch.ones(1, 2, dtype=torch.float64))
     assert_close(attention * mask, mixer_influence(mixer, x, TOKEN), 1e-9)
     with pytest.raises(ValueError, match="paths='none' has no polyline mask"):
-        polyline_masks(PolylineMixer(8, 2, paths='none'), x.float(), *TOKEN)
+        polyline_mask(PolylineMixer(8, 2, paths='none'), x.float(), TOKEN)
 
 
 @pytest.mark.parametrize('name, options', [
@@ -197,6 +197,19 @@ def test_influence_in_models(name, options):
     if name == 'test_myo':
         others = model.influences(x, (40 / 64, 20 / 96))
         assert all(torch.equal(other.weights, found[key].weights) for key, other in others.items())
+
+
+def test_influence_in_hybrids_and_grafts():
+    """Layers without a mixer that adds up tokens are left out; rows of attention and of Laplacian trees sum to 1."""
+    hybrid = timm.create_model('test_ppma', mixers=('separable', 'identity', 'tree', 'attention'))
+    graft = subquad.graft(timm.create_model('test_vit', img_size=64, depth=3), 'tree', layers=[0, 2])
+    own = ['stages.0.blocks.0', 'stages.2.blocks.0', 'stages.2.blocks.1', 'stages.3.blocks.0']
+    for model, layers in ((hybrid, own), (graft, ['blocks.0', 'blocks.2'])):
+        found = subquad.influence(model, torch.randn(1, 3, 64, 64), (50, 10))
+        assert list(found) == layers
+        for token, weights in found.values():
+            assert token == (50 * weights.shape[2] // 64, 10 * weights.shape[3] // 64)
+            assert torch.allclose(weights.sum((2, 3)), torch.ones(()), atol=1e-5)
 
 
 def test_attention_in_groups_covers_the_map():
@@ -252,7 +265,7 @@ def test_wrong_mixers_and_tokens():
             mixer_influence(kind(4, 1), torch.zeros(1, 4, 3, 4), (0, 3))
     with pytest.raises(ValueError, match='at must be two fractions'):
         pixel_of((0.5, 1.0), (3, 3))
-    assert pixel_of((0.5, 0.99), (3, 200)) == (1, 198) and len(ROWS) == 6
+    assert pixel_of((0.5, 0.99), (3, 200)) == (1, 198) and len(ROWS) == 7
 
 
 @pytest.mark.parametrize('options', [{}, dict(parametrization='symmetric', shift_grid=True), dict(max_levels=2)])
