@@ -28,7 +28,7 @@ TOOLS = {
     'logs': 'draw the curves of training runs',
     'reproduce': 'compare a published classifier with its reported accuracy',
     'predict': 'run a classifier, detector or segmenter on images',
-    'visualize': 'draw context scores, decays or token influences over images',
+    'visualize': 'draw attention, decays, influences or class activations of images',
     'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
     'demo': 'train a small model on real images in minutes, without a GPU',
     'benchmark': 'measure time and memory of operators and models',

@@ -1,23 +1,36 @@
-"""subquad visualize: pictures of context scores, and what is refused."""
+"""subquad visualize: what the panels show, figures, pages, and what is refused."""
+import base64
+import json
+import re
+from pathlib import Path
+
 import pytest
 import timm
 import torch
+from browser import browser, missing_programs, served
 from PIL import Image
 
+import subquad
+from subquad.backbones.influence import observed_mixers, polyline_mask
 from subquad.backbones.mixers.eos_decay import memory_lengths
 from subquad.backbones.weights import load_weights, save_weights
 from subquad.tools import visualize
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.drawing import influences, memories, pictures
+from subquad.tools.engine.drawing import figures, image_sizes, panels, pictures, webpage
+
+SIZE = (70, 100)                                         # of the images: 18 x 25 tokens at stride 4
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    """A folder with weights and images."""
     torch.manual_seed(0)
+    tmp_path = tmp_path_factory.mktemp('made')
     for name, options, file in (('test_mobilevitv2', dict(num_latent_tokens=2), ''), ('test_ppma', {}, ''),
+                                ('test_ppma', dict(mask_mode='multiplicative'), 'multiplicative'),
                                 ('test_myo', {}, ''), ('test_ppma', dict(paths='none'), 'plain'),
-                                ('resnet18', {}, ''), ('test_lcsm', {}, ''),
-                                ('test_lcsm', dict(mixer='1-6-1-0', mode='raster'), 'full_rank'),
+                                ('test_myo', dict(parametrization='skew'), 'skew'),
+                                ('test_resnet', {}, ''), ('test_lcsm', {}, ''),
                                 ('test_lcsm', dict(mixer='retnet'), 'retnet'),
                                 ('test_lcsm', dict(mixer='deltanet'), 'deltanet')):
         model = timm.create_model(name, num_classes=3, **options)
@@ -26,38 +39,200 @@ def folder(tmp_path):
                           transform=dict(input_size=(3, 64, 96), crop_pct=1.0)))
     (tmp_path / 'images').mkdir()
     for n in range(3):
-        Image.new('RGB', (100, 70), (80 * n, 20, 120)).save(tmp_path / 'images' / f'{n}.png')
+        image = Image.new('RGB', SIZE[::-1], (80 * n, 20, 120))
+        image.paste((200, 200, 10), (20, 10, 50, 40))
+        image.save(tmp_path / 'images' / f'{n}.png')
     return tmp_path
 
 
+@pytest.fixture
+def folder(made, tmp_path, monkeypatch):
+    """The current folder, with links to the weights and images."""
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The pictures that are drawn, instead of files."""
+    found = []
+    monkeypatch.setattr('subquad.tools.engine.drawing.visualization.write',
+                        lambda path, drawn, title, dpi: found.extend([*drawn, title]))
+    return found
+
+
+def model_and_input(folder, name, **options):
+    """The model of a weight file, and the image 1.png as it sees it."""
+    model = timm.create_model(name, num_classes=3, **options).eval()
+    load_weights(model, folder / f'{name}.safetensors')
+    from timm.data import create_transform
+    inputs = create_transform(SIZE, crop_pct=1.0)(Image.open(folder / 'images' / '1.png'))[None]
+    return model, inputs
+
+
+def panels_of(picture):
+    """The panels of a picture by the first lines of their titles, row after row."""
+    return [{panel.title.split('\n')[0]: panel for panel in row.panels} for row in picture.rows]
+
+
 def test_a_picture(folder, capsys):
-    arguments = [str(folder / 'test_mobilevitv2.safetensors'), str(folder / 'images'), '--out']
-    assert visualize.main([*arguments, str(folder / 'new' / 'all.png')]) == 0
-    assert '3 image(s), 9 layer(s)' in capsys.readouterr().out
-    wide = Image.open(folder / 'new' / 'all.png').size
-    assert visualize.main([*arguments, str(folder / 'one.png'), '--layers', 'stages.3', '--most', '2']) == 0
+    arguments = ['test_mobilevitv2.safetensors', 'images', '--out']
+    assert visualize.main([*arguments, 'new/all.png']) == 0
+    assert '3 image(s), 3 layer(s), context' in capsys.readouterr().out
+    wide = Image.open('new/all.png').size
+    assert visualize.main([*arguments, 'one.png', '--layers', 'stages.3', '--most', '2', '--dpi', '60']) == 0
     assert '2 image(s), 4 layer(s)' in capsys.readouterr().out
-    narrow = Image.open(folder / 'one.png').size
-    assert narrow[0] < wide[0] and narrow[1] < wide[1]
+    assert Image.open('one.png').size[0] < wide[0]
 
 
-def test_influences(folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert visualize.main(['test_myo.safetensors', 'images', '--at', '0.2', '0.9']) == 0
-    assert 'influences.png: 3 image(s), 5 layer(s)' in capsys.readouterr().out
-    assert Image.open('influences.png').size[1] > 1000
-    arguments = ['test_myo.safetensors', 'images', '--most', '1', '--layers', 'stages.2', '--out', 'a.png']
-    assert visualize.main(arguments) == 0
-    assert '1 image(s), 2 layer(s)' in capsys.readouterr().out
+def test_figures_have_titles_numbers_and_the_shape_of_the_image(folder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(figures, 'save', lambda figure, path, dpi: seen.append(figure))
+    assert visualize.main(['test_ppma.safetensors', 'images/1.png']) == 0
+    figure, = seen
+    assert figure.get_suptitle() == ('test_ppma, weights test_ppma.safetensors\nIts own input size is 64 x 96 pixels. '
+                                     'Maps of layers are means over heads.')
+    assert len(figure.axes) == 4 * 6
+    axes = [axis for axis in figure.axes if axis.images]
+    assert len(axes) == 1 + 4 * 5
+    for axis in axes:
+        assert axis.get_title() and axis.images[0].get_extent() == [0, 100, 70, 0] and axis.get_aspect() == 1
+        assert axis.images[0].get_cmap().name in ('viridis', 'magma') or axis is axes[0]
+    for axis in axes[1:]:
+        bar, = axis.child_axes
+        numbers = [float(tick.get_text()) for tick in bar.get_yticklabels()]
+        assert numbers == sorted(set(numbers)) and len(numbers) == 3 and axis.get_xlabel()
+    assert {axis.get_ylabel() for axis in axes} == {'', *(f'stages.{n}.blocks.{n == 2:d}\n{rows} x {columns} tokens\n'
+                                                          f'of {70 / rows:.3g} px' for n, (rows, columns)
+                                                          in enumerate([(18, 25), (9, 13), (5, 7), (3, 4)]))}
+    crosses = [axis.lines[-1].get_xydata().tolist() for axis in axes if axis.lines]
+    assert len(crosses) == 1 + 4 * 3 and all(cross == [[50.5, 35.5]] for cross in crosses)
 
 
-def test_decay_factors(folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert visualize.main(['test_ppma.safetensors', 'images']) == 0
-    assert 'decay_factors.png: 3 image(s), 5 layer(s)' in capsys.readouterr().out
-    wide = Image.open('decay_factors.png').size
-    assert visualize.main(['test_ppma.safetensors', 'images', '--layers', 'stages.2', '--out', 'a.png']) == 0
-    assert Image.open('a.png').size[0] < wide[0] and Image.open('a.png').size[1] == wide[1]
+@pytest.mark.parametrize('name', ['test_ppma', 'multiplicative'])
+def test_panels_of_ppma(folder, drawn, name):
+    """Decay factors, mask and attention are those of the mixers: means over heads, at the token of the pixel."""
+    assert visualize.main([f'{name}.safetensors', 'images/1.png', '--at', '0.1', '0.9', '--layers', 'stages.2']) == 0
+    model, inputs = model_and_input(folder, 'test_ppma', mask_mode='multiplicative' if name != 'test_ppma'
+                                    else 'additive')
+    load_weights(model, folder / f'{name}.safetensors')
+    found, layers = panels_of(drawn[0])[1], observed_mixers(model, inputs)
+    layer = layers['stages.2.blocks.1']
+    alpha, beta = (logs.detach().exp()[0].mean(0) for logs in layer.mixer.decay_logs(layer.x))
+    token = (7 * 5 // 70, 90 * 7 // 100)
+    masked = 'additive: log mask added to logits' if name == 'test_ppma' else 'multiplicative: attention x mask'
+    assert drawn[0].place == (7.5 / 70, 90.5 / 100) and masked in found['masked attention of +'].title
+    weights = subquad.influence(model, inputs, (7, 90))['stages.2.blocks.1'].weights[0].mean(0)
+    for title, expected in (('horizontal decay α', alpha), ('vertical decay β', beta),
+                            ('polyline mask of +', polyline_mask(layer.mixer, layer.x, token)[0].mean(0)),
+                            ('masked attention of +', weights)):
+        assert torch.allclose(found[title].values.float(), expected, atol=1e-6), title
+    assert not torch.allclose(alpha, beta) and abs(float(found['attention map of +'].values.sum()) - 1) < 1e-5
+    assert float(found['polyline mask of +'].values.max()) == pytest.approx(2)
+
+
+def test_panels_of_myo(folder, drawn):
+    assert visualize.main(['test_myo.safetensors', 'images/1.png']) == 0
+    model, inputs = model_and_input(folder, 'test_myo')
+    layer, found = observed_mixers(model, inputs)['stages.0.blocks.0'], panels_of(drawn[0])[0]
+    assert [panel.title.split('\n')[0] for panel in drawn[0].rows[0].panels] == [
+        'influence of every token', 'share of the influence on +', 'weights of the edges from tokens',
+        'standard deviation of each token']
+    with torch.no_grad():
+        edges = layer.mixer.edges(layer.x, layer.mixer.levels(18, 25))[0][0].mean(0).double()
+        deviation = layer.mixer.standard_deviation(layer.x)[0].mean(0).double()
+    assert torch.allclose(found['weights of the edges from tokens'].values, edges)
+    assert torch.allclose(found['standard deviation of each token'].values, deviation)
+    assert float(found['influence of every token'].values.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_signed_influences_have_a_diverging_scale(folder, drawn, capsys):
+    assert visualize.main(['skew.safetensors', 'images/1.png']) == 0
+    assert 'left out the panel deviation of stages.0.blocks.0' in capsys.readouterr().err
+    panel = panels_of(drawn[0])[0]['influence of every token']
+    low, high, _ = panels.limits(panel)
+    assert panel.scale == 'signed' and low == -high and panels.SCALES['signed'][0] == 'RdBu_r'
+
+
+def test_panels_of_lcsm(folder, drawn):
+    assert visualize.main(['test_lcsm.safetensors', 'images/1.png', '--layers', 'stages.0']) == 0
+    model, inputs = model_and_input(folder, 'test_lcsm')
+    decays = model.state_decays(inputs)['stages.0.blocks.0']
+    assert [len(picture.rows) for picture in drawn[:1]] == [1] and drawn[0].place is None
+    found = drawn[0].rows[0].panels
+    assert torch.allclose(found[0].values.float(), decays.logs[0, 0].exp(), atol=1e-6)
+    for panel, dim in zip(found[1:3], (3, 2)):
+        assert torch.allclose(panel.values, memory_lengths(decays.logs, dim)[0, 0], rtol=1e-5)
+        assert panel.label == 'tokens' and panel.scale == 'logarithmic'
+    drawn.clear()
+    assert visualize.main(['test_lcsm.safetensors', 'images/1.png', '--layers', 'stages.1', '--heads']) == 0
+    assert [row.label.split('\n')[-1] for row in drawn[0].rows] == ['head 0', 'head 1', 'head 2']
+
+
+def test_constant_decays_have_charts_alone(folder, drawn, capsys):
+    assert visualize.main(['retnet.safetensors', 'images/1.png']) == 0
+    assert 'left out the panel decay' in capsys.readouterr().err
+    axis = __import__('matplotlib.figure').figure.Figure().subplots()
+    charts = drawn[0].rows[0].panels
+    assert len(charts) == 2 and all(isinstance(chart, panels.Chart) for chart in charts)
+    charts[0].draw(axis)
+    assert axis.lines[0].get_xdata().tolist() == [pytest.approx(1 - 2 ** -5)]
+
+
+def test_context_scores_stand_in_one_row(folder, drawn):
+    assert visualize.main(['test_mobilevitv2.safetensors', 'images/1.png']) == 0
+    model, inputs = model_and_input(folder, 'test_mobilevitv2', num_latent_tokens=2)
+    row, = drawn[0].rows
+    assert [panel.title.split('\n')[0] for panel in row.panels] == [
+        'stages.2.1.transformer.1', 'stages.3.1.transformer.3', 'stages.4.1.transformer.2']
+    scores = model.context_scores(inputs)['stages.3.1.transformer.3'][0].mean(0)
+    assert torch.allclose(row.panels[1].values.float(), scores, atol=1e-6)
+    assert 'uniform: 0.083' in row.panels[1].label and float(scores.sum()) == pytest.approx(4, rel=1e-4)
+
+
+@pytest.mark.parametrize('name', ['test_resnet', 'test_ppma'])
+def test_receptive_field_and_activation(folder, drawn, name):
+    arguments = [f'{name}.safetensors', 'images/1.png', '--panels', 'receptive-field', 'activation', '--target', 'b']
+    assert visualize.main([*arguments, '--at', '0.5', '0']) == 0
+    model, inputs = model_and_input(folder, name)
+    field, activation = drawn[0].rows[0].panels
+    assert torch.allclose(field.values, subquad.effective_receptive_field(model, inputs, (35, 0))[0])
+    assert torch.allclose(activation.values, subquad.class_activation(model, inputs, 1).maps[0])
+    assert re.fullmatch(r'class activation \(Grad-CAM\):\nb, probability 0\.\d+', activation.title)
+
+
+def test_random_weights_are_named(folder, drawn, capsys):
+    assert visualize.main(['test_resnet', 'images/1.png', '--random', '--panels', 'activation']) == 0
+    assert 'test_resnet has random weights: the picture shows an untrained model' in capsys.readouterr().out
+    assert drawn[-1].startswith('test_resnet, random weights (untrained)')
+
+
+def test_sizes_of_images(folder, capsys):
+    """Images at least as large as the model's input keep their size; --max-side reduces them with a note."""
+    from timm.data import create_transform
+
+    from subquad.tools.common.images import LeftOut
+    transform = create_transform((3, 64, 96), crop_pct=1.0)
+    Image.new('RGB', (90, 200)).save('narrow.png')
+    Image.new('RGB', (300, 150)).save('wide.png')
+
+    def sizes(own_size=None, max_side=640):
+        files = [Path(name) for name in ('images/0.png', 'narrow.png', 'wide.png')]
+        found = image_sizes.load_photographs(files, transform, LeftOut(3), own_size, max_side)
+        return [tuple(x.shape[1:]) for _, x in found]
+
+    assert sizes() == [(70, 100), (64, 96), (150, 300)] and sizes(False) == [(64, 96)] * 3
+    assert sizes(True, 128) == [(70, 100), (128, 58), (64, 128)]
+    assert 'wide.png is reduced from 150 x 300 to 64 x 128 pixels (--max-side)' in capsys.readouterr().err
+
+
+def test_pictures_show_the_input_images(folder):
+    from timm.data import create_transform
+    transform = create_transform((3, 64, 96), crop_pct=1.0)
+    drawn = pictures.unnormalized(transform(Image.new('RGB', (9, 9), (80, 20, 120)))[None], transform)[0]
+    assert torch.allclose(drawn, torch.tensor([80, 20, 120])[:, None, None].expand(3, 64, 96) / 255, atol=1e-2)
 
 
 def test_decay_factors_equal_those_of_the_mixers(folder):
@@ -69,149 +244,118 @@ def test_decay_factors_equal_those_of_the_mixers(folder):
     assert len(found) == 5 and model.training
     for factors, logs in zip(found['stages.2.blocks.1'], seen[0]):
         assert factors.shape == (2, 4, 6) and torch.allclose(factors, logs.exp().mean(1))
-    assert not torch.allclose(*found['stages.2.blocks.1'])
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn, instead of files."""
-    found = []
-    for module in (pictures, influences, memories):
-        monkeypatch.setattr(module, 'save', lambda figure, path: found.append(figure))
-    return found
+def test_a_page_is_one_file_with_maps_that_follow_the_pixel(folder):
+    """Frames hold the influence of every chosen pixel; nothing is loaded from elsewhere."""
+    arguments = ['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', '--layers', 'stages.2.blocks.1']
+    assert visualize.main(arguments) == 0
+    page = (folder / 'page.html').read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', page) and 'http' not in page and '@import' not in page
+    assert len(re.findall('data:image/png;base64,', page)) == 1 and 'Its own input size is 64 x 96 pixels' in page
+    data, = (json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page))
+    assert data['size'] == [5, 7] and data['positions'] == [list(range(5)), list(range(7))] and data['start'] == [2, 3]
+    assert len(data['panels']) == 3
+    model, inputs = model_and_input(folder, 'test_ppma')
+    expected = subquad.influence(model, inputs, (20, 70))['stages.2.blocks.1']
+    assert expected.token == (1, 4)
+    frame, shown = 1 * 7 + 4, data['panels'][2]
+    low, _, high = shown['limits'][frame]
+    levels = torch.tensor(list(base64.b64decode(shown['levels']))).reshape(35, 5, 7)[frame] / 255
+    assert torch.allclose(low + levels * (high - low), expected.weights[0].mean(0).clamp(max=high), atol=high / 250)
+    assert len(base64.b64decode(shown['colors'])) == 3 * 256
 
 
-def labels(figure):
-    """The labels of x and y axes."""
-    return {axis.get_xlabel() for axis in figure.axes}, {axis.get_ylabel() for axis in figure.axes}
+@pytest.mark.skipif(bool(missing_programs('chromium', 'chromedriver')),
+                    reason=missing_programs('chromium', 'chromedriver'))
+def test_a_click_in_a_page_chooses_the_pixel(folder, tmp_path_factory):
+    """In a browser, a click on a map and a slider move all crosses, and the maps are those of the pixel."""
+    arguments = ['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', '--layers', 'stages.2.blocks.1']
+    assert visualize.main([*arguments, '--panels', 'mask']) == 0
+    with served(folder) as address, browser(tmp_path_factory.mktemp('profile')) as page:
+        page.open(f'{address}/page.html')
+        shown = """const root = document.querySelector('.viewer'), canvas = root.querySelector('canvas');
+            const pixels = canvas.getContext('2d').getImageData(0, 0, 7, 5).data, sums = [];
+            for (let i = 0; i < 35; i++) sums.push(pixels[4 * i] + pixels[4 * i + 1] + pixels[4 * i + 2]);
+            return [[...root.querySelectorAll('output')].map(out => out.textContent), sums.indexOf(Math.max(...sums)),
+                    root.querySelectorAll('.cross')[1].style.left, root.querySelector('.ends').innerText.length > 4]"""
+        assert page.run(shown) == [['2', '3'], 2 * 7 + 3, '50%', True]
+        page.run("""const box = document.querySelector('canvas').getBoundingClientRect();
+            document.querySelector('canvas').dispatchEvent(new MouseEvent('click', {bubbles: true,
+                clientX: box.left + box.width * 5.5 / 7, clientY: box.top + box.height * 1.5 / 5}))""")
+        assert page.run(shown)[:2] == [['1', '5'], 1 * 7 + 5]
+        page.run("""const slider = document.querySelector('input'); slider.value = 4;
+            slider.dispatchEvent(new Event('input'))""")
+        assert page.run(shown)[:2] == [['4', '5'], 4 * 7 + 5]
+        assert [line for line in page.log() if line['level'] == 'SEVERE' and 'favicon' not in line['message']] == []
 
 
-def test_state_decays(folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert visualize.main(['test_lcsm.safetensors', 'images', '--max-images', '2']) == 0
-    assert 'state_decays.png: 2 image(s), 5 layer(s)' in capsys.readouterr().out
-    tall = Image.open('state_decays.png').size[1]
-    assert visualize.main(['test_lcsm.safetensors', 'images', '--max-images', '1', '--out', 'one.png']) == 0
-    assert Image.open('one.png').size[1] < tall
+def test_a_page_of_another_model(folder):
+    assert visualize.main(['test_resnet.safetensors', 'images', '--out', 'page.html', '--most', '2']) == 0
+    page = (folder / 'page.html').read_text()
+    assert page.count('data:image/png;base64,') == 2 and 'viewer' not in page.split('</style>')[1]
 
 
-def test_state_decays_have_numbers_and_units(folder, figures):
-    """Two color bars with numbers for each image, and charts of all heads, with the values of the mixers."""
-    model, image = timm.create_model('test_lcsm', num_classes=3), str(folder / 'images' / '1.png')
-    assert visualize.main([str(folder / 'test_lcsm.safetensors'), image]) == 0
-    figure = figures.pop()
-    assert figure.get_suptitle().startswith('test_lcsm: how fast the memories of the recurrence decay')
-    assert 'tokens until the product of decays falls to 1/e' in figure.get_suptitle()
-    below, beside = labels(figure)
-    assert below >= {'decay per token', 'length, tokens'}
-    assert beside >= {'1', 'decay', 'length\nalong rows', 'length\nalong columns', 'decay per token', 'tokens', 'head'}
-    bars = [axis for axis in figure.axes if axis.get_label() == '<colorbar>']
-    numbers = [[float(tick.get_text()) for tick in axis.get_yticklabels()] for axis in bars]
-    assert len(numbers) == 3 and all(len(set(ticks)) == 3 for ticks in numbers)
-    assert all(0.8 < ticks[0] < ticks[2] < 1 for ticks in numbers[:1]) and numbers[1][2] > 5
-    titles = {axis.get_title() for axis in figure.axes}
-    assert {'stages.0\nblock 0\n1 token = 4 px', 'stages.3\nblock 0\n1 token = 32 px'} <= titles
-    charts = [axis for axis in figure.axes if axis.get_xlabel() == 'decay per token']
-    assert [len(axis.get_yticks()) for axis in charts] == [1, 3, 2, 2, 3]
-    maps = [axis.images[0] for axis in figure.axes if axis.images and axis.get_label() != '<colorbar>'][1:]
-    assert [x.get_cmap().name for x in maps] == ['viridis'] * 5 + ['magma'] * 10
-    load_weights(model, folder / 'test_lcsm.safetensors')
-    from timm.data import create_transform
-    inputs = create_transform((3, 64, 96), crop_pct=1.0)(Image.open(image).convert('RGB'))[None]
-    wanted = model.state_decays(inputs)['stages.1.blocks.0'].logs.mean(1).exp()[0]
-    assert torch.allclose(torch.as_tensor(maps[1].get_array()), wanted, atol=1e-6)
-    wanted = memory_lengths(model.state_decays(inputs)['stages.0.blocks.0'].logs, 2)[0, 0]
-    assert torch.allclose(torch.as_tensor(maps[10].get_array()), wanted, rtol=1e-5)
+def test_a_page_with_signed_maps():
+    """One kind of scale for all frames: signed, with the middle at zero, if a frame has negative weights."""
+    frames = [[panels.Panel('t', torch.tensor([[1.0, x]]), 'l', panels.scale_of_weights(torch.tensor([1.0, x])))]
+              for x in (0.5, -2.0)]
+    viewer = webpage.Viewer('layer', torch.zeros(2, 4, 3).numpy(), [0], [0, 1], (0, 0), frames)
+    text = webpage._viewer(viewer)
+    panel, = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])['panels']
+    assert panel['limits'] == [[-1, 0, 1], [-2, 0, 2]]
+    assert list(base64.b64decode(panel['levels'])) == [255, 191, 191, 0]
 
 
-def test_state_decays_of_heads_and_of_raster_lines(folder, figures):
-    arguments = [str(folder / 'full_rank.safetensors'), str(folder / 'images' / '0.png'), '--heads']
-    assert visualize.main([*arguments, '--layers', 'stages.1', 'stages.2']) == 0
-    figure = figures.pop()
-    assert {axis.get_title() for axis in figure.axes} >= {'stages.1\nblock 0\nhead 2', 'stages.2\nblock 1\nhead 1'}
-    assert 'length\nalong the scan' in labels(figure)[1] and 'length\nalong rows' not in labels(figure)[1]
+def test_scales():
+    def limits(values, scale):
+        return panels.limits(panels.Panel('', torch.tensor(values), '', scale))
 
-
-def test_memories_of_one_direction():
-    model, images = timm.create_model('test_lcsm', mode='forward'), torch.randn(1, 3, 64, 32)
-    found, decays = memories.memories(model, images), model.state_decays(images)
-    for name, memory in found.items():
-        lines = decays[name].logs.flatten(2)
-        assert list(memory.lengths) == ['raster']
-        assert torch.equal(memory.lengths['raster'].flatten(2), memory_lengths(lines, 2, False))
-
-
-def test_constant_decays_have_charts_alone(folder, figures):
-    assert visualize.main([str(folder / 'retnet.safetensors'), str(folder / 'images')]) == 0
-    figure = figures.pop()
-    assert not any(axis.images for axis in figure.axes)
-    assert 'All tokens of all images decay alike' in figure.get_suptitle()
-    below, _ = labels(figure)
-    assert below == {'', 'decay per token', 'length, tokens'}
-    (line,) = next(axis for axis in figure.axes if axis.get_xlabel() == 'decay per token').lines
-    assert line.get_xdata().tolist() == [pytest.approx(1 - 2 ** -5)]
-
-
-def test_images_at_their_own_size(folder, figures):
-    """Images of 100 x 70 pixels have 25 x 18 tokens of 4 pixels."""
-    assert visualize.main([str(folder / 'test_lcsm.safetensors'), str(folder / 'images'), '--own-size']) == 0
-    sizes = [axis.images[0].get_array().shape[:2] for axis in figures.pop().axes if axis.images]
-    assert sizes.count((70, 100)) == 3 and sizes.count((18, 25)) == 9
-
-
-def test_pictures_are_labeled(folder, figures):
-    """A title, a color bar with a label, and layers above the maps, in three families."""
-    for name, label in (('test_mobilevitv2', 'context score'), ('test_ppma', 'factor per step'),
-                        ('test_myo', 'influence and edges')):
-        visualize.main([str(folder / f'{name}.safetensors'), str(folder / 'images'), '--most', '2'])
-        figure = figures.pop()
-        assert figure.get_suptitle().startswith(f'{name}: ')
-        bar = next(axis for axis in figure.axes if axis.get_label() == '<colorbar>')
-        assert label in bar.get_ylabel() and [tick.get_text() for tick in bar.get_yticklabels()]
-        assert {axis.get_title().split('\n')[0] for axis in figure.axes} >= {'image', 'stages.2.1' if 'mobile' in name
-                                                                             else 'stages.2'}
-        assert {axis.get_ylabel() for axis in figure.axes} >= {'0', '1'}
-    assert {axis.get_xlabel() for axis in figure.axes} == {'', 'height in the tree'}
-
-
-def test_pictures_show_the_input_images(folder):
-    from timm.data import create_transform
-    transform = create_transform((3, 64, 96), crop_pct=1.0)
-    image = Image.open(folder / 'images' / '1.png')
-    drawn = pictures.unnormalized(transform(image)[None], transform)[0]
-    assert torch.allclose(drawn, torch.tensor([80, 20, 120])[:, None, None].expand(3, 64, 96) / 255, atol=1e-2)
-
-
-def test_overlay_colors_the_largest_scores():
-    """The token of the largest score is red, one of the smallest blue, over an image of one color."""
-    scores = torch.zeros(2, 3)
-    scores[1, 2] = 1
-    picture = pictures.overlay(torch.full((8, 12, 3), 0.5), scores)
-    image = torch.rand(8, 12, 3)
-    assert (pictures.overlay(image, torch.full((2, 3), 0.25)) == image.numpy()).all()
-    assert picture.shape == (8, 12, 3) and picture[7, 11, 0] > picture[7, 11, 2] and picture[0, 0, 2] > picture[0, 0, 0]
+    assert limits([1.0, 3.0], 'range') == (1, 3, False) and limits([1.0, 3.0], 'positive') == (0, 3, False)
+    assert limits([0.0, 1e-9, 1.0], 'decades') == (pytest.approx(1e-5), 1, True)
+    assert limits([2.0, 2.0], 'range') == (1.98, 2.02, False) and limits([0.0, 0.0], 'decades') == (0, 1, False)
+    assert panels.scale_of_weights(torch.tensor([0.0] * 500 + [1.0])) == 'decades'
+    assert panels.ticks(1, 100, True)['labels'] == ['1', '10', '100']
+    assert panels.ticks(0.9711, 0.9719, False)['labels'] == ['0.9711', '0.9715', '0.9719']
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['resnet18.safetensors', 'images'], 'ResNet has no maps to draw'),
     (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
-    (['plain.safetensors', 'images'], "paths='none': its attention does not decay"),
-    (['test_mobilevitv2.safetensors', 'images', '--layers', 'stages.9'], '--layers stages.9: no such layer'),
+    (['plain.safetensors', 'images', '--panels', 'mask'], "paths='none' has no polyline mask"),
+    (['plain.safetensors', 'images', '--panels', 'vertical-decay'], "paths='none': the attention does not decay"),
     (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--max-images must be at least 1, got 0'),
+    (['test_mobilevitv2.safetensors', 'images', '--max-side', '8'], '--max-side must be at least 32, got 8'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
     (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
-    (['deltanet.safetensors', 'images'], "mixer='deltanet' has no decay for each token: its oscillation is a matrix"),
-    (['test_myo.safetensors', 'images', '--heads'], '--heads is for LCSM, and Myo has no state decays'),
-    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at is for Myo: the maps of LCSM'),
-    (['test_lcsm.safetensors', 'images', 'other', '--own-size'], 'must have the same size: .* x '),
+    (['deltanet.safetensors', 'images'], 'LCSM has none of its usual panels; choose --panels influence'),
+    (['deltanet.safetensors', 'images', '--panels', 'decay'], "mixer='deltanet' has no decay for each token"),
+    (['retnet.safetensors', 'images', '--panels', 'length'], "mixer='retnet' decays alike at all tokens"),
+    (['skew.safetensors', 'images', '--panels', 'deviation'], "parametrization='skew' has no standard deviation"),
+    (['test_mobilevitv2.safetensors', 'images', '--heads'], '--heads has no effect on the panels context'),
+    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at has no effect on the panels decay, length, heads'),
+    (['test_lcsm.safetensors', 'images', '--panels', 'masc'], '--panels masc: LCSM has no such panel; it has decay'),
+    (['test_ppma.safetensors', 'images', '--panels', 'masc'], 'did you mean mask'),
+    (['test_resnet.safetensors', 'images', '--panels', 'mask'], 'ResNet has no such panel; it has receptive-field'),
+    (['test_resnet.safetensors', 'images', '--layers', 'layer1'], '--layers layer1: no such layer'),
+    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--layers', 'stages'], '--layers has no effect on'),
+    (['test_ppma.safetensors', 'images', '--target', 'a'], '--target is for --panels activation'),
+    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--target', 'd'], "no class 'd'; the model has 3"),
+    (['test_ppma.safetensors', 'images', '--random'], 'Invalid pretrained tag'),
+    (['test_pma', 'images', '--random'], "unknown model 'test_pma'"),
+    (['test_ppma', 'images', '--random', '--model', 'test_myo'], '--model is for a checkpoint'),
+    (['lcsm_sequence', 'images', '--random'], 'takes tokens'),
+    (['test_vit', 'images', '--random', '--own-size'], 'should be divisible by patch size'),
     (['nothing.safetensors', 'images'], 'no weight file at'),
     (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
-    (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .pdf or')])
-def test_wrong_arguments(arguments, message, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    (folder / 'other').mkdir()
-    Image.new('RGB', (90, 70)).save(folder / 'other' / 'image.png')
+    (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .jpeg')])
+def test_wrong_arguments(arguments, message, folder):
     before = set(folder.rglob('*'))
     with pytest.raises(UserError, match=message):
         visualize.main(arguments)
     assert set(folder.rglob('*')) == before
+
+
+def test_too_many_panels(folder, monkeypatch):
+    monkeypatch.setattr(figures, '_MOST_ROWS', 3)
+    with pytest.raises(UserError, match='4 rows of 6 panels are too many'):
+        visualize.main(['test_ppma.safetensors', 'images/1.png'])

@@ -1,0 +1,106 @@
+"""Figures of panels: a photograph, then one row of panels for each layer."""
+import io
+from pathlib import Path
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from ...common.cli import UserError
+from .panels import Chart, Panel, draw_panel, mark
+from .pictures import save, text
+
+# Width of a panel in inches, and room for its color bar, for a title of two lines, and for each further line.
+_WIDTH, _BAR, _TITLE, _LINE = 1.9, 0.65, 0.62, 0.13
+# Matplotlib draws at most 65,536 pixels a side.
+_MOST_ROWS, _MOST_COLUMNS, _TALLEST = 200, 40, 400
+
+
+class Row(NamedTuple):
+    """A row of panels with a label; an empty label for panels of the whole model."""
+    label: str
+    panels: List[Union[Panel, Chart]]
+
+
+class Picture(NamedTuple):
+    """What is drawn of one image.
+
+    Attributes:
+        name: name of the image.
+        image: its pixels as the model sees them, (H, W, 3) from 0 to 1.
+        place: the chosen pixel, as fractions of height and width; None if no panel belongs to one.
+        rows: rows of panels.
+    """
+    name: str
+    image: Any
+    place: Optional[Tuple[float, float]]
+    rows: List[Row]
+
+
+def draw(pictures: Sequence[Picture], title: str) -> Any:
+    """Return a matplotlib figure with all pictures, one below the other.
+
+    Raises:
+        UserError: There are too many rows or columns to draw.
+    """
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    columns = 1 + max(len(row.panels) for picture in pictures for row in picture.rows)
+    heights = [_TITLE + _LINE * max(panel.title.count('\n') - 1 for panel in row.panels)
+               + _WIDTH * picture.image.shape[0] / picture.image.shape[1]
+               for picture in pictures for row in picture.rows]
+    if len(heights) > _MOST_ROWS or columns > _MOST_COLUMNS or sum(heights) > _TALLEST:
+        raise UserError(f'{len(heights)} rows of {columns} panels are too many for one picture; choose fewer --layers '
+                        'or --panels, a smaller --max-images, or no --heads')
+    page, axes = plt.subplots(len(heights), columns, squeeze=False, layout='constrained', height_ratios=heights,
+                              figsize=((_WIDTH + _BAR) * columns, sum(heights) + 0.2 + 0.2 * title.count('\n')))
+    page.suptitle(text(title), fontsize=9)
+    first = 0
+    for picture in pictures:
+        _draw_picture(page, axes[first:first + len(picture.rows)], picture)
+        first += len(picture.rows)
+    return page
+
+
+def _draw_picture(page: Any, axes: Any, picture: Picture) -> None:
+    size = picture.image.shape[:2]
+    photograph = axes[0, 0]
+    photograph.imshow(picture.image, extent=(0, size[1], size[0], 0))
+    photograph.set_title(f'{text(picture.name, 30)}\nwhat the model sees, {size[0]} x {size[1]} pixels', fontsize=7.5)
+    photograph.set_xticks([0, size[1]], ['0', str(size[1])], fontsize=6.5)
+    photograph.set_yticks([0, size[0]], ['0', str(size[0])], fontsize=6.5)
+    if picture.place is not None:
+        mark(photograph, size, picture.place)
+    for n, row in enumerate(picture.rows):
+        for column, axis in enumerate(axes[n]):
+            if 0 < column <= len(row.panels):
+                draw_panel(page, axis, row.panels[column - 1], size, picture.place)
+            elif n or column:
+                axis.axis('off')
+        if row.label:
+            _label(axes[n, 1], row)
+
+
+def _label(axis: Any, row: Row) -> None:
+    """Write a row's label to the left of its first panel; a chart has the label of its own axis there."""
+    if isinstance(row.panels[0], Chart):
+        axis.annotate(text(row.label), (-0.35, 0.5), xycoords='axes fraction', rotation=90, fontsize=7.5, ha='center',
+                      va='center')
+    else:
+        axis.set_ylabel(text(row.label), fontsize=7.5)
+
+
+def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None:
+    """Write all pictures into one image file.
+
+    Raises:
+        UserError: The file cannot be written, or there are too many panels.
+    """
+    save(draw(pictures, title), path, dpi)
+
+
+def png(picture: Picture, dpi: int) -> bytes:
+    """Return a picture as the bytes of a PNG file."""
+    import matplotlib.pyplot as plt
+    page, buffer = draw([picture], ''), io.BytesIO()
+    page.savefig(buffer, format='png', dpi=dpi)
+    plt.close(page)
+    return buffer.getvalue()
