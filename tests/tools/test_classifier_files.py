@@ -1,5 +1,6 @@
 """Classifiers from weight files in `predict`: what a file says of its model is read and checked, the rest assumed."""
 import json
+import math
 import re
 import time
 
@@ -13,7 +14,8 @@ from user_errors import command_error
 
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
-from subquad.tools.engine.classification.weight_files import classifier_from_file, config_metadata
+from subquad.tools.engine.classification.weight_files import classifier_from_file, config_metadata, read_classifier
+from subquad.tools.exporters.file_metadata import preprocessing
 
 OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),
@@ -187,3 +189,18 @@ def test_options_of_the_file_build_the_network(tmp_path, image, capsys):
             {**TRANSFORM, 'input_size': 64, 'hflip': 0., 'auto_augment': None}))
         found, _ = _predicted(capsys, str(tmp_path / 'w.safetensors'), image)
         assert sorted(item['name'] for item in found) == CLASSES, name
+
+
+@pytest.mark.parametrize('transform', [dict(input_size=(3, 48, 48)), dict(input_size=40, mean=(0.3,) * 3, crop_pct=None),
+                                       dict(input_size=(32, 48), std=(0.4,) * 3, interpolation='bicubic')], ids=str)
+def test_defaults_of_a_transform_are_written_out(transform, model, image, tmp_path):
+    """What the file leaves out is what timm takes for it, also for exported files, which describe the transform."""
+    save_weights(model, tmp_path / 'last.safetensors', _metadata(transform=transform))
+    read = read_classifier(str(tmp_path / 'last.safetensors'))
+    expected = timm.data.create_transform(**transform)(Image.open(image))
+    assert torch.equal(timm.data.create_transform(**read.transform)(Image.open(image)), expected)
+    described = preprocessing(read.transform)
+    assert described['crop'] == list(expected.shape[1:])
+    assert described['resize']['interpolation'] == transform.get('interpolation', 'bilinear')
+    assert described['resize']['size'] in ([math.floor(side / 0.875) for side in described['crop']],
+                                           math.floor(described['crop'][0] / 0.875))

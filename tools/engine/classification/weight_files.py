@@ -21,7 +21,8 @@ class Classifier(NamedTuple):
         name: its timm name.
         options: the options that differ from the defaults of that name; they may include `num_classes`.
         classes: names of the classes; an empty list if the file does not name them.
-        transform: arguments of `timm.data.create_transform`; an empty dict if the file does not define them.
+        transform: arguments of `timm.data.create_transform`, with the default values of those that the file leaves out;
+            an empty dict if the file defines none.
         metadata: all metadata of the file.
     """
     model: Any
@@ -102,6 +103,7 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
         if content.choice:
             print(f'{path}: {content.choice}', file=sys.stderr)
         transform = check_transform((metadata.get('transform') if same else None) or {}, path)
+        transform = with_defaults(transform) if transform else {}
     except NonFiniteError as error:
         raise UserError(f'{error}; predict, test and visualize take it with --allow-nonfinite') from error
     except WeightsError as error:
@@ -148,6 +150,15 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
     except (AssertionError, AttributeError, ArithmeticError, LookupError, NotImplementedError, RuntimeError,
             TypeError) as error:                             # errors of timm's networks for unknown options
         raise UserError(f'{path}: {name} cannot be built with its options: {one_line(error)}') from error
+
+
+def with_defaults(transform: Dict[str, Any]) -> Dict[str, Any]:
+    """Add what `timm.data.create_transform` takes if a transform for evaluation leaves it out, for other programs."""
+    from timm.data.constants import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    defaults = dict(input_size=224, interpolation='bilinear', mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    found = {**defaults, **transform, 'crop_pct': transform.get('crop_pct') or DEFAULT_CROP_PCT}
+    size = found['input_size']
+    return {**found, 'input_size': (3, size, size) if isinstance(size, int) else tuple(size)}
 
 
 def assumed_transform(read: Classifier, path: str) -> Dict[str, Any]:
