@@ -7,5 +7,5 @@ _data = dict(type='ListOps', min_length=19, max_length=64, max_depth=4, max_args
 model = dict(vocab_size=18, num_classes=10, dim=64, depth=4, num_heads=4)
 train_dataloader = dict(dataset=dict(**_data, count=10_000))
 test_dataloader = dict(dataset=dict(**_data, count=2000))
-train_cfg = dict(max_epochs=8)
+train_cfg = dict(max_epochs=5)
 del _data

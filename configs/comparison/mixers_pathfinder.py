@@ -13,5 +13,5 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=1, convert_to_iter_based=True),
     dict(type='CosineAnnealingLR', by_epoch=True, begin=1, eta_min_ratio=0.005, convert_to_iter_based=True)]
 test_evaluator = dict(topk=(1,))
-train_cfg = dict(max_epochs=8)
+train_cfg = dict(max_epochs=5)
 del _data, _images

