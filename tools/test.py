@@ -26,7 +26,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if not is_main_process():
         return 0
     if not metrics:
-        print('no metrics: the model found nothing in any image', file=sys.stderr)
+        from .engine.messages import NOTHING_FOUND
+        print(NOTHING_FOUND, file=sys.stderr)
     if args.record:
         _record(config, args, metrics)
     if args.json:

@@ -156,3 +156,13 @@ def test_curves_go_to_the_logger(images, tmp_path, monkeypatch):
     assert {'loss', 'data_time', 'time', 'accuracy/top1'} <= logged | {args[0] for name, args in calls
                                                                       if name == 'log_metric'}
     assert (tmp_path / 'last.safetensors').exists()
+
+
+@pytest.mark.parametrize('metrics, line', [
+    ({'coco/bbox_mAP': 0.25, 'coco/bbox_mAP_l': -1}, 'validation  coco/bbox_mAP 0.250'),
+    ({}, 'validation  no metrics: the model found nothing in any image')], ids=len)
+def test_every_validation_prints_a_line(metrics, line, capsys):
+    """MMDetection returns no metrics if a model detects nothing."""
+    from subquad.tools.engine.hooks import ProgressHook
+    ProgressHook('random weights', StepTimesHook()).after_val_epoch(None, metrics)
+    assert capsys.readouterr().err == line + '\n'

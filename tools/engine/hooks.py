@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict, write_atomically
 from .earlier_runs import earlier_files, now_own
-from .messages import Estimate, summary
+from .messages import NOTHING_FOUND, Estimate, summary
 from .run_logs import START
 from .step_times import StepTimesHook
 
@@ -108,6 +108,8 @@ class ProgressHook(Hook):
             # COCO reports -1 if there are no such objects.
             self._print('validation  ' + '  '.join(f'{name} {value:.{2 if value > 1 else 3}f}'
                                                    for name, value in metrics.items() if not value < 0))
+        elif metrics is not None:
+            self._print(f'validation  {NOTHING_FOUND}')
 
     def after_train(self, runner) -> None:
         if self.times.steps:

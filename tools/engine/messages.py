@@ -10,6 +10,7 @@ import torch
 from mmengine.dist import get_world_size
 from mmengine.runner import EpochBasedTrainLoop
 
+NOTHING_FOUND = 'no metrics: the model found nothing in any image'
 _FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
          errno.EFBIG: 'a file grew beyond the largest size allowed'}
 _NUMBER = re.compile(r'os error (\d+)')                         # in messages of safetensors
