@@ -191,8 +191,10 @@ def test_options_of_the_file_build_the_network(tmp_path, image, capsys):
         assert sorted(item['name'] for item in found) == CLASSES, name
 
 
-@pytest.mark.parametrize('transform', [dict(input_size=(3, 48, 48)), dict(input_size=40, mean=(0.3,) * 3, crop_pct=None),
-                                       dict(input_size=(32, 48), std=(0.4,) * 3, interpolation='bicubic')], ids=str)
+@pytest.mark.parametrize('transform', [
+    dict(input_size=(3, 48, 48)),
+    dict(input_size=40, mean=(0.3,) * 3, crop_pct=None),
+    dict(input_size=(32, 48), std=(0.4,) * 3, interpolation='bicubic')], ids=str)
 def test_defaults_of_a_transform_are_written_out(transform, model, image, tmp_path):
     """What the file leaves out is what timm takes for it, also for exported files, which describe the transform."""
     save_weights(model, tmp_path / 'last.safetensors', _metadata(transform=transform))

@@ -1,5 +1,6 @@
 """Data of detectors and segmenters that is damaged, empty or tiny: works, or is one sentence that names the file."""
 import json
+import re
 import shutil
 
 import numpy as np
@@ -16,7 +17,7 @@ from user_errors import command_error, user_error
 
 import subquad.backbones.mm  # noqa: F401  (registers)
 from subquad.backbones.weights import save_weights
-from subquad.tools import make_dataset, predict, test, train
+from subquad.tools import make_dataset, predict, stats, test, train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
@@ -141,6 +142,23 @@ def test_classes_in_another_order_than_the_files(data, tmp_path):
             continue
         user_error(lambda dataset=dataset: check_dataset(dataset, config, 'val'),
                    match='lists circle, star, metainfo.classes are star, circle: .* in that order')
+
+
+@pytest.mark.parametrize('config, wrong, message', [
+    (MASK_RCNN, 'model.neck.in_channels=[32,48,64,128]',
+     r'model.neck.in_channels is \[32, 48, 64, 128\], but the backbone returns \[32, 48, 64, 96\] channels$'),
+    (MASK_RCNN, 'model.backbone.out_indices=[1,2,3]',
+     r'\[32, 48, 64, 96\], but the backbone returns \[48, 64, 96\] channels$'),
+    (UPERNET, 'model.decode_head.in_channels=[32,48,64,64]', 'decode_head.in_channels is .32, 48, 64, 64.'),
+    (UPERNET, 'model.decode_head.in_index=[0,1,3,2]',
+     r'returns \[32, 48, 64, 96\] channels; in_index is \[0, 1, 3, 2\]')])
+def test_other_channels_than_the_backbones_are_one_sentence(config, wrong, message, data, tmp_path):
+    stats_error = command_error(stats.main, [config, '--size', '64x64', '--set', wrong])
+    train_error = command_error(train.main, [config, '--data', str(data), '--work-dir', str(tmp_path / 'run'),
+                                             '--cfg-options', 'train_dataloader.batch_size=2', wrong])
+    for error in (stats_error, train_error):
+        assert re.search(message, error), error
+    assert not (tmp_path / 'run').exists()
 
 
 def test_configs_use_every_level_of_the_backbone():

@@ -68,6 +68,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
 
+    from .channels import check_channels
     from .counting import three_counts
     config = load(name, overrides)
     need(config.get('default_scope', 'mmengine'))
@@ -80,6 +81,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
                 warnings.catch_warnings():
             warnings.simplefilter('ignore')             # warnings about training
             model = revert_sync_batchnorm(MODELS.build(config.model))
+            check_channels(model)
             counts = three_counts(model, lambda images: _forward(name, model, torch.empty(images, 3, height, width)))
     except UserError:
         raise

@@ -25,6 +25,7 @@ from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
 from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
+from ..channels import check_channels
 from ..finite import FiniteHook
 from ..hooks import SeedHook, WeightsHook
 from ..loops import resumable
@@ -75,6 +76,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     config.setdefault('randomness', dict(seed=0))
     set_random_seed(config.randomness.get('seed') or 0)
     model = build(MODELS, config.model, 'model')
+    check_channels(model)
     accept_tiny_images(model)
     if training:
         _check_training(config, model)
