@@ -108,17 +108,20 @@ def cpu_times_table(root: Path, family: str) -> str:
     return '\n'.join(_table(records, time_rows) for records in timed if records)
 
 
+def newest_records(root: Path, presets: Sequence[str]) -> Dict[str, Dict[str, Any]]:
+    """The newest records of some CPU presets, from the processor on which one of them was measured last."""
+    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'] in presets]
+    cpu = max(records, key=lambda record: record['date'])['cpu'] if records else None
+    return {record['preset']: record for record in records if record['cpu'] == cpu}
+
+
 def summary_table(root: Path) -> str:
     """Five metrics of the processor on which their presets were measured last, in words.
 
     Raises:
         UserError: A record or metric is missing.
     """
-    presets = {preset for preset, *_ in _SUMMARY}
-    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'] in presets]
-    cpu = max(records, key=lambda record: record['date'])['cpu'] if records else None
-    newest = {record['preset']: record for record in records if record['cpu'] == cpu}
-    rows = []
+    newest, rows = newest_records(root, [preset for preset, *_ in _SUMMARY]), []
     for preset, name, words, *comparison in _SUMMARY:
         metrics = {m['name']: with_unit(m) for m in newest.get(preset, {'metrics': ()})['metrics']}
         if name not in metrics:
@@ -127,6 +130,7 @@ def summary_table(root: Path) -> str:
             words += f' ({comparison[0]}: {metrics[comparison[1]]})'
         rows.append([words, metrics[name]])
     threads = sorted({newest[preset]['threads'] for preset, *_ in _SUMMARY})
+    cpu = newest[_SUMMARY[0][0]]['cpu']
     return markdown([f"measurement ({cpu}, {' or '.join(map(str, threads))} threads)", 'result'], rows)
 
 

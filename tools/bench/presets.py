@@ -3,6 +3,7 @@ from typing import List
 
 from . import denoising
 from .attention_units import attention_units
+from .choice import PRESETS as CHOICE
 from .comparisons import compare_models, compare_operator
 from .detector import detector
 from .exported_models import exported_models
@@ -319,7 +320,7 @@ _GPU = [
 ]
 
 PRESETS = {preset.name: preset for preset in (
-    *_PPMA, *_MOBILEVITV2, *_MYO, *LCSM, *_AUTOCAST, *_COMPILED, *_GPU, *LCSM_GPU)}
+    *_PPMA, *_MOBILEVITV2, *_MYO, *LCSM, *CHOICE, *_AUTOCAST, *_COMPILED, *_GPU, *LCSM_GPU)}
 # What `subquad benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()

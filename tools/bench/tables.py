@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from ..common.cli import UserError, nearest
-from . import claims
+from . import choice, claims
 from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import mixer_tables as mixers
@@ -36,6 +36,7 @@ FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
 }
 TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
+    'choice': choice.choice_table,
     'gpu': measurements.gpu_table,
     'resources': measurements.resources_table,
     'recall': sweeps.recall_table,
