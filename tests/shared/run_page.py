@@ -7,6 +7,7 @@ Commands that install something are not run: `check_installation` compares what 
 command is an error. A block behind the line `<!-- test: slow -->` runs with --slow only. The current folder is the
 reader's: `make_photos` puts images of two classes into it, and examples/ and tests/ of the checkout are linked there.
 """
+import linecache
 import os
 import re
 import shlex
@@ -122,6 +123,12 @@ def make_photos(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / part / name / f'{n}.png')
 
 
+def run_python(block: Block, name: str, namespace: Dict[str, Any]) -> None:
+    """Run a Python block. Its source can be looked up, as in Jupyter: Triton compiles functions from their source."""
+    linecache.cache[name] = (len(block.text), None, block.text.splitlines(keepends=True), name)
+    exec(compile(block.text, name, 'exec'), namespace)
+
+
 def run_page(page: Path, slow: bool) -> None:
     """Run the blocks of a page.
 
@@ -135,7 +142,7 @@ def run_page(page: Path, slow: bool) -> None:
         start = time.time()
         try:
             if block.language == 'python':
-                exec(compile(block.text, f'{page.name}:{block.line}', 'exec'), namespace)
+                run_python(block, f'{page.name}:{block.line}', namespace)
             elif block.language == 'bash':
                 for words in commands(block):
                     run_command(words)

@@ -7,7 +7,7 @@ from helpers import ROOT
 
 import subquad_cli
 from subquad.tools import stats
-from subquad.tools.bench import claims, sweep_tables, tables
+from subquad.tools.bench import choice, claims, sweep_tables, tables
 from subquad.tools.bench.markdown import RECORDS
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find
@@ -73,6 +73,23 @@ def test_records_with_another_number_of_threads_have_a_table_of_their_own(tmp_pa
     two, one = tables.content('cpu ppma', tmp_path).split('C, 1 thread, torch 2')
     assert 'C, 2 threads, torch 2' in two and '`ppma_tiny-224`' in two and '800x1280' not in two
     assert '`ppma_tiny-800x1280`' in one and '`ppma_tiny-224`' not in one
+
+
+def test_choice_table_shows_only_what_was_measured(tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    records = [{'preset': preset.name, 'peak_mb': {'resnet50': 30.4, 'myo_tiny': 20.0}, 'cpu': 'C', 'threads': 2,
+                'times_ms': {name: {'p50': n + 1.0} for n, name in enumerate((*choice.TIMM, *choice.OURS))},
+                'torch': '2', 'commit': 'abc', 'date': '2026-12-01'} for preset in choice.PRESETS]
+    del records[1]['times_ms']['resnet50']
+    (folder / 'cpu.jsonl').write_text(json.dumps(records[0]) + '\n')
+    with pytest.raises(UserError, match='no records of choice-512, choice-1024'):
+        tables.content('choice', tmp_path)
+    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
+    rows = [line.split(' | ') for line in tables.content('choice', tmp_path).splitlines() if line.startswith('| `')]
+    assert [row[0] for row in rows] == [f'| `{name}`' for name in (*choice.TIMM, *choice.OURS)]      # by time
+    assert rows[3] == ['| `resnet50`', '25.6', '80.7', '4', '30', 'not measured', '30', '4', '30 |']
+    assert rows[-2][2:5] == ['no weights', '12', '20'] and rows[-1][4] == 'not measured'
 
 
 @pytest.mark.parametrize('line, message', [

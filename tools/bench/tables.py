@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from ..common.cli import UserError, nearest
-from . import choice, claims
+from . import claims
 from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import mixer_tables as mixers
 from . import model_tables as models
 from . import sweep_tables as sweeps
+from .choice_table import choice_table
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'lcsm')
 # Tables of figures from papers. They also take papers of which this package has no models.
@@ -36,7 +37,7 @@ FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
 }
 TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
-    'choice': choice.choice_table,
+    'choice': choice_table,
     'gpu': measurements.gpu_table,
     'resources': measurements.resources_table,
     'recall': sweeps.recall_table,
