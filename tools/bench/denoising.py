@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels import tree_solve
 from ...kernels.trees import Tree, grid_order, tree_blocks
-from ..common.cli import UserError
+from ..common.canvas import figure
 from .metrics import metric
 from .plots import save
 
@@ -143,15 +143,9 @@ def draw(record: Dict[str, Any], path: Path) -> None:
     Raises:
         UserError: The picture cannot be written, or matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('the picture needs matplotlib: pip install matplotlib') from error
     kinds, shown = ('fields', 'mnist5k'), 4
     values = {m['name']: m['value'] for m in record['metrics']}
-    page = Figure(figsize=(9, 5), layout='constrained')
-    FigureCanvasAgg(page)
+    page = figure((9, 5))
     axes = page.subplots(4, shown * len(kinds))
     for n, kind in enumerate(kinds):
         train, test = pictures(kind, 0)

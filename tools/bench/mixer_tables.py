@@ -3,10 +3,11 @@ import statistics
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from ..common.canvas import figure
 from ..common.cli import UserError, shown
 from .markdown import RECORDS, markdown
 from .mixer_tasks import COMPARED, SEEDS, TASKS
-from .plots import figure, save
+from .plots import save
 from .sweep_tables import records
 
 FILE = 'compare.jsonl'

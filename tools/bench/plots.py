@@ -2,6 +2,7 @@
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from ..common.canvas import figure
 from ..common.cli import UserError
 from .metrics import conditions
 
@@ -36,22 +37,6 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         axes.legend()
     page.suptitle(conditions(record), fontsize=9)
     save(page, path, dpi=120)
-
-
-def figure(size: Tuple[float, float]) -> Any:
-    """Return an empty matplotlib figure of a size in inches, (width, height).
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('the plot needs matplotlib: pip install matplotlib') from error
-    page = Figure(figsize=size, layout='constrained')
-    FigureCanvasAgg(page)
-    return page
 
 
 def _lines(record: Dict[str, Any]) -> Dict[str, List[Tuple[int, float, Optional[float]]]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 from ...backbones.weights import write_atomically
+from ..common.canvas import figure
 from ..common.cli import UserError, nearest, shown
 from ..common.paths import expanded
 
@@ -193,14 +194,9 @@ def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise UserError('the picture needs matplotlib: pip install matplotlib') from error
-    page = Figure(figsize=(4.4 * len(names), 3.8), layout='constrained')
-    FigureCanvasAgg(page)
+    page = figure((4.4 * len(names), 3.8))
+
+    from matplotlib.ticker import MaxNLocator
     for axes, name in zip(page.subplots(1, len(names), squeeze=False)[0], names):
         units = []
         for number, run in enumerate(runs):
@@ -209,7 +205,8 @@ def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
                 axes.plot(steps, values, color=f'C{number % 10}', linestyle=('-', '--', ':')[number // 10 % 3],
                           marker='.' if len(steps) <= 30 else '', label=run.name.replace('$', r'\$'))
                 units.append(run.curves[name].unit)
-        axes.set(title='learning rate' if name == 'lr' else name, xlabel=' or '.join(dict.fromkeys(units)))
+        title = 'learning rate of the first layers' if name == 'lr' else name        # MMEngine logs the first group
+        axes.set(title=title, xlabel=' or '.join(dict.fromkeys(units)))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     handles = {label: line for axes in page.axes for line, label in zip(*axes.get_legend_handles_labels())}

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Tuple
 import numpy as np
 
 from ....backbones.weights import write_atomically
+from ...common.canvas import figure
 from ...common.cli import UserError
 from ...common.imagenet import readable
 from ...common.output import add_row, dumps, print_table
@@ -176,13 +177,7 @@ def _page(size: Tuple[float, float], rows: int = 1, **ratios: Any) -> Any:
     Raises:
         UserError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('pictures need matplotlib: pip install matplotlib') from error
-    page = Figure(figsize=size, layout='constrained')
-    FigureCanvasAgg(page)
+    page = figure(size)
     return page, page.subplots(rows, **ratios)
 
 
