@@ -80,7 +80,7 @@ def graft(model: Model, mixer: str = 'polyline', layers: Layers = None) -> Model
     grid = None
     if isinstance(host, (VisionTransformer, Eva)):
         grid = Grid(host.num_prefix_tokens)
-        host.patch_embed.register_forward_pre_hook(grid)
+        grid.attach(host.patch_embed, chosen.values())
     for number, block in enumerate(chosen.values()):
         if mixer == 'polyline':
             _add_decay(block.attn, grid)
@@ -117,9 +117,9 @@ def ungraft(model: Model) -> Model:
             if hasattr(module, name):
                 delattr(module, name)
         module.__class__ = _ORIGINAL[type(module)]
-    if isinstance(host, (VisionTransformer, Eva)):
-        hooks = host.patch_embed._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Grid)]:
+    for module in host.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, '__self__', None), Grid)]:
             del hooks[key]
     return model
 

@@ -4,7 +4,7 @@ A graft changes the class of a layer that exists, and adds parameters to it. So 
 names, hooks and modes, and `ungraft` only has to take away what was added.
 """
 import math
-from typing import Dict, Optional, Tuple
+from typing import Dict, Iterable, Optional, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,44 +14,96 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from ...kernels.common.decay import column_log_decay, row_log_decay
-from ...kernels.common.tracing import exporting
+from ...kernels.common.tracing import exporting, is_traced_or_wrapped
 from .polyline import PathDecay, attend_full
 
 QueriesKeysValues = Tuple[Tensor, Tensor, Tensor]
+Size = Tuple[int, int]
 
 
 class Grid:
-    """The grid of the image tokens of a model. As a forward pre-hook of its patch embedding, it reads the image's size.
+    """The grid of the image tokens of a model.
+
+    A forward pre-hook of the patch embedding reads the size of the image. Gradient checkpointing runs blocks again in
+    the backward pass, when the last image may have had another size. So a forward pre-hook of the blocks leaves the
+    grid with the memory of the tokens. Checkpoints keep this memory, and a recomputation finds its grid there.
 
     Args:
         prefix: number of tokens before those of the image: class, distillation and register tokens.
 
     Attributes:
         size: height and width of the grid of the last forward pass.
-        sizes: number of tokens -> grid, of all forward passes. Activation checkpointing repeats an earlier one.
+        sizes: number of tokens -> the grids of all images with so many.
+        repeated: number of a backward pass, and the grid of its last recomputation.
     """
 
     def __init__(self, prefix: int):
         self.prefix = prefix
-        self.size: Tuple[int, int] = (0, 0)
-        self.sizes: Dict[int, Tuple[int, int]] = {}
+        self.size: Size = (0, 0)
+        self.sizes: Dict[int, Set[Size]] = {}
+        self.repeated: Tuple[int, Size] = (-1, (0, 0))
 
-    def __call__(self, patch_embed: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
-        self.size = patch_embed.dynamic_feat_size(inputs[0].shape[-2:])
+    def attach(self, patch_embed: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        """Register the hooks."""
+        patch_embed.register_forward_pre_hook(self._before_patch_embed)
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_block)
+
+    def _before_patch_embed(self, patch_embed: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
+        size, backward_pass = patch_embed.dynamic_feat_size(inputs[0].shape[-2:]), _backward_pass()
+        if backward_pass < 0:
+            self.size = size
+        else:
+            self.repeated = backward_pass, size
         if not (torch.compiler.is_compiling() or exporting()):
-            self.sizes[self.size[0] * self.size[1]] = self.size
+            self.sizes.setdefault(size[0] * size[1], set()).add(size)
 
-    def of(self, tokens: int) -> Tuple[int, int]:
-        """Return height and width of a grid of so many tokens.
+    def _before_block(self, block: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
+        if inputs:
+            self._remember(inputs[0])
+
+    def _remember(self, x: Tensor) -> None:
+        """Leave the grid with the memory of tokens; in a backward pass, read it there if it is known."""
+        if is_traced_or_wrapped(x):
+            return
+        memory, backward_pass = x.untyped_storage(), _backward_pass()
+        if backward_pass >= 0 and hasattr(memory, 'subquad_grid'):
+            self.repeated = backward_pass, memory.subquad_grid
+        else:
+            memory.subquad_grid = self._current(backward_pass)
+
+    def of(self, x: Tensor) -> Size:
+        """Return height and width of the grid of an attention layer's tokens x (B, prefix + N, C).
 
         Raises:
-            ValueError: no image had this number of tokens.
+            ValueError: no image had so many tokens; or several grids have, and a recomputation starts from tokens that
+                are unknown.
         """
-        size = self.size if self.size[0] * self.size[1] == tokens else self.sizes.get(tokens)
-        if size is None:
-            raise ValueError(f'the grafted layer got {tokens} image tokens, but the grid of patches is '
-                             f'{self.size[0]} x {self.size[1]}: a graft needs all tokens of the image, in order')
-        return size
+        self._remember(x)
+        backward_pass, tokens = _backward_pass(), x.shape[1] - self.prefix
+        height, width = self._current(backward_pass)
+        if height * width == tokens:
+            return height, width
+        sizes = self.sizes.get(tokens, ())
+        if len(sizes) == 1:
+            return next(iter(sizes))
+        if backward_pass >= 0 and sizes:
+            grids = ', '.join(f'{height} x {width}' for height, width in sorted(sizes))
+            raise ValueError(f'the grafted layer got {tokens} image tokens in a backward pass, and images had the '
+                             f'grids {grids}: with several grids of as many tokens, checkpoint whole blocks or models')
+        raise ValueError(f'the grafted layer got {tokens} image tokens, but the grid of patches is '
+                         f'{self.size[0]} x {self.size[1]}: a graft needs all tokens of the image, in order')
+
+    def _current(self, backward_pass: int) -> Size:
+        """Return the grid of the current forward pass or recomputation; (0, 0) if it is unknown."""
+        if backward_pass < 0:
+            return self.size
+        return self.repeated[1] if self.repeated[0] == backward_pass else (0, 0)
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs this code, -1 for none. A compiler sees forward passes only."""
+    return -1 if torch.compiler.is_compiling() or exporting() else torch._C._current_graph_task_id()
 
 
 class NeutralDecay(nn.Module):
@@ -173,7 +225,7 @@ class _PolylineTokens:
     def forward(self, x: Tensor, rope: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None,
                 is_causal: bool = False) -> Tensor:
         prefix = self.grid.prefix
-        tokens = x[:, prefix:].unflatten(1, self.grid.of(x.shape[1] - prefix))
+        tokens = x[:, prefix:].unflatten(1, self.grid.of(x))
         q, k, v = split_qkv(self, x, rope)
         bias = _additive(attn_mask, is_causal, q)
         dropout = self.attn_drop.p if self.training else 0.
@@ -244,7 +296,7 @@ class _MixerTokens:
             raise ValueError(f'a layer that is grafted with {type(self.mixer).__name__} takes no attn_mask and no '
                              f'is_causal, got attn_mask={attn_mask!r}, is_causal={is_causal!r}')
         prefix = self.grid.prefix
-        tokens = x[:, prefix:].unflatten(1, self.grid.of(x.shape[1] - prefix))
+        tokens = x[:, prefix:].unflatten(1, self.grid.of(x))
         y = self.proj_drop(self.gamma * self.mixer(tokens)).flatten(1, 2)
         if not prefix:
             return y

@@ -174,8 +174,7 @@ def test_ungraft_restores_the_model(kind, mixer):
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p is parameters[name] and p.requires_grad == flags[name] for name, p in model.named_parameters())
-    host = model.patch_embed
-    assert not host._forward_pre_hooks
+    assert not any(module._forward_pre_hooks for module in model.modules())
     subquad.graft(model, mixer)                          # and it can be grafted again
 
 
@@ -252,5 +251,7 @@ def test_tokens_without_a_grid_are_refused():
     with pytest.raises(ValueError, match='got 9 image tokens, but the grid of patches is 3 x 5'):
         model.blocks[0](torch.randn(1, 10, 48))
     grid = Grid(1)
-    grid.size, grid.sizes = (2, 3), {6: (2, 3), 8: (2, 4)}
-    assert grid.of(8) == (2, 4)                          # of an earlier pass, which checkpointing repeats
+    grid.size, grid.sizes = (2, 3), {6: {(2, 3)}, 8: {(2, 4)}, 12: {(3, 4), (4, 3)}}
+    assert grid.of(torch.zeros(1, 9, 4)) == (2, 4)       # of an earlier pass
+    with pytest.raises(ValueError, match='got 12 image tokens, but the grid of patches is 2 x 3'):
+        grid.of(torch.zeros(1, 13, 4))

@@ -1,13 +1,16 @@
 """Test that a model grafted by `subquad.graft` still behaves like one of timm's."""
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import timm
 import torch
 from graft_cases import MODELS, grads, make, start_decays
 from helpers import assert_close
+from timm.layers import set_reentrant_ckpt
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 import subquad
 
@@ -41,16 +44,21 @@ def test_set_input_size_of_a_grafted_model():
         assert_close(model(x), own(x))
 
 
+def _open_gammas(model):
+    """Let the mixers of a graft show in the outputs."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith('gamma') and '.mixer.' not in name:
+                parameter.fill_(0.5)
+
+
 @pytest.mark.parametrize('mixer', ['polyline', 'tree', 'separable'])
 @pytest.mark.parametrize('kind', ['vit', 'deit-distilled', 'dinov3-rope', 'swin'])
 def test_a_grafted_model_keeps_timms_contract(kind, mixer, tmp_path):
     model, x = make(kind)
     subquad.graft(model, mixer)
     start_decays(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith('gamma') and '.mixer.' not in name:
-                parameter.fill_(0.5)
+    _open_gammas(model)
     expected = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), expected)
@@ -97,6 +105,89 @@ def test_gradient_checkpointing_and_features_only(kind, mixer):
             assert_close(found, wanted)
     subquad.ungraft(pyramid)
     assert all(torch.equal(found, wanted) for found, wanted in zip(pyramid(x), own))
+
+
+def _gradients(model, images, run=None):
+    """Return the gradients after one backward pass through the outputs of several images."""
+    model.zero_grad()
+    sum((run or model)(image).square().sum() for image in images).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _assert_all_close(found, expected):
+    assert any(grad is not None for grad in expected)
+    for grad, wanted in zip(found, expected):
+        assert (grad is None) == (wanted is None)
+        if grad is not None:
+            assert_close(grad, wanted, 1e-4)
+
+
+@pytest.mark.parametrize('kind, mixer, reentrant', [
+    ('vit', 'polyline', False), ('vit', 'polyline', True), ('without-prefix', 'tree', False), ('vit', 'tree', True),
+    ('dinov3-rope', 'polyline', False)])
+def test_gradient_checkpointing_of_several_grids(kind, mixer, reentrant):
+    """Each recomputation uses the grid of its own forward pass, also if a later image has as many tokens."""
+    model, _ = make(kind, dynamic_img_size=True)
+    subquad.graft(model, mixer)
+    start_decays(model)
+    _open_gammas(model)
+    model = copy.deepcopy(model)
+    images = [torch.randn(1, 3, *size) for size in ((32, 96), (96, 32), (64, 64))]
+    expected = _gradients(model, images)
+    model.set_grad_checkpointing(True)
+    set_reentrant_ckpt(reentrant)
+    try:
+        found = _gradients(model, images)
+    finally:
+        set_reentrant_ckpt(False)
+    _assert_all_close(found, expected)
+
+
+class _Blocks(torch.nn.Module):
+    """Blocks in place of a model's, of which the first two are one checkpoint."""
+
+    def __init__(self, blocks, repeat):
+        super().__init__()
+        self.first, self.last, self.repeat = torch.nn.Sequential(*blocks[:2]), blocks[2], repeat
+
+    def forward(self, x):
+        return self.last(self.repeat(self.first, x))
+
+
+@pytest.mark.parametrize('part', ['model', 'blocks in a model', 'two blocks', 'attention'])
+def test_checkpoints_of_other_parts_use_their_own_grid(part):
+    model, _ = make('vit', dynamic_img_size=True)
+    subquad.graft(model)
+    start_decays(model)
+    images = [torch.randn(1, 3, *size) for size in ((32, 96), (96, 32))]
+    expected = _gradients(model, images)
+    repeat = partial(checkpoint, use_reentrant=False)
+    if part == 'two blocks':
+        model.blocks = _Blocks(model.blocks, repeat)
+    if part == 'attention':
+        for block in model.blocks:
+            block.attn.forward = partial(repeat, block.attn.forward)
+    model.set_grad_checkpointing(part == 'blocks in a model')
+    _assert_all_close(_gradients(model, images, partial(repeat, model) if 'model' in part else None), expected)
+
+
+def test_a_checkpoint_of_an_unknown_grid_is_refused():
+    """Where the tokens of a recomputation come with no image, and grids of several forward passes have their number."""
+    model, _ = make('vit', dynamic_img_size=True)
+    subquad.graft(model)
+    start_decays(model)
+
+    def attend(x):
+        return model.blocks[0].attn(x + 0)
+
+    def loss(size):
+        x = model.patch_embed(torch.randn(1, 3, *size))
+        tokens = torch.cat((model.cls_token, x.flatten(1, 2)), 1)
+        return checkpoint(attend, tokens, use_reentrant=False).square().sum()
+    loss((32, 96)).backward()
+    unknown = loss((96, 32))
+    with pytest.raises(ValueError, match=r'the grafted layer got 12 image tokens in a backward pass.* 2 x 6, 6 x 2'):
+        unknown.backward()
 
 
 @pytest.mark.parametrize('kind, mixer', [('vit', 'polyline'), ('without-prefix', 'polyline'), ('swin', 'polyline'),
