@@ -2,6 +2,8 @@
 import torch
 from torch import Tensor
 
+from .tracing import exporting
+
 # exp(-80) is 1.8e-35, which float32 still represents, and a path through such a step has no weight. Without the floor,
 # a step log of -inf would give -inf - -inf = NaN in a difference of cumulative sums.
 STEP_LOG_MIN = -80.0
@@ -32,28 +34,45 @@ def cumulative(steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return bounded(steps.to(compute_dtype(dtype))).cumsum(dim)
 
 
+def log_decay(sums: Tensor, dim: int) -> Tensor:
+    """Return the log decay -|S[j] - S[l]| between all positions of a dimension, given the sums S of `cumulative`.
+
+    Where S[j] = S[l], the gradient is that from below: an absolute value would have the gradient 0 there, and a step
+    log of 0 could not change. A recorded graph has the absolute value, which all runtimes and quantizers know.
+
+    Args:
+        sums: (..., L, ...).
+        dim: dimension of the positions, counted from the last one, which is -1.
+
+    Returns:
+        (..., L, L, ...): dimension `dim - 1` is j, and `dim` is l."""
+    difference = sums.unsqueeze(dim) - sums.unsqueeze(dim - 1)
+    if exporting():
+        return -difference.abs()
+    signs = index_signs(sums.shape[dim], sums)
+    return difference.mul_(signs.reshape(*signs.shape, *(1 for _ in range(dim, -1))))
+
+
 def row_log_decay(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
     """Return log alpha_{i, j:l} = -|Sa[i, j] - Sa[i, l]|.
 
     log_alpha: (..., H, W); the result has shape (..., H, W, W) and is indexed [i, j, l]."""
-    total = cumulative(log_alpha, -1, dtype)
-    return (total[..., :, None] - total[..., None, :]) * _index_signs(total.shape[-1], total)
+    return log_decay(cumulative(log_alpha, -1, dtype), -1)
 
 
 def column_log_decay(log_beta: Tensor, dtype: torch.dtype) -> Tensor:
     """Return log beta_{i:k, l} = -|Sb[i, l] - Sb[k, l]|.
 
     log_beta: (..., H, W); the result has shape (..., H, H, W) and is indexed [i, k, l]."""
-    total = cumulative(log_beta, -2, dtype)
-    return (total[..., :, None, :] - total[..., None, :, :]) * _index_signs(total.shape[-2], total)[..., None]
+    return log_decay(cumulative(log_beta, -2, dtype), -2)
 
 
-def _index_signs(size: int, like: Tensor) -> Tensor:
-    """Return sign(j - l), (size, size): that of minus the difference of sums j and l, which never increase.
+def index_signs(size: int, like: Tensor, rows: slice = slice(None)) -> Tensor:
+    """Return sign(j - l) for positions j in `rows` and l < `size`: (rows, size), of the dtype of `like`.
 
-    An absolute value would have the gradient 0 where the difference is 0, so that a step log of 0 could not change."""
+    It is the sign of S[l] - S[j] for sums S that never increase, except where these are equal."""
     index = torch.arange(size, device=like.device, dtype=like.dtype)
-    return (index[:, None] - index).sign()
+    return (index[rows, None] - index).sign()
 
 
 def rounded_sums(steps: Tensor, dim: int) -> Tensor:

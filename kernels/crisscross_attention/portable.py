@@ -136,8 +136,8 @@ def crisscross_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tens
         return x.reshape(groups, width, height, dim).transpose(1, 2).reshape(groups * height, width, dim)
 
     q, k, values = lines(q), lines(k), lines(v)
-    log_beta = log_beta.reshape(groups, height, width).transpose(1, 2).reshape(groups * width, height, 1)
-    along = line_weights_export(q, k, log_alpha.reshape(groups * height, width, 1), mask_mode)
+    log_beta = log_beta.reshape(groups, height, width).transpose(1, 2).reshape(groups * width, height)
+    along = line_weights_export(q, k, log_alpha.reshape(groups * height, width), mask_mode)
     down = line_weights_export(to_columns(q), to_columns(k), log_beta, mask_mode)
     results = []
     if paths != 'v2h':

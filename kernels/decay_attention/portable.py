@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, cumulative
+from ..common.decay import compute_dtype, cumulative, index_signs, log_decay
 from ..common.workspace import Workspace, packed, ranges, sums_are_safe
 
 # Elements of the logits of a block, 4 MB in float32. With smaller blocks, calls cost more than arithmetic; larger
@@ -85,9 +85,9 @@ class LineWeights:
             dmask = dlogits
         dq += torch.bmm(dlogits, self.k)
         dk += torch.bmm(dlogits.transpose(1, 2), self.q)
-        dmask = torch.sub(*self._ends()).sign_().mul_(dmask)
-        dsums[:, self.queries] -= dmask.sum(2)
-        dsums += dmask.sum(1)
+        dmask.mul_(index_signs(self.sums.shape[1], dmask, self.queries))     # no longer needed for other gradients
+        dsums[:, self.queries] += dmask.sum(2)
+        dsums -= dmask.sum(1)
 
 
 def _plan(q: Tensor) -> List[Tuple[slice, List[slice]]]:
@@ -130,16 +130,15 @@ def decay_attention_export(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a
     batch, heads, height, width, dim = v.shape
     dtype = compute_dtype(q.dtype)
     q, k, values, steps = (_export_lines(x.to(dtype), axis) for x in (q, k, v, log_decay.unsqueeze(-1)))
-    y = line_weights_export(q, k, steps, mask_mode) @ values
+    y = line_weights_export(q, k, steps.flatten(1), mask_mode) @ values
     if axis == 'column':
         y = y.reshape(batch * heads, width, height, dim).transpose(1, 2)
     return y.reshape(v.shape).to(v.dtype)
 
 
 def line_weights_export(q: Tensor, k: Tensor, steps: Tensor, mask_mode: str) -> Tensor:
-    """Return the attention weights (lines, L, L) of lines q, k (lines, L, D) with step logs (lines, L, 1)."""
-    sums = cumulative(steps, 1, q.dtype)                                     # (lines, L, 1)
-    log_mask = -(sums - sums.transpose(1, 2)).abs()                          # (lines, L, L)
+    """Return the attention weights (lines, L, L) of lines q, k (lines, L, D) with step logs (lines, L)."""
+    log_mask = log_decay(cumulative(steps, 1, q.dtype), -1)                  # (lines, L, L)
     logits = q @ k.transpose(1, 2)
     if mask_mode == 'multiplicative':
         return logits.softmax(-1) * log_mask.exp()

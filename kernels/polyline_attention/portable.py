@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, cumulative
+from ..common.decay import compute_dtype, cumulative, log_decay
 from ..common.workspace import Workspace, ranges, sums_are_safe
 
 # Elements of a block's logits, 10 MB in float32: the fastest at 50 x 80, and as fast as smaller blocks at 14 x 14.
@@ -236,8 +236,8 @@ def polyline_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
     groups, tokens, dtype = batch * heads, height * width, compute_dtype(q.dtype)
     q, k, values = (x.to(dtype).reshape(groups, tokens, x.shape[-1]) for x in (q, k, v))
     sa, sb = (cumulative(x.reshape(groups, height, width), dim, dtype) for x, dim in ((log_alpha, 2), (log_beta, 1)))
-    row = -(sa.unsqueeze(3) - sa.unsqueeze(2)).abs().reshape(groups * height, width, 1, width)         # (G*i, j, 1, l)
-    column = -(sb.unsqueeze(2) - sb.unsqueeze(1)).abs().reshape(groups * height, 1, height, width)     # (G*i, 1, k, l)
+    row = log_decay(sa, -1).reshape(groups * height, width, 1, width)                                  # (G*i, j, 1, l)
+    column = log_decay(sb, -2).reshape(groups * height, 1, height, width)                              # (G*i, 1, k, l)
     v2h = (row + column).reshape(groups, tokens, tokens)
     chosen = [m for p, m in (('v2h', v2h), ('h2v', v2h.transpose(1, 2))) if paths in (p, 'both')]
     logits = q @ k.transpose(1, 2)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype
+from ..common.decay import bounded, compute_dtype, log_decay
 from ..common.workspace import keep_freed_memory, ranges
 
 CHUNK = 32
@@ -23,8 +23,7 @@ LINE_ELEMENTS = 1_000_000
 
 def dense_axis_scan(x: Tensor, steps: Tensor) -> Tensor:
     """Compute `axis_scan` with one L x L matrix per line, without loops, for short axes and for export."""
-    sums = steps.cumsum(-1)
-    return torch.bmm((sums.unsqueeze(2) - sums.unsqueeze(1)).abs().neg_().exp_(), x)
+    return torch.bmm(log_decay(steps.cumsum(-1), -1).exp_(), x)
 
 
 def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
@@ -38,8 +37,7 @@ def axis_scan(x: Tensor, steps: Tensor) -> Tensor:
     chunks = x.shape[1] // CHUNK
     x, steps = x.view(lines, chunks, CHUNK, dim), steps.view(lines, chunks, CHUNK)
     sums = steps.cumsum(-1)                                                  # counted from the chunk's start
-    inside = (sums[..., :, None] - sums[..., None, :]).abs().neg_().exp_()
-    y = torch.matmul(inside, x)
+    y = torch.matmul(log_decay(sums, -1).exp_(), x)
     total, first = sums[..., -1:], sums[..., :1]
     before = _carry(y[:, :, -1].clone(), total[..., 0])                              # enters chunk n from the left
     # A state enters a chunk from the right through the step that leads to the next chunk's first token.

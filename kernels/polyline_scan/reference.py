@@ -3,7 +3,7 @@ from typing import List
 
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE, cumulative
+from ..common.decay import REFERENCE_DTYPE, cumulative, log_decay
 from ..polyline_attention.reference import polyline_log_masks
 
 
@@ -12,14 +12,13 @@ def polyline_log_mask_3d(log_alpha: Tensor, log_beta: Tensor, log_gamma: Tensor)
 
     Between (i, j, k) and (l, m, n): alpha along row (i, j) from k to n, beta from j to m at (i, ., n), gamma from i to
     l at (., m, n)."""
-    sa, sb, sc = (cumulative(x, dim, x.dtype) for x, dim in ((log_alpha, -1), (log_beta, -2), (log_gamma, -3)))
-    alpha = (sa[..., :, None] - sa[..., None, :]).abs()                      # (i, j, k, n)
-    beta = (sb[..., :, None, :] - sb[..., None, :, :]).abs()                 # (i, j, m, n)
-    gamma = (sc[..., :, None, :, :] - sc[..., None, :, :, :]).abs()          # (i, l, m, n)
+    logs = ((log_alpha, -1), (log_beta, -2), (log_gamma, -3))
+    # (i, j, k, n), (i, j, m, n) and (i, l, m, n)
+    alpha, beta, gamma = (log_decay(cumulative(x, dim, x.dtype), dim) for x, dim in logs)
     total = (alpha[..., :, :, :, None, None, :] + beta[..., :, :, None, None, :, :]
              + gamma[..., :, None, None, :, :, :])                           # (i, j, k, l, m, n)
     tokens = log_alpha.shape[2:].numel()
-    return -total.reshape(*log_alpha.shape[:2], tokens, tokens)
+    return total.reshape(*log_alpha.shape[:2], tokens, tokens)
 
 
 def polyline_mask(logs: List[Tensor], paths: str, dtype) -> Tensor:

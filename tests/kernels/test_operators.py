@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_close
-from operator_cases import CALLS, TOLERANCE, attention_inputs, run
+from operator_cases import CALLS, TOLERANCE, attention_inputs, run, weighted_sum
 
 from subquad import kernels
 from subquad.kernels.dispatch import OPERATORS
@@ -59,6 +59,73 @@ def test_many_blocks_equal_one(name, monkeypatch):
         assert_close(y2, y, 1e-12)
         for actual, expected in zip(grads2, grads):
             assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
+def test_step_logs_of_zero_have_the_gradient_from_below(name, backend):
+    """An absolute value of a difference of equal sums has none, and a decay of exactly 0 could not be learned."""
+    call, step = CALLS[name], 1e-6
+    q, k, v, *logs = (x[:1, :2].clone() for x in attention_inputs(2, 3))
+    logs = [log.zero_() for log in logs]
+    y, grads = _run(call, [q, k, v, *logs], backend)
+    for log, grad in zip(logs, grads[3:]):
+        expected = torch.empty_like(log)
+        for index in range(log.numel()):
+            log.view(-1)[index] = -step
+            expected.view(-1)[index] = (weighted_sum(y) - weighted_sum(call(q, k, v, *logs, backend))) / step
+            log.zero_()
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+        assert expected.abs().max() > 0.05 or name.startswith('decay') and log is logs[1]
+
+
+@pytest.mark.parametrize('name', ['polyline-additive-both', 'crisscross-multiplicative-both', 'scan-both'])
+def test_recorded_graphs_have_the_absolute_value(name):
+    """Runtimes and quantizers know it; the signs of `log_decay` would be more operators, and a product to quantize."""
+    class Call(torch.nn.Module):
+        def forward(self, *inputs):
+            return CALLS[name](*inputs, 'export')
+
+    inputs = tuple(attention_inputs(3, 4, torch.float32))
+    program = torch.export.export(Call(), inputs).run_decompositions()
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert 'aten.abs.default' in targets and not targets & {'aten.sign.default', 'aten.arange.start_step'}
+    torch.testing.assert_close(program.module()(*inputs), CALLS[name](*inputs, 'export'))
+
+
+def test_operators_on_one_row_have_equal_gradients_at_zero():
+    """Polyline, criss-cross and decay attention are then one formula."""
+    inputs = [x.clone() for x in attention_inputs(1, 6)]
+    for log in inputs[3:]:
+        log.zero_()
+    for backend in ('reference', 'portable', 'export'):
+        expected, grads = _run(CALLS['polyline-additive-v2h'], inputs, backend)
+        for name in ('crisscross-additive-v2h', 'decay-additive-row'):
+            y, found = _run(CALLS[name], inputs, backend)
+            assert_close(y, expected, 1e-12)
+            assert_close(found[3], grads[3], 1e-10)
+        assert grads[3].any()
+
+
+@pytest.mark.parametrize('paths', ['v2h', 'both'])
+@pytest.mark.parametrize('shape', [(70, 3), (3, 131), (2, 3, 66)], ids=['columns', 'rows', 'three-dimensions'])
+def test_gradients_of_scans_where_some_steps_are_zero(shape, paths):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, *shape, 3, dtype=torch.float64, generator=g)
+    logs = [-0.5 * torch.rand(1, 2, *shape, dtype=torch.float64, generator=g) for _ in shape]
+    logs = [log * (torch.rand(log.shape, generator=g) < 0.3) for log in logs]
+
+    def call(x, *arguments):
+        return kernels.polyline_scan(x, *arguments[:-1], paths=paths, backend=arguments[-1])
+    _, expected = _run(call, (x, *logs), 'reference')
+    for backend in ('portable', 'export'):
+        for grad, wanted in zip(_run(call, (x, *logs), backend)[1], expected):
+            assert_close(grad, wanted, 1e-10)
+    downwards = [-torch.rand(log.shape, dtype=torch.float64, generator=g) for log in logs]
+    lower = [log + 1e-7 * direction for log, direction in zip(logs, downwards)]
+    change = weighted_sum(call(x, *lower, 'portable')) - weighted_sum(call(x, *logs, 'portable'))
+    slope = sum((grad * direction).sum() for grad, direction in zip(expected[1:], downwards))
+    torch.testing.assert_close(slope, change / 1e-7, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize('length', [63, 64, 65, 96, 131])

@@ -63,6 +63,16 @@ def test_half_types(name, dtype):
     _check(CALLS[name], _inputs(3, 4, dtype, heads=1))
 
 
+@pytest.mark.parametrize('tiles', [1, 2])
+@pytest.mark.parametrize('name', EVERY_OPERATOR)
+def test_gradients_of_step_logs_of_zero(name, tiles, monkeypatch):
+    if tiles > 1:
+        monkeypatch.setattr(launch, 'LARGEST_TILE', {kernel: {4: (16,) * 3} for kernel in launch.LARGEST_TILE})
+    q, k, v, a, b = _inputs(*((3, 4) if tiles == 1 else (19, 2) if 'column' in name else (2, 19)), heads=1)
+    _check(CALLS[name], [q, k, v, torch.zeros_like(a), b * (b < -0.5)])
+    _check(CALLS[name], [q, k, v, a * (a < -0.5), torch.zeros_like(b)])
+
+
 @pytest.mark.parametrize('dims', [(16, 8), (24, 40), (128, 96)])
 @pytest.mark.parametrize('name', ['polyline-additive-both', 'decay-additive-row', 'scan-v2h'])
 def test_head_dimensions(name, dims):
