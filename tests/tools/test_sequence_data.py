@@ -163,6 +163,26 @@ def test_pathfinder_like_data_sets():
     assert train.classes[train[0]['label']] in ('one curve', 'two curves')
 
 
+def test_pathfinder_like_of_other_difficulty():
+    def build(**options):
+        return DATASETS.build(dict(type='PathfinderLike', split='train', count=40, **options))
+    hard, easy, alone = build(), build(dashes=4), build(dashes=4, distractors=0)
+    np.testing.assert_array_equal(build(dashes=14, distractors=5).images, hard.images)
+    ink = [data.images.mean() for data in (hard, easy, alone)]
+    assert ink[0] > 1.3 * ink[1] and ink[1] > 1.3 * ink[2]
+    np.testing.assert_array_equal(build(dashes=4, distractors=0).images, alone.images)
+
+
+@pytest.mark.parametrize('name, options, message', [
+    *(('PathfinderLike', dict(dashes=value), f'dashes must be an integer from 4 to 14, got {value!r}')
+      for value in (3, 15, 4.0, True, '4')),
+    *(('PathfinderLike', dict(distractors=value), f'distractors must be an integer from 0 to 5, got {value!r}')
+      for value in (-1, 6, False)),
+    ('PathXLike', dict(distractors=9), 'distractors must be an integer from 0 to 8, got 9')])
+def test_wrong_difficulties_of_pathfinder_like(name, options, message):
+    user_error(lambda: DATASETS.build(dict(type=name, split='train', count=2, **options)), message)
+
+
 # ---- random fields
 
 @pytest.mark.parametrize('shape', [(64, 64), (48, 96)])
