@@ -161,18 +161,14 @@ def eos_matmul_tiled(
 
     Args:
         i, e, s, a, b, gk: as for `eos_matmul`, as arrays or functions; see `eos_elementwise_tiled`.
-        out: an array of the shape of i, or a function (start, stop, segment).
         scale, reverse, bidirectional, initial_state, backend: as for `eos_matmul`.
-        segment: tokens of a segment.
-        length: T, needed where i is a function.
-        device: device of the arithmetic; None for that of the segments.
+        out, segment, length, device: as for `eos_elementwise_tiled`.
 
     Returns:
-        The memory after the last token (with `reverse`, after the first), or None with `bidirectional`.
+        The memory after the last token, as `eos_elementwise_tiled` does.
 
     Raises:
-        ValueError: a shape, size, name or combination of arguments is not allowed.
-        TypeError: an input or a dtype is not allowed.
+        ValueError, TypeError: as for `eos_elementwise_tiled`.
     """
     return _tiled('eos_matmul_tiled', eos_matmul, dict(i=i, e=e, s=s, a=a, b=b, gk=gk), out, segment, length, reverse,
                   bidirectional, initial_state, device, scale=scale, backend=backend)
