@@ -1,5 +1,5 @@
-# make demo    train a small model on real images and draw its decay factors (minutes, no GPU); PRETRAINED=1 uses the
-#              weights of the package instead of training
+# make demo    test and draw a small PPMA of the package (seconds), then train it on real images (minutes, no GPU);
+#              PRETRAINED=1 does not train
 # make export  install the runtimes of phones and export a MobileViTv2 to each; MODEL= names another model
 # make mm      install MMDetection and MMSegmentation as well (compiles mmcv, 7 minutes once)
 # make test    install what the tests need and run them

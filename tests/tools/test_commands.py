@@ -290,19 +290,33 @@ def test_tools_run_as_modules():
 
 @pytest.mark.slow
 def test_demo_reaches_97_percent(tmp_path, capsys):
-    assert _demo_accuracy(capsys, '--out', str(tmp_path)) >= 97
-    assert (tmp_path / 'digits.png').stat().st_size > 10_000
+    shipped, trained = _demo_accuracies(capsys, '--out', str(tmp_path))
+    assert shipped >= 97 and trained >= 97
+    assert (tmp_path / 'trained.png').stat().st_size > 10_000
+    assert {path.name for path in tmp_path.iterdir()} == {'digits.png', 'panels.png', 'trained.png', 'images', 'train'}
 
 
 def test_pretrained_demo_reaches_97_percent_without_training(tmp_path, capsys):
-    assert _demo_accuracy(capsys, '--out', str(tmp_path), '--pretrained') >= 97
-    assert {path.name for path in tmp_path.iterdir()} == {'digits.png', 'images'}
+    accuracy, = _demo_accuracies(capsys, '--out', str(tmp_path), '--pretrained')
+    assert accuracy >= 97
+    assert {path.name for path in tmp_path.iterdir()} == {'digits.png', 'panels.png', 'images'}
+    assert min((tmp_path / name).stat().st_size for name in ('digits.png', 'panels.png')) > 10_000
 
 
-def _demo_accuracy(capsys, *options):
+def test_demo_shows_the_network_of_the_package_before_it_trains(tmp_path, monkeypatch):
+    from subquad.tools import demo
+    from subquad.tools.engine import training
+    done = []
+    monkeypatch.setattr(demo, '_test_and_draw', lambda config, weights, files, picture, how: done.append(weights))
+    monkeypatch.setattr(demo, '_draw_panels', lambda files, picture: done.append(picture.name))
+    monkeypatch.setattr(training, 'run_training', lambda config, folder: done.append(folder) or 'new')
+    demo.main(['--out', str(tmp_path)])
+    assert done == ['test_ppma.digits', 'panels.png', str(tmp_path / 'train'), 'new']
+
+
+def _demo_accuracies(capsys, *options):
     from subquad.tools import demo
     demo.main(list(options))
-    accuracy, linear = re.search(r'Accuracy on 360 test images: (.*) % \(linear classifier: (.*) %\)',
-                                 capsys.readouterr().out).groups()
-    assert linear == '96.7'
-    return float(accuracy)
+    found = re.findall(r'Accuracy on 360 test images: (.*) % \(linear classifier: (.*) %\)', capsys.readouterr().out)
+    assert all(linear == '96.7' for _, linear in found)
+    return [float(accuracy) for accuracy, _ in found]
