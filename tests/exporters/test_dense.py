@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_cases import make_shapes
-from dense_exports import original_boxes, save_segmenter, unmatched
+from dense_exports import original_boxes, unmatched
 from helpers import relative_error
 from PIL import Image
 from sklearn.datasets import load_sample_image
@@ -21,6 +21,7 @@ from subquad.tools.exporters.subject import with_normalization
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 SSDLITE, WEIGHTS = 'ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes'
 DEEPLAB, UPERNET = 'deeplabv3_test-mobilevitv2_shapes', 'upernet_test-ppma_shapes'
+SEGMENTERS = {DEEPLAB: 'test_mobilevitv2.deeplabv3_shapes', UPERNET: 'test_ppma.upernet_shapes'}
 SETTINGS = dict(score_threshold=0.1, iou_threshold=0.5, candidates_per_class=30, max_detections=25)
 
 
@@ -158,8 +159,8 @@ def test_detections_are_those_of_the_head():
 @pytest.mark.parametrize('name, size', [(DEEPLAB, (128, 128)), (UPERNET, (160, 128)),
                                         ('pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512', (128, 192))])
 def test_segmenters(name, size):
-    config = load(name)
-    subject = dense_subject(config, None, size)
+    config, checkpoint = load(name), SEGMENTERS.get(name)
+    subject = dense_subject(config, checkpoint, size)
     example = subject.example(seed=1)
     (logits, labels), expected = _run(subject.module, example), _run(subject.eager, example)
     assert relative_error(logits, expected[0]) < 1e-5
@@ -167,7 +168,7 @@ def test_segmenters(name, size):
     assert (labels != expected[1]).float().mean() <= 1e-3
     assert subject.metadata['postprocessing']['resize']['align_corners'] is config.model.decode_head.get(
         'align_corners', True)
-    raw = dense_subject(config, None, size, labels=False)
+    raw = dense_subject(config, checkpoint, size, labels=False)
     assert raw.outputs == ('logits',) and raw.metadata['postprocessing']['in_graph'] is False
     assert torch.equal(_run(raw.module, example)[0], logits)
     assert not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in subject.module.modules())
@@ -176,11 +177,11 @@ def test_segmenters(name, size):
 @pytest.mark.parametrize('name, padded', [(DEEPLAB, (256, 320)), (UPERNET, (224, 320))])
 def test_labels_are_those_of_predict(images, name, padded, tmp_path):
     config = load(name)
-    for file, size in zip(images[1:], ((128, 128), padded)):
-        checkpoint = save_segmenter(dense_subject(config, None, size), tmp_path / 'random.pth')
-        subject = dense_subject(config, checkpoint, size)
+    wide = make_shapes(tmp_path / 'wide', train=1, val=1, size='213x320') / 'images/val/000000.jpg'
+    for file, size in ((images[0], (128, 128)), (wide, padded)):
+        subject = dense_subject(config, SEGMENTERS[name], size)
         prepared = read_image(file, subject.metadata)
-        expected = Predictor(config, checkpoint)(file).pred_sem_seg.data[0]
+        expected = Predictor(config, SEGMENTERS[name])(file).pred_sem_seg.data[0]
         height, width = prepared.content
         labels = _run(subject.module, prepared.images)[1][0, :height, :width]
         shares = torch.bincount(expected.flatten(), minlength=6) / expected.numel()

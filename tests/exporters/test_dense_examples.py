@@ -142,9 +142,7 @@ def test_examples_select_detections_of_raw_outputs(files, name, tmp_path):
 def test_the_example_segments_as_the_ordinary_model(files, tmp_path):
     if missing := missing_packages('onnx'):
         pytest.skip(f"not installed: {', '.join(missing)}")
-    subject = dense_subject(load(SEGMENTER), None, (192, 256))
-    torch.nn.init.normal_(subject.eager.head.conv_seg.weight, std=0.5)
-    subject.module.head.conv_seg.load_state_dict(subject.eager.head.conv_seg.state_dict())
+    subject = dense_subject(load(SEGMENTER), 'test_mobilevitv2.deeplabv3_shapes', (192, 256))
     assert export(subject, 'onnx', tmp_path / 'segmenter.onnx', repeats=0).passed
     lines = _run('onnx_runtime.py', tmp_path / 'segmenter.onnx', files[0], '--out', 'colors.png', cwd=tmp_path)
     with torch.inference_mode():

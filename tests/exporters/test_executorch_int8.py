@@ -1,15 +1,14 @@
 """int8 and half-precision ExecuTorch files: accuracy on handwritten digits, and refusals."""
 import pytest
 import torch
-from PIL import Image
+from digits_exports import POINTS, calibration_of, check_accuracy, digits_subject
 from torch import nn
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.data.digits import digits_arrays
 from subquad.tools.exporters.comparing import compare
 from subquad.tools.exporters.file_metadata import describe
 from subquad.tools.exporters.formats import Options
-from subquad.tools.exporters.subject import Subject, classifier_from, classifier_subject
+from subquad.tools.exporters.subject import Subject
 
 pytest.importorskip('executorch')
 pytest.importorskip('torchao')
@@ -69,29 +68,11 @@ def test_calibration_images_are_needed_and_checked(subject, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _digits(subject, split, folder, count=None):
-    """Preprocessed images and labels, read from files as a user's are."""
-    images, labels = (part[:count] for part in digits_arrays(split))
-    tensors = []
-    for image in images:
-        Image.fromarray(image).save(folder / 'digit.png')
-        tensors.append(subject.prepare(folder / 'digit.png'))
-    return tensors, torch.as_tensor(labels)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('precision, points', [('fp32', 0.5), ('fp16', 0.5), ('int8', 2.0)])
-@pytest.mark.parametrize('name', ['test_ppma.digits', 'test_mobilevitv2.digits'])
-def test_accuracy_on_digits(name, precision, points, tmp_path):
-    read, weights = classifier_from(name)
-    subject = classifier_subject(read, weights)
-    calibration = _digits(subject, 'train', tmp_path, 64)[0] if precision == 'int8' else ()
-    executorch.convert(subject, Options(precision, calibration=calibration), tmp_path / 'digits.pte')
-    run = executorch.load(tmp_path / 'digits.pte')
-    images, labels = _digits(subject, 'test', tmp_path)
-    with torch.inference_mode():
-        eager = torch.cat([subject.eager(image)[0] for image in images]).argmax(1)
-    exported = torch.cat([run(image)[0] for image in images]).argmax(1)
-    before, after = (100 * float((answer == labels).double().mean()) for answer in (eager, exported))
-    assert before > 90
-    assert abs(after - before) <= points, f'{before:.2f} % before, {after:.2f} % after'
+@pytest.mark.parametrize('precision', POINTS)
+@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2'])
+def test_accuracy_on_digits(name, precision, tmp_path):
+    subject = digits_subject(name)
+    options = Options(precision, calibration=calibration_of(subject, precision))
+    executorch.convert(subject, options, tmp_path / 'digits.pte')
+    check_accuracy(executorch.load(tmp_path / 'digits.pte'), subject, precision)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from digits_exports import check_accuracy, digits_subject
 from export_cases import subject_of
 from torch import nn
 
@@ -16,31 +17,40 @@ pytest.importorskip('ncnn')
 pytest.importorskip('pnnx')
 
 
+def made(name, **options):
+    """The subject of this name, with the weights of the package for NAME.digits and random weights otherwise."""
+    name, _, digits = name.partition('.')
+    return digits_subject(name) if digits else subject_of(name, **options)
+
+
 def exported(folder, name, precision='fp32', **options):
-    return export(subject_of(name, **options), 'ncnn', folder / f'{name}.ncnn.param', Options(precision), repeats=0)
+    subject = made(name, **options)
+    return export(subject, 'ncnn', folder / f'{subject.name}.ncnn.param', Options(precision), repeats=0)
 
 
 @pytest.mark.parametrize('name, precision, options', [
-    ('test_ppma', 'fp16', dict()),
+    ('test_ppma.digits', 'fp16', dict()),
     ('test_myo', 'fp32', dict(features=True)),
     ('test_mobilevitv2', 'fp32', dict(size=(64, 96), features=True)),
     pytest.param('test_myo', 'fp32', dict(size=(84, 59)), marks=pytest.mark.slow),
     pytest.param('test_ppma', 'fp32', dict(size=(84, 59), features=True), marks=pytest.mark.slow),
 ])
 def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
-    report = exported(tmp_path, name, precision, **options)
+    report, subject = exported(tmp_path, name, precision, **options), made(name, **options)
     low, high = (1e-6, 1e-2) if precision == 'fp16' else (0, 1e-5)
     assert report.passed and low <= report.errors.relative < high
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        f'{name}.json', f'{name}.ncnn.bin', f'{name}.ncnn.param']
-    parameters = sum(p.numel() for p in subject_of(name, **options).module.parameters())
-    weights = (tmp_path / f'{name}.ncnn.bin').stat().st_size / parameters
+        f'{subject.name}.json', f'{subject.name}.ncnn.bin', f'{subject.name}.ncnn.param']
+    parameters = sum(p.numel() for p in subject.module.parameters())
+    weights = (tmp_path / f'{subject.name}.ncnn.bin').stat().st_size / parameters
     assert weights < (2.7 if precision == 'fp16' else 5.4)
     assert options.get('features') or weights > (1.9 if precision == 'fp16' else 3.8)      # a pyramid has no head
     metadata = to_ncnn.read_metadata(report.path)
-    assert metadata['model'] == name and metadata['format'] == 'ncnn'
-    assert len(metadata['outputs']) == len(subject_of(name, **options).outputs)
+    assert metadata['model'] == subject.name and metadata['format'] == 'ncnn'
+    assert len(metadata['outputs']) == len(subject.outputs)
     assert report.conversion.operators['Convolution'] > 5
+    if subject.metadata['weights'] != 'random':
+        check_accuracy(to_ncnn.load(report.path), subject, precision)
     run = to_ncnn.load(report.path, threads=2)
     with pytest.raises(UserError, match='one image at a time, got 2'):
         run(torch.zeros(2, *metadata['input']['shape'][1:]))

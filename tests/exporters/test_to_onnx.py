@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from digits_exports import check_accuracy, digits_subject
 from helpers import assert_close, relative_error
 from torch import nn
 
@@ -52,12 +53,13 @@ def convert_and_check(name, features, options, folder, shapes=((1, None), (1, No
 
 @pytest.mark.parametrize('name', TEST_MODELS)
 def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
-    made, path = subject(name), tmp_path / 'model.onnx'
+    made, path = digits_subject(name), tmp_path / 'model.onnx'
     capfd.readouterr()
     conversion = to_onnx.convert(made, Options(), path)
     printed = capfd.readouterr()
     assert printed.out == printed.err == ''
     check_outputs(to_onnx, path, made)
+    check_accuracy(to_onnx.load(path), made)
     model = check_file(path)
     assert conversion.operators['LayerNormalization' if name != 'test_mobilevitv2' else 'InstanceNormalization'] >= 10
     assert sum(conversion.operators.values()) == len(model.graph.node)

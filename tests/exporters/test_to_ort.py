@@ -2,6 +2,7 @@
 import json
 
 import pytest
+from digits_exports import check_accuracy, digits_subject
 
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnx')
@@ -28,9 +29,10 @@ def convert_and_check(made, options, path, shapes=((1, None), (1, None))):
 
 @pytest.mark.parametrize('name', TEST_MODELS)
 def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
-    made, path = subject(name), tmp_path / 'model.ort'
+    made, path = digits_subject(name), tmp_path / 'model.ort'
     capfd.readouterr()
     conversion = convert_and_check(made, Options(), path)
+    check_accuracy(to_ort.load(path), made)
     printed = capfd.readouterr()
     assert printed.out == printed.err == ''
     assert path.read_bytes()[4:8] == b'ORTM'

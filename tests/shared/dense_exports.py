@@ -1,6 +1,5 @@
 """Helpers for tests of exported detectors and segmenters: what a program does that has only the outputs of the file."""
 import numpy as np
-import torch
 
 
 def original_boxes(boxes, prepared):
@@ -29,12 +28,3 @@ def unmatched(found, sample, box=0.5, score=1e-3):
         for values in (boxes, scores, labels) if near else ():
             values.pop(near[0])
     return missed + len(boxes)
-
-
-def save_segmenter(subject, path):
-    """Write random weights of a subject's ordinary model, with larger ones for the classes, for labels of all kinds."""
-    model = torch.nn.Module()
-    model.backbone, model.decode_head = subject.eager.maps.backbone, subject.eager.head
-    torch.nn.init.normal_(model.decode_head.conv_seg.weight, std=0.5)
-    torch.save(dict(state_dict=model.state_dict()), path)
-    return str(path)

@@ -8,7 +8,6 @@ from helpers import assert_close
 
 from subquad.tools.exporters import onnx_model
 from subquad.tools.exporters.formats import Options
-from subquad.tools.exporters.subject import classifier_from, classifier_subject
 
 TEST_MODELS = ('test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm')
 MODELS = ('subquad_mobilevitv2_050', 'ppma_tiny', 'myo_tiny')
@@ -20,12 +19,6 @@ def subject(name, features=False):
     """A classifier with random weights and randomized norms, or its feature pyramid."""
     torch.manual_seed(0)
     return subject_of(name, features=features)
-
-
-@functools.lru_cache(maxsize=None)
-def digits_subject(name):
-    """The classifier `name` with the shipped weights for handwritten digits."""
-    return classifier_subject(*classifier_from(f'{name}.digits'))
 
 
 _RECORD, _RECORDED = onnx_model.record, {}
