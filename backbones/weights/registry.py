@@ -251,7 +251,7 @@ def _shipped() -> Iterator[PublishedWeights]:
             arch, tag, 'classification', 'subquad', file=f'{arch}.{tag}.safetensors', size=size, sha256=sha256,
             num_classes=10, input_size=(3, side, side), crop_pct=1.0, mean=(mean,) * 3, std=(std,) * 3,
             interpolation='bilinear', reported={'top1': top1})
-    # The weights of the segmenters are stored in float16, their running statistics in float32.
+    # The weights of the segmenters and of Mask R-CNN are stored in float16, their running statistics in float32.
     for arch, tag, task, size, sha256, classes, config, reported in (
             ('test_mobilevitv2', 'ssdlite_shapes', 'detection', 1_344_052,
              'ff9a8ed3bf1a2d299d31da89b13bfdde014da489efacae4e2052f38ee5a949f9', 5, 'ssdlite_test-mobilevitv2_shapes',
@@ -262,8 +262,11 @@ def _shipped() -> Iterator[PublishedWeights]:
             ('test_ppma', 'upernet_shapes', 'segmentation', 1_214_704,
              'c9faaa124d61052a89aec1d1ac0d5f74e45e1f284f4f2c11f0487fcd43324c69', 6, 'upernet_test-ppma_shapes',
              {'mIoU': 70.4}),
+            ('test_ppma', 'mask_rcnn_shapes', 'detection', 1_925_724,
+             '197847b6c33816a135e1007ab33c9a0304b3a3f735a61f0e00468ffe938bbb6e', 5,
+             'mask-rcnn-narrow_test-ppma_shapes', {'box_AP': 63.7, 'mask_AP': 62.8}),
     ):
-        norm = {'upernet_shapes': (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)}.get(tag, ((0.,) * 3, (1.,) * 3))
+        norm = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if arch == 'test_ppma' else ((0.,) * 3, (1.,) * 3)
         yield PublishedWeights(
             arch, tag, task, 'subquad', file=f'{arch}.{tag}.safetensors', size=size, sha256=sha256,
             num_classes=classes, input_size=(3, 128, 128), mean=norm[0], std=norm[1], interpolation='bilinear',

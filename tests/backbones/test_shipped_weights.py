@@ -17,8 +17,12 @@ from subquad.tools.engine.config import load
 
 SHIPPED_WEIGHTS = [weights for weights in WEIGHTS.values() if weights.file]
 CLASSIFIERS = [weights for weights in SHIPPED_WEIGHTS if weights.task == 'classification']
-DETECTOR = 'test_mobilevitv2.ssdlite_shapes'
+MASK_RCNN = 'test_ppma.mask_rcnn_shapes'
+DETECTORS = ['test_mobilevitv2.ssdlite_shapes', MASK_RCNN]
 SEGMENTERS = ['test_mobilevitv2.deeplabv3_shapes', 'test_ppma.upernet_shapes']
+HALF = [MASK_RCNN, *SEGMENTERS]
+# Metric in the registry -> in the records of `subquad test`.
+AVERAGE_PRECISIONS = {'box_AP': 'coco/bbox_mAP', 'mask_AP': 'coco/segm_mAP'}
 
 
 def _names(weights):
@@ -34,7 +38,7 @@ def no_network(monkeypatch):
 
 
 def test_every_file_is_in_the_table():
-    assert set(map(_names, SHIPPED_WEIGHTS)) == {DETECTOR, *SEGMENTERS, *(
+    assert set(map(_names, SHIPPED_WEIGHTS)) == {*DETECTORS, *SEGMENTERS, *(
         f'test_{family}.{data}' for family in ('ppma', 'mobilevitv2', 'myo', 'lcsm') for data in ('digits', 'mnist5k'))}
     assert sorted(weights.file for weights in SHIPPED_WEIGHTS) == sorted(path.name for path in SHIPPED.iterdir())
 
@@ -45,7 +49,7 @@ def test_files_are_small_and_float32_or_half(weights):
     assert weights.sha256 and weights.size == path.stat().st_size <= 2_000_000
     with safe_open(path, 'pt') as file:
         kinds = {file.get_slice(key).get_dtype() for key in file.keys()}
-    assert kinds <= {'F32', 'I64', *(['F16'] if weights.name in SEGMENTERS else ())}
+    assert kinds <= {'F32', 'I64', *(['F16'] if weights.name in HALF else ())}
 
 
 @pytest.mark.parametrize('weights', CLASSIFIERS, ids=_names)
@@ -97,17 +101,20 @@ def _recorded(config):
     return [line for line in map(json.loads, lines) if (line['config'], line['options']) == (config, '')][-1]
 
 
-def test_detector_finds_shapes(tmp_path, no_network, capsys):
+@pytest.mark.parametrize('name', DETECTORS)
+def test_detectors_find_shapes(name, tmp_path, no_network, capsys):
     """On 40 images of the same kind as those of the record."""
     pytest.importorskip('mmdet')
-    weights = WEIGHTS[DETECTOR]
+    weights = WEIGHTS[name]
     recorded = _recorded(weights.config)
-    assert weights.reported == {'box_AP': pytest.approx(recorded['coco/bbox_mAP'] * 100, abs=0.05)}
+    kinds = {kind: key for kind, key in AVERAGE_PRECISIONS.items() if key in recorded}
+    assert weights.reported == {kind: pytest.approx(recorded[key] * 100, abs=0.05) for kind, key in kinds.items()}
     make_dataset.main(['shapes', str(tmp_path / 'shapes'), '--train', '1', '--val', '40'])
     capsys.readouterr()
-    test.main([weights.config, DETECTOR, '--data', str(tmp_path / 'shapes'), '--json'])
+    test.main([weights.config, name, '--data', str(tmp_path / 'shapes'), '--json'])
     found = json.loads(capsys.readouterr().out)
-    assert found['coco/bbox_mAP_50'] == pytest.approx(recorded['coco/bbox_mAP_50'], abs=0.15)
+    for key in kinds.values():
+        assert found[f'{key}_50'] == pytest.approx(recorded[f'{key}_50'], abs=0.15)
 
 
 @pytest.mark.parametrize('name', SEGMENTERS)
@@ -121,3 +128,17 @@ def test_segmenters_find_shapes(name, tmp_path, no_network, capsys):
     capsys.readouterr()
     test.main([weights.config, name, '--data', str(tmp_path / 'shapes'), '--json'])
     assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(recorded['mIoU'], abs=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [*DETECTORS, *SEGMENTERS])
+def test_all_validation_images_give_the_recorded_figures(name, tmp_path, no_network, capsys):
+    weights = WEIGHTS[name]
+    pytest.importorskip('mmdet' if name in DETECTORS else 'mmseg')
+    make_dataset.main(['shapes', str(tmp_path / 'shapes'), '--train', '1', '--val', '200'])
+    capsys.readouterr()
+    test.main([weights.config, name, '--data', str(tmp_path / 'shapes'), '--json'])
+    found = json.loads(capsys.readouterr().out)
+    for metric, figure in weights.reported.items():
+        value = found['mIoU'] if metric == 'mIoU' else 100 * found[AVERAGE_PRECISIONS[metric]]
+        assert value == pytest.approx(figure, abs=0.3), metric
