@@ -1,4 +1,5 @@
 """Put the token mixers of this package into timm's ViT, EVA and Swin models: `subquad.graft` and `subquad.ungraft`."""
+from numbers import Integral
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -161,7 +162,7 @@ def _choose(host: nn.Module, blocks: Dict[str, nn.Module], layers: Layers) -> Di
     chosen: List[str] = []
     for layer in layers:
         name: Optional[str] = None
-        if isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count:
+        if isinstance(layer, Integral) and not isinstance(layer, bool) and -count <= layer < count:
             name = names[layer]
         elif isinstance(layer, str):
             name = layer.removesuffix('.attn')

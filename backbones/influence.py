@@ -4,7 +4,9 @@ A mixer adds up the values of its tokens with coefficients that depend on the im
 gates. With these held fixed, its output is linear in the values, y = M v. A backward pass through the operator from one
 token of y gives this token's row of M. No N x N matrix is computed.
 """
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +28,13 @@ from .mixers.choices import SeparableMixer
 from .mixers.polyline import ATTENTIONS
 from .mixers.wide import at_least_float
 from .mobilevitv2_blocks import PATCH, MobileViTv2Block, as_maps, to_even_size
-from .observation import observe_inputs
+from .observation import check_images, check_model, observe_inputs
 
 __all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
            'observed_mixers', 'pixel_of', 'polyline_mask', 'token_of']
 
 Token = Tuple[int, int]
+Layers = Union[None, str, Sequence[str]]
 
 
 class TokenInfluence(NamedTuple):
@@ -214,33 +217,35 @@ def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:
     if x.ndim != 4:
         raise ValueError(f'x must have 4 dimensions, got {tuple(x.shape)}')
     size = tuple(x.shape[2:] if type(mixer) in _CHANNELS_FIRST else x.shape[1:3])
-    check_place('token', token, size, 'map')
+    token = check_place('token', token, size, 'map')
     with torch.inference_mode(False), torch.no_grad():
         return ROWS[type(mixer)](mixer, x.detach().clone(), *token)    # a clone is no inference tensor
 
 
-def influence(model: nn.Module, x: Tensor, pixel: Token,
-              layers: Optional[Sequence[str]] = None) -> Dict[str, TokenInfluence]:
+def influence(model: nn.Module, x: Tensor, pixel: Token, layers: Layers = None) -> Dict[str, TokenInfluence]:
     """Return the influence of every token on the token that contains a pixel, for each layer, in evaluation mode.
 
     The rows are exact, and are computed by one backward pass through each mixer's operator (`mixer_influence`).
 
     Args:
-        model: a model with mixers of this package. Layers to which `subquad.graft` added a polyline mask are
-            timm's own, and do not count.
+        model: a model with mixers of this package, also with features_only=True or inside of another module, whose
+            whole forward pass then runs. Layers to which `subquad.graft` added a polyline mask are timm's own, and do
+            not count.
         x: images (B, C, H, W) as the model takes them.
         pixel: row and column of a pixel of the images, (0, 0) to (H - 1, W - 1). `pixel_of` converts fractions.
-        layers: names of the layers, such as 'stages.2.blocks.1'; None for all.
+        layers: names of the layers, such as 'stages.2.blocks.1', or one name; None for all.
 
     Returns:
         The influences by the name of the layer. Names are those of the modules, without a last part 'mixer' or 'attn'.
 
     Raises:
-        ValueError: the pixel is outside of the images, the model has no mixers of this package, or no layer has a name.
+        TypeError: the model is no module.
+        ValueError: the pixel is outside of the images, there are no images, the model has no mixers of this package or
+            does not run a layer, or `layers` is empty or has an entry that is no layer.
     """
-    if not isinstance(x, Tensor) or x.ndim != 4:
-        raise ValueError(f'x must be images (B, C, H, W), got {tuple(getattr(x, "shape", ())) or type(x).__name__}')
-    check_place('pixel', pixel, tuple(x.shape[2:]), 'image')
+    check_model(model)
+    check_images(x)
+    pixel = check_place('pixel', pixel, tuple(x.shape[2:]), 'image')
     found = {}
     for name, layer in observed_mixers(model, x, layers).items():
         token = token_of(pixel, tuple(x.shape[2:]), layer.size)
@@ -273,17 +278,14 @@ class ObservedMixer(NamedTuple):
         return unfold_patches(weights, PATCH, self.sampling, *self.size)
 
 
-def observed_mixers(model: nn.Module, x: Tensor, layers: Optional[Sequence[str]] = None) -> Dict[str, ObservedMixer]:
+def observed_mixers(model: nn.Module, x: Tensor, layers: Layers = None) -> Dict[str, ObservedMixer]:
     """Return the mixers of a model with their inputs for images x (B, C, H, W), in evaluation mode, by layer.
 
     Raises:
-        ValueError: the model has no mixers of this package, or no layer has a name.
+        ValueError: the model has no mixers of this package or does not run a layer, or `layers` is empty or has an
+            entry that is no layer.
     """
-    mixers = model_mixers(model)
-    for name in layers or ():
-        if name not in mixers:
-            raise ValueError(f"there is no layer {name!r}; the layers are {', '.join(mixers)}")
-    wanted = {name: mixers[name] for name in (mixers if layers is None else layers)}
+    wanted = _chosen_mixers(model_mixers(model), layers)
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, MobileViTv2Block)}
     around: List[Tuple[Token, str]] = []                 # size of the map of the current block, and its sampling
 
@@ -299,7 +301,21 @@ def observed_mixers(model: nn.Module, x: Tensor, layers: Optional[Sequence[str]]
 
     with torch.inference_mode(False), torch.no_grad(), as_maps(model):
         observed = observe_inputs(model, {**blocks, **wanted}, x.detach().clone(), observe)
+    for name in wanted:
+        if name not in observed:
+            raise ValueError(f'{type(model).__name__} does not run its layer {name!r} for these images')
     return {name: observed[name] for name in wanted}
+
+
+def _chosen_mixers(mixers: Dict[str, nn.Module], layers: Layers) -> Dict[str, nn.Module]:
+    """Return the mixers that `layers` names."""
+    names = [layers] if isinstance(layers, str) else list(mixers) if layers is None else layers
+    if not isinstance(names, Sequence) or not names:
+        raise ValueError(f"layers must be None, or one or more of {', '.join(mixers)}, got {layers!r}")
+    for name in names:
+        if not isinstance(name, str) or name not in mixers:
+            raise ValueError(f"there is no layer {name!r}; the layers are {', '.join(mixers)}")
+    return {name: mixers[name] for name in names}
 
 
 def model_mixers(model: nn.Module) -> Dict[str, nn.Module]:
@@ -321,7 +337,7 @@ def pixel_of(at: Tuple[float, float], size: Token) -> Token:
     Raises:
         ValueError: the fractions are outside of this range.
     """
-    if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
+    if not _is_pair(at, Real) or not all(0 <= place < 1 for place in at):
         raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
     return int(at[0] * size[0]), int(at[1] * size[1])
 
@@ -331,13 +347,24 @@ def token_of(pixel: Token, image: Token, size: Token) -> Token:
     return pixel[0] * size[0] // image[0], pixel[1] * size[1] // image[1]
 
 
-def check_place(name: str, place: Token, size: Token, where: str) -> None:
-    """Raise ValueError unless `place` is (row, column) in a size (height, width)."""
-    if len(place) != 2 or not all(isinstance(n, int) for n in place):
+def check_place(name: str, place: Any, size: Token, where: str) -> Token:
+    """Return (row, column) as Python's integers.
+
+    Raises:
+        ValueError: `place` is not (row, column) in a size (height, width).
+    """
+    if not _is_pair(place, Integral):
         raise ValueError(f'{name} must be two integers (row, column), got {place!r}')
     if not all(0 <= n < length for n, length in zip(place, size)):
         raise ValueError(f'{name} {tuple(place)} is outside of the {where} of {size[0]} x {size[1]}: rows go from 0 to '
                          f'{size[0] - 1}, columns from 0 to {size[1] - 1}')
+    return int(place[0]), int(place[1])
+
+
+def _is_pair(place: Any, kind: type) -> bool:
+    """Whether `place` has two numbers of a kind, also of NumPy's types."""
+    return (isinstance(place, Iterable) and not isinstance(place, Tensor) and len(pair := list(place)) == 2
+            and all(isinstance(n, kind) and not isinstance(n, bool) for n in pair))
 
 
 def _names() -> str:

@@ -1,6 +1,6 @@
 """Observe the inputs of modules inside a model."""
 from functools import partial
-from typing import Callable, Dict, Mapping, Tuple, TypeVar
+from typing import Any, Callable, Dict, Mapping, Tuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,18 +13,20 @@ def observe_inputs(
         images: Tensor,
         observe: Callable[[nn.Module, Tensor], Seen],
 ) -> Dict[str, Seen]:
-    """Run `model.forward_features` in evaluation mode and call `observe` on the input of some of its modules.
+    """Run a model in evaluation mode and call `observe` on the input of some of its modules.
 
-    The hooks are removed afterwards, and each module returns to its own mode. The caller sets the gradient mode.
+    The method `forward_features` runs if there is one, and otherwise the whole model, such as that of
+    features_only=True. The hooks are removed afterwards, and each module returns to its own mode. The caller sets the
+    gradient mode.
 
     Args:
-        model: a model of this package.
+        model: a model of this package, or a module that contains one.
         modules: the modules to observe, by name.
         images: the input of the model.
         observe: called as observe(module, input) before the module runs.
 
     Returns:
-        The values that `observe` returned, by the module's name.
+        The values that `observe` returned, by the name of the module, for all modules that ran.
     """
     found: Dict[str, Seen] = {}
 
@@ -35,10 +37,23 @@ def observe_inputs(
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()                                     # running statistics must not change
-        model.forward_features(images)
+        getattr(model, 'forward_features', model)(images)
     finally:
         for module, training in modes:
             module.training = training
         for handle in handles:
             handle.remove()
     return found
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'model must be a torch.nn.Module, got {type(model).__name__}')
+
+
+def check_images(x: Any) -> None:
+    """Raise ValueError unless x holds images (B, C, H, W) of real numbers, with no empty dimension."""
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point() or not x.numel():
+        came = f'{x.dtype} of shape {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f'x must be images (B, C, H, W) of real numbers, at least one, got {came}')

@@ -6,6 +6,7 @@ Padding is set to zero before each convolution, so that it equals the zero paddi
 without the padding. No module has an extra operation outside of the context.
 """
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Integral
@@ -265,7 +266,7 @@ def forward_padded(model: nn.Module, images: Sequence[Tensor]) -> Any:
         The output of model(batch).
 
     Raises:
-        TypeError: an image is not a tensor.
+        TypeError: the images are no list, or an image is not a tensor.
         ValueError: there is no image, or ranks, channels, dtypes or devices differ.
     """
     batch, sizes = pad_images(images)
@@ -277,9 +278,12 @@ def pad_images(images: Sequence[Tensor]) -> Tuple[Tensor, List[Size]]:
     """Return a batch (B, C, H, W) of images (C, H_n, W_n), padded with zeros to the largest sides, and their sizes.
 
     Raises:
-        TypeError: an image is not a tensor.
+        TypeError: the images are no list, or an image is not a tensor.
         ValueError: there is no image, or ranks, channels, dtypes or devices differ.
     """
+    if not isinstance(images, Iterable):
+        raise TypeError(f'images must be a list of tensors (C, H, W), got {type(images).__name__}')
+    images = list(images)
     for image in images:
         if not isinstance(image, Tensor):
             raise TypeError(f'images must be tensors (C, H, W), got {type(image).__name__}')
@@ -316,7 +320,10 @@ def sizes_of_mask(mask: Tensor) -> List[Size]:
 
 def _checked_sizes(sizes: Sizes) -> List[Size]:
     """Return sizes as pairs of integers."""
-    sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+    given = sizes.tolist() if isinstance(sizes, Tensor) else sizes
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise TypeError(f'sizes must be a list of pairs (height, width) or an integer tensor (B, 2), got {sizes!r}')
+    sizes = list(given)
     if not sizes:
         raise ValueError('sizes must be those of at least one image, got none')
     for n, size in enumerate(sizes):

@@ -1,13 +1,28 @@
 """Effective receptive field and class activation maps of any timm model."""
 from functools import partial
-from typing import List, NamedTuple, Optional, Tuple
+from numbers import Integral
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
+from timm.layers import LayerNormAct2d
+from timm.layers.norm import LayerNorm2d
 from torch import Tensor, nn
 
+from .blocks import Block
 from .influence import check_place, token_of
+from .mixers import SeparableSelfAttention
+from .mobilevitv2_blocks import MobileViTv2Block, as_maps
+from .observation import check_images, check_model
 
-__all__ = ['ClassActivation', 'class_activation', 'effective_receptive_field']
+__all__ = ['ClassActivation', 'NoFeatureMap', 'class_activation', 'effective_receptive_field']
+
+# Modules whose output (4 dimensions) has channels first or last, whatever model they are in.
+_CHANNELS_FIRST = (nn.Conv2d, nn.BatchNorm2d, nn.GroupNorm, LayerNorm2d, LayerNormAct2d, SeparableSelfAttention)
+_CHANNELS_LAST = (nn.Linear, nn.LayerNorm)
+
+
+class NoFeatureMap(ValueError):
+    """A model has no classifier, or a layer has no output that is one map of features."""
 
 
 class ClassActivation(NamedTuple):
@@ -39,12 +54,14 @@ def effective_receptive_field(model: nn.Module, x: Tensor, pixel: Optional[Tuple
         (B, H, W), at least 0, in the dtype of x.
 
     Raises:
-        ValueError: the pixel is outside of the images, or the model has no feature map.
+        TypeError: the model is no module.
+        NoFeatureMap: a ValueError: the model has no feature map.
+        ValueError: the pixel is outside of the images, or there are no images.
     """
-    _check_images(x)
+    check_model(model)
+    check_images(x)
     size = tuple(x.shape[2:])
-    pixel = (size[0] // 2, size[1] // 2) if pixel is None else pixel
-    check_place('pixel', pixel, size, 'image')
+    pixel = check_place('pixel', (size[0] // 2, size[1] // 2) if pixel is None else pixel, size, 'image')
     with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model):
         images = x.detach().clone().requires_grad_()
         features = feature_map(model, images)
@@ -63,41 +80,49 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         model: a timm classifier.
         x: images (B, C, H, W) as the model takes them.
         target: number of the class; None for the likeliest class of each image.
-        layer: name of the module whose output is used. None for the last feature map, or the first norm of the last
-            block of a vision transformer, because a classifier that reads one token has no gradient behind it.
+        layer: name of the module whose output is used: a map, or tokens of the grid of the last feature map. None for
+            the last feature map, or the first norm of the last block of a vision transformer, because a classifier
+            that reads one token has no gradient behind it.
 
     Returns:
         Maps, classes and the name of the layer.
 
     Raises:
-        ValueError: the model has no classifier or no such layer, the class is out of range, or the layer's output is no
-            map.
+        TypeError: the model is no module, or the class or the layer has another type.
+        NoFeatureMap: a ValueError: the model has no classifier, or the layer's output is not one map.
+        ValueError: there is no such layer or class, or there are no images.
     """
-    _check_images(x)
+    check_model(model)
+    check_images(x)
+    if target is not None and (isinstance(target, bool) or not isinstance(target, Integral)):
+        raise TypeError(f'target must be None or the number of a class, an integer, got {target!r}')
+    if layer is not None and not isinstance(layer, str):
+        raise TypeError(f'layer must be None or the name of a module, got {layer!r}')
     modules = dict(model.named_modules())
     layer = _default_layer(model) if layer is None else layer
     if layer not in modules:
         raise ValueError(f'the model has no layer {layer!r}: give the name of one of its modules, such as '
                          f"{list(modules)[-1]!r}")
-    seen: List[Tensor] = []
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model):
+    seen: List[Any] = []
+    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), as_maps(model):
         images = x.detach().clone().requires_grad_()
         handle = modules[layer].register_forward_hook(partial(_keep, seen))
         try:
             logits = model(images)
         finally:
             handle.remove()
-        if logits.ndim != 2 or not getattr(model, 'num_classes', 1):
-            raise ValueError(f'{type(model).__name__} has no classifier: its output is {tuple(logits.shape)}')
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or not getattr(model, 'num_classes', 1):
+            came = tuple(logits.shape) if isinstance(logits, Tensor) else f'a {type(logits).__name__}'
+            raise NoFeatureMap(f'{type(model).__name__} has no classifier: its output is {came}')
         if target is not None and not 0 <= target < logits.shape[1]:
             raise ValueError(f'target must be a class from 0 to {logits.shape[1] - 1}, got {target!r}')
-        classes = logits.argmax(1) if target is None else torch.full((len(x),), target, device=x.device)
-        activations = seen[-1]
+        classes = logits.argmax(1) if target is None else torch.full((len(x),), int(target), device=x.device)
+        activations = _only_output(model, layer, seen)
+        as_map = _map_form(model, images, layer, activations)
         gradient, = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), activations, allow_unused=True)
         if gradient is None:
-            raise ValueError(f'the classifier does not depend on the output of {layer!r}')
-        activations, gradient = (_as_map(model, images, y.detach(), layer) for y in (activations, gradient))
-        maps = (activations * gradient.mean((2, 3), keepdim=True)).sum(1).relu()
+            raise NoFeatureMap(f'the classifier does not depend on the output of {layer!r}')
+        maps = (as_map(activations.detach()) * as_map(gradient).mean((2, 3), keepdim=True)).sum(1).relu()
     return ClassActivation(maps, classes, layer)
 
 
@@ -105,51 +130,124 @@ def feature_map(model: nn.Module, x: Tensor) -> Tensor:
     """Return the last feature map of a timm model, (B, C, h, w).
 
     Raises:
-        ValueError: the model has none.
+        NoFeatureMap: the model has none.
     """
     if hasattr(model, 'forward_intermediates'):
         return model.forward_intermediates(x, indices=1, output_fmt='NCHW', intermediates_only=True)[-1]
     features = model.forward_features(x) if hasattr(model, 'forward_features') else x
     if features is x or features.ndim != 4:
-        raise ValueError(f'{type(model).__name__} has no feature map: it has no method forward_intermediates, and '
-                         'forward_features returns no map')
+        raise NoFeatureMap(f'{type(model).__name__} has no feature map: it has no method forward_intermediates, and '
+                           'forward_features returns no map')
     return features.permute(0, 3, 1, 2) if _is_channels_last(model) else features
 
 
 def _default_layer(model: nn.Module) -> str:
-    """Return the first norm of the last block of a vision transformer, or the module of the last feature map."""
+    """Return the first norm of the last block of a vision transformer, or the module of the last feature map.
+
+    Raises:
+        NoFeatureMap: the model does not name this module.
+    """
     blocks = getattr(model, 'blocks', None)
     if hasattr(model, 'cls_token') and isinstance(blocks, nn.Sequential) and hasattr(blocks[-1], 'norm1'):
         return f'blocks.{len(blocks) - 1}.norm1'
     info = getattr(model, 'feature_info', None)
-    name = info[-1].get('module', '') if isinstance(info, list) and info else ''
-    if name not in dict(model.named_modules()) or not name:
-        raise ValueError(f'{type(model).__name__} does not name its last feature map: give `layer`')
-    return name
+    named, modules = info[-1].get('module', '') if isinstance(info, list) and info else '', dict(model.named_modules())
+    for name in (named, 'norm'):                          # the norm of all tokens
+        if name and name in modules:
+            return name
+    raise NoFeatureMap(f'{type(model).__name__} does not name its last feature map: class_activation needs `layer`')
 
 
-def _as_map(model: nn.Module, x: Tensor, y: Tensor, layer: str) -> Tensor:
-    """Return the output of a layer as (B, C, h, w).
+def _only_output(model: nn.Module, layer: str, seen: List[Any]) -> Tensor:
+    """Return the last output of a layer.
 
     Raises:
-        ValueError: it is no map, and no tokens of the grid of the last feature map.
+        NoFeatureMap: the model did not run the layer, or the layer returns several tensors.
     """
-    if y.ndim == 4:
-        return y.permute(0, 3, 1, 2) if _is_channels_last(model) else y
-    if y.ndim == 3:
+    if not seen:
+        raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, which has no output then')
+    if not isinstance(seen[-1], Tensor):
+        raise NoFeatureMap(f'the output of {layer!r}, a {type(seen[-1]).__name__}, is not one map of features')
+    return seen[-1]
+
+
+def _map_form(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the function that brings the output y of a layer for images x, or its gradient, to (B, C, h, w).
+
+    Raises:
+        NoFeatureMap: y is no map, and no tokens of the grid of the last feature map.
+    """
+    if len(y) == len(x) and y.ndim == 4 and not _is_grouped(model, layer):
+        return _unchanged if _layout(model, x, layer, y) == 'NCHW' else _channels_first
+    if len(y) == len(x) and y.ndim == 3:
         with torch.no_grad():
             height, width = feature_map(model, x).shape[2:]
-        prefix = getattr(model, 'num_prefix_tokens', 0)
-        if y.shape[1] == height * width + prefix:
-            return y[:, prefix:].transpose(1, 2).unflatten(2, (height, width))
-    raise ValueError(f'the output of {layer!r}, {tuple(y.shape)}, is no map of features')
+        prefix = y.shape[1] - height * width
+        if prefix in (0, getattr(model, 'num_prefix_tokens', 0)):
+            return lambda z: z[:, prefix:].transpose(1, 2).unflatten(2, (height, width))
+    raise _no_map(layer, y, x)
+
+
+def _no_map(layer: str, y: Tensor, x: Tensor) -> NoFeatureMap:
+    return NoFeatureMap(f'the output of {layer!r}, {tuple(y.shape)}, is no map of features of images of '
+                        f'{x.shape[2]} x {x.shape[3]}')
+
+
+def _unchanged(y: Tensor) -> Tensor:
+    return y
+
+
+def _channels_first(y: Tensor) -> Tensor:
+    return y.permute(0, 3, 1, 2)
+
+
+def _is_grouped(model: nn.Module, layer: str) -> bool:
+    """Whether a layer of MobileViTv2 sees groups of tokens, (B, C, 4, N), as softmax attention does."""
+    return any(isinstance(block, MobileViTv2Block) and not isinstance(block.transformer[0].attn, SeparableSelfAttention)
+               and f'{layer}.'.startswith((f'{name}.transformer.', f'{name}.norm.'))
+               for name, block in model.named_modules())
+
+
+def _layout(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> str:
+    """Return 'NCHW' or 'NHWC' for the output y of a layer, which has 4 dimensions.
+
+    The layer's type decides if it is known, and all layers in the blocks of this package's skeleton are channels-last.
+    Otherwise it is the layout whose sides are to each other as those of the images. If both are, the model's
+    `output_fmt` decides about the layers in its `feature_info`.
+
+    Raises:
+        NoFeatureMap: nothing decides, or neither layout is that of a map.
+    """
+    module = model.get_submodule(layer)
+    if isinstance(module, _CHANNELS_FIRST):
+        return 'NCHW'
+    parts = layer.split('.')
+    around = (model.get_submodule('.'.join(parts[:n])) for n in range(len(parts), 0, -1))
+    if isinstance(module, _CHANNELS_LAST) or any(isinstance(outer, Block) for outer in around):
+        return 'NHWC'
+    sizes = {'NCHW': y.shape[2:], 'NHWC': y.shape[1:3]}
+    possible = [layout for layout, size in sizes.items() if _is_like(size, x.shape[2:])]
+    if len(possible) == 1:
+        return possible[0]
+    info = getattr(model, 'feature_info', None)
+    if any(entry.get('module') == layer for entry in (info if isinstance(info, list) else ())):
+        return 'NHWC' if _is_channels_last(model) else 'NCHW'
+    if not possible:
+        raise _no_map(layer, y, x)
+    raise NoFeatureMap(f'the output of {layer!r}, {tuple(y.shape)}, can be (B, C, H, W) or (B, H, W, C): give another '
+                       '`layer`, or images of other sides')
+
+
+def _is_like(size: Tuple[int, ...], image: Tuple[int, ...]) -> bool:
+    """Whether a map (rows, columns) can be that of an image (height, width): one stride, up to one row and column."""
+    return ((size[0] - 1) * image[1] < (size[1] + 1) * image[0] and (size[1] - 1) * image[0] < (size[0] + 1) * image[1])
 
 
 def _is_channels_last(model: nn.Module) -> bool:
     return getattr(model, 'output_fmt', 'NCHW') == 'NHWC'
 
 
-def _keep(seen: List[Tensor], module: nn.Module, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
+def _keep(seen: List[Tensor], module: nn.Module, inputs: Tuple[Tensor, ...], output: Any) -> None:
     seen.append(output)
 
 
@@ -165,9 +263,3 @@ class _Evaluation:
     def __exit__(self, *error: object) -> None:
         for module, training in self.modes:
             module.training = training
-
-
-def _check_images(x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
-        what = f'{x.dtype} of shape {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f'x must be images (B, C, H, W) of real numbers, got {what}')

@@ -197,6 +197,8 @@ def _mask(*rows):
     (dict(sizes=[(31, 64)]), ValueError, 'at least 32 x 32, got 31 x 64'),
     (dict(sizes=[(64., 64.)]), TypeError, r'pair \(height, width\) of integers for each image, got \(64.0, 64.0\)'),
     (dict(sizes=[64]), TypeError, 'got 64 for image 0'),
+    (dict(sizes=5), TypeError, r'sizes must be a list of pairs \(height, width\) or an integer tensor \(B, 2\), got 5'),
+    (dict(sizes=torch.tensor(5)), TypeError, r'a list of pairs .*, got tensor\(5\)'),
     (dict(mask=torch.ones(1, 64, 64)), TypeError, r'boolean tensor \(B, H, W\), true for the image, got torch.float32'),
     (dict(mask=torch.ones(64, 64, dtype=torch.bool)), ValueError, r'must be \(B, H, W\), got \(64, 64\)'),
     (dict(mask=_mask((0, 1), (0, 1))), ValueError, 'rectangle at the top left .* image 0 differs'),
@@ -246,10 +248,16 @@ def test_models_that_cannot_take_padding():
     ([torch.zeros(3, 64, 64), torch.zeros(3, 64, 64).double()], ValueError, 'equal channels, dtypes'),
     ([torch.zeros(1, 3, 64, 64)], ValueError, r'tensors \(C, H, W\)'),
     ([[1]], TypeError, 'got list'),
+    (None, TypeError, r'images must be a list of tensors \(C, H, W\), got NoneType'),
 ])
 def test_wrong_images(images, error, message):
     with pytest.raises(error, match=message):
         subquad.pad_images(images)
+
+
+def test_images_of_a_generator():
+    batch, sizes = subquad.pad_images(torch.ones(3, side, 40) for side in (32, 48))
+    assert batch.shape == (2, 3, 48, 40) and sizes == [(32, 40), (48, 40)]
 
 
 def test_a_mask_for_a_recurrence_that_cannot_take_one():

@@ -1,6 +1,7 @@
 """Test what `subquad.graft` and `subquad.ungraft` do to timm's models: outputs, gradients, formulas and errors."""
 import copy
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -192,7 +193,7 @@ def test_ungraft_keeps_what_training_did_to_the_models_own_weights():
 
 @pytest.mark.parametrize('layers, expected', [
     ([0, 2], [0, 2]), ([-1], [2]), (['blocks.1'], [1]), (['blocks.1.attn', 0], [0, 1]), (range(2), [0, 1]),
-    ((1, 1), [1])])
+    ((1, 1), [1]), ([np.int64(0), np.int32(-1)], [0, 2])])
 def test_layers_select_blocks(layers, expected):
     model, x = make('vit')
     subquad.graft(model, layers=layers)

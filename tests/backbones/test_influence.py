@@ -1,4 +1,5 @@
 """Influence of all tokens on one token: rows equal those of the Jacobian of the mixer with fixed coefficients."""
+import numpy as np
 import pytest
 import timm
 import torch
@@ -212,6 +213,38 @@ def test_influence_in_hybrids_and_grafts():
             assert torch.allclose(weights.sum((2, 3)), torch.ones(()), atol=1e-5)
 
 
+def test_influence_in_other_modules():
+    """The whole model runs where there is no forward_features, and the rows are those of the model itself."""
+    torch.manual_seed(0)
+    model, x = timm.create_model('test_ppma', num_classes=3).eval(), torch.randn(1, 3, 64, 96)
+    expected = subquad.influence(model, x, (40, 20))
+    features = timm.create_model('test_ppma', features_only=True).eval()
+    features.load_state_dict({name.replace('stages.', 'stages_', 1): value for name, value in model.state_dict().items()
+                              if not name.startswith('head')})
+    for other, rename in ((features, lambda name: name.replace('.', '_', 1)), (nn.Sequential(model), '0.{}'.format)):
+        found = subquad.influence(other, x, (40, 20))
+        assert list(found) == [rename(name) for name in expected]
+        for ours, theirs in zip(found.values(), expected.values()):
+            assert ours.token == theirs.token and torch.equal(ours.weights, theirs.weights)
+
+
+def test_numbers_of_numpy_and_the_name_of_one_layer():
+    model, x = timm.create_model('test_ppma', num_classes=3).eval(), torch.randn(1, 3, 64, 96)
+    layer = 'stages.2.blocks.0'
+    expected = subquad.influence(model, x, (40, 20), [layer])
+    found = subquad.influence(model, x, np.array([40, 20]), layer)
+    assert list(found) == [layer] and torch.equal(found[layer].weights, expected[layer].weights)
+    assert found[layer].token == expected[layer].token and all(type(n) is int for n in found[layer].token)
+    assert pixel_of((np.float32(0.5), 0), (8, 8)) == (4, 0)
+
+
+def test_a_layer_that_does_not_run():
+    model = nn.Sequential(timm.create_model('test_ppma', num_classes=3))
+    model[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="Sequential does not run its layer '0.stages.0.blocks.0' for these images"):
+        subquad.influence(model, torch.randn(1, 3, 64, 64), (0, 0))
+
+
 def test_attention_in_groups_covers_the_map():
     """The weights of dense attention in MobileViTv2 lie on every second row and column, and sum to 1."""
     model = timm.create_model('test_mobilevitv2', attention='mha').eval()
@@ -248,12 +281,22 @@ def test_no_square_matrix_is_computed():
     (dict(pixel=(0, -1)), r'pixel \(0, -1\) is outside'),
     (dict(pixel=(0.5, 0.5)), r'pixel must be two integers \(row, column\), got \(0.5, 0.5\)'),
     (dict(pixel=(1, 2), layers=['stages.9']), "there is no layer 'stages.9'; the layers are stages.0.blocks.0"),
-    (dict(pixel=(1, 2), x=torch.zeros(3, 64, 96)), r'x must be images \(B, C, H, W\), got \(3, 64, 96\)'),
+    (dict(pixel=None), r'pixel must be two integers \(row, column\), got None'),
+    (dict(pixel=5), r'pixel must be two integers \(row, column\), got 5'),
+    (dict(pixel=(True, 0)), r'pixel must be two integers \(row, column\), got \(True, 0\)'),
+    (dict(pixel=(1, 2), layers=[]), r'layers must be None, or one or more of stages.0.blocks.0, .*, got \[\]'),
+    (dict(pixel=(1, 2), layers=5), 'layers must be None, or one or more of .*, got 5'),
+    (dict(pixel=(1, 2), layers=[0]), 'there is no layer 0; the layers are stages.0.blocks.0'),
+    (dict(pixel=(1, 2), x=torch.zeros(0, 3, 64, 96)), r'at least one, got torch.float32 of shape \(0, 3, 64, 96\)'),
+    (dict(pixel=(1, 2), model=None), 'model must be a torch.nn.Module, got NoneType'),
+    (dict(pixel=(1, 2), x=torch.zeros(3, 64, 96)),
+     r'x must be images \(B, C, H, W\) of real numbers, at least one, got torch.float32 of shape \(3, 64, 96\)'),
     (dict(pixel=(1, 2), model='resnet18'), 'ResNet has no mixer of this package: PolylineMixer')])
 def test_wrong_arguments(arguments, message):
     arguments = dict(dict(x=torch.zeros(1, 3, 64, 96)), **arguments)
-    model = timm.create_model(arguments.pop('model', 'test_ppma'))
-    with pytest.raises(ValueError, match=message):
+    name = arguments.pop('model', 'test_ppma')
+    model = None if name is None else timm.create_model(name)
+    with pytest.raises((ValueError, TypeError), match=message):
         subquad.influence(model, **arguments)
 
 
