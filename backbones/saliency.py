@@ -1,4 +1,4 @@
-"""Effective receptive field and class activation maps of any timm model."""
+"""Effective receptive field of timm models, and class activation maps of timm classifiers."""
 from functools import partial
 from numbers import Integral
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple

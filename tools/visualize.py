@@ -2,13 +2,15 @@
 
 Panels of layers: horizontal-decay, vertical-decay, attention, mask and masked-attention (PPMA); context (MobileViTv2);
 influence, levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
-Panels of any timm model: receptive-field and activation."""
+Panels of the whole model: receptive-field (any timm model) and activation (most timm classifiers)."""
 import argparse
 from typing import List, Optional
 
 from .common.cli import UserError, shown
 from .common.images import LeftOut, image_files
 from .common.paths import expanded
+
+_MAX_SIDE, _MOST_DPI = 640, 600
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,13 +36,15 @@ def _parser() -> argparse.ArgumentParser:
                        'those that are at least as large as the input size of the model)')
     sizes.add_argument('--no-own-size', action='store_false', dest='own_size', default=None,
                        help='draw images as the model prepares them for classification')
-    parser.add_argument('--max-side', type=int, default=640, metavar='N',
-                        help='reduce larger images at their own size to this longest side (default: 640)')
-    parser.add_argument('--dpi', type=int, default=120, metavar='N', help='resolution of the figure (default: 120)')
+    parser.add_argument('--max-side', type=int, metavar='N',
+                        help='reduce larger images at their own size to this longest side, but no side below 32 '
+                        f'(default: {_MAX_SIDE})')
+    parser.add_argument('--dpi', type=int, default=120, metavar='N',
+                        help=f'resolution of the figure, at most {_MOST_DPI} (default: 120)')
     parser.add_argument('--out', metavar='FILE', default='visualization.png', help='output image, or a self-contained '
                         'page (.html), whose maps follow a pixel that you choose (default: visualization.png)')
-    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: report '
-                        'it on stderr and exit with code 1 after the others)')
+    parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read or drawn (default: '
+                        'report it on stderr and exit with code 1 after the others)')
     return parser
 
 
@@ -49,8 +53,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = _parser().parse_args(argv)
     for name, value, least in (('--max-images', args.most, 1), ('--max-side', args.max_side, 32),
                                ('--dpi', args.dpi, 20)):
-        if value < least:
+        if value is not None and value < least:
             raise UserError(f'{name} must be at least {least}, got {value}')
+    if args.dpi > _MOST_DPI:
+        raise UserError(f'--dpi must be at most {_MOST_DPI}, got {args.dpi}')
+    if args.max_side is not None and args.own_size is False:
+        raise UserError('--max-side has no effect with --no-own-size')
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -62,16 +70,17 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     subject = subjects.load(args.checkpoint, args.model, args.random, args.allow_nonfinite)
     left_out = LeftOut(len(files), args.strict)
     own_size = False if args.own_size is None and subject.fixed_size else args.own_size
-    images = load_photographs(files, subject.transform, left_out, own_size, args.max_side)
+    if args.max_side is not None and own_size is False:
+        raise UserError(f'--max-side has no effect: {type(subject.model).__name__} takes images of its input size only')
+    images = load_photographs(files, subject.transform, left_out, own_size, args.max_side or _MAX_SIDE)
     code = left_out.code()
     wish = visualization.Wish(args.panels, args.layers, tuple(args.at) if args.at else None, args.heads, args.target,
-                              args.dpi)
-    layers, panels = visualization.visualize(out, subject.model, subject.title, subject.transform, images,
-                                             subject.classes, wish)
-    print(f"drew {shown(out)}: {len(images)} image(s), {layers} layer(s), {', '.join(panels)}")
+                              args.dpi, args.strict)
+    drawn = visualization.visualize(out, subject.model, subject.title, subject.transform, images, subject.classes, wish)
+    print(f"drew {shown(out)}: {drawn.images} image(s), {drawn.layers} layer(s), {', '.join(drawn.panels)}")
     if subject.note:
         print(subject.note)
-    return code
+    return code or int(drawn.images < len(images))
 
 
 if __name__ == '__main__':

@@ -1,8 +1,7 @@
-"""subquad visualize: what the panels show, figures, pages, and what is refused."""
+"""subquad visualize: what the panels show, figures and pages."""
 import base64
 import json
 import re
-from pathlib import Path
 
 import pytest
 import timm
@@ -13,54 +12,11 @@ from PIL import Image
 import subquad
 from subquad.backbones.influence import observed_mixers, polyline_mask
 from subquad.backbones.mixers.eos_decay import memory_lengths
-from subquad.backbones.weights import load_weights, save_weights
+from subquad.backbones.weights import load_weights
 from subquad.tools import visualize
-from subquad.tools.common.cli import UserError
-from subquad.tools.engine.drawing import figures, image_sizes, panels, pictures, webpage
+from subquad.tools.engine.drawing import figures, panels, pictures, webpage
 
 SIZE = (70, 100)                                         # of the images: 18 x 25 tokens at stride 4
-
-
-@pytest.fixture(scope='module')
-def made(tmp_path_factory):
-    """A folder with weights and images."""
-    torch.manual_seed(0)
-    tmp_path = tmp_path_factory.mktemp('made')
-    for name, options, file in (('test_mobilevitv2', dict(num_latent_tokens=2), ''), ('test_ppma', {}, ''),
-                                ('test_ppma', dict(mask_mode='multiplicative'), 'multiplicative'),
-                                ('test_myo', {}, ''), ('test_ppma', dict(paths='none'), 'plain'),
-                                ('test_myo', dict(parametrization='skew'), 'skew'),
-                                ('test_resnet', {}, ''), ('test_lcsm', {}, ''),
-                                ('test_lcsm', dict(mixer='retnet'), 'retnet'),
-                                ('test_lcsm', dict(mixer='deltanet'), 'deltanet')):
-        model = timm.create_model(name, num_classes=3, **options)
-        save_weights(model, tmp_path / f'{file or name}.safetensors',
-                     dict(model=name, options=dict(num_classes=3, **options), classes=['a', 'b', 'c'],
-                          transform=dict(input_size=(3, 64, 96), crop_pct=1.0)))
-    (tmp_path / 'images').mkdir()
-    for n in range(3):
-        image = Image.new('RGB', SIZE[::-1], (80 * n, 20, 120))
-        image.paste((200, 200, 10), (20, 10, 50, 40))
-        image.save(tmp_path / 'images' / f'{n}.png')
-    return tmp_path
-
-
-@pytest.fixture
-def folder(made, tmp_path, monkeypatch):
-    """The current folder, with links to the weights and images."""
-    for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The pictures that are drawn, instead of files."""
-    found = []
-    monkeypatch.setattr('subquad.tools.engine.drawing.visualization.write',
-                        lambda path, drawn, title, dpi: found.extend([*drawn, title]))
-    return found
 
 
 def model_and_input(folder, name, **options):
@@ -209,25 +165,6 @@ def test_random_weights_are_named(folder, drawn, capsys):
     assert drawn[-1].startswith('test_resnet, random weights (untrained)')
 
 
-def test_sizes_of_images(folder, capsys):
-    """Images at least as large as the model's input keep their size; --max-side reduces them with a note."""
-    from timm.data import create_transform
-
-    from subquad.tools.common.images import LeftOut
-    transform = create_transform((3, 64, 96), crop_pct=1.0)
-    Image.new('RGB', (90, 200)).save('narrow.png')
-    Image.new('RGB', (300, 150)).save('wide.png')
-
-    def sizes(own_size=None, max_side=640):
-        files = [Path(name) for name in ('images/0.png', 'narrow.png', 'wide.png')]
-        found = image_sizes.load_photographs(files, transform, LeftOut(3), own_size, max_side)
-        return [tuple(x.shape[1:]) for _, x in found]
-
-    assert sizes() == [(70, 100), (64, 96), (150, 300)] and sizes(False) == [(64, 96)] * 3
-    assert sizes(True, 128) == [(70, 100), (128, 58), (64, 128)]
-    assert 'wide.png is reduced from 150 x 300 to 64 x 128 pixels (--max-side)' in capsys.readouterr().err
-
-
 def test_pictures_show_the_input_images(folder):
     from timm.data import create_transform
     transform = create_transform((3, 64, 96), crop_pct=1.0)
@@ -290,6 +227,24 @@ def test_a_click_in_a_page_chooses_the_pixel(folder, tmp_path_factory):
         assert [line for line in page.log() if line['level'] == 'SEVERE' and 'favicon' not in line['message']] == []
 
 
+@pytest.mark.parametrize('names', [['levels'], ['levels', 'edges']])
+def test_a_page_of_charts_has_no_viewer(folder, paged, names):
+    assert visualize.main(['test_myo.safetensors', 'images/1.png', '--panels', *names, '--out', 'page.html']) == 0
+    assert paged[0] == []
+
+
+def test_pages_say_what_is_a_mean_over_heads(folder, paged):
+    """Maps that follow the pixel are means over heads, also if the figure has each head."""
+    for options, sentence in (([], 'Maps of layers are means over heads.'),
+                              (['--heads'], 'Maps that follow the pixel are means over heads.')):
+        paged.clear()
+        assert visualize.main(['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', *options]) == 0
+        assert paged[1].endswith(f'Its own input size is 64 x 96 pixels. {sentence}') and len(paged[0]) == 4
+    paged.clear()
+    arguments = ['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', '--panels', 'vertical-decay', '--heads']
+    assert visualize.main(arguments) == 0 and paged[0] == [] and 'means over heads' not in paged[1]
+
+
 def test_a_page_of_another_model(folder):
     assert visualize.main(['test_resnet.safetensors', 'images', '--out', 'page.html', '--most', '2']) == 0
     page = (folder / 'page.html').read_text()
@@ -317,45 +272,3 @@ def test_scales():
     assert panels.scale_of_weights(torch.tensor([0.0] * 500 + [1.0])) == 'decades'
     assert panels.ticks(1, 100, True)['labels'] == ['1', '10', '100']
     assert panels.ticks(0.9711, 0.9719, False)['labels'] == ['0.9711', '0.9715', '0.9719']
-
-
-@pytest.mark.parametrize('arguments, message', [
-    (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
-    (['plain.safetensors', 'images', '--panels', 'mask'], "paths='none' has no polyline mask"),
-    (['plain.safetensors', 'images', '--panels', 'vertical-decay'], "paths='none': the attention does not decay"),
-    (['test_mobilevitv2.safetensors', 'images', '--most', '0'], '--max-images must be at least 1, got 0'),
-    (['test_mobilevitv2.safetensors', 'images', '--max-side', '8'], '--max-side must be at least 32, got 8'),
-    (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
-    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'fractions of height and width from 0 to below 1'),
-    (['deltanet.safetensors', 'images'], 'LCSM has none of its usual panels; choose --panels influence'),
-    (['deltanet.safetensors', 'images', '--panels', 'decay'], "mixer='deltanet' has no decay for each token"),
-    (['retnet.safetensors', 'images', '--panels', 'length'], "mixer='retnet' decays alike at all tokens"),
-    (['skew.safetensors', 'images', '--panels', 'deviation'], "parametrization='skew' has no standard deviation"),
-    (['test_mobilevitv2.safetensors', 'images', '--heads'], '--heads has no effect on the panels context'),
-    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at has no effect on the panels decay, length, heads'),
-    (['test_lcsm.safetensors', 'images', '--panels', 'masc'], '--panels masc: LCSM has no such panel; it has decay'),
-    (['test_ppma.safetensors', 'images', '--panels', 'masc'], 'did you mean mask'),
-    (['test_resnet.safetensors', 'images', '--panels', 'mask'], 'ResNet has no such panel; it has receptive-field'),
-    (['test_resnet.safetensors', 'images', '--layers', 'layer1'], '--layers layer1: no such layer'),
-    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--layers', 'stages'], '--layers has no effect on'),
-    (['test_ppma.safetensors', 'images', '--target', 'a'], '--target is for --panels activation'),
-    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--target', 'd'], "no class 'd'; the model has 3"),
-    (['test_ppma.safetensors', 'images', '--random'], 'Invalid pretrained tag'),
-    (['test_pma', 'images', '--random'], "unknown model 'test_pma'"),
-    (['test_ppma', 'images', '--random', '--model', 'test_myo'], '--model is for a checkpoint'),
-    (['lcsm_sequence', 'images', '--random'], 'takes tokens'),
-    (['test_vit', 'images', '--random', '--own-size'], 'should be divisible by patch size'),
-    (['nothing.safetensors', 'images'], 'no weight file at'),
-    (['test_mobilevitv2.safetensors', 'test_ppma.safetensors'], 'is not an image that can be read'),
-    (['test_mobilevitv2.safetensors', 'images', '--out', 'picture.txt'], '--out must end in .png, .jpg, .jpeg')])
-def test_wrong_arguments(arguments, message, folder):
-    before = set(folder.rglob('*'))
-    with pytest.raises(UserError, match=message):
-        visualize.main(arguments)
-    assert set(folder.rglob('*')) == before
-
-
-def test_too_many_panels(folder, monkeypatch):
-    monkeypatch.setattr(figures, '_MOST_ROWS', 3)
-    with pytest.raises(UserError, match='4 rows of 6 panels are too many'):
-        visualize.main(['test_ppma.safetensors', 'images/1.png'])

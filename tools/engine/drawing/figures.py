@@ -9,8 +9,12 @@ from .pictures import save, text
 
 # Width of a panel in inches, and room for its color bar, for a title of two lines, and for each further line.
 _WIDTH, _BAR, _TITLE, _LINE = 1.9, 0.65, 0.62, 0.13
-# Matplotlib draws at most 65,536 pixels a side.
+# A map that is taller than so many widths is drawn narrower.
+_STEEPEST = 5
 _MOST_ROWS, _MOST_COLUMNS, _TALLEST = 200, 40, 400
+# Matplotlib draws fewer than 65,536 pixels a side; 2^28 pixels take 1 GiB.
+_MOST_SIDE, _MOST_PIXELS = 2 ** 16 - 1, 2 ** 28
+_VECTOR_FORMATS = ('.pdf', '.svg')
 
 
 class Row(NamedTuple):
@@ -45,7 +49,7 @@ def draw(pictures: Sequence[Picture], title: str) -> Any:
     import matplotlib.pyplot as plt
     columns = 1 + max(len(row.panels) for picture in pictures for row in picture.rows)
     heights = [_TITLE + _LINE * max(panel.title.count('\n') - 1 for panel in row.panels)
-               + _WIDTH * picture.image.shape[0] / picture.image.shape[1]
+               + _WIDTH * min(picture.image.shape[0] / picture.image.shape[1], _STEEPEST)
                for picture in pictures for row in picture.rows]
     if len(heights) > _MOST_ROWS or columns > _MOST_COLUMNS or sum(heights) > _TALLEST:
         raise UserError(f'{len(heights)} rows of {columns} panels are too many for one picture; choose fewer --layers '
@@ -94,13 +98,27 @@ def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None
     Raises:
         UserError: The file cannot be written, or there are too many panels.
     """
-    save(draw(pictures, title), path, dpi)
+    page = draw(pictures, title)
+    if path.suffix.lower() not in _VECTOR_FORMATS:
+        _check_pixels(page, dpi)
+    save(page, path, dpi)
 
 
 def png(picture: Picture, dpi: int) -> bytes:
     """Return a picture as the bytes of a PNG file."""
     import matplotlib.pyplot as plt
     page, buffer = draw([picture], ''), io.BytesIO()
+    _check_pixels(page, dpi)
     page.savefig(buffer, format='png', dpi=dpi)
     plt.close(page)
     return buffer.getvalue()
+
+
+def _check_pixels(page: Any, dpi: int) -> None:
+    """Close a figure and raise UserError if it has too many pixels for an image."""
+    import matplotlib.pyplot as plt
+    width, height = (int(length * dpi) for length in page.get_size_inches())
+    if max(width, height) > _MOST_SIDE or width * height > _MOST_PIXELS:
+        plt.close(page)
+        raise UserError(f'{height:,} x {width:,} pixels are too many for one picture; choose a smaller --dpi, fewer '
+                        '--layers or --panels, or a smaller --max-images')

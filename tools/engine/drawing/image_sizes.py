@@ -2,7 +2,11 @@
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
+from ...common.cli import shown
 from ...common.images import LeftOut, UnreadableImage, note_once, open_image
+
+# An image that --max-side does not reduce to fewer pixels is left out.
+_MOST_PIXELS = 640 * 640
 
 
 def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, own_size: Optional[bool],
@@ -15,7 +19,8 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
         left_out: Receives the errors of files that cannot be read.
         own_size: Take images at their own size; False for the transform's size, None for the own size of images that
             are at least as large as the transform's.
-        max_side: Longest side of images at their own size; larger ones are reduced, with a note on stderr.
+        max_side: Longest side of images at their own size; larger ones are reduced, with a note on stderr. The shortest
+            side stays at 32 pixels or more.
 
     Raises:
         UnreadableImage: `left_out` raises it.
@@ -24,24 +29,37 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
     for file in files:
         try:
             image = open_image(file)
+            prepared = transform(image)
+            if own_size or own_size is None and all(
+                    side >= least for side, least in zip(image.size, (prepared.shape[2], prepared.shape[1]))):
+                prepared = _at_own_size(transform)(_reduced(image, file, max_side))
         except UnreadableImage as error:
             left_out(error)
             continue
-        prepared = transform(image)
-        if own_size or own_size is None and all(
-                side >= least for side, least in zip(image.size, (prepared.shape[2], prepared.shape[1]))):
-            prepared = _at_own_size(transform)(_reduced(image, file, max_side))
         found.append((file, prepared))
     return found
 
 
 def _reduced(image: Any, file: Path, max_side: int) -> Any:
+    """Return the image, reduced to a longest side `max_side` as far as its shortest side does not fall below 32.
+
+    Raises:
+        UnreadableImage: The image is so long that it is still large then.
+    """
     from PIL import Image
-    if max(image.size) <= max_side:
+
+    from ....backbones.options import MIN_SIZE
+    wanted, allowed = max_side / max(image.size), MIN_SIZE / min(image.size)
+    scale, most = min(1, max(wanted, allowed)), max(_MOST_PIXELS, max_side ** 2)
+    size = tuple(round(side * scale) for side in image.size)
+    if size[0] * size[1] > most:
+        raise UnreadableImage(f'{shown(file)}, {image.height} x {image.width} pixels, is too long: no side is reduced '
+                              f'below {MIN_SIZE}, and {size[1]} x {size[0]} is more than {most:,} pixels')
+    if size == image.size:
         return image
-    size = tuple(max(1, round(side * max_side / max(image.size))) for side in image.size)
+    kept = f', because no side is reduced below {MIN_SIZE}' if allowed > wanted else ''
     note_once(str(file), f'{file.name} is reduced from {image.height} x {image.width} to {size[1]} x {size[0]} pixels '
-                         '(--max-side)')
+                         f'(--max-side {max_side}{kept})')
     return image.resize(size, Image.Resampling.LANCZOS)
 
 

@@ -1,12 +1,12 @@
 """Choose what is drawn of a model for images, compute it, and write it to a file."""
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from ...common.cli import UserError, nearest, shown
+from ...common.cli import UserError, nearest, one_line, shown
 from ...common.paths import writable_folder
 from .figures import Picture, Row, write
-from .layer_panels import Kind, kinds
+from .layer_panels import Function, Kind, kinds
 from .memories import HeadMaps
 from .model_panels import MODEL_PANELS, class_number, model_panel
 from .panels import Chart, Panel
@@ -28,6 +28,7 @@ class Wish(NamedTuple):
         heads: draw each head by itself.
         target: name or number of the class of the panel `activation`; None for the likeliest.
         dpi: resolution of the figure.
+        strict: stop at an image that cannot be drawn.
     """
     panels: Optional[List[str]] = None
     layers: Optional[List[str]] = None
@@ -35,6 +36,7 @@ class Wish(NamedTuple):
     heads: bool = False
     target: Optional[str] = None
     dpi: int = 120
+    strict: bool = False
 
 
 class Plan(NamedTuple):
@@ -109,12 +111,33 @@ def _chosen(layers: Dict[str, Any], wanted: Optional[List[str]]) -> Dict[str, An
     return {name: layer for name, layer in layers.items() if not wanted or any(text in name for text in wanted)}
 
 
+# (panel, why it is left out) -> the layers where it is; none for panels of the whole model.
+LeftOutPanels = Dict[Tuple[str, str], List[str]]
+
+
 class _Drawn(NamedTuple):
-    """What is drawn of an image, how many layers these are, and the most heads of one of them."""
+    """What is drawn of an image.
+
+    Attributes:
+        picture, viewers: the picture, and the maps that follow a pixel.
+        layers: number of the layers.
+        heads: the most heads of one of the layers.
+        panels: names of the panels.
+        left_out: the panels that are left out.
+    """
     picture: Picture
     viewers: List[Viewer]
     layers: int
     heads: int
+    panels: Set[str]
+    left_out: LeftOutPanels
+
+
+class Result(NamedTuple):
+    """What is drawn of all images: the number of images, the most layers of one, and the names of the panels."""
+    images: int
+    layers: int
+    panels: List[str]
 
 
 def _draw_image(model: Any, file: Path, inputs: Any, transform: Any, plan: Plan, wish: Wish, classes: Sequence[str],
@@ -122,44 +145,76 @@ def _draw_image(model: Any, file: Path, inputs: Any, transform: Any, plan: Plan,
     """Compute the panels of one image (3, H, W).
 
     Raises:
-        ValueError: The model does not take the image, or a panel cannot be drawn.
+        ValueError: The model does not take the image.
     """
     from ....backbones.influence import observed_mixers, pixel_of, token_of
     x, size = inputs[None], tuple(inputs.shape[1:])
     pixel = pixel_of(plan.pixel or (0.5, 0.5), size)
-    whole = [model_panel(name, model, x, pixel, classes, plan.target) for name in MODEL_PANELS if name in plan.panels]
-    rows, viewers = [Row('', whole)] if whole else [], []
+    left_out: LeftOutPanels = {}
+    whole = _model_panels(model, x, pixel, classes, plan, left_out)
+    rows, viewers, names, heads = [Row('', list(whole.values()))] if whole else [], [], set(whole), 1
     image = unnormalized(x, transform)[0].permute(1, 2, 0).numpy()
     observed = observed_mixers(model, x, list(plan.layers)) if plan.layers else {}
-    heads = 1
-    if not plan.every:                                    # the last layer of each map size
-        observed = dict({layer.size: (name, layer) for name, layer in observed.items()}.values())
-    for name, layer in observed.items():
-        token = token_of(pixel, size, layer.size)
+    tokens = {name: token_of(pixel, size, layer.size) for name, layer in observed.items()}
+    chosen = _drawn_layers(observed, tokens, plan, left_out)
+    for name, panels in chosen.items():
+        layer, found = observed[name], [maps for maps in panels.values() for maps in maps]
         label = f'{name}\n{layer.size[0]} x {layer.size[1]} tokens\nof {size[0] / layer.size[0]:.3g} px'
-        found = _layer_panels(name, layer, token, plan)
-        heads = max(heads, _heads(found))
+        names, heads = names | set(panels), max(heads, _heads(found))
         rows += [Row(f'{label}\nhead {head}' if wish.heads else label, [_panel(maps, head) for maps in found])
-                 for head in (range(_heads(found)) if wish.heads else (None,)) if found]
-        if page and set(plan.kinds[name].moving) & set(plan.panels):
-            viewers.append(_viewer(f'{file.stem}: {name}, {layer.size[0]} x {layer.size[1]} tokens', image, name, layer,
-                                   token, plan))
+                 for head in (range(_heads(found)) if wish.heads else (None,))]
+        moving = [panel for panel, maps in panels.items() if any(_follows(one) for one in maps)]
+        if page and moving:
+            viewers.append(_viewer(f'{file.stem}: {name}, {layer.size[0]} x {layer.size[1]} tokens', image, layer,
+                                   tokens[name], [plan.kinds[name].panels[panel] for panel in moving]))
     place = ((pixel[0] + 0.5) / size[0], (pixel[1] + 0.5) / size[1]) if plan.pixel else None
-    return _Drawn(Picture(file.stem, image, place, _joined(rows)), viewers, len(observed), heads)
+    return _Drawn(Picture(file.stem, image, place, _joined(rows)), viewers, len(chosen), heads, names, left_out)
 
 
-def _layer_panels(name: str, layer: Any, token: Tuple[int, int], plan: Plan, moving: bool = False) -> List[Any]:
-    """Return the maps and charts of a layer; those that it does not have are left out with a note."""
-    found, kind = [], plan.kinds[name]
-    for panel in plan.panels:
-        if panel in (kind.panels if not moving else kind.moving):
+def _model_panels(model: Any, x: Any, pixel: Tuple[int, int], classes: Sequence[str], plan: Plan,
+                  left_out: LeftOutPanels) -> Dict[str, Panel]:
+    """Return the panels of the whole model, and add those that it does not have to `left_out`."""
+    from ....backbones.saliency import NoFeatureMap
+    found = {}
+    for name in MODEL_PANELS:
+        if name in plan.panels:
             try:
-                found += kind.panels[panel](layer, token)
-            except ValueError as error:
-                if not plan.optional:
-                    raise
-                print(f'left out the panel {panel} of {name}: {error}', file=sys.stderr)
+                found[name] = model_panel(name, model, x, pixel, classes, plan.target)
+            except NoFeatureMap as error:
+                left_out[name, str(error)] = []
     return found
+
+
+def _drawn_layers(observed: Dict[str, Any], tokens: Dict[str, Tuple[int, int]], plan: Plan, left_out: LeftOutPanels,
+                  ) -> Dict[str, Dict[str, List[Any]]]:
+    """Return the panels of each layer that is drawn, and add those that a layer does not have to `left_out`.
+
+    Unless all layers are wanted, these are the last layers of each map size that have a panel. If the user named the
+    panels, layers before them are drawn, too, if they have a panel that the later ones do not have.
+    """
+    found, absent, shown_panels = {}, [], {}
+    for name, layer in reversed(list(observed.items())):
+        earlier = shown_panels.setdefault(layer.size, set())
+        wanted = [panel for panel in plan.panels if panel in plan.kinds[name].panels]
+        if not plan.every and earlier and (plan.optional or earlier >= set(wanted)):
+            continue
+        panels = {}
+        for panel in wanted:
+            try:
+                panels[panel] = plan.kinds[name].panels[panel](layer, tokens[name])
+            except ValueError as error:
+                absent.append((panel, str(error), name))
+        if panels and (plan.every or not earlier >= set(panels)):
+            found[name] = panels
+            earlier |= set(panels)
+    for panel, why, name in sorted(reversed(absent), key=lambda one: plan.panels.index(one[0])):
+        left_out.setdefault((panel, why), []).append(name)
+    return dict(reversed(list(found.items())))
+
+
+def _follows(maps: Any) -> bool:
+    """Whether something is a map that belongs to the chosen pixel."""
+    return isinstance(maps, HeadMaps) and maps.marked
 
 
 def _joined(rows: List[Row]) -> List[Row]:
@@ -191,20 +246,20 @@ def _panel(maps: Any, head: Optional[int]) -> Any:
     return Panel(maps.title, values, maps.label, maps.scale, maps.marked)
 
 
-def _viewer(label: str, image: Any, name: str, layer: Any, token: Tuple[int, int], plan: Plan) -> Viewer:
-    """Return the panels that move with the pixel, for a grid of pixels."""
+def _viewer(label: str, image: Any, layer: Any, token: Tuple[int, int], panels: List[Function]) -> Viewer:
+    """Return the maps of panels that follow the pixel, for a grid of pixels."""
     places = [sorted({round(n * (length - 1) / max(min(length, _POSITIONS) - 1, 1))
                       for n in range(min(length, _POSITIONS))}) for length in layer.size]
     start = tuple(min(range(len(line)), key=lambda n, line=line, at=at: abs(line[n] - at))
                   for line, at in zip(places, token))
-    frames = [[_panel(maps, None) for maps in _layer_panels(name, layer, (row, column), plan, moving=True)
-               if isinstance(maps, HeadMaps)] for row in places[0] for column in places[1]]
+    frames = [[_panel(maps, None) for panel in panels for maps in panel(layer, (row, column)) if _follows(maps)]
+              for row in places[0] for column in places[1]]
     return Viewer(label, image, places[0], places[1], start, frames)
 
 
 def visualize(out: Path, model: Any, title: str, transform: Any, images: Sequence[Tuple[Path, Any]],
-              classes: Sequence[str], wish: Wish) -> Tuple[int, List[str]]:
-    """Draw panels of a model for images into one file.
+              classes: Sequence[str], wish: Wish) -> Result:
+    """Draw panels of a model for images into one file. Notes on stderr name what is left out.
 
     Args:
         out: Output file, .html for a self-contained page.
@@ -215,34 +270,72 @@ def visualize(out: Path, model: Any, title: str, transform: Any, images: Sequenc
         classes: Names of the classes.
         wish: What is to be seen.
 
-    Returns:
-        The number of layers that are drawn of an image, and the names of the panels.
-
     Raises:
-        UserError: An option has no effect, the model does not take an image, or the file cannot be written.
+        UserError: An option has no effect, a named panel cannot be drawn, the model takes no image, or the file cannot
+            be written.
     """
-    import torch
     plan = make_plan(model, wish, classes)
     page = out.suffix.lower() == '.html'
-    try:
-        with torch.no_grad():
-            drawn = [_draw_image(model, file, x, transform, plan, wish, classes, page) for file, x in images]
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f'{type(model).__name__}: {error}') from error
-    if not any(one.picture.rows for one in drawn):
-        raise UserError(f'{type(model).__name__} has none of its usual panels; choose --panels influence, '
-                        'receptive-field or activation')
+    drawn, notes = _draw_images(model, images, transform, plan, wish, classes, page)
+    panels = [name for name in plan.panels if any(name in one.panels for one in drawn)]
+    notes += _check_panels(model, plan, panels, drawn)
+    drawn = [one for one in drawn if one.picture.rows]
     if wish.heads and not any(one.heads > 1 for one in drawn):
-        raise UserError(f"--heads has no effect on the panels {', '.join(plan.panels)}: they have one head")
+        raise UserError(f"--heads has no effect on the panels {', '.join(panels)}: they have one head")
     writable_folder(str(out.parent))
-    pictures = [one.picture for one in drawn]
-    if not wish.heads and any(one.heads > 1 for one in drawn):
-        title = f'{title} Maps of layers are means over heads.'
+    pictures, viewers = [one.picture for one in drawn], [viewer for one in drawn for viewer in one.viewers]
+    if any(one.heads > 1 for one in drawn) and (viewers or not wish.heads):
+        title = f"{title} Maps {'that follow the pixel' if wish.heads else 'of layers'} are means over heads."
     if page:
-        write_page(out, pictures, [viewer for one in drawn for viewer in one.viewers], title, wish.dpi)
+        write_page(out, pictures, viewers, title, wish.dpi)
     else:
         write(out, pictures, title, wish.dpi)
-    return max(one.layers for one in drawn), plan.panels
+    for note in notes:
+        print(note, file=sys.stderr)
+    return Result(len(drawn), max(one.layers for one in drawn), panels)
+
+
+def _draw_images(model: Any, images: Sequence[Tuple[Path, Any]], transform: Any, plan: Plan, wish: Wish,
+                 classes: Sequence[str], page: bool) -> Tuple[List[_Drawn], List[str]]:
+    """Return what is drawn of each image, and notes about the images that the model does not take.
+
+    Raises:
+        UserError: The model takes no image, or does not take one and `wish` is strict.
+    """
+    import torch
+    drawn, errors = [], []
+    for file, x in images:
+        try:
+            with torch.no_grad():
+                drawn.append(_draw_image(model, file, x, transform, plan, wish, classes, page))
+        except (ValueError, AssertionError, RuntimeError) as error:
+            errors.append(f'{shown(file)} cannot be drawn: {type(model).__name__}: {one_line(error)}')
+            if wish.strict or len(errors) == len(images):
+                raise UserError(errors[0]) from error
+    return drawn, [f'left out: {error}' for error in errors]
+
+
+def _check_panels(model: Any, plan: Plan, panels: List[str], drawn: List[_Drawn]) -> List[str]:
+    """Return a note about each panel that is left out, and about images without panels.
+
+    Raises:
+        UserError: A panel that the user named is drawn nowhere, or no panel is.
+    """
+    left_out: LeftOutPanels = {}
+    for one in drawn:
+        for key, layers in one.left_out.items():
+            left_out[key] = list(dict.fromkeys([*left_out.get(key, []), *layers]))
+    for panel, why in left_out:
+        if not plan.optional and panel not in panels:
+            raise UserError(f'--panels {panel}: {why}')
+    if not panels:
+        hint = '; choose --panels influence, receptive-field or activation'
+        raise UserError(f'{type(model).__name__} has none of its usual panels'
+                        f'{hint if plan.layers else ": " + next(iter(left_out))[1]}')
+    notes = [f"left out the panel {panel}{' of ' if layers else ''}{', '.join(layers)}: {why}"
+             for (panel, why), layers in left_out.items()]
+    return notes + [f'left out: {shown(one.picture.name)}, which has none of the panels' for one in drawn
+                    if not one.picture.rows]
 
 
 def check_suffix(out: Path) -> Path:
