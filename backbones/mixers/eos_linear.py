@@ -1,6 +1,6 @@
 """Recurrences of linear attention for `EosMixer`: expand and shrink states, and oscillations."""
 import math
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -10,19 +10,10 @@ from ...kernels import eos_elementwise, eos_matmul
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ..inference import linear
+from .activations import ACTIVATE
 from .wide import WideModule, at_least_float, wide
 
 Tokens = Dict[str, Tensor]
-ACTIVATE: Dict[int, Callable[[Tensor], Tensor]] = {
-    0: lambda x: x,
-    1: F.relu,
-    2: torch.sigmoid,
-    3: lambda x: F.elu(x) + 1,
-    4: F.silu,
-    5: F.elu,
-    6: lambda x: F.relu(x).square(),
-    7: torch.square,
-}
 _LOGIT_BOUND = 10.0         # of the logits whose running sum is oscillation 12, as in the published code
 _SHORTEST = 1e-12           # length below which a vector is not scaled to length 1
 # The first token of a line has no predecessor. The operators clamp step logs at this value.

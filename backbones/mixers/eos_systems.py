@@ -10,7 +10,8 @@ from ...kernels import eos_elementwise
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ..inference import linear
-from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, gate_log
+from .activations import ACTIVATE
+from .eos_linear import Recurrence, Sizes, Tokens, gate_log
 from .scan import hippo_normal_eigenvalues
 from .wide import at_least_float, wide
 
