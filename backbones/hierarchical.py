@@ -93,8 +93,8 @@ class HierarchicalBackbone(TimmInterface):
         hybrid_options: the values of `mixers` and `attention_share` that are not the default; empty if both are.
 
     Raises:
-        ValueError: the family's `OPTIONS` do not allow a value, `attention_share` rounds to no block, or `mixers`
-            leaves no block to which one of `mixer_options` applies.
+        ValueError: the family's `OPTIONS` do not allow a value, `attention_share` rounds to no block, or `mixers` and
+            `attention_share` leave no block to which one of them, or one of `mixer_options`, applies.
         TypeError: an option is not in the family's `OPTIONS`.
     """
 
@@ -130,7 +130,7 @@ class HierarchicalBackbone(TimmInterface):
             num_classes=num_classes, in_chans=in_chans, global_pool=global_pool, drop_rate=drop_rate,
             drop_path_rate=drop_path_rate, img_size=img_size, output_stride=output_stride, mixers=mixers,
             attention_share=attention_share, **mixer_options))
-        refuse_unused(type(self), mixers, mixer_options)
+        refuse_unused(type(self), mixers, attention_share, depths, mixer_options)
         super().__init__(num_classes, in_chans)
         self.hybrid_options = {**({} if mixers is None else {'mixers': mixers}),
                                **({'attention_share': attention_share} if attention_share else {})}

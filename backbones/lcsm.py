@@ -88,9 +88,7 @@ class LCSM(HierarchicalBackbone):
             gated: bool = True,
             **kwargs: Any,
     ):
-        mixers = kwargs.get('mixers')
-        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer, mixers=mixers))
-        refuse_unused(type(self), mixers, dict(mixer=mixer))
+        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer))
         options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay,
                        gated=gated)
 
@@ -98,6 +96,9 @@ class LCSM(HierarchicalBackbone):
             return EosMixer(dim, num_heads, mixer, **options, **dd)
 
         super().__init__(build, **options, **kwargs)
+        # Not with the other options, because the skeleton's `mixer` is the function.
+        refuse_unused(type(self), kwargs.get('mixers'), kwargs.get('attention_share', 0.), kwargs['depths'],
+                      dict(mixer=mixer))
 
     def state_decays(self, x: Tensor) -> Dict[str, StateDecay]:
         """Return how much the memories of each layer decay per token, in evaluation mode.

@@ -1,6 +1,6 @@
 """The token mixers that a stage of the skeleton can take by name, for hybrids and comparisons (`mixers=`)."""
 import inspect
-from typing import Any, Callable, Dict, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from timm.models import register_notrace_module
 from torch import Tensor, nn
@@ -135,6 +135,15 @@ def attention_blocks(depth: int, share: float) -> Sequence[int]:
     return [(n + 1) * depth // count - 1 for n in range(count)]
 
 
+def block_mixers(mixers: Names, attention_share: float, depths: Sequence[int]) -> List[List[Optional[str]]]:
+    """Return the names of the mixers of each stage's blocks; None is the family's own. See `choose_mixers`."""
+    found = [[name] * depth for name, depth in zip(_of_each_stage(mixers, len(depths)), depths)]
+    for names in found:
+        for block in attention_blocks(len(names), attention_share):
+            names[block] = 'attention'
+    return found
+
+
 def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: Sequence[int]) -> Build:
     """Return the function that builds the mixer of each block of a hybrid.
 
@@ -145,39 +154,64 @@ def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: 
         depths: number of blocks of each stage.
 
     Raises:
-        ValueError: `attention_share` is above 0 but rounds to no block of any stage.
+        ValueError: `attention_share` is above 0 but rounds to no block of any stage, or it selects only blocks that
+            have 'attention' by `mixers`, or it replaces every block of a name in `mixers`.
     """
-    builds = [family if name is None else find_mixer(name) for name in _of_each_stage(mixers, len(depths))]
-    attention = [set(attention_blocks(depth, attention_share)) for depth in depths]
-    if attention_share and not any(attention):
-        raise ValueError(f'attention_share must be 0 or at least {0.5 / max(depths):.3g} for stages of '
-                         f"{', '.join(map(str, depths))} blocks, got {attention_share!r}, which rounds to no block")
+    names = block_mixers(mixers, attention_share, depths)
+    if attention_share:
+        _check_share(mixers, attention_share, depths, names)
 
     def build(stage: int, block: int, **kwargs: Any) -> nn.Module:
-        chosen = MIXERS['attention'] if block in attention[stage] else builds[stage]
-        return chosen(stage=stage, block=block, **kwargs)
+        name = names[stage][block]
+        return (family if name is None else find_mixer(name))(stage=stage, block=block, **kwargs)
 
     return build
 
 
-def refuse_unused(family: type, mixers: Names, given: Dict[str, Any]) -> None:
-    """Refuse options of the family's own mixer if `mixers` replaces it in every stage.
+def _check_share(mixers: Names, share: float, depths: Sequence[int], names: List[List[Optional[str]]]) -> None:
+    """Refuse a share, or a name in `mixers`, that has no effect on any block."""
+    if not any(attention_blocks(depth, share) for depth in depths):
+        raise ValueError(f'attention_share must be 0 or at least {0.5 / max(depths):.3g} for stages of '
+                         f"{', '.join(map(str, depths))} blocks, got {share!r}, which rounds to no block")
+    if names == block_mixers(mixers, 0, depths):
+        raise ValueError(f"attention_share={share!r} has no effect: the blocks that it selects have the mixer "
+                         f"'attention' by mixers={mixers!r}")
+    if isinstance(mixers, str):
+        if not any(mixers in stage for stage in names):
+            raise ValueError(f'mixers={mixers!r} has no effect: attention_share={share!r} replaces the mixer of every '
+                             'block')
+        return
+    for number, (name, stage) in enumerate(zip(_of_each_stage(mixers, len(depths)), names)):
+        if name is not None and name not in stage:
+            raise ValueError(f'mixers[{number}]={name!r} has no effect: attention_share={share!r} replaces the mixer '
+                             'of every block of this stage')
+
+
+def refuse_unused(family: type, mixers: Names, attention_share: float, depths: Sequence[int], given: Dict[str, Any]
+                  ) -> None:
+    """Refuse options of the family's own mixer if `mixers` and `attention_share` replace it in every block.
 
     Lists with a value for each stage pass, because the tables of architectures contain them.
 
     Args:
         family: class of the model; its constructor has the default values.
-        mixers: see `choose_mixers`.
+        mixers, attention_share, depths: see `choose_mixers`.
         given: values of the options by name.
 
     Raises:
         ValueError: an option differs from its default.
     """
-    if mixers is None or None in _of_each_stage(mixers, 4):
+    if any(None in names for names in block_mixers(mixers, attention_share, depths)):
         return
+    if not any(None in names for names in block_mixers(mixers, 0, depths)):
+        reason = f'mixers={mixers!r} replaces the mixer of every stage'
+    elif mixers is None:
+        reason = f'attention_share={attention_share!r} replaces the mixer of every block'
+    else:
+        reason = f'mixers={mixers!r} and attention_share={attention_share!r} replace the mixer of every block'
     for name, value in given.items():
         defaults = [parameters[name].default for parameters in (
             inspect.signature(cls.__init__).parameters for cls in family.__mro__ if '__init__' in vars(cls))
             if name in parameters]
         if defaults and value != defaults[0] and not isinstance(value, (list, tuple)):
-            raise ValueError(f'{name}={value!r} has no effect: mixers={mixers!r} replaces the mixer of every stage')
+            raise ValueError(f'{name}={value!r} has no effect: {reason}')

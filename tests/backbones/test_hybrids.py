@@ -1,5 +1,6 @@
 """Hybrids: `mixers` and `attention_share` choose the token mixer of each stage and block by name."""
 import copy
+import pickle
 
 import pytest
 import timm
@@ -18,6 +19,7 @@ from subquad.backbones.mixers.choices import (
     attention_blocks,
     find_mixer,
 )
+from subquad.backbones.mixers.eos_codes import ACTIVATIONS, PRESETS
 from subquad.backbones.weights import WeightsError, check_options, load_weights
 
 FAMILIES = ('test_ppma', 'test_myo', 'test_lcsm')
@@ -52,6 +54,29 @@ def test_a_mixer_maps_any_grid_and_has_a_gradient(name):
     x = torch.randn(1, 4, 4, 12, requires_grad=True)
     mixer(x)[0, 1, 1].sum().backward()
     assert bool(x.grad[0, 1, 2].any()) == (name != 'identity')
+
+
+CODES = [f'eos:{code}' for code in (*PRESETS, *(f'1-{o}-1-{o % 8}' for o in range(13)), '0-1-0-1-3',
+                                    *(f'1-10-1-{activation}' for activation in ACTIVATIONS))]
+
+
+@pytest.mark.parametrize('name', dict.fromkeys([*MIXERS, *CODES]))
+def test_a_mixer_can_be_pickled_and_copied(name):
+    torch.manual_seed(0)
+    mixer = find_mixer(name)(stage=0, block=1, dim=8, num_heads=2).eval()
+    x = torch.randn(1, 3, 2, 8)
+    y = mixer(x)
+    for other in (pickle.loads(pickle.dumps(mixer)), copy.deepcopy(mixer)):
+        assert type(other) is type(mixer) and torch.equal(other(x), y)
+
+
+@pytest.mark.parametrize('name, options', [
+    *((name, {}) for name in FAMILIES), ('test_lcsm', dict(mixer='mamba')), ('test_lcsm', dict(mixer='1-10-1-0')),
+    ('test_ppma', dict(mixers=('tree', None, 'eos:retnet', 'separable'), attention_share=0.25))])
+def test_a_model_can_be_saved_whole(name, options, tmp_path):
+    model, x = hybrid(name, **options), torch.randn(1, 3, 64, 64)
+    torch.save(model, tmp_path / 'model.pt')
+    assert torch.equal(torch.load(tmp_path / 'model.pt', weights_only=False)(x), model(x))
 
 
 def test_the_names_select_these_mixers():
@@ -170,6 +195,36 @@ def test_options_without_an_effect_are_refused():
             timm.create_model(name, device='meta', **options)
 
 
+@pytest.mark.parametrize('name, options, message', [
+    ('test_ppma', dict(paths='v2h'), "paths='v2h' has no effect: attention_share=1 replaces the mixer of every block"),
+    ('test_ppma', dict(mask_mode='multiplicative'), "mask_mode='multiplicative' has no effect: attention_share=1 "),
+    ('test_lcsm', dict(mode='raster', mixer='s5'), "mode='raster' has no effect: attention_share=1 replaces "),
+    ('test_lcsm', dict(mixer='s5'), "mixer='s5' has no effect: attention_share=1 replaces the mixer of every block"),
+    ('test_myo', dict(parametrization='skew'), "parametrization='skew' has no effect: attention_share=1 "),
+    ('test_myo', dict(parametrization='skew', attention_share=0.75), "parametrization='skew' has no effect: attention"),
+    ('test_myo', dict(mixers='tree'), "mixers='tree' has no effect: attention_share=1 replaces the mixer of every b"),
+    ('test_myo', dict(mixers=(None, 'eos', 'attention', None)), r"mixers\[1\]='eos' has no effect: attention_share=1 "),
+    ('test_myo', dict(mixers=['tree', None, 'tree', None], attention_share=0.5), r"mixers\[0\]='tree' has no effect: "),
+    ('test_myo', dict(mixers='attention', attention_share=.5), 'attention_share=0.5 has no effect: the blocks that it '
+     "selects have the mixer 'attention' by mixers='attention'"),
+    ('test_myo', dict(mixers=(None, 'tree', 'tree', 'tree'), max_levels=2, attention_share=0.5),
+     "max_levels=2 has no effect: mixers=.* and attention_share=0.5 replace the mixer of every block"),
+])
+def test_options_of_blocks_that_attention_replaces_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=f'^{message}') as caught:
+        timm.create_model(name, device='meta', **{'attention_share': 1, **options})
+    assert '\n' not in str(caught.value)
+
+
+def test_options_of_a_single_block_that_attention_leaves_apply():
+    """With a share of 0.5, only the first block of stage 3 of the small networks is not attention."""
+    model = hybrid('test_ppma', attention_share=0.5, paths='v2h')
+    assert [mixer.paths for mixer in model.mixers().values()] == ['none', 'none', 'v2h', 'none', 'none']
+    for mixers in ('tree', (None, None, 'tree', 'attention')):
+        assert [type(mixer) for mixer in hybrid('test_lcsm', attention_share=0.5, mixers=mixers).mixers().values()] == [
+            PolylineMixer, PolylineMixer, TreeMixer, PolylineMixer, PolylineMixer]
+
+
 def test_options_of_a_weight_file_are_checked():
     assert check_options('test_ppma', {'mixers': ['tree', None, 'eos:gla', 's5']}, 'x')['mixers'][3] == 's5'
     with pytest.raises(WeightsError, match='x: mixers must be one of'):
@@ -203,9 +258,9 @@ def test_published_weights_are_refused_even_if_all_keys_match():
 
 def test_a_hybrid_loads_its_own_weights(tmp_path):
     file = str(tmp_path / 'hybrid.safetensors')
-    model = hybrid('test_lcsm', mixers=QUARTERS[0], attention_share=0.5)
+    model = hybrid('test_lcsm', mixers=QUARTERS[0], attention_share=0.25)
     save_file(model.state_dict(), file)
-    loaded = hybrid('test_lcsm', mixers=QUARTERS[0], attention_share=0.5, pretrained=True,
+    loaded = hybrid('test_lcsm', mixers=QUARTERS[0], attention_share=0.25, pretrained=True,
                     pretrained_cfg_overlay=dict(file=file, num_classes=7))
     x = torch.randn(1, 3, 64, 64)
     assert_close(loaded(x), model(x))

@@ -295,7 +295,7 @@ def test_layer_decay_needs_group_matcher():
 
 @pytest.mark.parametrize('family', ['PPMA', 'Myo', 'LCSM'])
 def test_hybrids_load_weights_of_the_same_mixers_only(family, tmp_path):
-    options = dict(mixers=['tree', 'eos', 'depthwise', 'attention'], attention_share=0.5)
+    options = dict(mixers=['tree', 'eos', 'depthwise', 'attention'], attention_share=0.25)
     classifier = timm.create_model(FAMILIES[family][0], **options).eval()
     save_weights(classifier, tmp_path / 'hybrid.safetensors')
     pretrained = dict(type='Pretrained', checkpoint=str(tmp_path / 'hybrid.safetensors'))
