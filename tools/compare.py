@@ -14,6 +14,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
     from .bench.config_sweeps import setting
+    from .bench.mixer_records import Selection
     from .bench.mixer_runs import measure_cell, plan, print_list, run_cells
     from .bench.mixer_tables import plot_costs, score_table
     from .bench.mixer_tasks import COMPARED, SEEDS, TASKS, Cell, check_names, check_packages
@@ -22,22 +23,39 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.one:
         print(dumps(measure_cell(Cell(*json.loads(args.one)), options)))
         return 0
-    for name in ('jobs', 'threads', 'epochs'):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f'--{name} must be at least 1, got {getattr(args, name)}')
+    shows = [name for name in ('list', 'table', 'plot') if getattr(args, name)]
+    _check(args, shows)
     tasks, mixers, seeds = args.tasks or list(TASKS), args.mixers or list(COMPARED), args.seeds or list(SEEDS)
     check_names(tasks, mixers, seeds)
     file = expanded(args.out)
-    if args.list:
+    if 'list' in shows:
         print_list(plan(tasks, mixers, seeds, options), file)
-    if args.table:
-        print(score_table(file), end='')
-    if args.plot:
-        plot_costs(file, expanded(args.plot))
-    if args.list or args.table or args.plot:
+    if 'table' in shows or 'plot' in shows:
+        if not file.exists():
+            raise UserError(f'{file}: no such file; --out names the file of records')
+        recipes = plan(tasks, mixers, seeds, options).recipes if options else None
+        chosen = Selection(args.tasks, args.mixers, args.seeds, recipes)
+        if args.table:
+            print(score_table(file, chosen), end='')
+        if args.plot:
+            plot_costs(file, expanded(args.plot), chosen)
+    if shows:
         return 0
     check_packages(tasks)
-    return 1 if run_cells(plan(tasks, mixers, seeds, options), file, args.jobs, args.threads, args.retry) else 0
+    failures = run_cells(plan(tasks, mixers, seeds, options), file, args.jobs or 1, args.threads or 1, args.retry)
+    return 1 if failures else 0
+
+
+def _check(args: argparse.Namespace, shows: List[str]) -> None:
+    """Check numbers and combinations of flags."""
+    for name in ('jobs', 'threads', 'epochs'):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f'--{name} must be at least 1, got {getattr(args, name)}')
+    if args.plot == '':
+        raise UserError('--plot must be a file, got an empty name')
+    for name in ('retry', 'jobs', 'threads'):
+        if shows and getattr(args, name):
+            raise UserError(f'--{name} has no effect with --{shows[0]}, which runs no cell: leave one of them out')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,11 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--out', default='compare.jsonl', metavar='FILE',
                         help='file of records, to which new ones are appended (default: compare.jsonl)')
     parser.add_argument('--list', action='store_true', help='only show what is done and how long the rest takes')
-    parser.add_argument('--table', action='store_true', help='only print the table of scores')
-    parser.add_argument('--plot', metavar='PNG', help='only draw scores against time, memory and MACs')
+    parser.add_argument('--table', action='store_true', help='only print the table of scores: of the recipe that each '
+                        'task was last run with, or that --epochs and --set name')
+    parser.add_argument('--plot', metavar='PNG', help='only draw scores against time, memory and MACs, of the same '
+                        'cells as --table')
     parser.add_argument('--retry', action='store_true', help='also run the cells that failed')
-    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='cells at the same time (default: 1)')
-    parser.add_argument('--threads', type=int, default=1, metavar='N', help='CPU threads of a cell (default: 1)')
+    parser.add_argument('--jobs', type=int, metavar='N', help='cells at the same time (default: 1)')
+    parser.add_argument('--threads', type=int, metavar='N', help='CPU threads of a cell (default: 1)')
     parser.add_argument('--epochs', type=int, metavar='N', help='number of epochs (default: those of each config); the '
                         'schedule is scaled to it')
     parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE', help='options of the configs of all '

@@ -91,7 +91,7 @@ def test_recipe_is_of_the_config_and_the_options():
     user_error(lambda: recipe('copy', {'model.deph': 1, 'optim_wrapper.optimiser': 1}), 'optimiser')
 
 
-def test_wrong_names_and_numbers_are_one_error(tmp_path):
+def test_wrong_names_and_numbers_are_one_error(tmp_path, without_processes):
     out = ['--out', tmp_path / 'r.jsonl']
     command_error(compare.main, ['--tasks', 'digit', *out], "unknown task 'digit'; did you mean digits", 'pathfinder')
     command_error(compare.main, ['--mixers', 'attention', 'tre', *out], "unknown mixer 'tre'; did you mean tree")
@@ -100,9 +100,20 @@ def test_wrong_names_and_numbers_are_one_error(tmp_path):
     command_error(compare.main, ['--jobs', '0', *out], '--jobs must be at least 1')
     command_error(compare.main, ['--epochs', '0', *out], '--epochs must be at least 1')
     command_error(compare.main, ['--set', 'epochs', *out], '--set takes KEY=VALUE')
-    command_error(compare.main, ['--plot', tmp_path / 'p.png', *out], 'no cell that succeeded')
+    command_error(compare.main, ['--plot', '', *out], '--plot must be a file, got an empty name')
+    for show in (['--table'], ['--plot', tmp_path / 'p.png']):
+        command_error(compare.main, [*show, *out], 'r.jsonl: no such file')
+    write(tmp_path / 'failed.jsonl', failure())
+    command_error(compare.main, ['--plot', tmp_path / 'p.png', '--out', tmp_path / 'failed.jsonl'], 'no cell to plot')
     check_names(list(TASKS), ['eos:1-1-1-4', *COMPARED], list(SEEDS))
     assert not (tmp_path / 'r.jsonl').exists()
+
+
+@pytest.mark.parametrize('show', [['--list'], ['--table'], ['--plot', 'p.png']], ids=str)
+@pytest.mark.parametrize('flag', [['--retry'], ['--jobs', '1'], ['--threads', '2']], ids=str)
+def test_flags_of_runs_are_refused_where_no_cell_runs(show, flag, tmp_path):
+    file = write(tmp_path / 'r.jsonl', record())
+    command_error(compare.main, [*show, *flag, '--out', file], f'{flag[0]} has no effect with {show[0]}')
 
 
 def test_missing_package_is_told_before_anything_runs(monkeypatch, tmp_path, without_processes):
@@ -137,6 +148,20 @@ def test_a_cell_trains_and_its_record_is_whole(tmp_path, capsys):
 def test_task_trains_with_a_mixer(task):
     found = mixer_cells.train_cell(Cell(task, 'separable', 0), {**TINY, 'train_dataloader.batch_size': 32})
     assert found['steps'] == 2 and 0 <= found['score'] <= 100 and found['train_loss'] < 3
+
+
+def test_detector_that_finds_nothing_has_the_score_0(monkeypatch):
+    """MMDetection returns no metrics then. Any other task must have its metric."""
+    def untrained(config, see_inputs):
+        see_inputs(torch.zeros(1, 3, 64, 64))
+        return dict(train_loss=1., steps=1, seconds=1., step_ms=1., peak_mb=None)
+    monkeypatch.setattr(mixer_cells, 'train_and_test', untrained)
+    monkeypatch.setattr(mixer_cells, 'SHAPES', dict(train=2, val=2, size=[64, 64], seed=0))
+    pytest.importorskip('mmdet')
+    found = mixer_cells.train_cell(Cell('detection', 'identity', 0), {})
+    assert found['score'] == 0 and found['metrics'] == {} and found['steps'] == 1
+    with pytest.raises(KeyError, match='accuracy/top1'):
+        mixer_cells.train_cell(Cell('copy', 'identity', 0), {})
 
 
 @pytest.mark.slow
@@ -221,12 +246,47 @@ def test_recipes_are_not_mixed(tmp_path):
     assert 'commit abcdef0, abcdef0 with changes' in mixer_tables.score_table(file)
 
 
+def test_table_and_plot_show_what_is_named(tmp_path, monkeypatch, capsys):
+    """Tasks, mixers and seeds are a selection of the records, and options name another recipe than the last one."""
+    of_two, own = (mixer_cells.recipe('copy', options) for options in ({'epochs': 2}, {}))
+    file = write(tmp_path / 'r.jsonl', record(seed=0, score=80.), record(seed=1, score=90.),
+                 failure(mixer='s5', seed=1), record(task='copy', recipe=of_two, score=11.),
+                 record(task='copy', recipe=own, score=22.))
+
+    def table(*flags):
+        assert compare.main(['--table', '--out', str(file), *flags]) == 0
+        return capsys.readouterr().out
+    assert rows(table())['tree'][:1] == ['85.0 ± 7.1 (2 seeds)'] and len(rows(table())) == len(COMPARED)
+    assert rows(table('--tasks', 'digits')) == {
+        **{mixer: ['not run'] for mixer in COMPARED}, 'tree': ['85.0 ± 7.1 (2 seeds)'], 's5': ['1 failed']}
+    assert rows(table('--tasks', 'copy', 'digits', '--mixers', 'tree', 'eos:dur', '--seeds', '1', '2')) == {
+        'tree': ['90.0 (1 seed)', 'not run'], 'eos:dur': ['not run'] * 2}
+    found = table('--mixers', 'tree', '--seeds', '0')
+    assert 'Failed' not in found and '2 cells.' in found
+    copies = ('--tasks', 'copy', '--mixers', 'tree')
+    assert rows(table(*copies)) == {'tree': ['22.0 (1 seed)']}
+    assert rows(table(*copies, '--epochs', '2')) == {'tree': ['11.0 (1 seed)']}
+    assert rows(table(*copies, '--set', 'model.depth=3')) == {'tree': ['not run']}
+
+    drawn = []
+    monkeypatch.setattr(mixer_tables, 'save', lambda page, picture, dpi: drawn.append(page))
+    for flags, labels, mixers in (([], {'digits', 'copy'}, ['tree']), (['--tasks', 'copy'], {'copy'}, ['tree'])):
+        assert compare.main(['--plot', str(tmp_path / 'p.png'), '--out', str(file), *flags]) == 0
+        assert {axes.get_ylabel().split(':')[0] for axes in drawn[-1].axes} == labels
+        assert [text.get_text() for text in drawn[-1].legends[0].get_texts()] == mixers
+    command_error(compare.main, ['--plot', tmp_path / 'p.png', '--out', file, '--mixers', 's5'], 'no cell to plot')
+
+
 @pytest.mark.parametrize('line, message', [
     ('{"task": "digits"', 'cannot read'), ('{"task": "digits"}', 'line 1: the record has no mixer'),
-    (json.dumps(record(task='digit')), "line 1: there is no task 'digit'")])
-def test_damaged_file_is_one_error(line, message, tmp_path):
+    (json.dumps(record(task='digit')), "line 1: there is no task 'digit'"), ('3', 'line 1: a record must be an object'),
+    (json.dumps(record(mixer=['tree'])), "line 1: mixer must be a name, got ['tree']"),
+    (json.dumps(record(score=None)), 'line 1: score must be a number, got None'),
+    (json.dumps({'task': 'digits', 'mixer': 'tree', 'seed': 0}), 'line 1: the record has no recipe')])
+@pytest.mark.parametrize('show', ['--table', '--list'])
+def test_damaged_file_is_one_error(show, line, message, tmp_path):
     (tmp_path / 'r.jsonl').write_text(line + '\n')
-    command_error(compare.main, ['--table', '--out', tmp_path / 'r.jsonl'], message)
+    command_error(compare.main, [show, '--tasks', 'digits', '--out', tmp_path / 'r.jsonl'], message)
 
 
 def test_committed_records_are_of_clean_commits():

@@ -67,9 +67,9 @@ def train_cell(cell: Cell, options: Dict[str, Any]) -> Dict[str, Any]:
         options: as of `cell_config`.
 
     Returns:
-        score (the compared metric in percent), metrics (all of them), parameters and macs of the network for one input
-        (of a detector or segmenter: of the backbone), and step_ms, peak_mb, steps, seconds and train_loss as in
-        `train_and_test`.
+        score (the compared metric in percent; 0 for a detector that finds nothing, which has no metrics), metrics (all
+        of them), parameters and macs of the network for one input (of a detector or segmenter: of the backbone), and
+        step_ms, peak_mb, steps, seconds and train_loss as in `train_and_test`.
 
     Raises:
         UserError: the loss is not finite, or the config, the mixer or an option is wrong.
@@ -83,7 +83,8 @@ def train_cell(cell: Cell, options: Dict[str, Any]) -> Dict[str, Any]:
         shapes: List[Tuple[Tuple[int, ...], torch.dtype]] = []
         found = train_and_test(config, lambda inputs: shapes.append((tuple(inputs[0].shape), inputs[0].dtype)))
         result = {name: found.pop(name) for name in ('train_loss', 'steps', 'seconds', 'step_ms', 'peak_mb')}
-        return {'score': task.scale * found[task.metric], 'metrics': found, **_counts(config, *shapes[0]), **result}
+        score = 0. if task.detects and not found else task.scale * found[task.metric]
+        return {'score': score, 'metrics': found, **_counts(config, *shapes[0]), **result}
 
 
 def _counts(config: Any, shape: Tuple[int, ...], dtype: torch.dtype) -> Dict[str, Optional[int]]:

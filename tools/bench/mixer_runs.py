@@ -14,9 +14,9 @@ from ..common.cli import UserError
 from ..common.output import add_row, print_table
 from ..engine.records import append, environment
 from .mixer_cells import recipe, train_cell
+from .mixer_records import cell_records
 from .mixer_tasks import TASKS, Cell
 from .processes import KILLED, ProcessFailed, run_in_fresh_process
-from .sweep_tables import records
 
 # Seconds that a process takes to start and to write its data, for estimates.
 _START = 15
@@ -53,7 +53,7 @@ def known(chosen: Plan, file: Path) -> Dict[Cell, Dict[str, Any]]:
     Raises:
         UserError: the file cannot be read or is not one of records.
     """
-    found = {Cell(line['task'], line['mixer'], line['seed']): line for line in records(file)
+    found = {Cell(line['task'], line['mixer'], line['seed']): line for line in cell_records(file)
              if chosen.recipes.get(line['task']) == line['recipe']}
     return {cell: found[cell] for cell in chosen.cells if cell in found}
 

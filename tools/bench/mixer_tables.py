@@ -6,41 +6,15 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from ..common.canvas import figure
 from ..common.cli import UserError, shown
 from .markdown import RECORDS, markdown
+from .mixer_records import EVERYTHING, Runs, Selection, runs
 from .mixer_tasks import COMPARED, SEEDS, TASKS
 from .plots import save
-from .sweep_tables import records
 
 FILE = 'compare.jsonl'
 NOT_RUN = 'not run'
 # What a cell costs, by column of the plot: entry of a record, label.
 COSTS = {'step_ms': 'time of a training step, ms', 'peak_mb': 'memory of a training step, MB', 'macs': 'MACs, millions'}
 _REASON = 200           # characters of the reason of a failure in a table
-
-Runs = Dict[Tuple[str, str], List[Dict[str, Any]]]
-
-
-def runs(file: Path) -> Runs:
-    """Return the records of each (task, mixer), one of each seed.
-
-    Only records of the recipe that a task was last run with are returned. A later record of a cell replaces earlier
-    ones.
-
-    Raises:
-        UserError: the file cannot be read or is not one of records of this comparison.
-    """
-    lines = records(file)
-    for number, line in enumerate(lines, 1):
-        absent = [key for key in ('task', 'mixer', 'seed', 'recipe') if key not in line]
-        if absent or line['task'] not in TASKS:
-            raise UserError(f'{file}, line {number}: '
-                            + (f'the record has no {absent[0]}' if absent else f"there is no task {line['task']!r}"))
-    current = {line['task']: line['recipe'] for line in lines}
-    newest = {(line['task'], line['mixer'], line['seed']): line for line in lines
-              if current[line['task']] == line['recipe']}
-    found: Runs = {}
-    for (task, mixer, _), line in newest.items():
-        found.setdefault((task, mixer), []).append(line)
-    return found
 
 
 def _succeeded(lines: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -67,11 +41,18 @@ def _score(lines: Sequence[Dict[str, Any]]) -> str:
     return ', '.join(parts)
 
 
-def _grid(found: Runs, write: Callable[[str, Sequence[Dict[str, Any]]], str], heads: Callable[[str], str]) -> str:
+def _grid(found: Runs, write: Callable[[str, Sequence[Dict[str, Any]]], str], heads: Callable[[str], str],
+          chosen: Selection = EVERYTHING) -> str:
     """Write a table with a row for each mixer and a column for each task."""
-    mixers = dict.fromkeys([*COMPARED, *(mixer for _, mixer in found)])
-    rows = [[f'`{mixer}`', *(write(task, found.get((task, mixer), [])) for task in TASKS)] for mixer in mixers]
-    return markdown(['mixer', *map(heads, TASKS)], rows)
+    tasks = [task for task in TASKS if chosen.tasks is None or task in chosen.tasks]
+    rows = [[f'`{mixer}`', *(write(task, found.get((task, mixer), [])) for task in tasks)]
+            for mixer in _mixers(found, chosen)]
+    return markdown(['mixer', *map(heads, tasks)], rows)
+
+
+def _mixers(found: Runs, chosen: Selection) -> List[str]:
+    """Return the selected mixers, or those compared by default and all others that have records."""
+    return list(dict.fromkeys(chosen.mixers or [*COMPARED, *(mixer for _, mixer in found)]))
 
 
 def comparison_table(root: Path) -> str:
@@ -79,10 +60,14 @@ def comparison_table(root: Path) -> str:
     return score_table(root / RECORDS / FILE)
 
 
-def score_table(file: Path) -> str:
-    """Write the table of scores of a file of records; see `comparison_table`."""
-    found = runs(file)
-    text = _grid(found, lambda task, lines: _score(lines), lambda task: f'{task} ({TASKS[task].unit})')
+def score_table(file: Path, chosen: Selection = EVERYTHING) -> str:
+    """Write the table of scores of the selected records of a file; see `comparison_table`.
+
+    Raises:
+        UserError: the file cannot be read or is not one of records of this comparison.
+    """
+    found = runs(file, chosen)
+    text = _grid(found, lambda task, lines: _score(lines), lambda task: f'{task} ({TASKS[task].unit})', chosen)
     failed = [line for lines in found.values() for line in lines if 'failed' in line]
     if failed:
         text += '\nFailed cells:\n\n' + ''.join(
@@ -151,21 +136,22 @@ def _cost_table(root: Path, key: str, write: Callable[[float], str]) -> str:
     return _grid(runs(root / RECORDS / FILE), cell, str)
 
 
-def plot_costs(file: Path, picture: Path) -> None:
+def plot_costs(file: Path, picture: Path, chosen: Selection = EVERYTHING) -> None:
     """Draw score against time, memory and MACs: a row for each task that has records, a color for each mixer.
 
     Args:
         file: file of records.
         picture: PNG file.
+        chosen: the records that are drawn.
 
     Raises:
-        UserError: no cell has succeeded, the picture cannot be written, or matplotlib is missing.
+        UserError: no selected cell has succeeded, the picture cannot be written, or matplotlib is missing.
     """
-    found = {key: lines for key, each in runs(file).items() if (lines := _succeeded(each))}
+    found = {key: lines for key, each in runs(file, chosen).items() if (lines := _succeeded(each))}
     tasks = [task for task in TASKS if any(key[0] == task for key in found)]
     if not tasks:
-        raise UserError(f'{file} has no cell that succeeded: nothing to plot')
-    mixers = list(dict.fromkeys([*COMPARED, *(mixer for _, mixer in found)]))
+        raise UserError(f'no cell to plot has succeeded in {file}')
+    mixers = _mixers(found, chosen)
     page = figure((9, 0.6 + 2.4 * len(tasks)))
     grid = page.subplots(len(tasks), len(COSTS), squeeze=False)
     handles: Dict[str, Any] = {}

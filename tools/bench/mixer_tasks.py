@@ -38,9 +38,14 @@ class Task(NamedTuple):
     needs: Tuple[str, ...] = ()
 
     @property
+    def detects(self) -> bool:
+        """Whether the task trains a detector."""
+        return 'mmdet' in self.needs
+
+    @property
     def dense(self) -> bool:
         """Whether the task trains a detector or segmenter on the generated shapes."""
-        return 'mmdet' in self.needs or 'mmseg' in self.needs
+        return self.detects or 'mmseg' in self.needs
 
     @property
     def key(self) -> str:
