@@ -74,7 +74,7 @@ def _carry(last: Tensor, decay: Tensor) -> Tensor:
 def scan_along(x: Tensor, steps: Tensor, dim: int, scan) -> Tensor:
     """Apply `scan` to every line of x (G, ..., D) along grid dimension `dim`, a few at a time; steps: (G, ...)."""
     x, steps = x.transpose(dim, -2), steps.transpose(dim, -1)                # (G, ..., lines, L, D), (G, ..., lines, L)
-    step = max(1, LINE_ELEMENTS * x.shape[-3] // x.numel())
+    step = max(1, LINE_ELEMENTS * x.shape[-3] // max(1, x.numel()))
     if scan is dense_axis_scan or torch.compiler.is_compiling():
         step = x.shape[-3]
     parts = []

@@ -39,15 +39,45 @@ def read(op: str, name: str, source: Source, axis: int, start: int, stop: int, d
     return band.detach().to(device) if device is not None else band.detach()
 
 
+def check_grid(op: str, name: str, array: Any, sizes: Sequence[int], what: str) -> None:
+    """Check that an array has these sizes in dimensions 2 and 3. Functions and None pass.
+
+    Raises:
+        ValueError: it has others.
+    """
+    if is_array(array) and tuple(array.shape[2:4]) != tuple(sizes):
+        raise ValueError(f'{op}: {name} must have the height and width of {what}, {tuple(sizes)}, got '
+                         f'{tuple(array.shape)}')
+
+
+def check_target(op: str, name: str, target: Target) -> None:
+    """Check that a target can take floating-point numbers.
+
+    Raises:
+        TypeError: the target is neither an array nor a function nor None, or it is an array of integers or booleans.
+    """
+    if target is None or callable(target) and not is_array(target):
+        return
+    if not is_array(target):
+        raise TypeError(f'{op}: {name} must be an array or a function of (start, stop, band), got '
+                        f'{type(target).__name__}')
+    dtype = getattr(target, 'dtype', None)
+    if isinstance(dtype, torch.dtype):
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+    else:
+        whole = getattr(dtype, 'kind', 'f') in 'biu'
+    if whole:
+        raise TypeError(f'{op}: {name} must have a floating-point dtype, got {dtype}, which truncates the results')
+
+
 def write(op: str, name: str, target: Target, axis: int, start: int, stop: int, band: Tensor) -> None:
     """Write the band [start, stop) along an axis. None as target drops it.
 
     Raises:
-        TypeError: the target is neither an array nor a function.
+        TypeError: the target is neither an array nor a function, or it is an array of integers or booleans.
         ValueError: the array has another shape than the band outside of the axis, or is shorter.
     """
-    if target is None:
-        return
+    check_target(op, name, target)
     if is_array(target):
         index = (slice(None),) * axis + (slice(start, stop),)
         others = [(*x.shape[:axis], *x.shape[axis + 1:]) for x in (target, band)]
@@ -55,11 +85,8 @@ def write(op: str, name: str, target: Target, axis: int, start: int, stop: int, 
             raise ValueError(f'{op}: {name} must have the shape of the result, which is {tuple(band.shape)} from '
                              f'{start} to {stop} in dimension {axis}, got {tuple(target.shape)}')
         target[index] = band if isinstance(target, Tensor) else band.cpu().numpy()
-    elif callable(target):
+    elif target is not None:
         target(start, stop, band)
-    else:
-        raise TypeError(f'{op}: {name} must be an array or a function of (start, stop, band), got '
-                        f'{type(target).__name__}')
 
 
 def total_size(op: str, source: Source, given: Optional[Sequence[int]], name: str, axes: Tuple[int, ...]
@@ -69,6 +96,8 @@ def total_size(op: str, source: Source, given: Optional[Sequence[int]], name: st
     Raises:
         ValueError: the source is a function and no size is given, or a size differs from the array's or is below 1.
     """
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise ValueError(f'{op}: {name} must be {len(axes)} integers of at least 1, got {given!r}')
     own = None
     if is_array(source) and len(source.shape) > max(axes):
         own = tuple(int(source.shape[axis]) for axis in axes)

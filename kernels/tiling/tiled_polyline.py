@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ..common import checks
 from ..common.decay import bounded, compute_dtype
-from ..polyline_scan.portable import axis_scan, by_group, scan_along
-from .bands import Device, Source, Target, bands, read, total_size, write
+from ..polyline_scan.portable import axis_scan, scan_along
+from .bands import Device, Source, Target, bands, check_grid, check_target, read, total_size, write
 
 _OP = 'polyline_scan_tiled'
 
@@ -73,7 +73,7 @@ class _Image(NamedTuple):
             checks.shape(_OP, name, log, x.shape[:-1], 'a step log for each token and head of x')
             checks.step_logs(_OP, **{name: log})
         dtype = compute_dtype(x.dtype)
-        values, (alpha, beta) = by_group(x.to(dtype)), (bounded(by_group(log.to(dtype))) for log in logs)
+        values, (alpha, beta) = x.to(dtype).flatten(0, 1), (bounded(log.to(dtype).flatten(0, 1)) for log in logs)
         inputs = {name: values if name == 'v2h' else scan_along(values, alpha, 2, axis_scan) for name in self.paths}
         return inputs, alpha, beta, x
 
@@ -99,7 +99,8 @@ def polyline_scan_tiled(
         x: (B, heads, H, W, D), an array or a function (start, stop) that returns the rows from start to stop,
             (B, heads, stop - start, W, D); float32, float64, float16 or bfloat16.
         log_alpha, log_beta: step logs along W and along H, <= 0, arrays (B, heads, H, W) or functions.
-        out: an array of the shape of x, or a function (start, stop, band).
+        out: an array of the shape of x with a floating-point dtype, a function (start, stop, band), or None, which
+            drops the result.
         paths: 'v2h', 'h2v' or 'both', as for `polyline_scan`.
         rows: rows of a band.
         size: (H, W), needed where x is a function.
@@ -112,6 +113,9 @@ def polyline_scan_tiled(
     checks.one_of(_OP, 'paths', paths, checks.PATHS)
     height, width = total_size(_OP, x, size, 'size', (2, 3))
     parts = bands(_OP, 'rows', height, rows)
+    for name, array in (('log_alpha', log_alpha), ('log_beta', log_beta), ('out', out)):
+        check_grid(_OP, name, array, (height, width), 'x')
+    check_target(_OP, 'out', out)
     columns = {name: _Columns() for name in ('v2h', 'h2v') if paths in (name, 'both')}
     image = _Image(x, log_alpha, log_beta, width, list(columns), device)
     for start, stop in parts:

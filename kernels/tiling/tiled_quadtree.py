@@ -3,7 +3,7 @@
 A band is the leaves of one row of cells of a level. Eliminating a subtree leaves its Schur complement: what it adds to
 the pivot and to the right-hand side of its root.
 """
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..common import checks
 from ..common.decay import compute_dtype
 from ..quadtree_solve.portable import coefficients, sweep, sweep_down, sweep_up
 from ..trees import PARAMETRIZATIONS, RHO, Level, quadtree_levels, sibling_normalized
-from .bands import Device, Source, Target, is_array, read, total_size, write
+from .bands import Device, Source, Target, check_grid, check_target, read, total_size, write
 
 _OP = 'quadtree_solve_tiled'
 
@@ -79,13 +79,20 @@ def _solve_coarse(problem: _Problem, right: Tensor, pivot: Tensor) -> List[Tenso
     return sweep(values, levels, *numbers)
 
 
+def _each_level(name: str, given: Any) -> List[Any]:
+    """Return a list with an entry for each level."""
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f'{_OP}: {name} must be a list with one entry for each level, got {type(given).__name__}')
+    return list(given)
+
+
 def _problem(values: Sequence[Source], edges: Sequence[Source], rows: int, size: Optional[Sequence[int]],
              parametrization: str, rho: float, shift: Sequence[int], device: Device) -> _Problem:
     """Check the arguments."""
     checks.one_of(_OP, 'parametrization', parametrization, PARAMETRIZATIONS)
     if not 0 < rho < 1:
         raise ValueError(f'{_OP}: rho must be between 0 and 1, got {rho!r}')
-    values, edges = list(values), list(edges)
+    values, edges = _each_level('values', values), _each_level('edges', edges)
     if not values:
         raise ValueError(f'{_OP}: values must have at least one level, got none')
     if len(edges) != len(values) - 1:
@@ -94,15 +101,13 @@ def _problem(values: Sequence[Source], edges: Sequence[Source], rows: int, size:
     if type(rows) is not int or rows < 2 or rows & (rows - 1):
         raise ValueError(f'{_OP}: rows must be a power of 2 from 2 on, got {rows!r}')
     height, width = total_size(_OP, values[0], size, 'size', (2, 3))
-    levels = quadtree_levels(height, width, None, tuple(shift))
+    levels = quadtree_levels(height, width, None, shift)
     if len(values) > len(levels):
         raise ValueError(f'{_OP}: a tree over {height} x {width} leaves has {len(levels)} levels, got {len(values)}')
     levels = levels[:len(values)]
     for name, sources in (('values', values), ('edges', edges)):
         for n, (source, level) in enumerate(zip(sources, levels)):
-            if is_array(source) and tuple(source.shape[2:4]) != level[:2]:
-                raise ValueError(f'{_OP}: {name}[{n}] must have the height and width of level {n} of this tree, '
-                                 f'{tuple(level[:2])}, got {tuple(source.shape)}')
+            check_grid(_OP, f'{name}[{n}]', source, level[:2], f'level {n} of this tree')
     top = min(rows.bit_length() - 1, len(levels) - 1)
     return _Problem(values, edges, levels, top, parametrization, rho, device)
 
@@ -130,8 +135,8 @@ def quadtree_solve_tiled(
         values: u of each level, finest first, (B, heads, H_l, W_l, D): arrays, or functions (start, stop) that return
             the rows from start to stop of the level; float32, float64, float16 or bfloat16.
         edges: edges of each level but the last, (B, heads, H_l, W_l): arrays or functions.
-        out: for each level an array of the shape of its values, a function (start, stop, band), or None, which drops
-            the level's result.
+        out: for each level an array of the shape of its values with a floating-point dtype, a function
+            (start, stop, band), or None, which drops the level's result.
         parametrization, rho, shift: as for `quadtree_solve`.
         rows: rows of leaves of a band, a power of 2 from 2 on; the height need not be a multiple of it.
         size: (H, W), needed where values[0] is a function.
@@ -144,9 +149,12 @@ def quadtree_solve_tiled(
     """
     problem = _problem(values, edges, rows, size, parametrization, rho, shift, device)
     top, height = problem.top, problem.levels[problem.top].height
-    out = list(out)
+    out = _each_level('out', out)
     if len(out) != len(problem.levels):
         raise ValueError(f'{_OP}: out must have one entry for each of the {len(problem.levels)} levels, got {len(out)}')
+    for n, (target, level) in enumerate(zip(out, problem.levels)):
+        check_grid(_OP, f'out[{n}]', target, level[:2], f'level {n} of this tree')
+        check_target(_OP, f'out[{n}]', target)
     roots, pivots = [], []
     for row in range(height):
         levels, right, (scale, _, _), _ = _eliminate(problem, row)

@@ -49,6 +49,21 @@ def test_steps_that_forget_everything():
     assert_close(out, polyline_scan(x, log_alpha, log_beta, paths='both'), 1e-5)
 
 
+@pytest.mark.parametrize('shape', [(0, 2, 9, 7, 3), (2, 0, 9, 7, 3), (2, 3, 9, 7, 0)])
+def test_empty_batches(shape):
+    """All bands are written, and have no elements."""
+    x, log = torch.zeros(shape), torch.zeros(shape[:-1])
+    out, found = torch.zeros(shape), []
+    polyline_scan_tiled(x, log, log, out, paths='both', rows=4)
+    polyline_scan_tiled(x, log, log, lambda start, stop, band: found.append(band), rows=4)
+    assert out.shape == shape and torch.cat(found, 2).shape == shape
+    values, edges = ([torch.zeros(*part.shape[:2], *level[:2], *part.shape[4:]) for level in quadtree_levels(9, 7)]
+                     for part in (x, log))
+    out = [torch.zeros_like(value) for value in values]
+    quadtree_solve_tiled(values, edges[:-1], out, rows=4)
+    assert [y.shape for y in out] == [value.shape for value in values]
+
+
 LINE, KEYS, WIDTH = 45, 4, 3
 OSCILLATIONS = {
     'none': dict(),
@@ -164,19 +179,29 @@ def test_files_and_functions(tmp_path):
 
 
 X, LOG = torch.zeros(1, 1, 8, 4, 2), torch.zeros(1, 1, 8, 4)
+LONG = torch.zeros(1, 1, 12, 4)
 
 
 @pytest.mark.parametrize('call, error, message', [
     (lambda: polyline_scan_tiled(X, LOG, LOG, X, paths='2d'), ValueError, 'paths'),
     (lambda: polyline_scan_tiled(X, LOG, LOG, X, rows=0), ValueError, 'rows must be an integer of at least 1, got 0'),
-    (lambda: polyline_scan_tiled(X, LOG[:, :, :6], LOG, X, rows=4), ValueError, 'log_alpha must have 4 entries from 4'),
+    (lambda: polyline_scan_tiled(X, LOG[:, :, :6], LOG, X, rows=4), ValueError, 'log_alpha must have the hei'),
+    (lambda: polyline_scan_tiled(X, lambda start, stop: LOG[:, :, start:min(stop, 6)], LOG, X, rows=4), ValueError,
+     'log_alpha must have 4 entries from 4'),
+    (lambda: polyline_scan_tiled(X, LONG, LOG, X), ValueError, r'log_alpha must .* of x, \(8, 4\), got \(1, 1, 12'),
+    (lambda: polyline_scan_tiled(X, LOG, LONG, X), ValueError, r'log_beta must .* of x, \(8, 4\), got \(1, 1, 12, 4\)'),
+    (lambda: polyline_scan_tiled(X, LOG, LOG, X.new_zeros(1, 1, 12, 4, 2)), ValueError, 'out must have the height and'),
+    (lambda: polyline_scan_tiled(X, LOG, LOG, X.long()), TypeError, 'out must have a floating-point dtype, got torch'),
+    (lambda: polyline_scan_tiled(X, LOG, LOG, X.numpy().astype(bool)), TypeError, 'floating-point dtype, got bool'),
+    (lambda: polyline_scan_tiled(lambda *band: X, LOG, LOG, X, size=8), ValueError, 'size must be 2 integers .* got 8'),
     (lambda: polyline_scan_tiled(X, LOG + 1, LOG, X), ValueError, 'log_alpha'),
     (lambda: polyline_scan_tiled(X, LOG, LOG, X[..., :1]), ValueError, 'out must have the shape of the result'),
     (lambda: polyline_scan_tiled(X, LOG, LOG, 'file'), TypeError, 'out must be an array or a function .* got str'),
     (lambda: polyline_scan_tiled(X, None, LOG, X), TypeError, 'log_alpha must be an array or a function .* NoneType'),
     (lambda: polyline_scan_tiled(lambda *band: X, LOG, LOG, X), ValueError, 'size is needed where the input is a func'),
     (lambda: polyline_scan_tiled(X, LOG, LOG, X, size=(4, 8)), ValueError, r'size must be that of the input, \(8, 4\)'),
-    (lambda: polyline_scan_tiled(lambda *band: X, LOG, LOG, X, size=(16, 4), rows=4), ValueError, 'x must have 4 entr'),
+    (lambda: polyline_scan_tiled(lambda *band: X, *[lambda *band: LOG] * 2, None, size=(16, 4), rows=4), ValueError,
+     'x must have 4 entries'),
     (lambda: polyline_scan_tiled(lambda *band: 1, LOG, LOG, X, size=(8, 4)), TypeError, 'function x must return a ten'),
     (lambda: eos_elementwise_tiled(*[LOG] * 4, segment=0), ValueError, 'segment must be an integer of at least 1'),
     (lambda: eos_elementwise_tiled(*[LOG] * 4, reverse=1), TypeError, 'reverse'),
@@ -189,6 +214,12 @@ X, LOG = torch.zeros(1, 1, 8, 4, 2), torch.zeros(1, 1, 8, 4)
     (lambda: quadtree_solve_tiled([X], [], []), ValueError, 'out must have one entry for each of the 1 levels, got 0'),
     (lambda: quadtree_solve_tiled([X, X], [LOG], [X, X]), ValueError, r'values\[1\] must have the height and width'),
     (lambda: quadtree_solve_tiled([X, X[:, :, ::2, ::2]], [LOG - 1], [X, None]), ValueError, r'edges\[0\]'),
+    (lambda: quadtree_solve_tiled([X], [], None), TypeError, 'out must be a list with one entry for each level, got N'),
+    (lambda: quadtree_solve_tiled(X, [], [X]), TypeError, 'values must be a list with one entry .* got Tensor'),
+    (lambda: quadtree_solve_tiled([X], [], [X], shift=5), ValueError, 'shift must be two integers .*, got 5'),
+    (lambda: quadtree_solve_tiled([X], [], [X.int()]), TypeError, r'out\[0\] must have a floating-point dtype'),
+    (lambda: quadtree_solve_tiled([X], [], [X.new_zeros(1, 1, 12, 4, 2)]), ValueError, r'out\[0\] must have the hei'),
+    (lambda: eos_elementwise_tiled(*[LOG] * 3, LOG.long()), TypeError, 'out must have a floating-point dtype'),
     (lambda: quadtree_solve_tiled([X], [], [X], rho=1.0), ValueError, 'rho must be between 0 and 1, got 1.0'),
 ])
 def test_wrong_arguments(call, error, message):
