@@ -59,8 +59,9 @@ def _carry(last: Tensor, decay: Tensor) -> Tensor:
     chunks = last.shape[1]
     if chunks <= SINGLE_CHUNK:
         # s[n] = sum over m < n of exp(decay[m+1] + ... + decay[n-1]) last[m], as one small matrix per line.
+        # The difference of neighbors is exactly 0: `sums - decay` is not, because it is rounded.
         sums = decay.cumsum(1)
-        logs = (sums - decay)[:, :, None] - sums[:, None, :]
+        logs = F.pad(sums[:, :-1], (1, 0))[:, :, None] - sums[:, None, :]
         later = torch.ones(chunks, chunks, dtype=torch.bool, device=last.device).triu()
         return torch.bmm(logs.masked_fill(later, -torch.inf).exp(), last)
     factor = decay.exp()[..., None]

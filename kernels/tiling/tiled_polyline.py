@@ -94,6 +94,8 @@ def polyline_scan_tiled(
 
     The inputs are read twice, and each band of the result is written once. The memory holds a few bands, and for each
     band three rows of states. The result equals that of `polyline_scan` up to rounding.
+    In float32, both differ from float64 by at most about 1e-5 of the largest result for step logs from -5 on, 4e-5 for
+    those from -20 on, and 2e-4 for those down to -80, because differences of sums of step logs are rounded.
 
     Args:
         x: (B, heads, H, W, D), an array or a function (start, stop) that returns the rows from start to stop,

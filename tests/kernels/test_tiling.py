@@ -49,6 +49,21 @@ def test_steps_that_forget_everything():
     assert_close(out, polyline_scan(x, log_alpha, log_beta, paths='both'), 1e-5)
 
 
+@pytest.mark.parametrize('least, tolerance', [(-1, 3e-6), (-5, 1e-5), (-20, 4e-5), (-80, 2e-4)])
+def test_strong_decays_in_float32(least, tolerance):
+    """Both forms are as near to float64 as docs/any-resolution.md says, relative to the largest result."""
+    shape = (1, 2, 256, 64)
+    x, log_alpha, log_beta = torch.randn(*shape, 4), least * torch.rand(shape), least * torch.rand(shape)
+    exact = polyline_scan(x.double(), log_alpha.double(), log_beta.double(), paths='both', backend='portable')
+    whole, tiled = polyline_scan(x, log_alpha, log_beta, paths='both', backend='portable'), torch.empty_like(x)
+    polyline_scan_tiled(x, log_alpha, log_beta, tiled, paths='both', rows=64)
+    for y in (whole, tiled):
+        assert (y - exact).abs().max() < tolerance * exact.abs().max()
+    tiled = torch.empty_like(exact)
+    polyline_scan_tiled(x.double(), log_alpha.double(), log_beta.double(), tiled, paths='both', rows=64)
+    assert_close(tiled, exact, 1e-12)
+
+
 @pytest.mark.parametrize('shape', [(0, 2, 9, 7, 3), (2, 0, 9, 7, 3), (2, 3, 9, 7, 0)])
 def test_empty_batches(shape):
     """All bands are written, and have no elements."""
