@@ -1,6 +1,6 @@
 """State space models and recurrences of single channels for `EosMixer`: S4, S5, DSS, TNN, Mamba, RWKV-4 and HGRN."""
 import math
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...kernels import eos_elementwise
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
+from ...kernels.eos_scan.problem import phases
 from ..inference import linear
 from .activations import ACTIVATE
 from .eos_linear import Recurrence, Sizes, Tokens, gate_log
@@ -29,6 +30,11 @@ def _modes(kind: str, keys: int) -> Tensor:
 
 def _log_steps(shape, **dd: Any) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, **dd).uniform_(*(math.log(step) for step in _STEPS)))
+
+
+def _product(real: Tensor, imaginary: Tensor, cos: Tensor, sin: Tensor) -> Tuple[Tensor, Tensor]:
+    """Multiply two complex numbers, given and returned as real and imaginary parts."""
+    return real * cos - imaginary * sin, real * sin + imaginary * cos
 
 
 def _split(x: Tensor) -> Tensor:
@@ -105,8 +111,8 @@ def _step_logs(log: Tensor) -> Dict[str, Tensor]:
 class System(Recurrence):
     """S5: x_t = diag(lambda) x_{t-1} + B i_t, y_t = Re(C x_t) + skip i_t, one system for all channels of all heads.
 
-    A mode is a head of the operator with a memory of one number. Its real part is read from the input B i, and its
-    imaginary part from -i B i.
+    A mode is a head of the operator, with a memory of two real numbers: the state x_t turns at a constant rate, and in
+    a frame that turns with it, its real and imaginary parts decay on their own.
     """
 
     def __init__(self, sizes: Sizes, **dd: Any):
@@ -126,7 +132,7 @@ class System(Recurrence):
     def tokens(self, x: Tensor) -> Tokens:
         return {}
 
-    def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
+    def scan(self, i: Tensor, tokens: Tokens, bidirectional: bool = False, **run: Any) -> Tensor:
         values = at_least_float(i).transpose(1, 2).flatten(2)                              # (B, T, C)
         dtype = values.dtype
         with without_autocast(i):
@@ -134,16 +140,19 @@ class System(Recurrence):
             rate, frequency = self.log_rate.to(dtype).exp(), self.frequency.to(dtype)
             log, theta = -rate * step, frequency * step
             hold = (torch.polar(log.exp(), theta) - 1) / torch.complex(-rate, frequency)
-            real, imaginary = F.linear(values, self.input_matrix.to(dtype)).chunk(2, -1)
-            e = torch.complex(real, imaginary) * hold                                      # (B, T, modes)
-            e = torch.cat([e, -1j * e], -1).transpose(1, 2).unsqueeze(-1)                  # (B, 2 modes, T, 1)
-            ones = e.real.new_ones(e.shape)
-            log, theta = (torch.cat([x, x]).unsqueeze(-1) for x in (log, theta))
-            states = eos_elementwise(ones, e, ones, log_o_k=log, theta=theta, **run)
-            states = states.squeeze(-1).transpose(1, 2)                                    # real, imaginary parts
-            sign = torch.ones_like(states[:1, :1])
-            sign[..., states.shape[-1] // 2:] = -1
-            y = F.linear(states * sign, self.output_matrix.to(dtype)) + self.skip.to(dtype) * values
+            added = _product(*F.linear(values, self.input_matrix.to(dtype)).chunk(2, -1), hold.real, hold.imag)
+            angle = phases(theta[None], values.shape[1], False)[0, 0]                       # (T, modes)
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+            one = torch.ones_like(added[0]).transpose(1, 2).unsqueeze(-1)                  # (B, modes, T, 1)
+            parts: List[Tensor] = []
+            for reverse in (False, True)[:1 + bidirectional]:
+                back, turn = (sin, -sin) if reverse else (-sin, sin)
+                turned = torch.stack(_product(*added, cos, back), -1).transpose(1, 2)      # (B, modes, T, 2)
+                states = eos_elementwise(turned, one, one, log_o_k=log.unsqueeze(-1), reverse=reverse, **run)
+                found = _product(*states.transpose(1, 2).unbind(-1), cos, turn)
+                parts = [x + y - z for x, y, z in zip(parts, found, added)] or list(found)
+            y = F.linear(torch.cat([parts[0], -parts[1]], -1), self.output_matrix.to(dtype))
+            y = y + self.skip.to(dtype) * values
         return y.unflatten(2, (self.heads, -1)).transpose(1, 2).to(i.dtype)
 
     def decays(self, tokens: Tokens) -> Dict[str, Any]:

@@ -42,7 +42,8 @@ def eos_elementwise(
     The oscillation is o = exp(log_o_k + log_o_d + log_o) e^{i theta}, where log_o_k is the same for all columns of the
     memory and log_o_d for all rows; without any of them it is 1, which is linear attention without normalization.
     Oscillations of rank one (log_o_k, log_o_d, theta of rows) are computed by products of chunks, all others by a loop
-    over tokens that never stores o.
+    over tokens that never stores o. On a CPU, 'portable' also has a loop for 64 lines or more, of
+    up to 1,024 tokens, with memories of up to 4 numbers.
 
     Args:
         i: input, shape (B, H, T, D); float32, float64, float16 or bfloat16; any strides. D is the width of a value.
@@ -66,7 +67,7 @@ def eos_elementwise(
         chunk: tokens of a chunk on longer lines: 16, 32, 64 or 128. For oscillations of rank one, 'portable' and
             'export' take lines of up to 64 tokens as one chunk. 'triton' takes lines of up to 64 tokens as one chunk
             in float16 and bfloat16, and chunks of at most 32 tokens on longer lines; in float32 and float64 these are
-            32 and 16. Not used by 'reference' and 'fla', by oscillations of full rank, by theta with constant e, s and
+            32 and 16. Not used by 'reference' and 'fla', by loops over tokens, by theta with constant e, s and
             oscillation outside of graphs, and by 'portable' and 'triton' for both directions without oscillation.
         backend: 'auto', 'triton', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core, which
             must be installed.

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
 from ..common.decay import compute_dtype, needs_gradient
-from ..eos_scan import full_rank
+from ..eos_scan import full_rank, small_memories
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
 from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype
@@ -109,7 +109,8 @@ def _fake(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) ->
 
 @_portable_forward.register_fake
 def _(i, e, s, log_k, log_d, state, direction, chunk, save, last):
-    return _fake(i, e, empty_output(i), boundary_shape(i, _keys(e), state, direction, chunk, save, last), last)
+    states = (0,) if small_memories.chosen(i, e) else boundary_shape(i, _keys(e), state, direction, chunk, save, last)
+    return _fake(i, e, empty_output(i), states, last)
 
 
 @_portable_backward.register_fake

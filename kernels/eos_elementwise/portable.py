@@ -1,4 +1,4 @@
-"""The recurrence in plain PyTorch: products of chunks for a decay of rank one, a loop over tokens for full rank.
+"""The recurrence of rank one in plain PyTorch by products of chunks. `eos_scan.full_rank` has the loop over tokens.
 
 With G_t the gradient of the memory m_t, the gradients are de_t = G_t i_t, di_t = G_t' e_t, ds_t = m_t dy_t and, for the
 step logs of the memory's rows, sum_d G_t o_t m_{t-1} (equations of section 3, where the paper's version of the last
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.decay import compute_dtype
-from ..eos_scan import dense
+from ..eos_scan import dense, small_memories
 from ..eos_scan.chunks import Layout, boundary_shape, carries, carry, expanded, layout, line_decays
 from ..eos_scan.decayed_products import (
     AnyDecays,
@@ -50,6 +50,9 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
             save: bool, last: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Compute the output, memories at chunk boundaries (directions, B, H, n + 1, K, D) for `backward`, if any are
     needed and `save`, and the last memory, if `last`. Arguments are those of a `RealProblem`."""
+    if small_memories.chosen(i, e):
+        y, final = small_memories.forward(i, e, s, log_k, log_d, state, direction, last)
+        return y, i.new_empty(0, dtype=compute_dtype(i.dtype)), final
     chunks, full = _line_layout(i, log_k, log_d, chunk), compute_dtype(i.dtype)
     dtype = _forward_dtype(i, chunks, save)
     log_k, log_d = (expanded(log, chunks, last or state is not None) for log in (log_k, log_d))
@@ -108,6 +111,8 @@ def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[AnyDecays], d: 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty,
              states: Tensor, direction: str, chunk: int) -> Tuple[Tensor, ...]:
     """Return the gradients of i, e, s, log_k, log_d and state, in float32 or float64; empty for those not given."""
+    if small_memories.chosen(i, e):
+        return small_memories.backward(dy, dfinal, i, e, s, log_k, log_d, state, direction)
     dtype, chunks = compute_dtype(i.dtype), _line_layout(i, log_k, log_d, chunk)
     logs = [log_k, log_d]
     dlogs = [i.new_zeros(0 if log is None else log.shape, dtype=dtype) for log in logs]

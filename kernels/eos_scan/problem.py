@@ -117,7 +117,7 @@ def _solve_complex(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscil
         product = s * e
         diagonal = (product.real if product.is_complex() else product).sum(-1, keepdim=True)
         return y + back - diagonal * i, None
-    angle = _phases(theta, i.shape[2], direction == 'reverse')
+    angle = phases(theta, i.shape[2], direction == 'reverse')
     real = oscillation._replace(theta=None)
     e, s = (_rotated(x, angle, conjugate).to(i.dtype) for x, conjugate in ((e, True), (s, False)))
     # Rows of the memory are doubled, and their step logs with them.
@@ -130,8 +130,9 @@ def _solve_complex(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscil
     return y, state
 
 
-def _phases(theta: Tensor, length: int, reverse: bool) -> Tensor:
-    """Return the angles from the line's start to each token, or from each token to its end: (B, H, T, K).
+def phases(theta: Tensor, length: int, reverse: bool) -> Tensor:
+    """Return the angles from the line's start to each token, or from each token to its end: (B, H, T, K) of steps
+    theta (B, H, T, K) or (H, K).
 
     Angles add up in float64: in float32 they would be off by 4e-3 after 65,536 steps of one radian. What exporters
     write runs on shorter lines, and where there may be no float64."""

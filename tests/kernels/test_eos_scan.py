@@ -5,7 +5,7 @@ from eos_cases import NAMES, call, inputs, values_and_gradients
 from helpers import assert_close
 
 from subquad.kernels import eos_elementwise, eos_matmul
-from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank
+from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank, small_memories
 from subquad.kernels.eos_scan.decayed_products import decays
 
 STATEFUL = [name for name in NAMES if 'theta' not in name and 'bank' not in name and name != 'constant modes']
@@ -71,6 +71,32 @@ def test_many_blocks_equal_one(name, monkeypatch):
         monkeypatch.setattr(full_rank, 'BLOCK_ELEMENTS', elements)
         for direction in ('forward', 'reverse', 'both'):
             _check(name, tensors, 'portable', direction=direction, chunk=16)
+
+
+@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
+@pytest.mark.parametrize('name', NAMES)
+def test_the_loop_over_tokens_for_small_memories(name, direction, monkeypatch):
+    monkeypatch.setattr(small_memories, 'LINES', 1)
+    _check(name, inputs(name, 70, 2, 1, 2, 2), 'portable', direction=direction, chunk=16)
+
+
+@pytest.mark.parametrize('direction', ['forward', 'reverse'])
+def test_states_of_the_loop_for_small_memories(direction, monkeypatch):
+    monkeypatch.setattr(small_memories, 'LINES', 1)
+    state = torch.randn(1, 3, 4, 1, dtype=torch.float64, requires_grad=direction == 'forward')
+    _check('k', inputs('k', 70, 4, 1, 1), 'portable', direction=direction, initial_state=state, output_state=True)
+
+
+def test_when_small_memories_take_the_loop(monkeypatch):
+    """64 lines with memories of 4 numbers on; otherwise products of chunks are about as fast, or faster."""
+    taken, loop = [], small_memories.forward
+    monkeypatch.setattr(small_memories, 'forward', lambda *args: taken.append(True) or loop(*args))
+    for batch, heads, keys, dim, length, expected in (
+            (16, 4, 2, 2, 3, True), (16, 4, 4, 1, 1024, True), (16, 4, 1, 1, 1025, False), (21, 3, 2, 2, 3, False),
+            (16, 4, 5, 1, 3, False), (16, 4, 16, 16, 3, False)):
+        taken.clear()
+        call('k', inputs('k', length, keys, dim, batch, heads), 'portable')
+        assert bool(taken) is expected, (batch, heads, keys, dim, length)
 
 
 @pytest.mark.parametrize('form, tau', [('sigmoid', 0.01), ('sigmoid', 0.5), ('sigmoid', 16.0), ('exponential', 1.0)])
