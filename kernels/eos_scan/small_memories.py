@@ -29,7 +29,8 @@ def chosen(i: Tensor, e: Tensor) -> bool:
 
 
 class Lines(NamedTuple):
-    """Arguments of some lines: i and dy (T, 1, D, n), e and s (T, K, 1, n), o (T, K, D, n) with sizes of 1, state."""
+    """Arguments of n lines: i (T, 1, D, n), e and s (T, K, 1, n), o (T, K, D, n), where T, K and D may be 1, and the
+    memory before the first token (K, D, n)."""
 
     i: Tensor
     e: Tensor
