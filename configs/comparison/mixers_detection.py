@@ -1,7 +1,7 @@
 # Compare mixers in Mask R-CNN on generated shapes (subquad compare --tasks detection generates the images).
 _base_ = '../detection/mask-rcnn_test-ppma_shapes.py'
 
-epochs = 12
+epochs = 9
 model = dict(backbone=dict(mixers='attention'))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=60),
