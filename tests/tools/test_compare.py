@@ -233,6 +233,9 @@ def test_mean_and_spread_by_hand(tmp_path):
     assert times['tree'][0] == '2.00' and times['identity'][0] == '1.00' and times['s5'][0] == 'failed'
     assert '(1 is 10 ms)' in tables.content('comparison_times', tmp_path)
     assert memory['tree'][0] == '30' and macs['identity'][0] == '1.0' and macs['attention'][1] == 'not run'
+    summary = rows(tables.content('comparison_summary', tmp_path))
+    assert set(summary) == set(mixer_tables.SUMMARY)
+    assert summary['tree'] == ['93.0±3.6', *['not run'] * (len(TASKS) - 1)]
     mixer_tables.plot_costs(file, tmp_path / 'p.png')
     assert (tmp_path / 'p.png').stat().st_size > 5000
 

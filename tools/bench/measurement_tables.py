@@ -16,7 +16,6 @@ _SUMMARY = (
      '`polyline_attention`, 50 x 80 tokens: speed-up over the dense formula'),
     ('polyline_attention-50x80', 'portable: peak memory',
      '`polyline_attention`, 50 x 80 tokens: peak memory', 'dense formula', 'dense: peak memory'),
-    ('ppma_tiny-800x1280', 'ppma_tiny: peak memory', '`ppma_tiny`, one 800 x 1280 image: peak memory'),
     ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
      "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
     ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
@@ -116,7 +115,7 @@ def newest_records(root: Path, presets: Sequence[str]) -> Dict[str, Dict[str, An
 
 
 def summary_table(root: Path) -> str:
-    """Five metrics of the processor on which their presets were measured last, in words.
+    """Four metrics of the processor on which their presets were measured last, in words.
 
     Raises:
         UserError: A record or metric is missing.

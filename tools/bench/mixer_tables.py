@@ -1,4 +1,5 @@
 """Tables and plot of the comparison of mixers: score, time, memory and MACs by mixer and task."""
+import math
 import statistics
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -12,6 +13,8 @@ from .plots import save
 
 FILE = 'compare.jsonl'
 NOT_RUN = 'not run'
+# The mixers of the table in the README: without a mixer, attention, and one of each kind of this package.
+SUMMARY = ('identity', 'attention', 'polyline', 'separable', 'tree', 'eos', 'eos:hgrn')
 # What a cell costs, by column of the plot: entry of a record, label.
 COSTS = {'step_ms': 'time of a training step, ms', 'peak_mb': 'memory of a training step, MB', 'macs': 'MACs, millions'}
 _REASON = 200           # characters of the reason of a failure in a table
@@ -58,6 +61,13 @@ def _mixers(found: Runs, chosen: Selection) -> List[str]:
 def comparison_table(root: Path) -> str:
     """Scores: mean and spread over seeds, failures with their reasons, and the conditions of the runs."""
     return score_table(root / RECORDS / FILE)
+
+
+def summary_table(root: Path) -> str:
+    """Scores of a few mixers in narrow columns, without the conditions of the runs."""
+    chosen = Selection(mixers=SUMMARY)
+    found = runs(root / RECORDS / FILE, chosen)
+    return _grid(found, lambda task, lines: _score(lines).replace(' ± ', '±'), str, chosen)
 
 
 def score_table(file: Path, chosen: Selection = EVERYTHING) -> str:
@@ -173,9 +183,16 @@ def plot_costs(file: Path, picture: Path, chosen: Selection = EVERYTHING) -> Non
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers, few enough to be read."""
-    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+    """Label a logarithmic axis with plain round numbers that do not run into each other."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 3 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
+    gap = math.log(high / low) / 5
+    ticks: List[float] = []
+    for exponent in range(math.floor(math.log10(low)), math.ceil(math.log10(high))):
+        for digits in (1, 1.5, 2, 3, 4, 5, 6, 8):
+            tick = digits * 10 ** exponent
+            if low <= tick <= high and (not ticks or math.log(tick / ticks[-1]) >= gap):
+                ticks.append(tick)
+    axis.set_major_locator(FixedLocator(ticks) if len(ticks) > 1 else MaxNLocator(3))
     axis.set_major_formatter(ScalarFormatter())
     axis.set_minor_locator(NullLocator())

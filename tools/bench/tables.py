@@ -43,6 +43,7 @@ TABLES: Dict[str, Callable[[Path], str]] = {
     'recall': sweeps.recall_table,
     'language': sweeps.language_table,
     'comparison': mixers.comparison_table,
+    'comparison_summary': mixers.summary_table,
     'comparison_times': mixers.times_table,
     'comparison_memory': mixers.memory_table,
     'comparison_macs': mixers.macs_table,
