@@ -12,9 +12,9 @@ from ..common.workspace import keep_freed_memory, ranges
 from .problem import DIRECTIONS
 from .registration import empty_output
 
-# The largest memory, the fewest lines and the longest line. CPU times of one thread, beside other processes, on memories
-# of 2 x 1 numbers and 64 tokens with gradients: 12 times as fast as products of chunks for 4,096 lines, 3.8 times for 256, 1.2 times for 64, 0.9 times for
-# 32. Memories of 16 numbers gain on lines of 64 tokens, and lose on those of 512.
+# The largest memory, the fewest lines and the longest line. With gradients, on memories of 2 x 1 numbers and 64 tokens:
+# 12 times as fast as products of chunks for 4,096 lines, 3.8 times for 256, 1.2 times for 64, 0.9 times for 32 (CPU
+# time of one thread, beside other processes). Memories of 16 numbers gain with 64 tokens, and lose with 512.
 NUMBERS, LINES, LENGTH = 4, 64, 1024
 # Elements of the memories that exist at a time.
 BLOCK_ELEMENTS = 1 << 18
