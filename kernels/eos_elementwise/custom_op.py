@@ -156,6 +156,8 @@ differentiate(_triton_forward, _triton_backward, 6)
 def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int) -> Tuple[int, int]:
     """Return the operations of the products within chunks, and of one product of each token with a memory.
 
+    `small_memories` needs fewer, but whether it runs depends on device and batch, which a count of a network does not.
+
     single: tokens of the longest line that is one chunk."""
     batch, heads, length, dim = i
     tokens = batch * heads * length * len(DIRECTIONS[direction])
