@@ -42,8 +42,8 @@ def eos_elementwise(
     The oscillation is o = exp(log_o_k + log_o_d + log_o) e^{i theta}, where log_o_k is the same for all columns of the
     memory and log_o_d for all rows; without any of them it is 1, which is linear attention without normalization.
     Oscillations of rank one (log_o_k, log_o_d, theta of rows) are computed by products of chunks, all others by a loop
-    over tokens that never stores o. On a CPU, 'portable' also has a loop for 64 lines or more, of
-    up to 1,024 tokens, with memories of up to 4 numbers.
+    over tokens that never stores o. On a CPU, 'portable' also takes a loop if B H is at least 128, K D at most 2 and T
+    at most 1,024.
 
     Args:
         i: input, shape (B, H, T, D); float32, float64, float16 or bfloat16; any strides. D is the width of a value.

@@ -109,7 +109,9 @@ def _fake(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) ->
 
 @_portable_forward.register_fake
 def _(i, e, s, log_k, log_d, state, direction, chunk, save, last):
-    states = (0,) if small_memories.chosen(i, e) else boundary_shape(i, _keys(e), state, direction, chunk, save, last)
+    states = boundary_shape(i, _keys(e), state, direction, chunk, save, last)
+    if len(states) > 1 and small_memories.chosen(i, e):     # Asked last: it guards the batch of exported programs.
+        states = (0,)
     return _fake(i, e, empty_output(i), states, last)
 
 

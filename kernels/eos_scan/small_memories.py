@@ -2,6 +2,7 @@
 
 Products of chunks make a matrix for each line, and here that costs more than the recurrence itself. All arrays have the
 lines as their last dimension, (T, K, D, lines), so that a step of the loop is one operation on contiguous memory."""
+from itertools import product
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -12,14 +13,16 @@ from ..common.workspace import keep_freed_memory, ranges
 from .problem import DIRECTIONS
 from .registration import empty_output
 
-# The largest memory, the fewest lines and the longest line. With gradients, on memories of 2 x 1 numbers and 64 tokens:
-# 12 times as fast as products of chunks for 4,096 lines, 3.8 times for 256, 1.2 times for 64, 0.9 times for 32 (CPU
-# time of one thread, beside other processes). Memories of 16 numbers gain with 64 tokens, and lose with 512.
-NUMBERS, LINES, LENGTH = 4, 64, 1024
-# Elements of the memories that exist at a time.
+# The largest memory, the fewest lines and the longest line. 128 lines of 2 numbers with 64 to 1,024 tokens, on one and
+# two threads, are 1.2 to 3.4 times as fast as by products of chunks with gradients. Without gradients, they are 1 to 2
+# times as fast in float32, and 0.8 to 1.2 times in bfloat16, in which chunks compute. 64 lines lose without gradients,
+# and so do memories of 4 numbers on lines of 1,024 tokens.
+NUMBERS, LINES, LENGTH = 2, 128, 1024
+# Elements of the memories of all tokens, for the lines that are computed at a time: at least LINES.
 BLOCK_ELEMENTS = 1 << 18
 
 Empty = Optional[Tensor]
+Part = Tuple[slice, slice]                                                   # of the batch and of the heads
 
 
 def chosen(i: Tensor, e: Tensor) -> bool:
@@ -39,32 +42,42 @@ class Lines(NamedTuple):
     state: Empty
 
 
-def _last(x: Empty, part: slice, batch: int, axis: int, dtype: torch.dtype) -> Empty:
-    """Return x (B, H, T, c) of a part of the batch as (T, K, D, lines), with c at `axis`."""
+def _own(x: Tensor, part: Part) -> Tensor:
+    """Return the part of x (B, H, ...) or (1, H, ...), where 1 stands for the whole batch."""
+    return x[:, part[1]] if x.shape[0] == 1 else x[part]
+
+
+def _last(x: Empty, part: Part, axis: int, dtype: torch.dtype) -> Empty:
+    """Return a part of x (B, H, T, c) or (1, H, T, c) as (T, K, D, lines), with c at `axis`."""
     if x is None:
         return None
-    x = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x)[part].to(dtype)
+    x = _own(x, part).to(dtype).expand(part[0].stop - part[0].start, -1, -1, -1)
     return x.permute(2, 3, 0, 1).flatten(2).contiguous().unsqueeze(3 - axis)
 
 
-def _first(x: Tensor, heads: int) -> Tensor:
-    """Return (T, c, lines) as (b, H, T, c), or a memory (K, D, lines) as (b, H, K, D)."""
-    return x.unflatten(2, (-1, heads)).permute(2, 3, 0, 1)
+def _first(x: Tensor, part: Part) -> Tensor:
+    """Return (T, c, lines) as (b, h, T, c), or a memory (K, D, lines) as (b, h, K, D)."""
+    return x.unflatten(2, (-1, part[1].stop - part[1].start)).permute(2, 3, 0, 1)
 
 
-def _memory(state: Empty, part: slice, dtype: torch.dtype) -> Empty:
-    """Return a memory (B, H, K, D) of a part of the batch as (K, D, lines)."""
+def _memory(state: Empty, part: Part, dtype: torch.dtype) -> Empty:
+    """Return a part of the memories (B, H, K, D) as (K, D, lines)."""
     return None if state is None else state[part].to(dtype).permute(2, 3, 0, 1).flatten(2).contiguous()
 
 
-def _lines(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty) -> Iterator[Tuple[slice, Lines]]:
-    """Yield parts of the batch with their arguments."""
-    keep_freed_memory()
+def _parts(i: Tensor, keys: int) -> Iterator[Part]:
     batch, heads, length, dim = i.shape
+    lines = BLOCK_ELEMENTS // (length * keys * dim)
+    return product(ranges(batch, lines // heads), ranges(heads, lines))
+
+
+def _lines(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty) -> Iterator[Tuple[Part, Lines]]:
+    """Yield parts of the batch and of the heads with their arguments."""
+    keep_freed_memory()
     dtype = compute_dtype(i.dtype)
-    for part in ranges(batch, max(BLOCK_ELEMENTS // (heads * length * e.shape[3] * dim), -(-LINES // heads))):
-        x, steps_d = (_last(t, part, batch, 2, dtype) for t in (i, log_d))
-        key, query, steps_k = (_last(t, part, batch, 1, dtype) for t in (e, s, log_k))
+    for part in _parts(i, e.shape[3]):
+        x, steps_d = (_last(t, part, 2, dtype) for t in (i, log_d))
+        key, query, steps_k = (_last(t, part, 1, dtype) for t in (e, s, log_k))
         logs = [log for log in (steps_k, steps_d) if log is not None]
         o = sum(logs[1:], logs[0]).exp() if logs else x.new_ones(1, 1, 1, x.shape[3])
         yield part, Lines(x, key, query, o, _memory(state, part, dtype))
@@ -85,7 +98,7 @@ def _run(added: Tensor, o: Tensor, state: Empty, order: range) -> None:
 def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str, last: bool
             ) -> Tuple[Tensor, Tensor]:
     """Compute the output and, if `last`, the last memory. Arguments are those of a `RealProblem` of rank one."""
-    heads, length = i.shape[1:3]
+    length = i.shape[2]
     y = empty_output(i)
     final = i.new_empty((*i.shape[:2], e.shape[3], i.shape[3]) if last else 0, dtype=compute_dtype(i.dtype))
     for part, line in _lines(i, e, s, log_k, log_d, state):
@@ -98,20 +111,20 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
             out = (line.s * memory).sum(1)
             total = out if total is None else total.add_(out).sub_(own)
             if last:
-                final[part] = _first(memory[order[-1]], heads)
-        y[part] = _first(total, heads)
+                final[part] = _first(memory[order[-1]], part)
+        y[part] = _first(total, part)
     return y, final
 
 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty,
              direction: str) -> Tuple[Tensor, ...]:
     """Return the gradients of i, e, s, log_k, log_d and state, in float32 or float64; empty for those not given."""
-    dtype, (batch, heads, length, _) = compute_dtype(i.dtype), i.shape
+    dtype, length = compute_dtype(i.dtype), i.shape[2]
     grads = [i.new_empty(x.shape, dtype=dtype) for x in (i, e, s)]
     dlogs = [i.new_zeros(0 if log is None else log.shape, dtype=dtype) for log in (log_k, log_d)]
     dstate = i.new_zeros(0 if state is None else state.shape, dtype=dtype)
     for part, line in _lines(i, e, s, log_k, log_d, state):
-        grad = _last(dy, part, batch, 2, dtype)
+        grad = _last(dy, part, 2, dtype)
         found: List[Tensor] = []
         steps = None
         for n, reverse in enumerate(DIRECTIONS[direction]):
@@ -119,14 +132,13 @@ def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: 
             found = [old.add_(x) for old, x in zip(found, new)] or new
             steps = dlog if steps is None else steps.add_(dlog)
             if state is not None:
-                dstate[part] += _first(entering, heads)
+                dstate[part] += _first(entering, part)
         for into, x in zip(grads, found):
-            into[part] = _first(x, heads)
+            _own(into, part).copy_(_first(x, part))
         for into, axis in zip(dlogs, (2, 1)):
             if into.numel():
-                x = _first(steps.sum(axis), heads)
-                into = into if into.shape[0] == 1 else into[part]
-                into += x.sum_to_size(into.shape)
+                into = _own(into, part)
+                into += _first(steps.sum(axis), part).sum_to_size(into.shape)
     return (*grads, *dlogs, dstate)
 
 
@@ -134,10 +146,12 @@ def _direction(line: Lines, dy: Tensor, dfinal: Empty, order: range, again: bool
     """Return the gradients of i, e, s (T, c, n), of the step logs (T, K, D, n), and of the memory that enters.
 
     again: whether the term of a token itself was counted in another direction."""
-    added = line.e * line.i
-    memory = added.clone()
+    memory = line.e * line.i
     _run(memory, line.o, line.state, order)
-    before = memory - added                                                  # o_t m_{t-1}
+    # o_t m_{t-1}. As the difference of m_t and what t adds, it would lose digits where o is small.
+    before = memory.roll(order.step, 0)
+    before[order[0]] = 0 if line.state is None else line.state
+    before *= line.o
     ds = ((before if again else memory) * dy).sum(2)
     shrink = line.s * dy
     flow, adjoint = shrink.clone(), dfinal                                   # G_t; o_{t+1} G_{t+1}

@@ -222,13 +222,22 @@ def test_opcheck():
         torch.library.opcheck(ops.eos_matmul_portable_fwd, (i, e, s, e, s, g, None, 'both', 16, True, False))
 
 
+def test_opcheck_of_small_memories():
+    """128 lines: a loop that saves no memories. `torch.compile` takes shapes from what stands in for the operator."""
+    i, e, s, g = (x.requires_grad_() for x in inputs('k', 70, 2, 1, 32, 4, dtype=torch.float32))
+    for direction, state in (('both', None), ('forward', torch.randn(32, 4, 2, 1, requires_grad=True))):
+        arguments = i, e, s, g, None, state, direction, 16, True, state is not None
+        assert ops.eos_elementwise_portable_fwd(*arguments)[1].numel() == 0
+        torch.library.opcheck(ops.eos_elementwise_portable_fwd, arguments)
+
+
 class _Module(nn.Module):
-    def __init__(self, name, direction):
+    def __init__(self, name, direction, backend='auto'):
         super().__init__()
-        self.name, self.direction = name, direction
+        self.name, self.direction, self.backend = name, direction, backend
 
     def forward(self, *tensors):
-        return call(self.name, tensors, 'auto', self.direction)
+        return call(self.name, tensors, self.backend, self.direction)
 
 
 @pytest.mark.parametrize('name', ['ones', 'kd', 'constant', 'scalar', 'theta', 'log_o', 'constant e and s', 'sigmoid k',
@@ -244,6 +253,17 @@ def test_export(name):
         assert max(x.ndim for x in values if isinstance(x, torch.Tensor)) <= 4
         torch.testing.assert_close(program.module()(*tensors), call(name, tensors, 'portable', direction), rtol=1e-4,
                                    atol=1e-5)
+
+
+@torch.no_grad()
+def test_export_of_the_portable_operator_with_any_batch():
+    """The form that runs depends on the number of lines, which an exported graph leaves open."""
+    module, tensors = _Module('k', 'forward', 'portable'), inputs('k', 20, 2, 1, 8, 4, dtype=torch.float32)
+    batch = torch.export.Dim('batch', min=2, max=4096)
+    program = torch.export.export(module, tuple(tensors), dynamic_shapes=(({0: batch},) * 4,))
+    for size in (2, 40):
+        tensors = inputs('k', 20, 2, 1, size, 4, dtype=torch.float32)
+        torch.testing.assert_close(program.module()(*tensors), module(*tensors))
 
 
 @pytest.mark.parametrize('name', ['kd', 'scalar', 'sigmoid k', 'delta k', 'theta'])

@@ -9,6 +9,7 @@ from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank, small_me
 from subquad.kernels.eos_scan.decayed_products import decays
 
 STATEFUL = [name for name in NAMES if 'theta' not in name and 'bank' not in name and name != 'constant modes']
+SMALL = NAMES[:NAMES.index('constant bank')]                  # of rank one: the others never take this loop
 
 
 def _check(name, tensors, backend, tolerance=1e-10, direction='forward', **options):
@@ -73,12 +74,22 @@ def test_many_blocks_equal_one(name, monkeypatch):
             _check(name, tensors, 'portable', direction=direction, chunk=16)
 
 
-@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
-@pytest.mark.parametrize('name', NAMES)
-def test_the_loop_over_tokens_for_small_memories(name, direction, monkeypatch):
+@pytest.fixture
+def loops(monkeypatch):
+    """Let any number of lines with memories of up to 4 numbers take the loop, and return the list of its runs."""
+    runs, forward = [], small_memories.forward
     monkeypatch.setattr(small_memories, 'LINES', 1)
+    monkeypatch.setattr(small_memories, 'NUMBERS', 4)
+    monkeypatch.setattr(small_memories, 'forward', lambda *args: runs.append(args) or forward(*args))
+    return runs
+
+
+@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
+@pytest.mark.parametrize('name', SMALL)
+def test_the_loop_over_tokens_for_small_memories(name, direction, loops):
     tensors = inputs(name, 70, 2, 1, 2, 2)
     _check(name, tensors, 'portable', direction=direction, chunk=16)
+    assert bool(loops) is not (name == 'ones' and direction == 'both')       # a sum over all tokens
     tensors = [x.float() for x in tensors]
     expected, expected_grads = values_and_gradients(name, [x.double() for x in tensors], 'reference', direction)
     outputs, grads = values_and_gradients(name, tensors, 'portable', direction)
@@ -87,20 +98,43 @@ def test_the_loop_over_tokens_for_small_memories(name, direction, monkeypatch):
         assert_close(actual, wanted, tolerance)
 
 
+@pytest.mark.parametrize('elements', [1, 300, 1000])
+@pytest.mark.parametrize('name', ['k', 'd', 'kd', 'scalar', 'constant'])
+def test_many_blocks_of_small_memories_equal_one(name, elements, loops, monkeypatch):
+    """Blocks of one line, of a part of the heads, and of a part of the batch."""
+    monkeypatch.setattr(small_memories, 'BLOCK_ELEMENTS', elements)
+    for direction in ('forward', 'reverse', 'both'):
+        _check(name, inputs(name, 70, 2, 1, 3, 3), 'portable', direction=direction, chunk=16)
+        assert loops.pop()
+
+
 @pytest.mark.parametrize('direction', ['forward', 'reverse'])
-def test_states_of_the_loop_for_small_memories(direction, monkeypatch):
-    monkeypatch.setattr(small_memories, 'LINES', 1)
-    state = torch.randn(1, 3, 4, 1, dtype=torch.float64, requires_grad=direction == 'forward')
-    _check('k', inputs('k', 70, 4, 1, 1), 'portable', direction=direction, initial_state=state, output_state=True)
+@pytest.mark.parametrize('elements', [1, 1 << 18])
+def test_states_of_the_loop_for_small_memories(elements, direction, loops, monkeypatch):
+    monkeypatch.setattr(small_memories, 'BLOCK_ELEMENTS', elements)
+    state = torch.randn(2, 3, 2, 1, dtype=torch.float64, requires_grad=direction == 'forward')
+    _check('k', inputs('k', 70, 2, 1, 2), 'portable', direction=direction, initial_state=state, output_state=True)
+    assert loops
+
+
+@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
+def test_gradients_of_strong_decays_in_the_loop_for_small_memories(direction, loops):
+    """A step of -14 has a gradient of about 1e-6, all of whose digits count."""
+    i, e, s, g = (x.float() for x in inputs('k', 40, 1, 1, 2, 3))
+    tensors = [i, e, s, g * 4 - 10]
+    *_, wanted = values_and_gradients('k', [x.double() for x in tensors], 'reference', direction)[1]
+    *_, actual = values_and_gradients('k', tensors, 'portable', direction)[1]
+    assert loops
+    torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-12)
 
 
 def test_when_small_memories_take_the_loop(monkeypatch):
-    """64 lines with memories of 4 numbers on; otherwise products of chunks are about as fast, or faster."""
+    """Memories of 2 numbers and 128 lines; otherwise products of chunks are about as fast, or faster."""
     taken, loop = [], small_memories.forward
     monkeypatch.setattr(small_memories, 'forward', lambda *args: taken.append(True) or loop(*args))
     for batch, heads, keys, dim, length, expected in (
-            (16, 4, 2, 2, 3, True), (16, 4, 4, 1, 1024, True), (16, 4, 1, 1, 1025, False), (21, 3, 2, 2, 3, False),
-            (16, 4, 5, 1, 3, False), (16, 4, 16, 16, 3, False)):
+            (32, 4, 1, 2, 3, True), (32, 4, 2, 1, 1024, True), (32, 4, 1, 1, 1025, False), (127, 1, 1, 2, 3, False),
+            (32, 4, 3, 1, 3, False), (32, 4, 16, 16, 3, False)):
         taken.clear()
         call('k', inputs('k', length, keys, dim, batch, heads), 'portable')
         assert bool(taken) is expected, (batch, heads, keys, dim, length)
