@@ -59,7 +59,7 @@ def graft(model: Model, mixer: str = 'polyline', layers: Layers = None) -> Model
         The model. Names of its own parameters stay; create the optimizer after this call.
 
     Raises:
-        TypeError: `model` contains none or several of these models.
+        TypeError: `model` contains none or several of these models, or a layer has parameters of several dtypes.
         ValueError: the mixer or a layer does not exist, the model is grafted already, drops patches, or has heads that
             do not divide its width.
     """
@@ -78,6 +78,9 @@ def graft(model: Model, mixer: str = 'polyline', layers: Layers = None) -> Model
         dim, heads = block.attn.proj.out_features, block.attn.num_heads
         if dim % heads:
             raise ValueError(f'{name} cannot be grafted: its {heads} heads do not divide its {dim} channels')
+        dtypes = sorted({str(parameter.dtype) for parameter in block.attn.parameters()})
+        if len(dtypes) > 1:
+            raise TypeError(f"{name} cannot be grafted: its attention has parameters of {' and '.join(dtypes)}")
     grid = None
     if isinstance(host, (VisionTransformer, Eva)):
         grid = Grid(host.num_prefix_tokens)

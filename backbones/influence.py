@@ -239,7 +239,7 @@ def influence(model: nn.Module, x: Tensor, pixel: Token, layers: Layers = None) 
         The influences by the name of the layer. Names are those of the modules, without a last part 'mixer' or 'attn'.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or cannot run images of this dtype.
         ValueError: the pixel is outside of the images, there are no images, the model has no mixers of this package or
             does not run a layer, or `layers` is empty or has an entry that is no layer.
     """

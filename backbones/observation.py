@@ -1,6 +1,7 @@
 """Observe the inputs of modules inside a model."""
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Mapping, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, Mapping, Tuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -27,6 +28,9 @@ def observe_inputs(
 
     Returns:
         The values that `observe` returned, by the name of the module, for all modules that ran.
+
+    Raises:
+        TypeError: images and parameters, or parameters of different modules, have dtypes that the model cannot combine.
     """
     found: Dict[str, Seen] = {}
 
@@ -37,13 +41,27 @@ def observe_inputs(
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()                                     # running statistics must not change
-        getattr(model, 'forward_features', model)(images)
+        with dtypes_named(model, images):
+            getattr(model, 'forward_features', model)(images)
     finally:
         for module, training in modes:
             module.training = training
         for handle in handles:
             handle.remove()
     return found
+
+
+@contextmanager
+def dtypes_named(model: nn.Module, images: Tensor) -> Iterator[None]:
+    """Around a forward pass: raise a TypeError that names all dtypes where PyTorch names two of them, or none."""
+    try:
+        yield
+    except RuntimeError as error:
+        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        if 'type' not in str(error) or dtypes == [str(images.dtype)]:
+            raise
+        raise TypeError(f'{type(model).__name__} cannot run images of {images.dtype} with parameters of '
+                        f"{' and '.join(dtypes)}: {str(error).splitlines()[0]}") from error
 
 
 def check_model(model: Any) -> None:

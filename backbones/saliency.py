@@ -12,7 +12,7 @@ from .blocks import Block
 from .influence import check_place, token_of
 from .mixers import SeparableSelfAttention
 from .mobilevitv2_blocks import MobileViTv2Block, as_maps
-from .observation import check_images, check_model
+from .observation import check_images, check_model, dtypes_named
 
 __all__ = ['ClassActivation', 'NoFeatureMap', 'class_activation', 'effective_receptive_field']
 
@@ -54,7 +54,7 @@ def effective_receptive_field(model: nn.Module, x: Tensor, pixel: Optional[Tuple
         (B, H, W), at least 0, in the dtype of x.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or cannot run images of this dtype.
         NoFeatureMap: a ValueError: the model has no feature map.
         ValueError: the pixel is outside of the images, or there are no images.
     """
@@ -62,7 +62,7 @@ def effective_receptive_field(model: nn.Module, x: Tensor, pixel: Optional[Tuple
     check_images(x)
     size = tuple(x.shape[2:])
     pixel = check_place('pixel', (size[0] // 2, size[1] // 2) if pixel is None else pixel, size, 'image')
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model):
+    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), dtypes_named(model, x):
         images = x.detach().clone().requires_grad_()
         features = feature_map(model, images)
         row, column = token_of(pixel, size, tuple(features.shape[2:]))
@@ -88,7 +88,7 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         Maps, classes and the name of the layer.
 
     Raises:
-        TypeError: the model is no module, or the class or the layer has another type.
+        TypeError: the model is no module or cannot run images of this dtype, or class or layer has a wrong type.
         NoFeatureMap: a ValueError: the model has no classifier, or the layer's output is not one map.
         ValueError: there is no such layer or class, or there are no images.
     """
@@ -104,7 +104,7 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         raise ValueError(f'the model has no layer {layer!r}: give the name of one of its modules, such as '
                          f"{list(modules)[-1]!r}")
     seen: List[Any] = []
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), as_maps(model):
+    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), as_maps(model), dtypes_named(model, x):
         images = x.detach().clone().requires_grad_()
         handle = modules[layer].register_forward_hook(partial(_keep, seen))
         try:

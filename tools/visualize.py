@@ -1,7 +1,7 @@
 """Draw what a model computes for images, as a picture or as a web page in one file.
 
 Panels of layers: horizontal-decay, vertical-decay, attention, mask and masked-attention (PPMA); context (MobileViTv2);
-influence, levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
+levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
 Panels of the whole model: receptive-field (any timm model) and activation (most timm classifiers)."""
 import argparse
 from typing import List, Optional
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
                         'fractions of height and width (default: 0.5 0.5)')
     parser.add_argument('--heads', action='store_true', help='draw each head, not their mean')
     parser.add_argument('--target', metavar='CLASS', help='class of the panel activation (default: the likeliest)')
-    parser.add_argument('--max-images', '--most', dest='most', type=int, default=8, metavar='N',
+    parser.add_argument('--max-images', type=int, default=8, metavar='N',
                         help='maximum number of images to draw (default: 8)')
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument('--own-size', action='store_true', default=None, help='draw images at their own size (default: '
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
-    for name, value, least in (('--max-images', args.most, 1), ('--max-side', args.max_side, 32),
+    for name, value, least in (('--max-images', args.max_images, 1), ('--max-side', args.max_side, 32),
                                ('--dpi', args.dpi, 20)):
         if value is not None and value < least:
             raise UserError(f'{name} must be at least {least}, got {value}')
@@ -65,7 +65,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError('pictures need matplotlib: pip install matplotlib') from error
     from .engine.drawing import subjects, visualization
     from .engine.drawing.image_sizes import load_photographs
-    files = image_files(args.images)[:args.most]
+    found = image_files(args.images)
+    files = found[:args.max_images]
     out = visualization.check_suffix(expanded(args.out))
     subject = subjects.load(args.checkpoint, args.model, args.random, args.allow_nonfinite)
     left_out = LeftOut(len(files), args.strict)
@@ -78,6 +79,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                               args.dpi, args.strict)
     drawn = visualization.visualize(out, subject.model, subject.title, subject.transform, images, subject.classes, wish)
     print(f"drew {shown(out)}: {drawn.images} image(s), {drawn.layers} layer(s), {', '.join(drawn.panels)}")
+    if len(files) < len(found):
+        print(f'{len(found) - len(files)} of {len(found)} images were left out; --max-images draws more')
     if subject.note:
         print(subject.note)
     return code or int(drawn.images < len(images))

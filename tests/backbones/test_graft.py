@@ -245,6 +245,18 @@ def test_models_that_cannot_be_grafted_are_refused():
         subquad.graft(timm.create_model('vit_tiny_patch16_224', attn_layer='diff', device='meta', depth=1))
 
 
+@pytest.mark.parametrize('mixer', ['polyline', 'tree'])
+def test_layers_of_several_dtypes_are_refused(mixer):
+    model, _ = make('vit')
+    model.blocks[1].attn.proj.double()
+    state = str(model)
+    with pytest.raises(TypeError, match='^blocks.1 cannot be grafted: its attention has parameters of torch.float32 '
+                                        'and torch.float64$'):
+        subquad.graft(model, mixer)
+    assert str(model) == state
+    subquad.graft(model, mixer, layers=[0, 2])
+
+
 def test_tokens_without_a_grid_are_refused():
     model, x = make('vit')
     subquad.graft(model)

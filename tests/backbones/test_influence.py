@@ -18,6 +18,7 @@ from subquad.backbones.mixers import (
     TreeMixer,
 )
 from subquad.backbones.mixers import eos as eos_module
+from subquad.backbones.saliency import class_activation, effective_receptive_field
 from subquad.backbones.timm_interface import init_linear
 from subquad.kernels.polyline_attention.reference import polyline_log_masks
 
@@ -298,6 +299,20 @@ def test_wrong_arguments(arguments, message):
     model = None if name is None else timm.create_model(name)
     with pytest.raises((ValueError, TypeError), match=message):
         subquad.influence(model, **arguments)
+
+
+def test_dtypes_that_the_model_cannot_run_are_named():
+    x = torch.zeros(1, 3, 64, 64)
+    for function in (subquad.influence, effective_receptive_field):
+        model = timm.create_model('test_ppma').eval()
+        with pytest.raises(TypeError, match='PPMA cannot run images of torch.float64 with parameters of torch.float32'):
+            function(model, x.double(), (1, 2))
+        model.stages[1].half()
+        with pytest.raises(TypeError, match='images of torch.float32 with parameters of torch.float16 and'):
+            function(model, x, (1, 2))
+    assert subquad.influence(timm.create_model('test_ppma').double(), x.double(), (1, 2))
+    with pytest.raises(TypeError, match='images of torch.float64'):
+        class_activation(timm.create_model('test_ppma'), x.double())
 
 
 def test_wrong_mixers_and_tokens():

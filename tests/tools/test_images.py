@@ -270,7 +270,7 @@ def test_odd_names(checkpoint, photograph, tmp_path, capsys):
     assert len(table.splitlines()) == len(ODD) + 4
     assert shown('a\n\x1b[0mb') == 'a\\n\\x1b[0mb' and shown(ODD[0]) == ODD[0]
     if pytest.importorskip('matplotlib'):
-        assert visualize.main([checkpoint, str(folder), '--most', '12', '--layers', 'stages.3',
+        assert visualize.main([checkpoint, str(folder), '--max-images', '12', '--layers', 'stages.3',
                                '--out', str(tmp_path / 'a.png')]) == 0
 
 

@@ -38,7 +38,7 @@ def test_a_picture(folder, capsys):
     assert visualize.main([*arguments, 'new/all.png']) == 0
     assert '3 image(s), 3 layer(s), context' in capsys.readouterr().out
     wide = Image.open('new/all.png').size
-    assert visualize.main([*arguments, 'one.png', '--layers', 'stages.3', '--most', '2', '--dpi', '60']) == 0
+    assert visualize.main([*arguments, 'one.png', '--layers', 'stages.3', '--max-images', '2', '--dpi', '60']) == 0
     assert '2 image(s), 4 layer(s)' in capsys.readouterr().out
     assert Image.open('one.png').size[0] < wide[0]
 
@@ -245,8 +245,9 @@ def test_pages_say_what_is_a_mean_over_heads(folder, paged):
     assert visualize.main(arguments) == 0 and paged[0] == [] and 'means over heads' not in paged[1]
 
 
-def test_a_page_of_another_model(folder):
-    assert visualize.main(['test_resnet.safetensors', 'images', '--out', 'page.html', '--most', '2']) == 0
+def test_a_page_of_another_model(folder, capsys):
+    assert visualize.main(['test_resnet.safetensors', 'images', '--out', 'page.html', '--max-images', '2']) == 0
+    assert f'{len(list((folder / "images").iterdir())) - 2} of' in capsys.readouterr().out
     page = (folder / 'page.html').read_text()
     assert page.count('data:image/png;base64,') == 2 and 'viewer' not in page.split('</style>')[1]
 

@@ -91,6 +91,9 @@ def make_plan(model: Any, wish: Wish, classes: Sequence[str]) -> Plan:
         raise UserError('--target is for --panels activation')
     try:
         pixel_of(wish.at or (0.5, 0.5), (1, 1))
+    except ValueError as error:
+        raise UserError(f'--{error}') from error
+    try:
         target = None if wish.target is None else class_number(wish.target, classes)
     except ValueError as error:
         raise UserError(str(error)) from error
