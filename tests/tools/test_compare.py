@@ -230,7 +230,7 @@ def test_mean_and_spread_by_hand(tmp_path):
     assert '`s5` on digits, seed 2: the loss is nan' in text
     assert '6 cells. C, 1 thread, torch 2; commit abcdef0; 2026-12-01.' in text
     times, memory, macs = (rows(tables.content(f'comparison_{name}', tmp_path)) for name in ('times', 'memory', 'macs'))
-    assert times['tree'][0] == '2.00' and times['identity'][0] == '1.00' and times['s5'][0] == 'failed'
+    assert times['tree'][0] == '2.0' and times['identity'][0] == '1.0' and times['s5'][0] == 'failed'
     assert '(1 is 10 ms)' in tables.content('comparison_times', tmp_path)
     assert memory['tree'][0] == '30' and macs['identity'][0] == '1.0' and macs['attention'][1] == 'not run'
     summary = rows(tables.content('comparison_summary', tmp_path))

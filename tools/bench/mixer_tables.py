@@ -115,7 +115,7 @@ def times_table(root: Path) -> str:
         own, base = _median(lines, 'step_ms'), _median(found.get((task, 'identity'), []), 'step_ms')
         if own is None:
             return 'failed' if lines else NOT_RUN
-        return f'{own:.0f} ms' if base is None else f'{own / base:.2f}'
+        return f'{own:.0f} ms' if base is None else f'{own / base:.1f}'
     return _grid(found, write, _with_base(found))
 
 
