@@ -75,12 +75,7 @@ def graft(model: Model, mixer: str = 'polyline', layers: Layers = None) -> Model
                          'create it with patch_drop_rate=0')
     chosen = _choose(host, _blocks(host), layers)
     for name, block in chosen.items():
-        dim, heads = block.attn.proj.out_features, block.attn.num_heads
-        if dim % heads:
-            raise ValueError(f'{name} cannot be grafted: its {heads} heads do not divide its {dim} channels')
-        dtypes = sorted({str(parameter.dtype) for parameter in block.attn.parameters()})
-        if len(dtypes) > 1:
-            raise TypeError(f"{name} cannot be grafted: its attention has parameters of {' and '.join(dtypes)}")
+        _check_attention(name, block.attn)
     grid = None
     if isinstance(host, (VisionTransformer, Eva)):
         grid = Grid(host.num_prefix_tokens)
@@ -173,6 +168,16 @@ def _choose(host: nn.Module, blocks: Dict[str, nn.Module], layers: Layers) -> Di
             raise ValueError(f'layers must be None or a list of {allowed}, got the entry {layer!r}')
         chosen.append(name)
     return {name: block for name, block in blocks.items() if name in chosen}
+
+
+def _check_attention(name: str, attn: nn.Module) -> None:
+    """Raise an error if a layer has heads or dtypes that no mixer takes; see `graft`."""
+    dim, heads = attn.proj.out_features, attn.num_heads
+    if dim % heads:
+        raise ValueError(f'{name} cannot be grafted: its {heads} heads do not divide its {dim} channels')
+    dtypes = sorted({str(parameter.dtype) for parameter in attn.parameters()})
+    if len(dtypes) > 1:
+        raise TypeError(f"{name} cannot be grafted: its attention has parameters of {' and '.join(dtypes)}")
 
 
 def _add_decay(attn: nn.Module, grid: Optional[Grid]) -> None:
