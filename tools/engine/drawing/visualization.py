@@ -92,7 +92,7 @@ def make_plan(model: Any, wish: Wish, classes: Sequence[str]) -> Plan:
     try:
         pixel_of(wish.at or (0.5, 0.5), (1, 1))
     except ValueError as error:
-        raise UserError(f'--{error}') from error
+        raise UserError(f'--{error}') from error         # the sentence starts with the argument's name, which is 'at'
     try:
         target = None if wish.target is None else class_number(wish.target, classes)
     except ValueError as error:
