@@ -150,6 +150,8 @@ def check_types(config, path: Path) -> None:
     """Refuse a config that has no model, or an entry of a wrong type where a dict is required."""
     if 'model' not in config:
         raise UserError(f"{path}: no 'model' in it; this is not a config to train or test with")
+    if config.get('default_scope') == 'mmpretrain':
+        raise UserError(f"{path} is a config of MMPretrain: use MMPretrain's tools/train.py and tools/test.py")
     for key in config:
         if key == 'model' or key.endswith(('_dataloader', '_cfg')) or key in ('optim_wrapper', 'randomness'):
             if not isinstance(config[key], (dict, type(None))):
