@@ -9,7 +9,8 @@ import pytest
 from helpers import ROOT
 from PIL import Image
 
-mmpretrain = pytest.importorskip('mmpretrain', exc_type=ImportError)
+pytest.importorskip('mmpretrain')
+import mmpretrain
 
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import load

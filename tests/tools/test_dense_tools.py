@@ -94,7 +94,7 @@ def test_predict(name, trained, data, tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert rows == json.loads((tmp_path / 'predictions.json').read_text()) and len(rows) == 8
     for row in rows:
-        assert Image.open(row['picture']).size == (96, 96)
+        assert Image.open(row['picture']).size == (384, 384), 'enlarged by 4, so that labels can be read'
         if name == UPERNET:
             masks = sum(rle.decode(item['mask']).astype(int) for item in row['classes'])
             assert (masks == 1).all(), 'each pixel has one class'

@@ -157,6 +157,7 @@ def test_receptive_field_and_activation(folder, drawn, name):
     assert torch.allclose(field.values, subquad.effective_receptive_field(model, inputs, (35, 0))[0])
     assert torch.allclose(activation.values, subquad.class_activation(model, inputs, 1).maps[0])
     assert re.fullmatch(r'class activation \(Grad-CAM\):\nb, probability 0\.\d+', activation.title)
+    assert activation.over_image and re.fullmatch(r'predicted: [a-z], \d+%', drawn[0].predicted)
 
 
 def test_random_weights_are_named(folder, drawn, capsys):

@@ -12,7 +12,8 @@ from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
 from ..building import close_log, made
 from .photographs import pixels
-from .prediction import PictureNames, as_arrays
+from .pictures import draw_sample
+from .prediction import PictureNames, palette_of
 from .runner import build_runner, classes_of, network_options
 
 
@@ -31,8 +32,8 @@ class PicturesHook(Hook):
         for sample in outputs or ():
             image = pixels(sample.img_path, sample.ori_shape)
             path = self.folder / self.names(Path(sample.img_path))
-            runner.visualizer.add_datasample(path.stem, image, as_arrays(sample), draw_gt=True, show=False,
-                                             out_file=str(path))
+            dataset = runner.cfg.test_dataloader.dataset
+            draw_sample(image, sample.cpu(), classes_of(dataset), palette_of(dataset), 0.3, annotations=True).save(path)
 
 
 def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False,

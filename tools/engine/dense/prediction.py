@@ -1,6 +1,5 @@
 """Detect or segment in image files: pictures, and results as dicts."""
 import colorsys
-import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Set
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
+from mmengine.registry import MODELS, init_default_scope
 from pycocotools import mask as rle
 from torch import nn
 
@@ -21,6 +20,7 @@ from ...common.output import add_row, print_table, progress
 from ..building import build
 from .inputs import accept_tiny_images
 from .photographs import pixels, with_photographs
+from .pictures import draw_sample
 from .runner import classes_of, known_metainfo, network_options
 
 
@@ -55,13 +55,7 @@ class Predictor:
         # Image files of a user have no annotations.
         self.pipeline = Compose(with_photographs([step for step in dataset.pipeline
                                                   if 'Annotations' not in str(step['type'])], 'raise'))
-        self.visualizer = build(VISUALIZERS, {**config.get('visualizer', {}), 'vis_backends': None, 'save_dir': None,
-                                              'name': f'predict_{time.time_ns()}'},
-                                'visualizer')
-        palette = known_metainfo(dataset).get('palette') or [
-            tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / len(self.classes), 0.8, 0.9))
-            for n in range(len(self.classes))]
-        self.visualizer.dataset_meta = dict(classes=self.classes, palette=palette)
+        self.palette = palette_of(dataset)
 
     def __call__(self, file: Path) -> Any:
         """Return the data sample that the model predicts for an image file.
@@ -80,10 +74,7 @@ class Predictor:
 
     def draw(self, file: Path, sample: Any, path: Path, score: float) -> None:
         """Write the image with its predictions as a picture; objects below `score` are left out."""
-        image = pixels(file, sample.ori_shape)
-        options = dict(pred_score_thr=score) if 'pred_instances' in sample else {}
-        self.visualizer.add_datasample(path.stem, image, as_arrays(sample), draw_gt=False, show=False,
-                                       out_file=str(path), **options)
+        draw_sample(pixels(file, sample.ori_shape), sample, self.classes, self.palette, score).save(path)
 
     def describe(self, file: Path, sample: Any, score: float) -> Dict[str, Any]:
         """Return the predictions for an image as a dict that JSON can hold.
@@ -107,9 +98,11 @@ class Predictor:
         return result
 
 
-def as_arrays(sample: Any) -> Any:
-    """Convert a sample for mmseg's visualizer, which needs an array for a label map of one pixel."""
-    return sample.numpy() if 'pred_sem_seg' in sample else sample
+def palette_of(dataset: Dict[str, Any]) -> Sequence[Sequence[int]]:
+    """Return the colors of a data set's classes (RGB, 0 to 255): its own palette, or hues at equal distances."""
+    count = len(classes_of(dataset))
+    return known_metainfo(dataset).get('palette') or [
+        tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / count, 0.8, 0.9)) for n in range(count)]
 
 
 def _rle(mask: np.ndarray) -> Dict[str, Any]:

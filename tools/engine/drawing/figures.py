@@ -31,11 +31,13 @@ class Picture(NamedTuple):
         image: its pixels as the model sees them, (H, W, 3) from 0 to 1.
         place: the chosen pixel, as fractions of height and width; None if no panel belongs to one.
         rows: rows of panels.
+        predicted: the likeliest class and its probability; '' for a model without classes.
     """
     name: str
     image: Any
     place: Optional[Tuple[float, float]]
     rows: List[Row]
+    predicted: str = ''
 
 
 def draw(pictures: Sequence[Picture], title: str) -> Any:
@@ -68,7 +70,8 @@ def _draw_picture(page: Any, axes: Any, picture: Picture) -> None:
     size = picture.image.shape[:2]
     photograph = axes[0, 0]
     photograph.imshow(picture.image, extent=(0, size[1], size[0], 0))
-    photograph.set_title(f'{text(picture.name, 30)}\nwhat the model sees, {size[0]} x {size[1]} pixels', fontsize=7.5)
+    caption = picture.predicted or 'what the model sees'
+    photograph.set_title(f'{text(picture.name, 30)}, {size[0]} x {size[1]} pixels\n{text(caption, 40)}', fontsize=7.5)
     photograph.set_xticks([0, size[1]], ['0', str(size[1])], fontsize=6.5)
     photograph.set_yticks([0, size[0]], ['0', str(size[0])], fontsize=6.5)
     if picture.place is not None:
@@ -76,7 +79,7 @@ def _draw_picture(page: Any, axes: Any, picture: Picture) -> None:
     for n, row in enumerate(picture.rows):
         for column, axis in enumerate(axes[n]):
             if 0 < column <= len(row.panels):
-                draw_panel(page, axis, row.panels[column - 1], size, picture.place)
+                draw_panel(page, axis, row.panels[column - 1], picture.image, picture.place)
             elif n or column:
                 axis.axis('off')
         if row.label:

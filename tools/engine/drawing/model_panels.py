@@ -24,7 +24,16 @@ def model_panel(name: str, model: Any, x: Any, pixel: Tuple[int, int], classes: 
         chance = model(x).softmax(1)[0, found.classes[0]]
     number = int(found.classes[0])
     return Panel(f'class activation (Grad-CAM):\n{classes[number]}, probability {float(chance):.2g}', found.maps[0],
-                 'sum of weighted channels')
+                 'sum of weighted channels', over_image=True)
+
+
+def predicted(model: Any, x: Any, classes: Sequence[str]) -> str:
+    """Return the likeliest class of an image x (1, 3, H, W) and its probability; '' for a model without classes."""
+    logits = model(x)
+    if not classes or logits.shape != (1, len(classes)):
+        return ''
+    chance, number = logits.softmax(1)[0].max(0)
+    return f'predicted: {classes[int(number)]}, {float(chance):.0%}'
 
 
 def class_number(name: str, classes: Sequence[str]) -> int:

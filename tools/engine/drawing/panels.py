@@ -18,12 +18,14 @@ class Panel(NamedTuple):
         label: unit of the numbers, below the map.
         scale: a key of SCALES.
         marked: whether the map belongs to the chosen pixel, which gets a cross.
+        over_image: whether the map is drawn over the image: interpolated, and the more opaque the higher.
     """
     title: str
     values: Any
     label: str
     scale: str = 'positive'
     marked: bool = False
+    over_image: bool = False
 
 
 class Chart(NamedTuple):
@@ -108,7 +110,7 @@ def ticks(low: float, high: float, logarithmic: bool) -> Dict[str, Any]:
     return dict(ticks=[low, middle, high], labels=[f'{x:.{digits}g}' for x in (low, middle, high)])
 
 
-def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], size: Tuple[int, int],
+def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], image: Any,
                place: Optional[Tuple[float, float]] = None) -> None:
     """Draw a panel on an axis of a figure.
 
@@ -116,7 +118,7 @@ def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], size: Tuple[int
         page: matplotlib figure.
         axis: its axis.
         panel: the panel.
-        size: height and width of the image in pixels.
+        image: pixels of the image, (H, W, 3) from 0 to 1.
         place: the chosen pixel, as fractions of height and width, for panels that belong to it.
     """
     from matplotlib.colors import LogNorm, Normalize
@@ -128,8 +130,13 @@ def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], size: Tuple[int
     norm = (LogNorm if logarithmic else Normalize)(low, high)
     values = panel.values.double().numpy()
     # A logarithm does not show zeros.
+    size = image.shape[:2]
+    extent = (0, size[1], size[0], 0)
+    if panel.over_image:
+        axis.imshow(image, extent=extent)
     shown = axis.imshow(values.clip(low) if logarithmic else values, cmap=SCALES[panel.scale][0], norm=norm,
-                        extent=(0, size[1], size[0], 0), interpolation='nearest')
+                        extent=extent, interpolation='bilinear' if panel.over_image else 'nearest',
+                        alpha=0.7 * norm(values).filled(0).clip(0, 1) if panel.over_image else 1)
     axis.set(xticks=[], yticks=[])
     axis.set_title(panel.title + ('\n(the same everywhere)' if constant else ''), fontsize=7.5)
     below, above = values.min() < low - 1e-9 * abs(low), values.max() > high + 1e-9 * abs(high)

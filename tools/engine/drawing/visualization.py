@@ -8,7 +8,7 @@ from ...common.paths import writable_folder
 from .figures import Picture, Row, write
 from .layer_panels import Function, Kind, kinds
 from .memories import HeadMaps
-from .model_panels import MODEL_PANELS, class_number, model_panel
+from .model_panels import MODEL_PANELS, class_number, model_panel, predicted
 from .panels import Chart, Panel
 from .pictures import unnormalized
 from .webpage import Viewer, write_page
@@ -171,7 +171,8 @@ def _draw_image(model: Any, file: Path, inputs: Any, transform: Any, plan: Plan,
             viewers.append(_viewer(f'{file.stem}: {name}, {layer.size[0]} x {layer.size[1]} tokens', image, layer,
                                    tokens[name], [plan.kinds[name].panels[panel] for panel in moving]))
     place = ((pixel[0] + 0.5) / size[0], (pixel[1] + 0.5) / size[1]) if plan.pixel else None
-    return _Drawn(Picture(file.stem, image, place, _joined(rows)), viewers, len(chosen), heads, names, left_out)
+    picture = Picture(file.stem, image, place, _joined(rows), predicted(model, x, classes))
+    return _Drawn(picture, viewers, len(chosen), heads, names, left_out)
 
 
 def _model_panels(model: Any, x: Any, pixel: Tuple[int, int], classes: Sequence[str], plan: Plan,
