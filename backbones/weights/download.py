@@ -32,6 +32,7 @@ from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from .cache import LOCK_FILE, LockEntry, cache_folder, exclusive, lock, locked_entry, sha256_of, unlock
 from .errors import PathLike, WeightsError, shorten_path
 from .files import read_checkpoint
+from .pickles import check_archive
 from .registry import PublishedWeights
 from .resumable import TEMPORARY_STATUS, TransferError, discard, transfer
 
@@ -139,7 +140,11 @@ def check(weights: PublishedWeights, path: Path) -> bool:
     Raises:
         WeightsError: the file differs, or cannot be read.
     """
-    return _compare(weights, path, _recorded(path), locked_entry(weights.name, weights.source))[1]
+    recorded = _recorded(path)
+    known = _compare(weights, path, recorded, locked_entry(weights.name, weights.source))[1]
+    if not (recorded or weights.sha256):
+        check_archive(path)
+    return known
 
 
 def _shipped(weights: PublishedWeights) -> Path:
@@ -155,8 +160,8 @@ def _accept(weights: PublishedWeights, download: _Download, locked: Optional[Loc
     """Check a download and write it to the lock file; remove it if it is damaged."""
     try:
         sha256, known = _compare(weights, download.path, download.recorded, locked)
-        if not known:               # half a file or a web page must not become the one that later downloads must match
-            _check_readable(weights, download.path)
+        if not (download.recorded or weights.sha256):
+            _check_intact(weights, download.path, locked)
     except _Mismatch as error:
         if error.intact:            # other programs that use the hub's cache may want this file
             raise WeightsError(f'{error}; if you trust this file, run `subquad weights download {weights.name} '
@@ -165,7 +170,8 @@ def _accept(weights: PublishedWeights, download: _Download, locked: Optional[Loc
             download.remove()
         except OSError as unremovable:
             raise WeightsError(f'{error}; remove it ({unremovable.strerror})') from error
-        replaced = ', with --update if its author has replaced it' if locked and not download.recorded else ''
+        replaced = (', with --update if its author has replaced it or the recorded one was damaged'
+                    if not download.recorded and locked_entry(weights.name, weights.source) else '')
         raise WeightsError(f'{error}; it was removed, run `subquad weights download {weights.name}` to download it '
                            f'again{replaced}') from error
     if locked is None:
@@ -204,10 +210,16 @@ def _compare(weights: PublishedWeights, path: Path, recorded: Optional[str],
     return sha256, bool(expected)
 
 
-def _check_readable(weights: PublishedWeights, path: Path) -> None:
+def _check_intact(weights: PublishedWeights, path: Path, locked: Optional[LockEntry]) -> None:
+    """Check a file whose hash nobody but the lock file knows.
+
+    Half a file or a damaged one must not become the one that later downloads must match. If it has, it is unlocked.
+    """
     try:
-        read_checkpoint(path)
+        (check_archive if locked else read_checkpoint)(path)
     except WeightsError as error:
+        if locked:
+            unlock(weights.name)
         raise _Mismatch(f'{weights.name}: {error}', intact=False) from error
 
 

@@ -29,6 +29,8 @@ _HARMLESS = re.compile('|'.join((
 _SCANNED_BYTES = 64 * 2 ** 20
 # A tensor or an unpacked archive may be larger than its file by at most this many bytes.
 EXPANSION = 16 * 2 ** 20
+_ZIP_START = b'PK\3\4'
+_FOLDER = 0x10               # a bit of an entry's attributes
 
 
 def read_pickle(path: Path) -> Any:
@@ -44,15 +46,13 @@ def read_pickle(path: Path) -> Any:
         WeightsError: the file cannot be read, is damaged, is compressed or refers to code.
     """
     try:
-        _check_archive(path)
+        check_archive(path)
         with torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
             warnings.simplefilter('ignore')              # torch warns about pickle protocols, which users cannot change
             return torch.load(path, map_location='cpu', weights_only=True)
     except WeightsError:
         raise
     except OSError as error:
-        if error.errno == errno.EINVAL:          # torch seeks to the end that a whole archive would have
-            raise WeightsError(f'{shorten_path(path)} is damaged or truncated') from error
         raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     except MemoryError as error:
         raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
@@ -87,30 +87,48 @@ def _harmless_types() -> List[Any]:
             (statistics_method, '__builtin__.getattr')]
 
 
-def _check_archive(path: Path) -> None:
-    """Refuse what torch.save does not write: a compressed archive, and entries that would lie outside of its folder.
+def check_archive(path: Path) -> None:
+    """Check an archive of torch.save against its own checksums, which torch does not compare.
 
-    The content of a compressed archive could fill the memory. Nothing is extracted to files, here and in torch.
+    Archives that torch.save does not write are refused, too: their content could fill the memory, or lie outside of
+    their folder. Nothing is extracted to files, here and in torch. A file in the format before PyTorch 1.6 is no
+    archive and has no checksums.
 
     Raises:
-        WeightsError: the file is such an archive.
+        WeightsError: the archive is damaged, or torch.save did not write it.
         OSError: the file cannot be read.
     """
-    if not zipfile.is_zipfile(path):
-        return
+    with open(path, 'rb') as file:
+        if file.read(len(_ZIP_START)) != _ZIP_START:     # torch, too, decides by these bytes
+            return
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            size = sum(entry.file_size for entry in entries)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return                                           # torch will report the damage
-    outside = [entry.filename for entry in entries if _leads_outside(entry.filename)]
-    if outside:
-        raise WeightsError(f'{shorten_path(path)} is an archive with an entry outside of its folder '
-                           f'({_printable(outside[0])}), which torch.save does not write')
-    if size > path.stat().st_size + EXPANSION:
-        raise WeightsError(f'{shorten_path(path)} is a compressed archive ({size:,} bytes in '
-                           f'{path.stat().st_size:,}), which torch.save does not write')
+        _check_entries(path)
+    except (WeightsError, MemoryError):
+        raise
+    except Exception as error:   # damaged bytes make zipfile raise any exception
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:     # EINVAL: an entry before the file's start
+            raise
+        raise WeightsError(f'{shorten_path(path)} is damaged or truncated ({type(error).__name__})') from error
+
+
+def _check_entries(path: Path) -> None:
+    name, size = shorten_path(path), path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        unpacked = sum(entry.file_size for entry in entries)
+        outside = [entry.filename for entry in entries if _leads_outside(entry.filename)]
+        if outside:
+            raise WeightsError(f'{name} is an archive with an entry outside of its folder ({_printable(outside[0])}), '
+                               'which torch.save does not write')
+        if unpacked > size + EXPANSION:
+            raise WeightsError(f'{name} is a compressed archive ({unpacked:,} bytes in {size:,}), which torch.save '
+                               'does not write')
+        if any(entry.external_attr & _FOLDER for entry in entries):        # torch would take random memory for it
+            raise WeightsError(f'{name} is damaged (an entry is marked as a folder)')
+        # torch.serialization.set_crc32_options(False) writes 0 in place of every checksum.
+        changed = archive.testzip() if any(entry.CRC for entry in entries) else None
+    if changed:
+        raise WeightsError(f'{name} is damaged ({_printable(changed)} differs from its checksum)')
 
 
 def _leads_outside(name: str) -> bool:

@@ -13,9 +13,9 @@ from cvnets_files import authors_file, encoder_entries
 from download_cases import BLOB, CONTENT, FILE, OTHER, PATH, REPO, gets, hub, no_file_is_left, plain, refused
 from weights_server import CHUNK, Fault
 
-from subquad.backbones.weights import download, load_weights, resumable
-from subquad.backbones.weights.cache import LOCK_FILE, cache_folder, locked_entry
-from subquad.backbones.weights.download import cached_file, fetch, forget
+from subquad.backbones.weights import WeightsError, download, load_weights, resumable
+from subquad.backbones.weights.cache import LOCK_FILE, LockEntry, cache_folder, lock, locked_entry
+from subquad.backbones.weights.download import cached_file, check, fetch, forget, renew
 
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
@@ -166,6 +166,35 @@ def test_wrong_byte_is_refused_and_removed(server, weights, tmp_path):
     assert cached_file(weights) is None and no_file_is_left(tmp_path)
     assert locked_entry(weights.name, weights.source) is None
     assert fetch(weights).read_bytes() == CONTENT, 'the next call downloads a good file'
+
+
+def test_damaged_archive_is_not_recorded(server, tmp_path):
+    """No hash of a plain file is known beforehand, and torch reads an archive with a wrong byte without a word."""
+    server.fail(PATH, Fault('flip', 3 * CHUNK))
+    refused(plain(server), 'data/0 differs from its checksum); it was removed, run `subquad weights download')
+    assert no_file_is_left(tmp_path) and locked_entry('test_ppma.plain', plain(server).source) is None
+    assert fetch(plain(server)).read_bytes() == CONTENT
+
+
+def test_hash_of_a_damaged_archive_is_told_from_a_right_one(server):
+    """Earlier versions recorded it."""
+    weights = plain(server)
+    path = fetch(weights)
+    for kept in (True, False):
+        forget(weights)
+        damaged = CONTENT[:3 * CHUNK] + b'\0' + CONTENT[3 * CHUNK + 1:]
+        path.write_bytes(damaged)
+        lock(weights.name, LockEntry(weights.source, hashlib.sha256(damaged).hexdigest(), len(damaged), None, 'then'))
+        if kept:                                        # the damaged file shows that its hash is wrong
+            with pytest.raises(WeightsError, match='differs from its checksum'):
+                check(weights, path)
+            assert refused(weights, 'differs from its checksum').endswith('to download it again')
+            assert fetch(weights).read_bytes() == CONTENT
+        else:
+            path.unlink()
+            refused(weights, 'with --update if its author has replaced it or the recorded one was damaged')
+            assert renew(weights).read_bytes() == CONTENT
+        assert locked_entry(weights.name, weights.source).sha256 == SHA256 and check(weights, path)
 
 
 def test_truncated_file_is_refused(server, weights, tmp_path):

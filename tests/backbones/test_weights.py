@@ -334,6 +334,31 @@ def test_compressed_archive_is_refused_before_unpacking(tmp_path):
         read_checkpoint(tmp_path / 'w.pth')
 
 
+def test_changed_byte_of_an_archive_is_refused(tmp_path):
+    """torch compares no checksums, and gives random memory for an entry that is marked as a folder."""
+    path = tmp_path / 'w.pt'
+    torch.save({'w': torch.arange(100.)}, path)
+    content = path.read_bytes()
+    record = content.index(torch.arange(100.).numpy().tobytes())
+    header = content.rindex(b'PK\1\2', 0, content.rindex(b'data/0'))
+    for at, words in ((record + 50, 'w.pt is damaged .w/data/0 differs from its checksum'),
+                      (header + 38, 'w.pt is damaged .an entry is marked as a folder')):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1:])
+        torch.load(path)
+        with pytest.raises(WeightsError, match=words):
+            read_checkpoint(path)
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, 'set_crc32_options'), reason='torch always writes them')
+def test_archive_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({'w': torch.ones(9)}, tmp_path / 'w.pt')
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_checkpoint(tmp_path / 'w.pt')[0]['w'].sum() == 9
+
+
 def test_torchscript_file_is_unsafe(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), str(tmp_path / 'w.pt'))
     with pytest.raises(WeightsError, match='could run code .TorchScript'):

@@ -2,7 +2,6 @@
 import contextlib
 import os
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -233,15 +232,4 @@ def _whole(path: Path) -> str:
         raise UserError(f'--resume: {error}') from error
     if source != 'state_dict':
         raise UserError(f'--resume: {path} is not a checkpoint of a training run')
-    damaged = _changed_entry(path)
-    if damaged:
-        raise UserError(f'--resume: {path} is damaged ({damaged} differs from its checksum)')
     return str(path)
-
-
-def _changed_entry(path: Path) -> Optional[str]:
-    """Return an entry of the archive whose bytes differ from their checksum, which torch does not compare, or None."""
-    if not zipfile.is_zipfile(path):                             # the format before PyTorch 1.6
-        return None
-    with zipfile.ZipFile(path) as archive:
-        return archive.testzip()
