@@ -10,7 +10,8 @@ from typing import Any, Dict
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
 
-from ..weights import WeightsError, read_file, shorten_path
+from ..weights import WeightsError, shorten_path
+from ..weights.files import find_weights, remove_compile_prefix
 from ..weights.pickles import read_pickle
 from ..weights.registry import SCHEME, WEIGHTS
 
@@ -37,8 +38,8 @@ def load_from_local(filename: str, map_location: Any = None) -> Dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise WeightsError(f'{shorten_path(path)} holds no weights')
     if isinstance(checkpoint.get('state_dict'), dict):
-        return {'meta': {}, **checkpoint}
-    content = read_file(path, preferred='raw')
+        return {'meta': {}, **checkpoint, 'state_dict': remove_compile_prefix(checkpoint['state_dict'])}
+    content = find_weights(checkpoint, path, preferred='raw')
     if content.choice:
         print_log(f'{filename}: {content.choice}', logger='current')
     return dict(state_dict=content.weights, meta=content.runner_meta)

@@ -27,7 +27,7 @@ FORMATS: Dict[str, Tuple[Optional[str], str]] = {
     'timm': ('MobileViTv2', '.safetensors'),
 }
 # Keys of a checkpoint that say whether they hold averaged weights. state_dict does not: MMEngine keeps both there.
-_KINDS = {'averaged': ('model_ema', 'state_dict_ema', 'ema_state_dict'), 'raw': ('model', 'model_state_dict')}
+_KINDS = {'averaged': ('model_ema', 'state_dict_ema', 'ema_state_dict'), 'raw': ('model', 'models', 'model_state_dict')}
 _PICKLES = ('.pth', '.pt', '.bin')
 RGB_NOTE = ('its weights are taken as those of RGB images, as in the files of the authors, from which transformers '
             "copied them; transformers' image processor reverses the channels")

@@ -18,7 +18,7 @@ from .pickles import EXPANSION, read_pickle
 METADATA_KEY = 'subquad'
 # The keys under which checkpoints keep averaged weights, and others, in order of preference.
 _AVERAGED = ('model_ema', 'state_dict_ema', 'ema_state_dict')
-_RAW = ('model', 'state_dict', 'model_state_dict')
+_RAW = ('model', 'models', 'state_dict', 'model_state_dict')
 CHOICES = ('averaged', 'raw')
 
 
@@ -45,7 +45,7 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
     """Find the weights in a checkpoint.
 
     Prefixes that training puts before all names are removed: `module.` of distributed training, `net.` of
-    `subquad train`.
+    `subquad train`; and `_orig_mod.`, which torch.compile puts before the names of the modules that it compiles.
 
     Args:
         checkpoint: the content of a file.
@@ -67,10 +67,18 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
     for key in found:
         if not isinstance(key, str):
             raise WeightsError(f'the names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
+    found = remove_compile_prefix(found)
     for prefix in ('module.', 'net.'):
         if found and all(key.startswith(prefix) for key in found):
             found = {key.removeprefix(prefix): value for key, value in found.items()}
     return found, source
+
+
+def remove_compile_prefix(weights: Dict[str, Any]) -> Dict[str, Any]:
+    """Rename the weights of a module that is compiled, or has compiled parts, to the names before torch.compile."""
+    if not any('_orig_mod.' in key for key in weights):
+        return weights
+    return {key.replace('_orig_mod.', ''): value for key, value in weights.items()}
 
 
 def check_choice(weights: Optional[str]) -> None:
@@ -147,9 +155,9 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     Args:
         path: see `read_checkpoint`.
         weights: which weights to read from a file that holds several: 'averaged' for the moving average of training
-            (under model_ema, state_dict_ema or ema_state_dict), 'raw' for the others (under model, state_dict or
-            model_state_dict), None for the preferred ones if there are any. In checkpoints of MMEngine's Runner it is
-            the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
+            (under model_ema, state_dict_ema or ema_state_dict), 'raw' for the others (under model, models, state_dict
+            or model_state_dict), None for the preferred ones if there are any. In checkpoints of MMEngine's Runner it
+            is the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
             weights, which every choice reads.
         preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both. Of a checkpoint of
             MMEngine's Runner the average is read, as MMEngine does.
@@ -161,7 +169,7 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     check_choice(weights)
     path = Path(path)
     try:
-        size = path.stat().st_size
+        path.stat()
         if not path.is_file():
             raise WeightsError(f'{shorten_path(path)} is not a file')
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:    # ValueError: null character
@@ -171,8 +179,14 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     except OSError as error:
         raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     if path.suffix == '.safetensors':
-        return WeightFile(*_read_safetensors(path), '', {})
-    checkpoint = read_pickle(path)
+        found, metadata = _read_safetensors(path)
+        return WeightFile(remove_compile_prefix(found), metadata, '', {})
+    return find_weights(read_pickle(path), path, weights, preferred)
+
+
+def find_weights(checkpoint: Any, path: Path, weights: Optional[str] = None,
+                 preferred: str = 'averaged') -> WeightFile:
+    """Find the weights in the content of a pickle. See `read_file`, also for the errors."""
     try:
         found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')
     except WeightsError as error:
@@ -180,7 +194,7 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     found = {key: value.detach() for key, value in found.items() if isinstance(value, Tensor)}
     if not found:
         raise WeightsError(f'{shorten_path(path)} holds no weights')
-    check_dense(found, shorten_path(path), size)
+    check_dense(found, shorten_path(path), path.stat().st_size)
     meta = checkpoint.get('meta')
     return WeightFile(found, {}, source, meta if isinstance(meta, dict) else {},
                       _describe_choice(checkpoint, source))
@@ -250,11 +264,7 @@ def _unsupported_kind(tensor: Tensor) -> str:
 
 
 def save_weights(model: nn.Module, path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
-    """Write the weights of a model as safetensors; see `save_state_dict`.
-
-    Raises:
-        OSError: the folder is not writable.
-    """
+    """Write the weights of a model as safetensors; see `save_state_dict`, also for the errors."""
     save_state_dict(model.state_dict(), path, metadata)
 
 
@@ -267,8 +277,11 @@ def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Option
         metadata: values that JSON can hold, such as the model's name and classes. `read_metadata` returns them.
 
     Raises:
+        ValueError: the name of the file does not end in .safetensors.
         OSError: the folder is not writable.
     """
+    if Path(path).suffix != '.safetensors':
+        raise ValueError(f'{shorten_path(path)} must end in .safetensors, because this is the format of the file')
     with write_atomically(path) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         # transformers reads only files whose metadata name the format.

@@ -7,6 +7,8 @@ from helpers import assert_close
 from torch._dynamo.backends.common import aot_autograd
 
 from subquad.backbones.mixers import EosMixer
+from subquad.backbones.weights import load_weights, save_state_dict
+from subquad.backbones.weights.convert import convert
 
 
 def _two_sizes(name, **options):
@@ -64,3 +66,20 @@ def test_a_recurrence_is_one_operator_of_the_compiled_graph(mixer, count):
         assert [sum(name.startswith('subquad.') for name in graph) for graph in graphs] == [count] * 2
         counts.append([len(graph) for graph in graphs])
     assert counts[0] == counts[1] and max(counts[0]) < 200 * count
+
+
+@pytest.mark.parametrize('file', ['w.pth', 'w.safetensors'])
+@pytest.mark.parametrize('wrap', ['{}', 'module.{}', '_orig_mod.module.{}', 'net.{}'])
+def test_weights_of_compiled_models_load_and_convert(file, wrap, tmp_path):
+    """torch.compile puts `_orig_mod.` before the names of what it compiles, a whole model or its parts."""
+    model = timm.create_model('test_ppma', num_classes=4)
+    state, path = model.state_dict(), tmp_path / file
+    model.stages[0].blocks[0] = torch.compile(model.stages[0].blocks[0])
+    names = {wrap.format(key): value for key, value in torch.compile(model).state_dict().items()}
+    assert all('_orig_mod.' in key for key in names) and any('.blocks.0._orig_mod.' in key for key in names)
+    save_state_dict(names, path) if file.endswith('safetensors') else torch.save({'model': names}, path)
+    other = timm.create_model('test_ppma', num_classes=4)
+    load_weights(other, path)
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
+    if wrap == '{}':
+        assert convert(path, tmp_path / 'converted.safetensors', other).weights.keys() == state.keys()

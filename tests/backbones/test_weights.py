@@ -80,8 +80,16 @@ def test_output_norms_and_unused_classifier_may_differ(model, tmp_path):
     assert torch.equal(dense.stages[0].blocks[0].mixer.q.weight, model.stages[0].blocks[0].mixer.q.weight)
 
 
+def test_other_suffixes_are_not_written(model, tmp_path):
+    for name in ('w.pth', 'w', 'w.safetensors.bak'):
+        with pytest.raises(ValueError, match=f'{name} must end in .safetensors'):
+            save_weights(model, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize('raw_key, averaged_key', [
-    ('model', 'model_ema'), ('state_dict', 'state_dict_ema'), ('model_state_dict', 'ema_state_dict')])
+    ('model', 'model_ema'), ('models', 'model_ema'), ('state_dict', 'state_dict_ema'),
+    ('model_state_dict', 'ema_state_dict')])
 def test_averaged_or_raw_weights_are_read(model, raw_key, averaged_key, tmp_path):
     state, path = model.state_dict(), tmp_path / 'w.pth'
     average = {key: value * 2 if value.is_floating_point() else value for key, value in state.items()}

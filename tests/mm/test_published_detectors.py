@@ -218,6 +218,8 @@ def test_local_pickles_are_read_without_running_code(tmp_path):
     runner = dict(state_dict={'w': torch.ones(1)}, optimizer=dict(state={}), meta=dict(epoch=2))
     torch.save(runner, tmp_path / 'epoch_2.pth')
     assert CheckpointLoader.load_checkpoint(str(tmp_path / 'epoch_2.pth'))['meta'] == dict(epoch=2)
+    torch.save({**runner, 'state_dict': {'a._orig_mod.w': torch.ones(1)}}, tmp_path / 'compiled.pth')
+    assert CheckpointLoader.load_checkpoint(str(tmp_path / 'compiled.pth'))['state_dict'].keys() == {'a.w'}
     torch.save(dict(model={'w': torch.ones(1)}), tmp_path / 'flat.pth')
     assert CheckpointLoader.load_checkpoint(str(tmp_path / 'flat.pth')) == dict(
         state_dict={'w': torch.ones(1)}, meta={})

@@ -1,6 +1,7 @@
 """Names of published weights in detectors and segmenters: init_cfg, load_from, and the commands."""
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -13,14 +14,17 @@ from dense_cases import MASK_RCNN, build_small_detector, make_shapes
 from mmdet.apis import init_detector
 from mmengine.config import Config
 from mmengine.registry import MODELS
+from mmengine.runner import CheckpointLoader
 from mmengine.runner.checkpoint import load_checkpoint as load_as_mmengine
-from ppma_files import authors_state, save_authors_file
+from ppma_files import authors_state, save_authors_file, save_training_file
 from published_files import publish, serve
 from training_cases import fails
 
 from subquad.backbones.mm.checkpoints import load_checkpoint
-from subquad.backbones.weights import WeightsError
+from subquad.backbones.weights import WeightsError, load_weights, read_file
+from subquad.backbones.weights.ppma_keys import to_our_keys
 from subquad.tools import predict, test
+from subquad.tools import weights as weights_command
 from subquad.tools.engine.config import find
 
 
@@ -77,6 +81,33 @@ def test_init_cfg_takes_averaged_weights_from_a_file_without_raw_ones(networks, 
     assert _same(backbone.state_dict(), networks[2])
     with pytest.raises(WeightsError, match="it has no raw weights, only averaged ones .*set weights='averaged'"):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=dict(init_cfg, weights='raw'))).init_weights()
+
+
+@pytest.mark.parametrize('key', ['models', 'model'])
+@pytest.mark.parametrize('averaged', [True, False])
+def test_files_of_the_authors_training_are_read(key, averaged, tmp_path, monkeypatch, capsys):
+    """backup0.pth and best.pth hold the raw weights under `models`, also beside `model_ema`."""
+    raw, average = timm.create_model('test_ppma'), timm.create_model('test_ppma')
+    save_training_file(raw, path := tmp_path / 'best.pth', average if averaged else None, key)
+    raw, average = raw.state_dict(), (average if averaged else raw).state_dict()
+    model = timm.create_model('test_ppma')
+    for choice, expected in ((None, average), ('raw', raw)):
+        with pytest.warns(UserWarning, match='weights .* are read, not the') if averaged else nullcontext():
+            assert load_weights(model, path, weights=choice) == ('model_ema' if averaged and not choice else key)
+        assert _same(model.state_dict(), expected)
+    backbone = MODELS.build(dict(type='PPMA', arch='test', init_cfg=dict(type='Pretrained', checkpoint=str(path))))
+    backbone.init_weights()
+    assert _same(backbone.state_dict(), raw)
+    assert not averaged or f'its raw weights ({key}) are read, not the averaged ones' in backbone.load_summary
+    assert _same(to_our_keys(CheckpointLoader.load_checkpoint(str(path))['state_dict']), raw)
+    monkeypatch.chdir(tmp_path)
+    for choice, expected in (([], average), (['--weights', 'raw'], raw)):
+        assert weights_command.main(['convert', 'best.pth', '--out', 'w.safetensors', *choice, '--model', 'test_ppma',
+                                     '--json']) in (0, None)
+        provenance = json.loads(capsys.readouterr().out)['provenance']
+        assert provenance['weights'] == ('averaged' if averaged and not choice else 'raw')
+        assert _same(read_file('w.safetensors').weights, expected)
+        (tmp_path / 'w.safetensors').unlink()
 
 
 def test_init_cfg_takes_the_backbone_of_a_published_detector(networks, asked):

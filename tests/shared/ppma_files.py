@@ -2,6 +2,8 @@
 import argparse
 
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
 
 _STEM = {'stem.conv1.conv': 0, 'stem.conv1.norm': 1, 'stem.conv2.conv': 3, 'stem.conv2.norm': 4,
          'stem.conv3.conv': 6, 'stem.conv3.norm': 7, 'stem.conv4.conv': 9, 'stem.conv4.norm': 10}
@@ -45,4 +47,23 @@ def authors_state(model):
 def save_authors_file(model, path, average=None):
     """Write a classifier as the authors' training does: a pickle with its options and, optionally, averaged weights."""
     content = {'model': authors_state(model), 'epoch': 299, 'args': argparse.Namespace(lr=5e-4, output='x')}
+    torch.save({**content, 'model_ema': authors_state(average)} if average else content, path)
+
+
+def save_training_file(model, path, average=None, key='models'):
+    """Write what the authors' main.py writes: raw weights are under `models`, in its checkpoint.pth under `model`."""
+    optimizer = create_optimizer_v2(model, 'adamw', lr=1e-3, weight_decay=0.05)
+    sum(weight.sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    model.zero_grad()
+    content = {
+        key: authors_state(model),
+        'optimizer': optimizer.state_dict(),
+        'lr_scheduler': CosineLRScheduler(optimizer, 300, lr_min=1e-5, warmup_t=5).state_dict(),
+        'epoch': 20,
+        'scaler': torch.amp.GradScaler('cpu').state_dict(),
+        'args': argparse.Namespace(lr=1e-3, opt_betas=None, output_dir='exp'),
+        'max_accuracy': 81.5,
+        'max_accuracy_ema': 81.7,
+    }
     torch.save({**content, 'model_ema': authors_state(average)} if average else content, path)
