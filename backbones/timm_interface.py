@@ -1,5 +1,5 @@
 """timm's model interface, written once for all families: methods, default configs, the builder and initialization."""
-from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple, Type, TypeVar, Union
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar, Union
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import get_device_dtype, trunc_normal_
@@ -10,6 +10,7 @@ from ._timm import feature_take_indices, narrow_head, pooled_width
 from .options import COMMON, Options, check
 from .weights import WeightsError, pretrained_filter
 from .weights.download import SHIPPED
+from .weights.files import remove_prefixes
 from .weights.registry import WEIGHTS, PublishedWeights, find, of_arch
 from .weights.resolve import refuse_hybrid
 
@@ -186,6 +187,19 @@ class TimmInterface(nn.Module):
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename the keys of published weights to this model's keys. Families with published weights override it."""
         return weights
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict, also one with published names: timm's `checkpoint_path` takes the authors' classifiers.
+
+        Raises:
+            RuntimeError: keys or shapes differ; see `torch.nn.Module.load_state_dict`.
+        """
+        state_dict = self.translate_checkpoint(remove_prefixes(state_dict))
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise RuntimeError(f'{error}\n\tsubquad.backbones.weights.load_weights(model, FILE) reads more files, and '
+                               'says in one sentence what differs.') from error
 
     def set_input_size(self, img_size: Union[None, int, Tuple[int, int]] = None) -> None:
         """Check an image size. timm's models of a fixed size change theirs here; no weight of this model depends on it.

@@ -42,10 +42,7 @@ class WeightFile(NamedTuple):
 
 def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
            preferred: str = 'averaged') -> Tuple[Dict[str, Any], str]:
-    """Find the weights in a checkpoint.
-
-    Prefixes that training puts before all names are removed: `module.` of distributed training, `net.` of
-    `subquad train`; and `_orig_mod.`, which torch.compile puts before the names of the modules that it compiles.
+    """Find the weights in a checkpoint, and take the prefixes of training off their names; see `remove_prefixes`.
 
     Args:
         checkpoint: the content of a file.
@@ -67,11 +64,16 @@ def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,
     for key in found:
         if not isinstance(key, str):
             raise WeightsError(f'the names of weights must be strings, got {str(key)[:60]} ({type(key).__name__})')
-    found = remove_compile_prefix(found)
+    return remove_prefixes(found), source
+
+
+def remove_prefixes(weights: Dict[str, Any]) -> Dict[str, Any]:
+    """Remove what training puts before names: `module.` if distributed, `net.` in `subquad train`, torch.compile's."""
+    weights = remove_compile_prefix(weights)
     for prefix in ('module.', 'net.'):
-        if found and all(key.startswith(prefix) for key in found):
-            found = {key.removeprefix(prefix): value for key, value in found.items()}
-    return found, source
+        if weights and all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
 
 
 def remove_compile_prefix(weights: Dict[str, Any]) -> Dict[str, Any]:

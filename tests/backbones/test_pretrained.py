@@ -4,11 +4,13 @@ import re
 import pytest
 import timm
 import torch
+from ppma_files import save_training_file
 from published_files import check_backbone, create_pretrained, create_with_file
 from safetensors.torch import load_file
 from timm.models import load_checkpoint
 
 from subquad.backbones.weights import WeightsError, load_weights, read_checkpoint, save_state_dict, save_weights
+from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 
 NAMES = ('test_ppma', 'test_mobilevitv2', 'test_myo')
 
@@ -146,11 +148,29 @@ def test_checkpoint_path_and_load_checkpoint_are_strict(published, tmp_path):
         with pytest.raises(RuntimeError, match='Error.* in loading state_dict'):
             timm.create_model(name, checkpoint_path=file, **options)
     torch.save({'state_dict': {f'net.{key}': value for key, value in state.items()}}, tmp_path / 'epoch_1.pth')
-    with pytest.raises(RuntimeError, match='Missing key'):
-        load_checkpoint(timm.create_model(name), str(tmp_path / 'epoch_1.pth'))
+    load_checkpoint(model := timm.create_model(name), str(tmp_path / 'epoch_1.pth'))
+    check_backbone(model, state)
+    torch.save({'state_dict': {f'backbone.{key}': value for key, value in state.items()}}, tmp_path / 'epoch_2.pth')
+    with pytest.raises(RuntimeError, match=r'Missing key[^$]*weights.load_weights.model, FILE. reads more files, and'):
+        load_checkpoint(model, str(tmp_path / 'epoch_2.pth'))
     model, said = create_with_file(name, str(tmp_path / 'epoch_1.pth'))             # the filter takes `net.` off
     assert not said
     check_backbone(model, state)
+
+
+@pytest.mark.parametrize('average', [True, False])
+def test_checkpoint_path_and_load_checkpoint_take_the_authors_files(average, tmp_path):
+    raw, ema = timm.create_model('test_ppma'), timm.create_model('test_ppma')
+    save_training_file(raw, path := str(tmp_path / 'checkpoint.pth'), ema if average else None, key='model')
+    expected = (ema if average else raw).state_dict()
+    model = timm.create_model('test_ppma', checkpoint_path=path)
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    load_checkpoint(model := timm.create_model('test_ppma'), path, use_ema=False)
+    assert torch.equal(model.head.fc.weight, raw.head.fc.weight)
+    theirs = timm.create_model('test_mobilevitv2')
+    torch.save(to_cvnets_keys(theirs.state_dict()), tmp_path / 'mobilevitv2.pt')
+    model = timm.create_model('test_mobilevitv2', checkpoint_path=str(tmp_path / 'mobilevitv2.pt'))
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_save_for_hf_folder_loads_by_local_dir_and_hub(published, tmp_path, monkeypatch):
