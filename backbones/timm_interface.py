@@ -12,7 +12,7 @@ from .weights import WeightsError, pretrained_filter
 from .weights.download import SHIPPED
 from .weights.files import remove_prefixes
 from .weights.registry import WEIGHTS, PublishedWeights, find, of_arch
-from .weights.resolve import refuse_hybrid
+from .weights.resolve import ADDRESS, refuse_hybrid
 
 Model = TypeVar('Model', bound=nn.Module)
 
@@ -126,9 +126,9 @@ def build_model(
 
 
 def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
-    """Return the file, or the name of published weights, that `pretrained=True` loads, or '' if timm finds it.
+    """Return the file, published name or http address that `pretrained=True` loads, or '' if timm finds it.
 
-    timm finds state dicts, `hf-hub:`, `local-dir:` and addresses that the caller gives.
+    timm finds state dicts, `hf-hub:` and `local-dir:` that the caller gives.
 
     Raises:
         WeightsError: no weights are published for the model, or none with this tag.
@@ -147,6 +147,8 @@ def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
         return weights.name
     if cfg.file:
         return str(cfg.file)
+    if cfg.url and cfg.url.startswith(ADDRESS) and not cfg.hf_hub_id:
+        return cfg.url
     if cfg.has_weights:
         return ''
     raise WeightsError(_no_weights_message(str(cfg.architecture)))

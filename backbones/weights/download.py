@@ -313,14 +313,6 @@ def _as_sha256(etag: Optional[str]) -> Optional[str]:
     return etag if etag and re.fullmatch('[0-9a-f]{64}', etag) else None
 
 
-def _etag(weights: PublishedWeights, commit: str) -> Optional[str]:
-    """Ask the hub for the ETag of a file, where the cache has no links that would tell it; None without a network."""
-    try:
-        return get_hf_file_metadata(hf_hub_url(weights.repo, weights.filename, revision=commit)).etag
-    except _HUB_ERRORS:
-        return None
-
-
 def _explain(error: Exception, weights: PublishedWeights, revision: str,
              reached: bool = True) -> Tuple[str, str, bool]:
     """Say what failed and what to do, and whether another attempt may help."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import check_dense, read_file, unwrap
-from .resolve import refuse_hybrid, resolve
+from .resolve import ADDRESS, fetch_address, refuse_hybrid, resolve
 
 Weights = Dict[str, Tensor]
 Filter = Callable[[Dict[str, Any], nn.Module], Dict[str, Any]]
@@ -43,8 +43,8 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
     Args:
         features_only: whether the model is a feature extractor, which needs no head.
         num_classes: the number of classes that the caller gave. With None the file's classifier must match the model.
-        file: a file, or the name of published weights, to read instead of the state dict that timm passes, because
-            timm refuses some files that `read_file` reads safely; '' for none.
+        file: a file, the name of published weights, or an http address, to read instead of the state dict that timm
+            passes, because timm refuses some files that `read_file` reads safely; '' for none.
         cache_dir: the folder of downloads; see `subquad.backbones.weights.download.fetch`.
 
     Returns:
@@ -57,7 +57,7 @@ def pretrained_filter(features_only: bool = False, num_classes: Optional[int] = 
             file or cfg.get('file') or cfg.get('hf_hub_id') or cfg.get('url') or 'the state dict')
         choice = ''
         if file:
-            content = read_file(resolve(file, cache_dir))
+            content = read_file((fetch_address if file.startswith(ADDRESS) else resolve)(file, cache_dir))
             state_dict, choice = content.weights, content.choice
             cfg.pop('state_dict', None)                  # stands for the file
         weights, notes = match_to_model(state_dict, model, name, headless=features_only,

@@ -1,12 +1,21 @@
-"""Find a weight file by its path or by the name of published weights."""
+"""Find a weight file by its path, by the name of published weights, or by an address."""
+import hashlib
+import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Mapping, Optional
+from urllib.parse import urlsplit
 
-from .download import fetch
+from huggingface_hub import constants
+
+from .cache import cache_folder, exclusive
+from .download import LARGEST, fetch
 from .errors import PathLike, WeightsError, shorten_path
+from .files import read_checkpoint
 from .registry import SCHEME, PublishedWeights, find
+from .resumable import TransferError, discard, transfer
 
+ADDRESS = ('http://', 'https://')
 # 'arch' or 'arch.tag'. A name that ends like a weight file is a path.
 _NAME = re.compile(r'\w+(\.\w+)?')
 _FILE_SUFFIXES = ('.bin', '.ckpt', '.onnx', '.pickle', '.pkl', '.pt', '.pth', '.safetensors', '.tar', '.zip')
@@ -61,6 +70,35 @@ def resolve(name: PathLike, cache_dir: Optional[PathLike] = None) -> Path:
         raise WeightsError(f'{shorten_path(text)}: {error}') from error
     if not _exists(path):
         raise WeightsError(f'no weight file at {shorten_path(text)}')
+    return path
+
+
+def fetch_address(url: str, cache_dir: Optional[PathLike] = None) -> Path:
+    """Return the file of an http address of the caller's, which is downloaded if it is not in the cache.
+
+    No hash is known beforehand, and none is recorded. torch.hub, which timm uses, would keep half a file for good.
+
+    Raises:
+        WeightsError: the file cannot be had, or is no weight file.
+    """
+    key = hashlib.sha256(url.encode()).hexdigest()[:16]
+    path = Path(cache_dir or cache_folder()) / 'addresses' / key / PurePosixPath(urlsplit(url).path).name
+    with exclusive(path):
+        if path.is_file():
+            return path
+        if constants.HF_HUB_OFFLINE:
+            raise WeightsError(f'{url} is not in the cache, and HF_HUB_OFFLINE forbids downloads')
+        part = path.with_name(f'{path.stem}.part{path.suffix}')
+        try:
+            transfer(url, part, LARGEST)
+            read_checkpoint(part)
+        except TransferError as error:
+            raise WeightsError(f'the weights cannot be downloaded: {error.reason}') from error
+        except WeightsError as error:
+            discard(part)
+            raise WeightsError(f'{url}: {error}; it was removed') from error
+        os.replace(part, path)
+        discard(part)
     return path
 
 

@@ -1,10 +1,13 @@
 """Published weights in timm: names, downloads, tags and errors of `timm.create_model(NAME, pretrained=True)`."""
 
+import huggingface_hub
 import pytest
 import timm
 import torch
-from ppma_files import authors_state, save_authors_file
+from download_cases import serving
+from ppma_files import authors_state, save_authors_file, save_training_file
 from published_files import check_backbone, create_pretrained, create_with_file, publish, serve
+from weights_server import CHUNK, Fault
 
 from subquad.backbones.weights import WeightsError, load_weights, save_weights
 from subquad.backbones.weights.registry import WEIGHTS
@@ -104,22 +107,45 @@ def test_file_entry_takes_names_and_files_that_timm_cannot_read(tmp_path, monkey
         create_with_file('test_ppma', str(tmp_path / 'none.pth'))
 
 
-@pytest.mark.parametrize('overlay', [dict(hf_hub_id='me/mine'), dict(url='https://example.org/w.pth')], ids=str)
-def test_addresses_of_the_caller_replace_published_weights(overlay, downloads, monkeypatch):
-    """timm itself would take the published repository, or look for the published file in the caller's repository."""
+def test_a_repository_of_the_caller_replaces_published_weights(downloads, monkeypatch):
+    """timm itself would look for the published file in the caller's repository."""
     files, states = downloads
     asked, seen = serve(monkeypatch, files), []
-    builder = 'timm.models._builder.load_state_dict_from_'
 
     def answer(address, *args, **kwargs):
         seen.append((address, args))
         return dict(states['ppma_tiny.in1k'])
-    monkeypatch.setattr(f'{builder}hf', answer)
-    monkeypatch.setattr(f'{builder}url', answer)
-    model, said = create_pretrained('ppma_tiny', pretrained_cfg_overlay=overlay, num_classes=3)
-    assert seen == [(*overlay.values(), ())] and asked == [] and len(said) == 1
+    monkeypatch.setattr('timm.models._builder.load_state_dict_from_hf', answer)
+    model, said = create_pretrained('ppma_tiny', pretrained_cfg_overlay=dict(hf_hub_id='me/mine'), num_classes=3)
+    assert seen == [('me/mine', ())] and asked == [] and len(said) == 1 and 'me/mine' in said[0]
     check_backbone(model, states['ppma_tiny.in1k'])
-    assert next(iter(overlay.values())) in said[0]
+
+
+def test_an_address_of_the_caller_is_downloaded_whole(monkeypatch, tmp_path):
+    """torch.hub keeps half a file, compares no checksums, and takes another file of the same name for this one."""
+    torch.manual_seed(1)
+    trained = timm.create_model('test_ppma')
+    save_training_file(trained, file := tmp_path / 'best.pth')
+    content = file.read_bytes()
+    with serving(tmp_path, monkeypatch) as server:
+        url = server.add_file('/me/best.pth', content)
+        overlay, cache = dict(url=url), dict(cache_dir=str(tmp_path / 'cache'))
+        server.fail('/me/best.pth', Fault('flip', len(content) // 2), Fault('status', 404))
+        for message in (f'^{url}: .*best.part.pth is damaged .*checksum.; it was removed$',
+                        'the weights cannot be downloaded: .* does not exist .HTTP 404.$'):
+            with pytest.raises(WeightsError, match=message):
+                create_pretrained('test_ppma', pretrained_cfg_overlay=overlay)
+        server.fail('/me/best.pth', Fault('close', 9 * CHUNK))
+        for options in (dict(num_classes=3), {}, cache, cache):
+            model, said = create_pretrained('test_ppma', pretrained_cfg_overlay=overlay, **options)
+            check_backbone(model, trained.state_dict())
+            assert len(said) == len(options.keys() & {'num_classes'}) and all(url in text for text in said)
+        assert [request.status for request in server.got('/me/best.pth')] == [200, 404, 200, 206, 200]
+        assert not list(tmp_path.rglob('*.part*'))
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+        create_pretrained('test_ppma', pretrained_cfg_overlay=overlay)
+        with pytest.raises(WeightsError, match='is not in the cache, and HF_HUB_OFFLINE forbids downloads'):
+            create_pretrained('test_ppma', pretrained_cfg_overlay=dict(url=f'{url}?other'))
 
 
 def test_published_classifiers_are_tags_of_timm():
