@@ -112,6 +112,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_entries(path: Path) -> None:
+    """Do what `check_archive` says, apart from errors of zipfile, which damaged bytes make it raise."""
     name, size = shorten_path(path), path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
