@@ -12,7 +12,7 @@ from mmengine.registry import DATASETS
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision.transforms import Normalize
+from torchvision.transforms import InterpolationMode, Normalize, RandAugment, RandomErasing
 
 from ..common.cli import UserError, shown
 from ..common.images import UnreadableImage, check_header, open_image, report_once
@@ -25,19 +25,35 @@ CHECKED = 20_000
 def build_transform(options: Dict[str, Any]):
     """Return timm.data.create_transform(**options), which converts and normalizes images by a table.
 
+    With auto_augment='torchvision', RandAugment and random erasing are torchvision's, as in cvnets. timm's RandAugment
+    posterizes to at least one bit, because Pillow refuses none.
+
     Raises:
         UserError: timm does not have one of the options.
     """
+    torchvision = options.get('auto_augment') == 'torchvision'
     try:
-        transform = timm.data.create_transform(**options)
+        transform = timm.data.create_transform(**{**options, **({'auto_augment': 'rand'} if torchvision else {})})
     except TypeError as error:
         raise UserError(f'transform: {error}') from error
     steps = getattr(transform, 'transforms', [])
+    for n, step in enumerate(steps):
+        for operation in getattr(step, 'ops', ()):
+            if operation.aug_fn is timm.data.auto_augment.posterize:
+                operation.aug_fn = _posterize
+        if torchvision and isinstance(step, timm.data.auto_augment.RandAugment):
+            steps[n] = RandAugment(interpolation=InterpolationMode.BILINEAR)
+        elif torchvision and isinstance(step, timm.data.random_erasing.RandomErasing):
+            steps[n] = RandomErasing(step.probability)
     for n, pair in enumerate(zip(steps, steps[1:])):
         if isinstance(pair[0], timm.data.transforms.MaybeToTensor) and isinstance(pair[1], Normalize):
             steps[n:n + 2] = [NormalizedTensor(*pair)]
             break
     return transform
+
+
+def _posterize(image: Image.Image, bits: int, **kwargs: Any) -> Image.Image:
+    return timm.data.auto_augment.posterize(image, max(bits, 1), **kwargs)
 
 
 class NormalizedTensor(nn.Module):
