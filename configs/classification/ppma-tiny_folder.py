@@ -7,8 +7,7 @@ _base_ = '_base_/runtime.py'
 epochs = 100
 data_root = 'data'
 size = (3, 224, 224)
-# mmax9 limits the magnitude to 9: at 10, timm posterizes to 0 bits, which Pillow 13 does not accept.
-train = dict(input_size=size, is_training=True, auto_augment='rand-m9-mstd0.5-mmax9-inc1', interpolation='bicubic',
+train = dict(input_size=size, is_training=True, auto_augment='rand-m9-mstd0.5-inc1', interpolation='bicubic',
              re_prob=0.25)
 
 model = dict(type='TimmClassifier', name='ppma_tiny', label_smoothing=0.1)

@@ -38,6 +38,8 @@ def scale_schedule(config, epochs: int) -> None:
         raise UserError('--epochs is not supported: the config counts iterations (use --cfg-options '
                         'train_cfg.max_iters=N)')
     check_length(config)
+    if epochs == config.train_cfg.max_epochs:
+        return
     factor = epochs / config.train_cfg.max_epochs
     config.train_cfg.max_epochs = epochs
     schedulers = config.get('param_scheduler') or []
@@ -45,7 +47,7 @@ def scale_schedule(config, epochs: int) -> None:
     for scheduler in schedulers:
         if not scheduler.get('by_epoch', True):              # a warm-up that counts iterations keeps them
             continue
-        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
+        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones', 'warmup', 'delay'):
             if isinstance(scheduler.get(key), (list, tuple)):
                 scheduler[key] = [max(1, round(step * factor)) for step in scheduler[key]]
             elif key in scheduler:

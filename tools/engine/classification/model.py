@@ -11,8 +11,10 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from timm.layers import LayerScale
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...common.cli import UserError, nearest
 from ..zoo import create
@@ -210,9 +212,22 @@ def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:
     return nearest(unknown[1], sorted(known - {'model_or_params', 'params'}), 1)
 
 
+def _decay_layer_scale(optimizer: Optimizer, net: nn.Module, weight_decay: float) -> None:
+    """Move the factors of LayerScale to groups of parameters with weight decay."""
+    scales = {id(module.gamma) for module in net.modules() if isinstance(module, LayerScale)}
+    for group in [*optimizer.param_groups]:
+        moved = [p for p in group['params'] if id(p) in scales]
+        if moved:
+            group['params'] = [p for p in group['params'] if id(p) not in scales]
+            optimizer.add_param_group({**group, 'params': moved, 'weight_decay': weight_decay})
+
+
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class TimmOptimizerConstructor:
-    """timm.optim.create_optimizer_v2 from `optimizer=dict(opt='adamw', lr=..., weight_decay=..., layer_decay=...)`."""
+    """timm.optim.create_optimizer_v2 from `optimizer=dict(opt='adamw', lr=..., weight_decay=..., layer_decay=...)`.
+
+    With decay_layer_scale=True, the factors of LayerScale have weight decay, unlike other vectors.
+    """
 
     def __init__(self, optim_wrapper_cfg: Dict[str, Any], paramwise_cfg: Optional[Dict[str, Any]] = None):
         self.cfg = dict(optim_wrapper_cfg)
@@ -222,10 +237,13 @@ class TimmOptimizerConstructor:
 
     def __call__(self, model: TimmClassifier) -> OptimWrapper:
         options = dict(self.cfg.pop('optimizer'))
+        decay_scales, net = options.pop('decay_layer_scale', False), getattr(model, 'module', model).net
         try:
-            optimizer = create_optimizer_v2(getattr(model, 'module', model).net, **options)
+            optimizer = create_optimizer_v2(net, **options)
         except (TypeError, ValueError) as error:
             raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
+        if decay_scales:
+            _decay_layer_scale(optimizer, net, options.get('weight_decay', 0.))
         for group in optimizer.param_groups:
             # timm's schedulers apply this factor; those of MMEngine start from the group's lr.
             group['lr'] *= group.pop('lr_scale', 1.0)
