@@ -274,6 +274,11 @@ def _prepare_parent(parent: nn.Module, name: str, module: Optional[nn.Module]) -
             parent.register_forward_hook(_explain_size_mismatch, with_kwargs=True, always_call=True)
 
 
+# What torch says of maps (B, C, H, W) of several sizes that are added or concatenated.
+_MAPS_DIFFER = re.compile('size of tensor a .* at non-singleton dimension [23]$|Sizes of tensors must match except in '
+                          'dimension 1')
+
+
 def _explain_size_mismatch(model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], *_: Any) -> None:
     """Name the option that fixes the error of a neck or head that fails on maps whose sizes were rounded up."""
     error = sys.exc_info()[1]
@@ -281,8 +286,9 @@ def _explain_size_mismatch(model: nn.Module, args: Tuple[Any, ...], kwargs: Dict
     if not isinstance(error, (RuntimeError, AssertionError)) or not isinstance(images, Tensor):
         return
     rounded = any(-(-side // stride) % 2 for stride in (8, 16, 32) for side in images.shape[-2:])
-    if rounded and (isinstance(error, AssertionError) or re.search('size|shape|dimension', str(error))):
-        text = str(error) or 'sizes do not match'
+    text = str(error)
+    if rounded and (_MAPS_DIFFER.search(text) or isinstance(error, AssertionError) and not text):
+        text = text or 'sizes do not match'
         error.args = (f'{text} ({type(model.backbone).__name__} rounds odd map sizes up; for necks and heads '
                       'that need exact sizes, set model.backbone.exact_size=True or pad images to a multiple '
                       'of 64)',)

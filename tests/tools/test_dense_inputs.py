@@ -325,6 +325,33 @@ def _fail(*_):
     raise AssertionError
 
 
+def _fail_with_text(*_):
+    raise AssertionError('the sizes of two batches differ')
+
+
+UNRELATED = [lambda *_: torch.zeros(1, 80) + torch.zeros(1, 2),                              # other classes
+             lambda *_: torch.zeros(6).view(4),
+             lambda *_: torch.nn.BatchNorm2d(3)(torch.zeros(1, 3, 1, 1)),
+             lambda *_: torch.nn.Conv2d(3, 8, 3)(torch.zeros(1, 4, 8, 8)),
+             _fail_with_text]
+
+
+@pytest.mark.parametrize('unrelated', UNRELATED)
+def test_unrelated_errors_that_name_a_size_stay_as_they_are(unrelated):
+    model = _with_neck()
+    model.neck.forward = unrelated
+    with pytest.raises((RuntimeError, ValueError, AssertionError)) as error:
+        _run(model)
+    assert re.search('size|shape|channels', str(error.value)) and 'exact_size' not in str(error.value)
+
+
+def test_maps_that_cannot_be_concatenated_name_the_option():
+    model = _with_neck()
+    model.neck.forward = lambda maps: torch.cat([maps[1], torch.nn.functional.interpolate(maps[2], scale_factor=2)], 1)
+    with pytest.raises(RuntimeError, match='Sizes of tensors must match.*exact_size=True'):
+        _run(model)
+
+
 def test_batches_of_several_sizes_name_the_option():
     model = _with_neck()
     with pytest.raises(RuntimeError, match=r'size of tensor.*MobileViTv2 rounds .*model.backbone.exact_size=True'):
