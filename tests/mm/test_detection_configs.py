@@ -260,6 +260,7 @@ def test_user_config_with_a_published_name_has_no_reported_values(tmp_path):
     (['mask-rcnn_ppma-x_fpn_1x_coco'], ['no config file', 'mask-rcnn_ppma-t_fpn_1x_coco']),
     (['ppma_tiny', 'nowhere/mask-rcnn_ppma-t.py'], ['nowhere/mask-rcnn_ppma-t.py', 'mask-rcnn_ppma-t_fpn_1x_coco']),
     (['test-ppma_digits'], ['trains a classifier', 'subquad stats test_ppma']),
+    (['lcsm_language'], ['trains a model of tokens', 'subquad train lcsm_language --dry-run']),
     (['dino-4scale_ppma-t_8xb2-12e_coco'], ['with queries', 'DINO', 'not counted']),
     (['mask2former_ppma-t_8xb2-lsj-50e_coco'], ['with queries', 'Mask2Former', 'not counted']),
     (['mask-rcnn_test-ppma_shapes'], ['neither a crop size nor a Resize', '--size']),

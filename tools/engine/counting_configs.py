@@ -70,10 +70,13 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
 
     from .channels import check_channels
     from .counting import three_counts
+    from .zoo import takes_images
     config = load(name, overrides)
     need(config.get('default_scope', 'mmengine'))
     if config.model.get('type') == 'TimmClassifier':
-        raise UserError(f'{name} trains a classifier: use subquad stats {config.model.name}')
+        raise UserError(f'{name} trains a classifier: use subquad stats {config.model.name}'
+                        if takes_images(config.model.name) else f'{name} trains a model of tokens: use subquad train '
+                        f'{name} --dry-run, which counts its parameters')
     usual = not (height and width or overrides)
     height, width = _padded(config, *((height, width) if height and width else _image_size(name, config)))
     try:
