@@ -116,6 +116,18 @@ def test_sliding_windows_are_the_published_ones():
         assert city.stride == ((768, 768) if size == 't' else (341, 341))
 
 
+def test_whole_images_replace_windows_by_an_option(monkeypatch):
+    """As the authors' multi-scale configs test; the README gives the option and says which figures belong to which."""
+    option = 'model.test_cfg.mode=whole'
+    assert f'--tta --cfg-options {option}' in (FOLDER / 'README.md').read_text()
+    config = load_segmentation('upernet_ppma-t_8xb2-160k_ade20k-512x512', **dict([option.split('=')]))
+    _, model = small('deeplabv3')
+    model.test_cfg.update(config.model.test_cfg)
+    monkeypatch.setattr(model, 'slide_inference', None)
+    monkeypatch.setattr(model, 'whole_inference', lambda inputs, metas: inputs.shape)
+    assert model.inference(torch.zeros(1, 3, 600, 700), [dict(ori_shape=(600, 700))]) == (1, 3, 600, 700)
+
+
 def unit(module, x, dilation=1):
     """Compute convolution, BatchNorm in evaluation and ReLU by their formulas."""
     conv, norm = module.conv, module.bn
