@@ -1,4 +1,5 @@
-# A language model of the size of the LCSM paper's Table 4: about 44 M parameters with a vocabulary of 50,265. The
+# A language model of about the size of the LCSM paper's Table 4: 44 to 46 M parameters with a vocabulary of 50,265, or
+# 43 to 45 M with model.expand_dim=64, which agrees better with the paper's counts. See model_cards/lcsm.md. The
 # recipe is the one that the authors publish for WikiText-103 with their earlier model TNN: Adam, 50,000 steps of 128
 # windows of 512 tokens, and the inverse square root of the step after 4,000 steps of warm-up. It needs a GPU.
 #
