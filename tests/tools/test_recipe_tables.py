@@ -40,14 +40,10 @@ def _config(name):
     return config, config.optim_wrapper.optimizer.lr * images / config.auto_scale_lr.base_batch_size
 
 
-def _only(schedulers):
-    return schedulers if isinstance(schedulers, dict) else schedulers[0]
-
-
 def _rates(config, lr, epochs, length):
     """Return the learning rate of each step of an epoch of `length` steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-    scheduler = PARAM_SCHEDULERS.build(dict(_only(config.param_scheduler), end=config.train_cfg.max_epochs),
+    scheduler = PARAM_SCHEDULERS.build(dict(config.param_scheduler[0], end=config.train_cfg.max_epochs),
                                        default_args=dict(optimizer=optimizer, epoch_length=length))
     rates = []
     for step in range(epochs * length):
@@ -65,7 +61,7 @@ def test_the_learning_rate_of_every_epoch_is_the_authors(name, table):
     assert len(expected) == config.train_cfg.max_epochs
     found = _rates(config, lr, len(expected), 4)
     assert found[::4] == pytest.approx(expected, rel=1e-8, abs=6e-9)
-    if 'mobilevitv2' not in name or not config.param_scheduler.get('warmup'):
+    if 'mobilevitv2' not in name or not config.param_scheduler[0].get('warmup'):
         assert found[3::4] == found[::4], 'constant within an epoch'
 
 
@@ -93,7 +89,7 @@ def test_a_shorter_training_has_the_same_shape():
     assert _rates(config, lr, 10, 1)[0] == lr, 'phases shorter than an epoch are left out'
     config = load('mobilevitv2-200_8xb128-300e_in1k')
     scale_schedule(config, 300)
-    assert config.param_scheduler.warmup == 20_000 / 1_252
+    assert config.param_scheduler[0].warmup == 20_000 / 1_252
 
 
 @pytest.mark.parametrize('name', RECORDED['weight_decay'])

@@ -23,7 +23,7 @@ optim_wrapper = dict(constructor='TimmOptimizerConstructor', clip_grad=dict(max_
                      optimizer=dict(opt='adamw'))
 auto_scale_lr = dict(enable=True, base_batch_size=1024)
 # The authors' warm-up has 20,000 steps, of 1,252 in each epoch.
-param_scheduler = dict(type='EpochCosineLR', warmup=20_000 / 1_252, warmup_lr=1e-6, eta_min_ratio=0.1,
-                       convert_to_iter_based=True)
+param_scheduler = [dict(type='EpochCosineLR', warmup=20_000 / 1_252, warmup_lr=1e-6, eta_min_ratio=0.1,
+                        convert_to_iter_based=True)]
 train_cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=1)
 custom_hooks = [dict(type='ModelEMAHook', decay=1 - 0.0005)]

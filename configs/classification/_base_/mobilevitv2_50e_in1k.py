@@ -7,5 +7,5 @@ epochs = 50
 
 optim_wrapper = dict(optimizer=dict(opt='momentum', lr=1e-2, momentum=0.9, weight_decay=4e-5))
 auto_scale_lr = dict(base_batch_size=256)
-param_scheduler = dict(_delete_=True, type='EpochCosineLR', eta_min_ratio=0.1)
+param_scheduler = [dict(type='EpochCosineLR', eta_min_ratio=0.1)]
 train_cfg = dict(max_epochs=epochs)

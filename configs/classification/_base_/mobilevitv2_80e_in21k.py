@@ -12,5 +12,5 @@ val_dataloader = dict(dataset=dict(root=f'{data_root}/val'))
 test_dataloader = dict(dataset=dict(root=f'{data_root}/val'))
 optim_wrapper = dict(optimizer=dict(lr=3e-4))
 auto_scale_lr = dict(base_batch_size=4096)
-param_scheduler = dict(_delete_=True, type='EpochCosineLR', eta_min_ratio=1e-6 / 3e-4)
+param_scheduler = [dict(type='EpochCosineLR', eta_min_ratio=1e-6 / 3e-4)]
 train_cfg = dict(max_epochs=epochs)

@@ -20,7 +20,7 @@ del _train, _val
 optim_wrapper = dict(constructor='TimmOptimizerConstructor',
                      optimizer=dict(opt='adamw', lr=5e-4, weight_decay=0.05, decay_layer_scale=True))
 auto_scale_lr = dict(enable=True, base_batch_size=512)              # 1e-3 for 8 x 128 images
-param_scheduler = dict(type='EpochCosineLR', warmup=5, warmup_lr=1e-6, eta_min=1e-5, delay=1)
+param_scheduler = [dict(type='EpochCosineLR', warmup=5, warmup_lr=1e-6, eta_min=1e-5, delay=1)]
 sync_bn = 'torch'                                                   # of several GPUs
 train_cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=1)
 custom_hooks = [dict(type='ModelEMAHook', decay=0.99996, base_batch_size=512)]
