@@ -52,7 +52,8 @@ class ImageNetFolder(ImageFolder):
         index = {name: number for number, name in enumerate(self.classes)}
         if labels == 'imagenet-v2' and all(name.isascii() and name.isdigit() for name in folders):
             index = {str(number): number for number in range(len(self.classes))}
-        allowed = index if self.valid is None else {n: i for n, i in index.items() if i in set(self.valid)}
+        valid = set(index.values() if self.valid is None else self.valid)
+        allowed = {name: number for name, number in index.items() if number in valid}
         unknown = [name for name in folders if name not in allowed]
         if unknown:
             raise UserError(f'{shown(root)}: the folder {shown(unknown[0])} is not one of the {len(allowed):,} classes '
