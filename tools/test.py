@@ -45,8 +45,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
-    add_config_arguments(parser, 'report it on stderr; an image folder skips it or uses the next image of its '
-                         'class; a detector or segmenter gets a black image')
+    add_config_arguments(parser, 'report it on stderr; a classifier leaves it out; a detector or segmenter '
+                         'gets a black image')
     parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, a .pth file, or the '
                         'name of published weights such as ppma_tiny.in1k')
     parser.add_argument('--weights', choices=('averaged', 'raw'), help='which weights to test of a file that has both '

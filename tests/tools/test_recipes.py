@@ -1,6 +1,7 @@
 """The published recipes: what `subquad train --dry-run` shows of them, and two steps of each on generated images."""
 import json
 import re
+import shutil
 
 import pytest
 import timm
@@ -155,6 +156,14 @@ def test_the_table_joins_parameters_with_the_same_options(capsys):
     assert '20 epochs of 22 steps, 440 steps in all; nothing has been written' in out
     rows = [line for line in out.splitlines() if '0.025' in line]
     assert len(rows) == 2 and ' 0.05 ' in rows[0] and 'stages.1.blocks.0.' in rows[0] and 'more' in rows[0]
+
+
+def test_a_dry_run_without_validation_images_shows_the_training_images(capsys, tmp_path):
+    data = make_images(tmp_path / 'data')
+    shutil.rmtree(data / 'val')
+    found = _dry_run(capsys, 'ppma-tiny_folder', '--model', 'test_ppma', '--data', data)
+    assert found['data'] == f'8 training samples of 2 classes; there is no {data}/val to validate on'
+    assert found['steps_per_epoch'] == 1
 
 
 def test_layer_decay_and_iterations_are_shown(capsys):

@@ -15,10 +15,9 @@ from mmengine.registry import DATASETS
 from torch import Tensor
 
 from ..common.cli import UserError
-from .image_sets import _Classified
+from .image_sets import IGNORED, _Classified
 from .sequences import made_by_program
 
-IGNORED = -100          # label of a place that has none
 _NOISE = 60             # largest value of the background, of 255
 _SHADE = 40             # largest difference between a pixel of a patch and the color of the patch
 

@@ -22,6 +22,7 @@ from .digits import digits_arrays, mnist5k_arrays
 
 # Number of images of a folder whose headers are checked before training starts.
 CHECKED = 5_000
+IGNORED = -100          # label of an image or a place that counts neither in the loss nor in the metrics
 
 
 def build_transform(options: Dict[str, Any]):
@@ -83,9 +84,14 @@ class NormalizedTensor(nn.Module):
 
 
 class _Classified(Dataset):
-    """A data set with `classes`; MMEngine reads them from `metainfo`."""
+    """A data set with `classes`; MMEngine reads them from `metainfo`.
+
+    Attributes:
+        evaluated: The items are for validation or a test: no other image may take the place of an unreadable one.
+    """
 
     classes: List[str]
+    evaluated = False
 
     @property
     def metainfo(self) -> Dict[str, Any]:
@@ -171,12 +177,19 @@ def _refuse_empty_folders(folder: Path, with_images: Set[Path]) -> None:
         raise UserError(f'{folder}: the class folder {shown(empty[0])}{more} has no images; add some or remove it')
 
 
+def left_out(file: str, error: UnreadableImage) -> Tuple[Image.Image, int]:
+    """Report an image that cannot be read, and return one with the label IGNORED for it."""
+    report_once(file, f'left out: {error}')
+    return Image.new('RGB', (64, 64)), IGNORED
+
+
 @DATASETS.register_module()
 class ImageFolder(_Transformed):
     """A folder with one subfolder of images for each class; classes are the sorted names of the subfolders.
 
     `subquad.tools.common.images.open_image` reads them. A file that is not an image is reported on stderr and left
-    out. An image whose damage shows only when it is read is replaced by the next readable one of its class.
+    out. An image whose damage shows only when it is read is replaced by the next readable one of its class in training;
+    in validation and tests it has the label IGNORED, so that metrics leave it out.
 
     Args:
         root: The folder.
@@ -238,6 +251,8 @@ class ImageFolder(_Transformed):
         except UnreadableImage as error:
             if self.strict:
                 raise
+            if self.evaluated:
+                return left_out(file, error)
             first_error = error
         for number in chain(range(index + 1, len(self)), range(index)):
             other, its_label = self.samples[number]

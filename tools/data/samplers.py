@@ -35,7 +35,7 @@ class RepeatedAugmentationSampler(RepeatAugSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; MMEngine calls it before each."""
-        super().set_epoch(self.seed + epoch)
+        super().set_epoch(int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0]))
 
 
 @DATA_SAMPLERS.register_module()

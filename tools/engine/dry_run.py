@@ -75,15 +75,16 @@ def dry_run(config: Any, processes: int) -> Dict[str, Any]:
 def _data(config: Any) -> Tuple[str, int, List[str]]:
     """Return a description of the data, the number of training samples, and the classes."""
     parts = [part for part in ('train', 'val') if config.get(f'{part}_dataloader')]
-    roots = [Path(config[f'{part}_dataloader'].dataset.get('root', '.')).expanduser() for part in parts]
-    absent = [str(root) for root in roots if not root.exists()]
-    if absent:
+    roots = {part: Path(config[f'{part}_dataloader'].dataset.get('root') or '.').expanduser() for part in parts}
+    absent = [part for part in parts if not roots[part].exists()]
+    if 'train' in absent:
         classes = config.model.setdefault('num_classes', 1000)
         assumed = f'{IMAGENET:,} training images (those of ImageNet-1k) and {classes} classes are assumed'
-        return f'there is no {absent[0]}; {assumed}', IMAGENET, [str(n) for n in range(classes)]
-    arguments, classes = build_data(config, parts)
+        return f"there is no {roots['train']}; {assumed}", IMAGENET, [str(n) for n in range(classes)]
+    arguments, classes = build_data(config, [part for part in parts if part not in absent])
     images = len(arguments['train_dataloader']['dataset'])
-    return f'{images:,} training samples of {len(classes)} classes', images, classes
+    missing = f"; there is no {roots['val']} to validate on" if absent else ''
+    return f'{images:,} training samples of {len(classes)} classes{missing}', images, classes
 
 
 def steps_per_epoch(loader: Any, samples: int, processes: int) -> int:

@@ -157,8 +157,9 @@ _WRONG = 2 ** 31                                                # a rank larger 
 class AccuracyMetric(BaseMetric):
     """Percentage of images, or of labeled tokens, whose class is among the k best: accuracy/top1, accuracy/top5.
 
-    A class with the same score as the label ranks before it, and an image with a score that is NaN or infinite counts
-    as wrong. A network with constant outputs therefore has an accuracy of 0.
+    Images with a negative label, which could not be read, do not count. A class with the same score as the label ranks
+    before it, and an image with a score that is NaN or infinite counts as wrong. A network with constant outputs
+    therefore has an accuracy of 0.
     """
 
     default_prefix = 'accuracy'
@@ -180,9 +181,11 @@ class AccuracyMetric(BaseMetric):
 
 
 def _rows(sample: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
-    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1, or of n tokens."""
-    scores = sample['scores']
-    return scores.reshape(-1, scores.shape[-1]), torch.as_tensor(sample['label'], device=scores.device).reshape(-1, 1)
+    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1, or of n tokens; n = 0 without a label."""
+    scores = sample['scores'].reshape(-1, sample['scores'].shape[-1])
+    label = torch.as_tensor(sample['label'], device=scores.device).reshape(-1, 1)
+    known = label[:, 0] >= 0
+    return scores[known], label[known]
 
 
 @METRICS.register_module()

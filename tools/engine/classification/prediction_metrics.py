@@ -70,7 +70,7 @@ class CalibrationMetric(BaseMetric):
     """calibration/ece: the expected calibration error in percent, and the predictions themselves.
 
     After an evaluation, `predictions` holds them on the main process. An image whose scores are NaN or infinite counts
-    as wrong with confidence 1.
+    as wrong with confidence 1. One with a negative label, which could not be read, does not count.
     """
 
     default_prefix = 'calibration'
@@ -78,6 +78,9 @@ class CalibrationMetric(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
         for sample in data_samples:
+            if (torch.as_tensor(sample['label']) < 0).any():
+                self.results.append(())                      # MMEngine joins processes by one result for each image
+                continue
             scores, correct, label = _correct_classes(sample)
             right = rank(scores, correct) == 0
             if not scores.isfinite().all():
@@ -87,8 +90,8 @@ class CalibrationMetric(BaseMetric):
             predicted = scores.where(correct if right else ~correct, -1.).argmax()
             self.results.append((label, int(predicted), float(scores[predicted]), right))
 
-    def compute_metrics(self, results: List[Tuple[int, int, float, bool]]) -> Dict[str, float]:
-        columns = zip(*results)
+    def compute_metrics(self, results: List[Tuple[Any, ...]]) -> Dict[str, float]:
+        columns = zip(*filter(None, results))
         self.predictions = Predictions(*(np.array(column, dtype=kind) for column, kind in zip(
             columns, (np.int64, np.int64, np.float64, bool))))
         return dict(ece=expected_calibration_error(self.predictions) * 100)

@@ -150,6 +150,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
             loader['dataset'] = build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
+            loader['dataset'].evaluated = part != 'train'
             check_batch_size(loader, loader['dataset'], part)
             arguments[f'{part}_dataloader'] = loader
             arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
