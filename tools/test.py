@@ -33,7 +33,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.json:
         print(dumps({**metrics, **({'report': report.as_dict()} if args.report else {})}))
     for name, value in () if args.json else metrics.items():
-        percent = name.startswith(('accuracy/', 'calibration/'))
+        percent = name.startswith(('accuracy/', 'calibration/', 'multi_label/'))
         print(f'{name}  {value:.2f} %' if percent else f'{name}  {value:.3f}')
     if args.report and not args.json:
         report.show()

@@ -1,15 +1,18 @@
-"""Other forms of training a classifier: a linear probe, channels_last, torch.compile and another image size."""
+"""Other forms of training a classifier: a linear probe, channels_last, torch.compile, another size, other losses."""
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy
 from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.model import TimmClassifier
+from subquad.tools.engine.classification.model import AccuracyMetric, MultiLabelMetric, TimmClassifier
 from subquad.tools.engine.finite import FiniteHook
 
 TWO_STEPS = ['train_dataloader.batch_size=8', 'train_dataloader.num_batch_per_epoch=2']
@@ -177,3 +180,59 @@ def test_a_network_of_a_fixed_size_refuses_weights_of_another(tmp_path):
     fails([*_arguments('test-ppma_digits', tmp_path / 'run', 'model.img_size=32', 'model.depth=1',
                        'model.name=vit_tiny_patch16_224', weights=tmp_path / 'weights.safetensors')],
           'is not a checkpoint of this .*pos_embed')
+
+
+# ---- binary cross-entropy and several labels
+
+BCE = [dict(), dict(sum_classes=True), dict(target_threshold=0.2)]
+
+
+def _loss(labels, mixed=False, smoothing=0.1, **bce):
+    """The loss of TimmClassifier for fixed logits (4, 3)."""
+    mixup = dict(data_preprocessor=dict(type='MixupPreprocessor')) if mixed else {}
+    model = TimmClassifier('test_ppma', num_classes=3, label_smoothing=smoothing, bce=bce, **mixup)
+    model.net = torch.nn.Identity()
+    assert not model.state_dict()
+    np.random.seed(3)
+    batch = model.data_preprocessor(dict(inputs=torch.zeros(4, 3, 8, 8), label=labels), training=True)
+    return model(LOGITS, batch['label'], mode='loss')['loss']
+
+
+LOGITS = torch.linspace(-2, 3, 12).reshape(4, 3)
+
+
+@pytest.mark.parametrize('options', BCE)
+@pytest.mark.parametrize('labels', [torch.tensor([0, 2, 1, 1]),
+                                    torch.tensor([[1., 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]])])
+def test_the_binary_cross_entropy_is_that_of_timm(labels, options):
+    """Alone, and of mixed labels, which timm smooths before it mixes them."""
+    several = labels.ndim == 2
+    expected = BinaryCrossEntropy(0.1, smooth_dense=True, **options)(LOGITS, labels)
+    torch.testing.assert_close(_loss(labels, **options), expected)
+    mixup = Mixup(0.8, 1., label_smoothing=0.1, num_classes=3, multi_label=several)
+    np.random.seed(3)
+    _, mixed = mixup(torch.zeros(4, 3, 8, 8), labels)
+    expected = BinaryCrossEntropy(0.1, **options)(LOGITS, mixed)
+    torch.testing.assert_close(_loss(labels, mixed=True, **options), expected)
+
+
+def test_average_precision_is_that_of_scikit_learn():
+    from sklearn.metrics import average_precision_score
+    rng = np.random.default_rng(0)
+    scores, labels = rng.integers(0, 9, (40, 5)) / 9, rng.random((40, 5)) < 0.3           # many equal scores
+    labels[:, 4] = False                                                                   # no image has class 4
+    metric = MultiLabelMetric()
+    metric.process(None, [dict(scores=torch.tensor(s), label=torch.tensor(n).float()) for s, n in zip(scores, labels)])
+    metric.process(None, [dict(scores=torch.ones(5, dtype=torch.double), label=torch.full((5,), -100.))])
+    expected = np.mean([average_precision_score(labels[:, n], scores[:, n]) for n in range(4)])
+    assert metric.evaluate(41)['multi_label/mAP'] == pytest.approx(100 * expected, abs=1e-9)
+
+
+def test_losses_and_metrics_that_do_not_fit_the_labels_are_errors():
+    model = TimmClassifier('test_ppma', num_classes=3)
+    model.net = torch.nn.Identity()
+    with pytest.raises(UserError, match=r'which needs model.bce=dict\(\)'):
+        model(LOGITS, torch.eye(3)[[0, 1, 2, 2]], mode='loss')
+    with pytest.raises(UserError, match='need the metric .*MultiLabelMetric'):
+        AccuracyMetric().process(None, model(LOGITS, torch.ones(4, 3), mode='predict'))
+    fails(['test-ppma_digits', '--cfg-options', 'model.bce.sum_class=True'], "model.bce accepts no 'sum_class'; did")

@@ -377,6 +377,7 @@ _READERS: Tuple[Tuple[Callable[[str], bool], Callable[[Dict[str, Any], Any], Acc
     (_in_list('default_hooks', 'custom_hooks'), _hook),
     (_named('auto_scale_lr'), _fixed('enable', 'base_batch_size')),
     (_named('model.distillation.teacher'), _fixed('name', 'weights', 'pretrained', 'mean', 'std')),
+    (_named('model.bce'), _fixed('target_threshold', 'sum_classes')),
     (_named('compile'), _compile),
     (_named('env_cfg'), _fixed('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit')),
     (_named('env_cfg.mp_cfg'), _fixed('mp_start_method', 'opencv_num_threads')),

@@ -151,6 +151,8 @@ class SeedHook(Hook):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
+        if hasattr(runner.train_dataloader.dataset, 'set_epoch'):        # data that are streamed have no sampler
+            runner.train_dataloader.dataset.set_epoch(runner.epoch)
 
 
 @HOOKS.register_module()
@@ -180,8 +182,8 @@ class WeightsHook(Hook):
     priority = 'LOW'
 
     def __init__(self, metadata: Optional[Dict[str, Any]] = None,
-                 metrics: Sequence[str] = ('accuracy/top1', 'language/log_likelihood', 'coco/segm_mAP', 'coco/bbox_mAP',
-                                          'mIoU')):
+                 metrics: Sequence[str] = ('accuracy/top1', 'multi_label/mAP', 'language/log_likelihood',
+                                          'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')):
         self.metadata, self.metrics, self.best = metadata or {}, tuple(metrics), -float('inf')
         self.best_file: Optional[Path] = None
         self.last_file: Optional[Path] = None

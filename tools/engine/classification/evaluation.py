@@ -109,10 +109,12 @@ def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[
     dataset = runner.test_dataloader.dataset
     model = getattr(runner.model, 'module', runner.model)
     evaluator = made(lambda: runner.test_loop, 'test_evaluator').evaluator
-    tokens = torch.as_tensor(dataset[0]['label']).ndim and getattr(dataset, 'correct', None) is None
-    if tokens and (options.tta or options.report):
-        raise UserError('--tta, --report and --out are for classifiers of images, but this one has a class for each '
-                        'token')
+    several = getattr(dataset, 'multi_label', None)
+    if several is None:
+        several = torch.as_tensor(dataset[0]['label']).ndim and getattr(dataset, 'correct', None) is None
+    if several and (options.tta or options.report):
+        raise UserError('--tta, --report and --out are for images with one class each, but these data have several '
+                        'for each image, or one for each token')
     if options.tta:
         if getattr(dataset, 'transform', None) is None:
             raise UserError(f'--tta {options.tta} is for images')
@@ -121,7 +123,7 @@ def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[
     valid = getattr(dataset, 'valid', None)
     if options.tta or valid is not None:
         model.net = EvaluatedNet(model.net, bool(options.tta), valid)
-    calibration = None if tokens else CalibrationMetric()
+    calibration = None if several else CalibrationMetric()
     if calibration:
         calibration.dataset_meta = dataset.metainfo
         evaluator.metrics.append(calibration)

@@ -15,8 +15,9 @@ _MODES = ('batch', 'pair', 'elem')
 class MixupPreprocessor(BaseDataPreprocessor):
     """Mixes the images and labels of training batches on the device; the labels become weights of classes.
 
-    `TimmClassifier` sets `num_classes`, and its `label_smoothing` acts on the mixed labels. timm's Mixup, which does
-    the mixing, draws from numpy's generator, which SeedHook seeds at each epoch.
+    `TimmClassifier` sets `num_classes`, and its `label_smoothing` acts on the mixed labels. Labels of several classes
+    for each image, (B, num_classes), need its `bce`, with which labels are smoothed before they are mixed. timm's
+    Mixup, which does the mixing, draws from numpy's generator, which SeedHook seeds at each epoch.
 
     Args:
         mixup_alpha: Parameter of mixup's beta distribution; 0 turns mixup off.
@@ -37,6 +38,7 @@ class MixupPreprocessor(BaseDataPreprocessor):
         if min(mixup_alpha, cutmix_alpha) < 0 or not (mixup_alpha or cutmix_alpha or cutmix_minmax):
             raise UserError('mixup_alpha and cutmix_alpha must not be negative, and one of them must be positive, got '
                             f'{mixup_alpha} and {cutmix_alpha}')
+        self.dimensions = (1,)
         self.mix = Mixup(mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, label_smoothing=0.)
 
     @property
@@ -46,6 +48,10 @@ class MixupPreprocessor(BaseDataPreprocessor):
     @num_classes.setter
     def num_classes(self, number: int) -> None:
         self.mix.num_classes = number
+
+    def smooth_binary(self, smoothing: float) -> None:
+        """Smooth labels before they are mixed, and accept labels of several classes, for the binary cross-entropy."""
+        self.mix.label_smoothing, self.dimensions = smoothing, (1, 2)
 
     def forward(self, data: Dict[str, Any], training: bool = False) -> Dict[str, Any]:
         """Move a batch to the device and, in training, mix it.
@@ -61,9 +67,10 @@ class MixupPreprocessor(BaseDataPreprocessor):
         if not training:
             return data
         inputs, label = data['inputs'], data['label']
-        if inputs.ndim != 4 or label.ndim != 1:
+        if inputs.ndim != 4 or label.ndim not in self.dimensions:
             raise UserError('MixupPreprocessor mixes images (B, C, H, W) with classes (B,), got '
                             f'inputs {tuple(inputs.shape)} and label {tuple(label.shape)}')
+        self.mix.multi_label = label.ndim == 2
         inputs, label = self.mix(inputs, label)
         return {**data, 'inputs': inputs, 'label': label}
 

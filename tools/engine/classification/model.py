@@ -12,6 +12,7 @@ from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from timm.layers import LayerScale
+from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +32,9 @@ class TimmClassifier(BaseModel):
 
     Args:
         name: timm model name.
-        label_smoothing: Label smoothing of the cross-entropy.
+        label_smoothing: Label smoothing of the loss.
+        bce: dict(target_threshold=None, sum_classes=False), the arguments of timm's BinaryCrossEntropy, which takes the
+            place of the cross-entropy; dict() for its defaults. Labels of several classes for each image need it.
         grad_checkpointing: Recompute activations in the backward pass instead of keeping them.
         data_preprocessor: MMEngine's config of a preprocessor for whole batches, such as MixupPreprocessor.
         distillation: MMEngine's config of a Distillation, which adds a teacher to the loss.
@@ -43,13 +46,19 @@ class TimmClassifier(BaseModel):
 
     def __init__(self, name: str, label_smoothing: float = 0., grad_checkpointing: bool = False,
                  data_preprocessor: Optional[Dict[str, Any]] = None, distillation: Optional[Dict[str, Any]] = None,
-                 trainable: str = 'all', channels_last: bool = False, **kwargs: Any):
+                 trainable: str = 'all', channels_last: bool = False, bce: Optional[Dict[str, Any]] = None,
+                 **kwargs: Any):
         super().__init__(data_preprocessor=data_preprocessor)
         self.net = create(name, **kwargs)
         if grad_checkpointing:
             self._checkpoint_gradients(name)
-        if isinstance(self.data_preprocessor, MixupPreprocessor):
+        mixed = isinstance(self.data_preprocessor, MixupPreprocessor)
+        if mixed:
             self.data_preprocessor.num_classes = self.net.num_classes
+        # As in timm, labels are smoothed before they are mixed.
+        self.bce = None if bce is None else BinaryCrossEntropy(label_smoothing, smooth_dense=not mixed, **bce)
+        if mixed and self.bce:
+            self.data_preprocessor.smooth_binary(label_smoothing)
         self.label_smoothing, self.has_weights = label_smoothing, False
         self.distillation: Optional[Distillation] = MODELS.build(distillation) if distillation else None
         self.mesa: Optional[Hook] = None                         # MESAHook sets itself
@@ -103,13 +112,14 @@ class TimmClassifier(BaseModel):
 
         Args:
             inputs: Images (B, 3, H, W), or tokens (B, T).
-            label: Classes (B,) or weights of classes (B, num_classes); classes (B, T) of tokens.
+            label: Classes (B,), weights of classes (B, num_classes) after mixup, or which classes an image has, float
+                (B, num_classes); classes (B, T) of tokens.
             mode: 'tensor', 'loss' or 'predict'.
 
         Returns:
             Logits (B, num_classes) or (B, T, num_classes), a dict of losses to add up, or a list with
             dict(scores, label) for each image or sequence: scores (num_classes,) of an image, or (n, num_classes) of
-            the n tokens with a label.
+            the n tokens with a label. Scores are probabilities: of each class by itself if an image has several.
         """
         if self.channels_last:
             inputs = _channels_last(inputs)
@@ -119,12 +129,19 @@ class TimmClassifier(BaseModel):
         if mode == 'loss':
             return self._losses(logits, inputs, label)
         if mode == 'predict':
-            return [dict(scores=s, label=n) for s, n in zip(logits.float().softmax(-1), label)]
+            several = label.ndim == 2 and label.is_floating_point()
+            scores = logits.float().sigmoid() if several else logits.float().softmax(-1)
+            return [dict(scores=s, label=n) for s, n in zip(scores, label)]
         return logits
 
     def _losses(self, logits: Tensor, inputs: Tensor, label: Tensor) -> Dict[str, Tensor]:
         """Return the terms of the loss of images or whole sequences."""
-        loss = F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing)
+        if self.bce:
+            loss = self.bce(logits.float(), label.float() if label.ndim == 2 else label)
+        elif label.ndim == 2 and not isinstance(self.data_preprocessor, MixupPreprocessor):
+            raise UserError('images have several classes each, which needs model.bce=dict() in the config')
+        else:
+            loss = F.cross_entropy(logits.float(), label, label_smoothing=self.label_smoothing)
         if not (self.distillation or self.mesa):
             return dict(loss=loss)
         # MMEngine adds all terms up to 'loss', which therefore must not be the name of one.
@@ -137,8 +154,9 @@ class TimmClassifier(BaseModel):
         """Return the loss or the predictions of the tokens that have a label."""
         known = label >= 0
         if mode == 'loss':
-            if self.mesa:
-                raise UserError('MESAHook needs logits (B, num_classes), got those of tokens (B, T, num_classes)')
+            if self.mesa or self.bce:
+                raise UserError(f"{'MESAHook' if self.mesa else 'bce'} needs logits (B, num_classes), got those of "
+                                'tokens (B, T, num_classes)')
             return dict(loss=F.cross_entropy(logits[known].float(), label[known],
                                              label_smoothing=self.label_smoothing))
         return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
@@ -181,11 +199,44 @@ class AccuracyMetric(BaseMetric):
 
 
 def _rows(sample: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
-    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1, or of n tokens; n = 0 without a label."""
+    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1 (0 without label), or of n tokens."""
     scores = sample['scores'].reshape(-1, sample['scores'].shape[-1])
     label = torch.as_tensor(sample['label'], device=scores.device).reshape(-1, 1)
+    if len(label) != len(scores):
+        raise UserError("labels of several classes for each image need the metric dict(type='MultiLabelMetric')")
     known = label[:, 0] >= 0
     return scores[known], label[known]
+
+
+@METRICS.register_module()
+class MultiLabelMetric(BaseMetric):
+    """multi_label/mAP: the mean over the classes that images have of the average precision, in percent.
+
+    The average precision of a class is the sum over images in the order of its score, the highest first, of
+    (recall - recall before) * precision; images with equal scores count together, and a score that is not finite is the
+    lowest. An image with a negative label, which could not be read, does not count.
+    """
+
+    default_prefix = 'multi_label'
+
+    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
+        self.results += [(sample['scores'].cpu().nan_to_num(-1., -1., -1.), sample['label'].cpu())
+                         for sample in data_samples]
+
+    def compute_metrics(self, results: List[Tuple[Tensor, Tensor]]) -> Dict[str, float]:
+        scores, labels = (torch.stack(part) for part in zip(*results))
+        known = (labels >= 0).all(1)
+        found = [average_precision(s, n) for s, n in zip(scores[known].T, labels[known].T > 0.5) if n.any()]
+        return dict(mAP=100 * sum(found) / len(found) if found else math.nan)
+
+
+def average_precision(scores: Tensor, positive: Tensor) -> float:
+    """Return the average precision of a class, see `MultiLabelMetric`, of scores (n,) and booleans (n,)."""
+    order = scores.argsort(descending=True)
+    scores, found = scores[order], positive[order].double().cumsum(0)
+    last = torch.cat([scores[1:] != scores[:-1], torch.tensor([True])]).nonzero()[:, 0]        # of equal scores
+    gained = found[last].diff(prepend=torch.zeros(1, dtype=torch.double))
+    return float((gained * found[last] / (last + 1)).sum() / found[-1])
 
 
 @METRICS.register_module()

@@ -27,7 +27,7 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
     """Classify image files.
 
     Args:
-        model: Classifier in eval mode.
+        model: Classifier in eval mode. With the attribute `multi_label`, each class has a probability of its own.
         transform: Transform of PIL images.
         classes: Names of the classes.
         files: Image files.
@@ -50,7 +50,9 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
         batch = torch.stack([image for _, image in part])
         try:
             with torch.inference_mode():
-                values, indices = model(batch).softmax(-1).topk(min(topk, len(classes)))
+                logits = model(batch)
+                scores = logits.sigmoid() if getattr(model, 'multi_label', False) else logits.softmax(-1)
+                values, indices = scores.topk(min(topk, len(classes)))
         except (ValueError, RuntimeError, AssertionError) as error:       # the model does not accept the size
             size = ' x '.join(map(str, batch.shape[2:]))
             raise UserError(f'the model does not accept images of {size}: {one_line(error)}') from error

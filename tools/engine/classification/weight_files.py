@@ -9,7 +9,7 @@ from ...common.cli import UserError, one_line
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
 WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation',
-                     'trainable', 'channels_last')
+                     'trainable', 'channels_last', 'bce')
 _CONFIG_BYTES = 2_000_000
 
 
@@ -61,6 +61,7 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
         transform = timm.data.create_transform(**transform)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f'{path}: transform: {one_line(error)}') from error
+    model.multi_label = read.metadata.get('multi_label', False)
     return model, transform, read.classes or [str(n) for n in range(model.num_classes)]
 
 
