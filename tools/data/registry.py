@@ -1,5 +1,5 @@
-"""Register the data sets and the sampler that classification and sequence configs name.
+"""Register the data sets and the samplers that classification and sequence configs name.
 
 Configs import it by `custom_imports`.
 """
-from . import distant_copy, image_sets, imagenet_sets, samplers, sequences, token_sets  # noqa: F401
+from . import distant_copy, image_sets, imagenet_sets, samplers, sequences, timm_sets, token_sets  # noqa: F401

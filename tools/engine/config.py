@@ -4,7 +4,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from subquad_cli import config_names, package_folder
 
@@ -58,12 +58,13 @@ def find(name: str) -> Path:
     raise UserError(f"no config file {name!r}{nearest(path.stem, known)} (subquad configs lists them)")
 
 
-def load(name: str, overrides: Optional[Dict[str, Any]] = None):
+def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional[Callable[[Any], None]] = None):
     """Read a config and merge `overrides` (values by dotted key) into it.
 
     Args:
         name: Path of a config file, or name of one of the package's configs.
         overrides: New values, such as {'optim_wrapper.optimizer.lr': 1e-3}.
+        change: Changes the config before.
 
     Returns:
         An MMEngine Config.
@@ -81,6 +82,9 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None):
         if _trains_classifier(config):
             with quiet():                          # the check imports the classes whose arguments it compares
                 check_entries(config, path)
+        if change:
+            check_types(config, path)
+            change(config)
         if overrides:
             with quiet():                          # the check imports the classes whose arguments it compares
                 check_options(config, overrides, path.name)

@@ -6,6 +6,9 @@ from typing import Any
 from ..common.cli import UserError
 from .config import load
 
+# Prefixes of timm's names of data sets.
+TIMM_PREFIXES = ('wds', 'hfds', 'hfids', 'tfds')
+
 
 def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> None:
     """Add the arguments that `subquad train` and `subquad test` share.
@@ -30,7 +33,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
 
     parser.add_argument('config', help='path of a config file, or name of a config of the package (subquad configs)')
     parser.add_argument('--data', metavar='FOLDER', help='data folder: an image folder with train/CLASS/* and '
-                        'val/CLASS/*; the files of MNIST, CIFAR-10 or Long Range Arena; or the data_root of a '
+                        'val/CLASS/*, or train.tar and val.tar; wds/FOLDER, hfds/NAME or tfds/NAME as timm '
+                        'reads them; the files of MNIST, CIFAR-10 or Long Range Arena; or the data_root of a '
                         'detection or segmentation config')
     parser.add_argument('--model', metavar='NAME', help='timm model to use instead of the config\'s (classifiers only)')
     parser.add_argument('--strict', action='store_true', help='stop at an image that cannot be read (default: '
@@ -49,7 +53,8 @@ def config_with_options(args: argparse.Namespace):
         UserError: `load` refuses the config or an option, or the config does not support --data or --model.
     """
     changes = dict(args.cfg_options or {})
-    config = load(args.config, changes)
+    # --cfg-options can change the options that the data of --data have.
+    config = load(args.config, changes, lambda config: _move_data(config, args) if args.data else None)
     if args.strict:
         config.strict_images = True
     if args.model:
@@ -57,8 +62,6 @@ def config_with_options(args: argparse.Namespace):
             raise UserError('--model is for classifiers; change the backbone of a detector or segmenter with '
                             '--cfg-options model.backbone.arch=small')
         config.model.name = args.model
-    if args.data:
-        _move_data(config, args)
     return config
 
 
@@ -77,11 +80,25 @@ def _move_data(config, args: argparse.Namespace) -> None:
             raise UserError(f'--data is not supported: the data_root of {args.config} is empty')
         config.merge_from_dict(_with_data_root(config.to_dict(), old, new))
         return
-    loaders = [config[key] for key in ('train_dataloader', 'val_dataloader', 'test_dataloader') if key in config]
-    if not any('root' in loader.dataset for loader in loaders):
+    prefix, _, root = args.data.partition('/')
+    prefix = prefix.lower()
+    named = dict(name=args.data, root=root if prefix == 'wds' else None) if prefix in TIMM_PREFIXES else None
+    parts = [part for part in ('train', 'val', 'test') if f'{part}_dataloader' in config]
+    if not named and not any('root' in config[f'{part}_dataloader'].dataset for part in parts):
         raise UserError(f'--data is not supported: {args.config} generates its data or takes them from a package')
-    for loader in loaders:
-        loader.dataset.root = str(Path(args.data) / Path(loader.dataset.root).name)
+    for part in parts:
+        loader = config[f'{part}_dataloader']
+        folder = None if named else Path(args.data) / Path(loader.dataset.root).name
+        tar = folder and not folder.exists() and folder.with_name(f'{folder.name}.tar')
+        if named and loader.dataset.get('type') not in ('ImageFolder', 'TimmDataset'):
+            raise UserError(f'--data {args.data} needs a config of image folders, such as ppma-tiny_folder')
+        if named or tar and tar.is_file() and loader.dataset.type == 'ImageFolder':
+            source = {**named, 'split': 'train' if part == 'train' else 'validation'} if named else dict(root=str(tar))
+            kept = loader.dataset if loader.dataset.type == 'TimmDataset' else dict(
+                type='TimmDataset', transform=loader.dataset.get('transform'))
+            loader.dataset = {**kept, **source}
+        else:
+            loader.dataset.root = str(folder)
 
 
 def _with_data_root(value: Any, old: str, new: str) -> Any:

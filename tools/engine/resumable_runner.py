@@ -38,8 +38,10 @@ class ResumableRunner(Runner):
     """
 
     @staticmethod
-    def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
-        loader = Runner.build_dataloader(*args, **kwargs)
+    def build_dataloader(options: Dict[str, Any], *args: Any, **kwargs: Any) -> DataLoader:
+        if hasattr(options.get('dataset'), 'for_loader'):        # data that are streamed
+            options = options['dataset'].for_loader(options)
+        loader = Runner.build_dataloader(options, *args, **kwargs)
         if loader.num_workers:
             loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
         return loader

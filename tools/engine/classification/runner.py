@@ -58,7 +58,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if config.get('strict_images'):
         for part in ('train', 'val', 'test'):
             dataset = config.get(f'{part}_dataloader', {}).get('dataset', {})
-            if dataset.get('type') == 'ImageFolder':         # other data sets do not read image files of a user
+            if dataset.get('type') in ('ImageFolder', 'TimmDataset'):     # others do not read image files of a user
                 dataset.strict = True
     arguments, classes = build_data(config, ('train', 'val') if training else ('test',))
     resume = training and config.get('resume', False)
@@ -73,6 +73,8 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         for hook in hooks:
             if isinstance(hook, WeightsHook):
                 hook.metadata = _metadata(config, classes)
+                if getattr(arguments['train_dataloader']['dataset'], 'multi_label', False):
+                    hook.metadata['multi_label'] = True
     config.work_dir = str(writable_folder(work_dir))             # MLflow's backend reads it
     # MMEngine keeps visualizers by this name: a second run in the same second would write to those of the first.
     name = config.get('experiment_name') or f'{config.model.name}_{time.time_ns()}'
@@ -149,8 +151,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
         if loader is not None:
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
-            loader['dataset'] = build(DATASETS, loader['dataset'], f'{part}_dataloader.dataset')
-            loader['dataset'].evaluated = part != 'train'
+            loader['dataset'] = _dataset(config, loader['dataset'], part)
             check_batch_size(loader, loader['dataset'], part)
             arguments[f'{part}_dataloader'] = loader
             arguments[f'{part}_cfg'] = config.get(f'{part}_cfg')
@@ -163,6 +164,25 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
             odd = ', '.join(sorted({*classes} ^ {*found}))
             raise UserError(f'the parts of the data set have different classes: {odd} not in both')
     return arguments, classes
+
+
+def _dataset(config: Config, options: Dict[str, Any], part: str) -> Any:
+    """Build the data set of a part. Data that do not name their classes take the number of the model's.
+
+    Raises:
+        UserError: The data set cannot be built, or the number of classes is unknown.
+    """
+    if options.get('type') == 'TimmDataset':
+        seed = (config.get('randomness') or {}).get('seed') or 0
+        options = {'is_training': part == 'train', 'seed': seed, **options}
+    dataset = build(DATASETS, options, f'{part}_dataloader.dataset')
+    dataset.evaluated = part != 'train'
+    if not getattr(dataset, 'classes', True):
+        if not config.model.get('num_classes'):
+            raise UserError(f'{part}_dataloader.dataset does not name its classes: give their number with '
+                            '--cfg-options model.num_classes=N')
+        dataset.classes = [str(n) for n in range(config.model.num_classes)]
+    return dataset
 
 
 def _metadata(config: Config, classes) -> Dict[str, Any]:
