@@ -151,6 +151,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
         if loader is not None:
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
             loader['dataset'] = _dataset(config, loader['dataset'], part)
             check_batch_size(loader, loader['dataset'], part)
             arguments[f'{part}_dataloader'] = loader
