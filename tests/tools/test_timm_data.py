@@ -125,6 +125,9 @@ def test_training_on_a_stream(workers, streamed, tmp_path, capsys):
     arguments = folder_arguments('wds/https://host/shards', tmp_path / 'run', 'model.num_classes=2',
                            "train_dataloader.dataset.split=train", 'val_dataloader.dataset.split=a-{0..1}.tar|5',
                            f'val_dataloader.num_workers={workers}', epochs=2)
+    assert train.main([*arguments, '--dry-run']) == 0
+    assert '7 training samples of 2 classes' in capsys.readouterr().out
+    asked.clear()
     assert train.main(arguments) == 0
     train_set, val_set = asked
     assert (train_set['name'], train_set['root'], train_set['split']) == ('wds/https://host/shards',

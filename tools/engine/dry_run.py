@@ -76,7 +76,8 @@ def _data(config: Any) -> Tuple[str, int, List[str]]:
     """Return a description of the data, the number of training samples, and the classes."""
     parts = [part for part in ('train', 'val') if config.get(f'{part}_dataloader')]
     roots = {part: Path(config[f'{part}_dataloader'].dataset.get('root') or '.').expanduser() for part in parts}
-    absent = [part for part in parts if not roots[part].exists()]
+    absent = [part for part in parts if not roots[part].exists()
+              and config[f'{part}_dataloader'].dataset.type != 'TimmDataset']        # whose root can be an address
     if 'train' in absent:
         classes = config.model.setdefault('num_classes', 1000)
         assumed = f'{IMAGENET:,} training images (those of ImageNet-1k) and {classes} classes are assumed'
