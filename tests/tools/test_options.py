@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from user_errors import command_error
 
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, load
@@ -51,6 +52,18 @@ def test_text_for_a_boolean_entry_is_an_error(digits, key):
     with pytest.raises(UserError, match=f"{key} must be True or False, got 'Tru'"):
         check_options(digits, {key: 'Tru'}, 'test-ppma_digits.py')
     check_options(digits, {key: False}, 'test-ppma_digits.py')
+
+
+@pytest.mark.parametrize('option, bound', [
+    ('optim_wrapper.optimizer.lr=0', 'more than 0, got 0'), ('optim_wrapper.optimizer.layer_decay=-0.5', 'more than 0'),
+    ('optim_wrapper.optimizer.weight_decay=-0.1', '0 or more, got -0.1'),
+    ('optim_wrapper.clip_grad.max_norm=-1', 'more than 0, got -1'),
+    ('test_dataloader.dataset.transform.crop_pct=0', 'more than 0, got 0')])
+def test_a_number_out_of_its_bounds_is_an_error(option, bound, tmp_path):
+    from subquad.tools import train
+    command_error(train.main, [DIGITS, '--work-dir', tmp_path / 'run', '--cfg-options', option],
+                  f"{option.split('=')[0]} must be {bound}")
+    assert not (tmp_path / 'run').exists()
 
 
 def test_options_are_checked_when_a_config_is_read():

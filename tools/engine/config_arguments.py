@@ -1,5 +1,6 @@
 """The arguments that `subquad train` and `subquad test` share, and the config that they ask for."""
 import argparse
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,11 @@ from .config import load
 
 # Prefixes of timm's names of data sets.
 TIMM_PREFIXES = ('wds', 'hfds', 'hfids', 'tfds')
+# Numbers that would train or test something else than what was meant, and whether they may be 0; none may be negative.
+_BOUNDS = {'optim_wrapper.optimizer.lr': False, 'optim_wrapper.optimizer.layer_decay': False,
+           'optim_wrapper.optimizer.weight_decay': True, 'optim_wrapper.clip_grad.max_norm': False,
+           'optim_wrapper.clip_grad.clip_value': False,
+           **{f'{part}_dataloader.dataset.transform.crop_pct': False for part in ('train', 'val', 'test')}}
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> None:
@@ -50,11 +56,13 @@ def config_with_options(args: argparse.Namespace):
     """Return the config that the command line asks for.
 
     Raises:
-        UserError: `load` refuses the config or an option, or the config does not support --data or --model.
+        UserError: `load` refuses the config or an option, a number is out of its bounds, or the config does not support
+            --data or --model.
     """
     changes = dict(args.cfg_options or {})
     # --cfg-options can change the options that the data of --data have.
     config = load(args.config, changes, lambda config: _move_data(config, args) if args.data else None)
+    _check_bounds(config)
     if args.strict:
         config.strict_images = True
     if args.model:
@@ -63,6 +71,13 @@ def config_with_options(args: argparse.Namespace):
                             '--cfg-options model.backbone.arch=small')
         config.model.name = args.model
     return config
+
+
+def _check_bounds(config) -> None:
+    for key, zero in _BOUNDS.items():
+        value = reduce(lambda node, part: node.get(part) if hasattr(node, 'get') else None, key.split('.'), config)
+        if isinstance(value, (int, float)) and not (value > 0 or zero and value == 0):
+            raise UserError(f"{key} must be {'0 or more' if zero else 'more than 0'}, got {value}")
 
 
 def is_classifier(config) -> bool:
