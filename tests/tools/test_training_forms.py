@@ -7,12 +7,13 @@ import timm
 import torch
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy
-from training_cases import fails, make_images
+from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.model import AccuracyMetric, MultiLabelMetric, TimmClassifier
+from subquad.tools.engine.config import load
 from subquad.tools.engine.finite import FiniteHook
 
 TWO_STEPS = ['train_dataloader.batch_size=8', 'train_dataloader.num_batch_per_epoch=2']
@@ -236,3 +237,20 @@ def test_losses_and_metrics_that_do_not_fit_the_labels_are_errors():
     with pytest.raises(UserError, match='need the metric .*MultiLabelMetric'):
         AccuracyMetric().process(None, model(LOGITS, torch.ones(4, 3), mode='predict'))
     fails(['test-ppma_digits', '--cfg-options', 'model.bce.sum_class=True'], "model.bce accepts no 'sum_class'; did")
+# ---- the config in the folder of a run
+
+def test_the_config_in_the_folder_of_a_run_trains_the_same(tmp_path):
+    """It has no variables whose values differ from those that were used; a change of one of its entries acts."""
+    images = make_images(tmp_path / 'data')
+    arguments = folder_arguments(images, tmp_path / 'run', 'optim_wrapper.optimizer.lr=3e-4', epochs=2)
+    assert train.main([*arguments, '--seed', '3']) == 0
+    written = tmp_path / 'run' / 'ppma-tiny_folder.py'
+    config = load(str(written))
+    assert not {'epochs', 'size', 'data_root', 'warmup'} & set(config)
+    assert all(type(each.get('begin', 0)) is int for each in config.param_scheduler)
+    assert train.main([str(written), '--work-dir', str(tmp_path / 'again')]) == 0
+    expected, found = (read_checkpoint(tmp_path / run / 'last.safetensors')[0] for run in ('run', 'again'))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in found)
+    written.write_text(written.read_text().replace('max_epochs=2', 'max_epochs=1'))
+    assert train.main([str(written), '--work-dir', str(tmp_path / 'shorter')]) == 0
+    assert (tmp_path / 'shorter' / 'epoch_1.pth').exists() and not (tmp_path / 'shorter' / 'epoch_2.pth').exists()

@@ -13,6 +13,8 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch.utils.data import DataLoader
 
 from ..common.cli import UserError
+from .config_arguments import is_classifier
+from .config_options import read_entries
 from .interruptions import start_worker
 from .learning_rate import scale_learning_rate
 from .starting_weights import say
@@ -45,6 +47,16 @@ class ResumableRunner(Runner):
         if loader.num_workers:
             loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
         return loader
+
+    def dump_config(self) -> None:
+        """Write the config without the variables of its file, whose values the other entries have taken on."""
+        whole, self.cfg = self.cfg, deepcopy(self.cfg)
+        kept = (*read_entries(), 'custom_imports', 'work_dir', 'log_level', *(() if is_classifier(whole) else
+                                                                              ('data_root',)))       # for --data
+        for key in set(whole) - set(kept):
+            self.cfg.pop(key)
+        super().dump_config()
+        self.cfg = whole
 
     def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
         if auto_scale_lr:

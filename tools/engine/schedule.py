@@ -51,6 +51,6 @@ def scale_schedule(config, epochs: int) -> None:
             if isinstance(scheduler.get(key), (list, tuple)):
                 scheduler[key] = [max(1, round(step * factor)) for step in scheduler[key]]
             elif key in scheduler:
-                scheduler[key] = max(key in ('T_max', 'step_size'), round(scheduler[key] * factor))
+                scheduler[key] = max(int(key in ('T_max', 'step_size')), round(scheduler[key] * factor))
     config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)
                               or not s.get('by_epoch', True)]

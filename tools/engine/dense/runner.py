@@ -36,7 +36,7 @@ from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evalua
 from .photographs import with_photographs
 
 _COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
-           'visualizer', 'default_scope', 'randomness', 'experiment_name')
+           'visualizer', 'default_scope', 'randomness')
 _TRAINING = ('train_dataloader', 'train_cfg', 'val_dataloader', 'val_cfg', 'val_evaluator', 'optim_wrapper',
              'param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
 _TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
@@ -87,18 +87,18 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     config.work_dir = str(writable_folder(work_dir))
     config.log_level = log_level
     # MMEngine keeps loggers and visualizers by name: a second run would write to those of the first.
-    config.setdefault('experiment_name', f"{Path(config.filename or 'config').stem}_{time.time_ns()}")
-    if 'visualizer' in config:
-        config.visualizer.name = config.experiment_name
-    for key, value in process_options(config).items():
-        config[key] = value
+    name = config.get('experiment_name') or f"{Path(config.filename or 'config').stem}_{time.time_ns()}"
+    processes = process_options(config)
     if not torch.cuda.is_available():
         model = revert_sync_batchnorm(model)             # CPUs have none
     for hook in hooks:
         if isinstance(hook, WeightsHook):
             hook.metadata = metadata(config)
     keys = (*_COMMON, *(_TRAINING if training else _TESTING))
-    arguments = {key: config[key] for key in keys if config.get(key) is not None}
+    arguments = {**{key: config[key] for key in keys if config.get(key) is not None}, **processes,
+                 'experiment_name': name}
+    if 'visualizer' in arguments:
+        arguments['visualizer'] = {**config.visualizer, 'name': name}
     if training:
         hooks = [FiniteHook(), *hooks, *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
         arguments['default_hooks'] = atomic_checkpoints(config.get('default_hooks'))
