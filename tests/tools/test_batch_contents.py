@@ -16,7 +16,7 @@ def test_the_items_are_those_of_the_batch(kind, step):
     loader = DataLoader(data, 2, sampler=kind(data, shuffle=True, seed=5))
     batches = iter(loader)
     batch = [next(batches) for _ in range(step + 1)][-1]
-    text = batch_contents(SimpleNamespace(train_dataloader=loader, iter=step), step, batch)
+    text = batch_contents(SimpleNamespace(train_dataloader=loader), step, step, [])
     assert text == f"the batch holds the items {', '.join(map(str, batch.tolist()))} of the training data"
 
 

@@ -87,6 +87,12 @@ def test_two_processes_have_the_losses_of_one_with_twice_the_batch(single, conte
     assert len(lines[0]) == 10
     for one, two in zip(*lines):
         assert one.split('  ')[:3] == two.split('  ')[:3], 'the mean of both processes is reported'
+    logs = []
+    for folder in (single[0], tmp_path):
+        file, = (folder / 'run').glob('*/vis_data/scalars.json')
+        logs.append([line['loss'] for line in map(json.loads, file.read_text().splitlines()) if 'loss' in line])
+    assert logs[0] == pytest.approx(np.reshape(single[1], (10, 2)).mean(1), abs=1e-5), 'of the epoch'
+    assert logs[1] == pytest.approx(logs[0], abs=1e-4), 'and of both processes'
 
 
 def test_sharded_training_resumes_and_its_files_are_ordinary(single, context, images, tmp_path):

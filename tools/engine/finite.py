@@ -3,8 +3,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
+import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -21,9 +22,13 @@ _SHOWN = 64                                                      # largest numbe
 
 @HOOKS.register_module()
 class FiniteHook(Hook):
-    """Stops training at the first loss that is NaN or infinite, before anything else is logged or written.
+    """Stops training at the first loss that is NaN or infinite.
 
     Weights that are not finite are never written to a file.
+
+    Args:
+        every: Number of steps after which their losses are read from the device, which waits for it. Those of the
+            first steps, and those before a checkpoint, are read at once.
 
     Raises:
         UserError: The loss or the weights are not finite. The message names the step, the files of the batch and the
@@ -32,8 +37,10 @@ class FiniteHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self):
+    def __init__(self, every: int = 1):
         self.exempt: Set[str] = set()
+        self.every, self.steps = every, 0
+        self.unread: List[Tuple[Tensor, int, int, List[str]]] = []           # loss, iteration, batch_idx, files
 
     def before_train(self, runner) -> None:
         # Some networks keep infinities in a buffer, for masks.
@@ -41,13 +48,26 @@ class FiniteHook(Hook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None,
                          outputs: Optional[Dict[str, Any]] = None) -> None:
-        loss = float(outputs['loss'].detach())
-        if not math.isfinite(loss):
-            raise UserError(f'the loss is {loss} at step {_step(runner, runner.iter + 1)}; '
-                            f'{batch_contents(runner, batch_idx, data_batch)}; {self._last_good(runner)}; a lower '
-                            'learning rate, clipped gradients or a longer warm-up may help')
+        self.steps += 1
+        self.unread.append((outputs['loss'].detach().reshape(()), runner.iter, batch_idx,
+                            list(_image_paths(data_batch))))
+        if self.steps <= self.every or len(self.unread) >= self.every:
+            self._check(runner)
+
+    def after_train_epoch(self, runner) -> None:
+        self._check(runner)
+
+    def _check(self, runner) -> None:
+        unread, self.unread = self.unread, []
+        losses = torch.stack([loss for loss, *_ in unread]).tolist() if unread else []
+        for loss, (_, iteration, batch_idx, files) in zip(losses, unread):
+            if not math.isfinite(loss):
+                raise UserError(f'the loss is {loss} at step {_step(runner, iteration + 1)}; '
+                                f'{batch_contents(runner, iteration, batch_idx, files)}; {self._last_good(runner)}; '
+                                'a lower learning rate, clipped gradients or a longer warm-up may help')
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
+        self._check(runner)
         bad = [key for key in _not_finite(checkpoint['state_dict']) if key not in self.exempt]
         if bad:
             more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
@@ -68,9 +88,8 @@ def _step(runner, done: int) -> str:
     return f'{total} (epoch {runner.epoch + 1})' if isinstance(runner.train_loop, EpochBasedTrainLoop) else total
 
 
-def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
-    """Describe a batch by its files, or by the indices of its items if the data set has no files."""
-    files = list(_image_paths(data_batch))
+def batch_contents(runner, iteration: int, batch_idx: int, files: Sequence[str]) -> str:
+    """Describe a batch of this epoch by its files, or by the indices of its items if it names no files."""
     if files:
         return f'the batch holds {_listed(files)}'
     loader = runner.train_dataloader
@@ -78,7 +97,7 @@ def batch_contents(runner, batch_idx: int, data_batch: Any) -> str:
     if isinstance(sampler, InfiniteSampler):
         # Its generator has moved on; another one of the same seed draws the same items from the first step.
         again, size = InfiniteSampler(loader.dataset, sampler.shuffle, sampler.seed), loader.batch_sampler.batch_size
-        indices = itertools.islice(again, runner.iter * size, (runner.iter + 1) * size)
+        indices = itertools.islice(again, iteration * size, (iteration + 1) * size)
     elif isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
         indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])          # draws the same again
     else:

@@ -5,7 +5,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ from mmengine.registry import FUNCTIONS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 
 from ...backbones.weights import WeightsError, read_checkpoint, save_state_dict, write_atomically
 from .earlier_runs import earlier_files, now_own
 from .messages import NOTHING_FOUND, Estimate, summary
 from .run_logs import START
+from .scalars import READ_EVERY
 from .step_times import StepTimesHook
 
 
@@ -39,7 +41,9 @@ class ProgressHook(Hook):
 
     def __init__(self, start: str, times: StepTimesHook):
         self.progress: Optional[Progress] = None
-        self.start, self.losses, self.started, self.estimate = start, [], False, Estimate()
+        self.start, self.started, self.estimate = start, False, Estimate()
+        self.losses: List[Tensor] = []                           # since the line before, on the device
+        self.shown = 0.
         self.times = times
 
     def before_train(self, runner) -> None:
@@ -66,13 +70,15 @@ class ProgressHook(Hook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.started = True
-        self.losses.append(outputs['loss'].item())
+        self.losses.append(outputs['loss'].detach().reshape(()))
         left = self.estimate.after_step(time.perf_counter(), runner.max_iters - runner.iter - 1)
         if left:
             self._print(left)
         if self.progress:
+            if (len(self.losses) - 1) % READ_EVERY == 0:
+                self.shown = self._mean(self.losses[-20:])
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
-                                 loss=np.mean(self.losses[-20:]), lr=self._lr(runner))
+                                 loss=self.shown, lr=self._lr(runner))
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._line(runner, 'iteration', runner.iter + 1, runner.max_iters)
 
@@ -84,7 +90,7 @@ class ProgressHook(Hook):
     def _line(self, runner, unit: str, done: int, total: int) -> None:
         if done % max(1, total // 10) and done != total:
             return
-        loss = torch.tensor(float(np.mean(self.losses)))
+        loss = torch.tensor(self._mean(self.losses))
         all_reduce(loss, 'mean')
         if not self.progress:
             times = self.times.line()
@@ -121,6 +127,10 @@ class ProgressHook(Hook):
         if self.progress:
             self.progress.stop()
             self.progress = None
+
+    @staticmethod
+    def _mean(losses: List[Tensor]) -> float:
+        return torch.stack(losses).double().mean().item()
 
     @staticmethod
     def _lr(runner) -> float:

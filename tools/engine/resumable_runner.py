@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 from mmengine.dist import get_world_size
 from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import EpochBasedTrainLoop, Runner
+from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner
 from torch.utils.data import DataLoader
 
 from ..common.cli import UserError
@@ -17,6 +17,7 @@ from .config_arguments import is_classifier
 from .config_options import read_entries
 from .interruptions import start_worker
 from .learning_rate import scale_learning_rate
+from .scalars import ScalarHub, StepLogProcessor, noted
 from .starting_weights import say
 
 # Entries of schedulers that change with each step.
@@ -47,6 +48,25 @@ class ResumableRunner(Runner):
         if loader.num_workers:
             loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
         return loader
+
+    def build_message_hub(self, message_hub: Optional[Dict[str, Any]] = None) -> ScalarHub:
+        hub = ScalarHub.get_instance(**{'name': self._experiment_name, **(message_hub or {})})
+        if self.log_processor.custom_cfg:                        # whose windows can be longer
+            hub.length = 1_000_000
+        return hub
+
+    def build_log_processor(self, log_processor: Any) -> LogProcessor:
+        if isinstance(log_processor, dict) and log_processor.get('type', 'LogProcessor') == 'LogProcessor':
+            log_processor = {**log_processor, 'type': StepLogProcessor}
+        return super().build_log_processor(log_processor)
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
+        built = super().build_optim_wrapper(optim_wrapper)
+        for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
+            wrapper.message_hub = self.message_hub               # it can be older than the Runner
+            if wrapper.clip_grad_kwargs:
+                wrapper.clip_func = noted(wrapper.clip_func, self.message_hub, f'train/{wrapper.grad_name}')
+        return built
 
     def dump_config(self) -> None:
         """Write the config without the variables of its file, whose values the other entries have taken on."""

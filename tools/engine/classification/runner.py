@@ -17,6 +17,7 @@ from ..hooks import WeightsHook
 from ..loops import resumable
 from ..resumable_runner import ResumableRunner
 from ..runner_checkpoints import atomic_checkpoints
+from ..scalars import READ_EVERY
 from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .mixup import MixupPreprocessor
@@ -65,7 +66,7 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     model = build_model(config, classes, training)
     hooks = [dict(type='SeedHook'), *hooks]
     if training:
-        hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
+        hooks += [FiniteHook(READ_EVERY), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
         arguments.update(optim_wrapper=build_optimizer(config, model),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
                          default_hooks=atomic_checkpoints(config.get('default_hooks')),
