@@ -63,10 +63,14 @@ def test_the_average_is_that_of_timm(images, tmp_path, monkeypatch, capsys):
             oracles[0].update(hook.src_model)
         after(hook, runner, *rest, **options)
     monkeypatch.setattr(ModelEMAHook, 'after_train_iter', counted)
+    lerp, averages = torch._foreach_lerp_, []
+    monkeypatch.setattr(torch, '_foreach_lerp_',
+                        lambda *args, **options: averages.append(options) or lerp(*args, **options))
     arguments = folder_arguments(images, tmp_path / 'run', 'optim_wrapper.accumulative_counts=2', epochs=3,
                                  config=_config(tmp_path, PARTS))
     train.main(arguments)
     assert 'EMA) with decay 0.6561 = 0.9^(8 / 2)' in capsys.readouterr().err
+    assert averages.count({}) == 3, 'one call a step of the optimizer; timm names the weight'
     expected = oracles[0].module.state_dict()
     checkpoint = torch.load(tmp_path / 'run' / 'epoch_3.pth', weights_only=False)
     assert checkpoint['state_dict'].keys() == expected.keys()

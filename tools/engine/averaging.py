@@ -1,6 +1,7 @@
 """Average the weights of a model during training (EMA), as timm does."""
 from typing import Any, Dict, Optional
 
+import torch
 from mmengine.dist import get_world_size
 from mmengine.hooks import EMAHook
 from mmengine.registry import HOOKS
@@ -46,6 +47,9 @@ class ModelEMAHook(EMAHook):
         if self.ema_model.steps == 0:                            # not resumed
             self.ema_model.module.load_state_dict(self.src_model.state_dict())
             self.ema_model.steps += 1                            # MMEngine's first step would copy the weights
+        own, sources = self.ema_model.module.state_dict(), self.src_model.state_dict()
+        keys = [[key for key in own if own[key].is_floating_point() == floating] for floating in (True, False)]
+        self.averaged, self.copied = ([[state[key] for key in part] for state in (own, sources)] for part in keys)
         scaled = f' = {self.decay}^({batch:,} / {self.base_batch_size:,})' if self.base_batch_size else ''
         say(f'validation and saved weights are averages of the weights (EMA) with decay {decay:.8g}{scaled}')
 
@@ -53,7 +57,7 @@ class ModelEMAHook(EMAHook):
                          outputs: Optional[Dict[str, Any]] = None) -> None:
         if not runner.optim_wrapper.should_update():
             return
-        super().after_train_iter(runner, batch_idx, data_batch, outputs)
-        for average, source in zip(self.ema_model.module.buffers(), self.src_model.buffers()):
-            if not average.is_floating_point():
-                average.copy_(source)
+        torch._foreach_lerp_(*self.averaged, self.ema_model.momentum)
+        for average, source in zip(*self.copied):
+            average.copy_(source)
+        self.ema_model.steps += 1
