@@ -13,6 +13,7 @@ from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.model import AccuracyMetric, MultiLabelMetric, TimmClassifier
+from subquad.tools.engine.classification.runner import build_data
 from subquad.tools.engine.config import load
 from subquad.tools.engine.finite import FiniteHook
 
@@ -254,3 +255,14 @@ def test_the_config_in_the_folder_of_a_run_trains_the_same(tmp_path):
     written.write_text(written.read_text().replace('max_epochs=2', 'max_epochs=1'))
     assert train.main([str(written), '--work-dir', str(tmp_path / 'shorter')]) == 0
     assert (tmp_path / 'shorter' / 'epoch_1.pth').exists() and not (tmp_path / 'shorter' / 'epoch_2.pth').exists()
+
+
+def test_workers_of_validation_persist(tmp_path):
+    """Those of training do not: no checkpoint holds their random states."""
+    config = load('ppma-tiny_folder')
+    for part in ('train', 'val'):
+        config[f'{part}_dataloader'].dataset.root = str(make_images(tmp_path / part) / part)
+    loaders = build_data(config, ('train', 'val'))[0]
+    assert loaders['val_dataloader']['persistent_workers'] and 'persistent_workers' not in loaders['train_dataloader']
+    config.val_dataloader.num_workers = 0
+    assert 'persistent_workers' not in build_data(config, ('val',))[0]['val_dataloader']

@@ -65,15 +65,20 @@ class NormalizedTensor(nn.Module):
     Args:
         convert: timm's MaybeToTensor.
         normalize: torchvision's Normalize.
+
+    Attributes:
+        as_bytes: Return the bytes of the image (3, H, W), to which the table is still to be applied.
     """
 
     def __init__(self, convert: nn.Module, normalize: Normalize):
         super().__init__()
-        self.convert, self.normalize = convert, normalize
+        self.convert, self.normalize, self.as_bytes = convert, normalize, False
         values = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, 2)                    # (256, 1, 3)
         self.table = normalize(convert(Image.fromarray(values))).numpy()[:, :, 0]
 
     def forward(self, image: Any) -> Tensor:
+        if self.as_bytes:
+            return torch.from_numpy(np.array(image.convert('RGB'))).permute(2, 0, 1)
         if getattr(image, 'mode', None) != 'RGB':
             return self.normalize(self.convert(image))
         pixels = np.asarray(image)

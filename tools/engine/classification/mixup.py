@@ -2,17 +2,17 @@
 from collections.abc import Sequence
 from typing import Any, Dict, Optional
 
-from mmengine.model import BaseDataPreprocessor
 from mmengine.registry import MODELS
 from timm.data import Mixup
 
 from ...common.cli import UserError
+from .pixels import ImagePreprocessor
 
 _MODES = ('batch', 'pair', 'elem')
 
 
 @MODELS.register_module()
-class MixupPreprocessor(BaseDataPreprocessor):
+class MixupPreprocessor(ImagePreprocessor):
     """Mixes the images and labels of training batches on the device; the labels become weights of classes.
 
     `TimmClassifier` sets `num_classes`, and its `label_smoothing` acts on the mixed labels. Labels of several classes
@@ -31,7 +31,7 @@ class MixupPreprocessor(BaseDataPreprocessor):
 
     def __init__(self, mixup_alpha: float = 0.8, cutmix_alpha: float = 1.0,
                  cutmix_minmax: Optional[Sequence[float]] = None, prob: float = 1.0, switch_prob: float = 0.5,
-                 mode: str = 'batch', non_blocking: bool = False):
+                 mode: str = 'batch', non_blocking: bool = True):
         super().__init__(non_blocking)
         if mode not in _MODES:
             raise UserError(f'mode must be one of {", ".join(_MODES)}, got {mode!r}')

@@ -48,7 +48,7 @@ class TimmClassifier(BaseModel):
                  data_preprocessor: Optional[Dict[str, Any]] = None, distillation: Optional[Dict[str, Any]] = None,
                  trainable: str = 'all', channels_last: bool = False, bce: Optional[Dict[str, Any]] = None,
                  **kwargs: Any):
-        super().__init__(data_preprocessor=data_preprocessor)
+        super().__init__(data_preprocessor=data_preprocessor or dict(type='ImagePreprocessor'))
         self.net = create(name, **kwargs)
         if grad_checkpointing:
             self._checkpoint_gradients(name)

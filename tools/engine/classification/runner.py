@@ -3,6 +3,7 @@ import time
 from copy import deepcopy
 from typing import Any, Dict, List, Sequence, Tuple
 
+import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, build_optim_wrapper
@@ -22,6 +23,7 @@ from ..sharding import GatheringHook, ShardingHook, is_sharded
 from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .mixup import MixupPreprocessor
 from .model import TimmClassifier
+from .pixels import send_bytes
 from .weight_files import WRAPPER_ARGUMENTS
 
 
@@ -66,6 +68,8 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     model = build_model(config, classes, training)
     hooks = [dict(type='SeedHook'), *hooks]
     if training:
+        if torch.cuda.is_available():                            # a CPU normalizes faster in the workers
+            send_bytes(model, arguments)
         hooks += [FiniteHook(READ_EVERY), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
         arguments.update(optim_wrapper=build_optimizer(config, model),
                          param_scheduler=config.get('param_scheduler'), auto_scale_lr=config.get('auto_scale_lr'),
@@ -153,6 +157,8 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
             loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
+            if part == 'val' and loader.get('num_workers'):      # in training, no checkpoint holds their random states
+                loader.setdefault('persistent_workers', True)
             loader['dataset'] = _dataset(config, loader['dataset'], part)
             check_batch_size(loader, loader['dataset'], part)
             arguments[f'{part}_dataloader'] = loader
