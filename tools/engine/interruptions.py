@@ -74,6 +74,7 @@ class InterruptionHook(Hook):
     def __init__(self):
         self.number: Optional[int] = None            # the signal that this process has received
         self.agreed: Optional[int] = None            # the signal that one of all processes has received
+        self.reduced: Optional[torch.Tensor] = None  # the same as a number on the device, which is read a step later
         self.since, self.running, self.process = 0., False, os.getpid()
         self.complete = False                        # whether the last step has run
 
@@ -176,10 +177,14 @@ class InterruptionHook(Hook):
                    for hook in runner.hooks if isinstance(hook, AtomicCheckpointHook))
 
     def _stops(self, runner) -> bool:
-        """Whether one of the processes has received a signal; all processes call it, and get the same answer."""
+        """Whether one of the processes has received a signal; all processes call it, and get the same answer.
+
+        Several processes get that of the step before: reading the present one would wait until the device has done it.
+        """
         self.agreed = self.number
         if is_distributed():
-            number = torch.tensor(self.number or 0, device=next(runner.model.parameters()).device)
-            all_reduce(number, 'max')
-            self.agreed = number.item() or None
+            before, self.reduced = self.reduced, torch.full((), self.number or 0,
+                                                            device=next(runner.model.parameters()).device)
+            all_reduce(self.reduced, 'max')
+            self.agreed = before.item() or None if before is not None else None
         return self.agreed is not None
