@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .common.launch import interpreted
-from .common.tracing import exporting
+from .common.tracing import exporting, forward_mode, transforming
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 # Why Triton cannot run an operator: a function of its tensors, or a sentence if the operator has no kernel.
@@ -79,14 +79,20 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         tensors: the operator's arguments.
 
     Raises:
-        ValueError: the backend is unknown, or it is Triton and Triton cannot run these tensors.
+        ValueError: the backend is unknown, it is Triton and Triton cannot run these tensors, or it would drop the
+            tangents of forward-mode differentiation.
     """
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
         objection = _objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
-    return OPERATORS[op].implementations[backend]
+    implementation = OPERATORS[op].implementations[backend]
+    # These files hold PyTorch operations. All others call operators with a gradient of their own, in reverse mode.
+    if forward_mode() and not implementation.__module__.endswith(('.portable', '.reference')):
+        raise ValueError(f"{op}: backend {backend!r} has no forward-mode derivatives (jvp, jacfwd, forward_ad): use "
+                         "backend='auto' or use_backend('export')")
+    return implementation
 
 
 def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
@@ -95,7 +101,8 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
     Args:
         op: the operator's name.
         backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export` while a
-            graph is exported, `triton` if `why_not` returns None, and `portable` otherwise.
+            graph is exported and inside transforms (`tracing.transforming`), `triton` if `why_not` returns None, and
+            `portable` otherwise.
         tensors: the operator's arguments.
 
     Raises:
@@ -105,7 +112,7 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
         backend = _active
     if backend == 'auto':
         on_gpu = tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
-        backend = 'export' if exporting() else 'triton' if on_gpu else 'portable'
+        backend = 'export' if exporting() or transforming() else 'triton' if on_gpu else 'portable'
     return backend
 
 

@@ -12,6 +12,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..common.tracing import transforming
 from .topology import Generation, Tree
 
 
@@ -25,7 +26,10 @@ def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
     if blocks.shape[-1] == 1:
         inverse = blocks.reciprocal()
         return [inverse * y for y in right]
-    return list(torch.linalg.solve(blocks, torch.cat(right, -1)).split([y.shape[-1] for y in right], -1))
+    right, sizes = torch.cat(right, -1), [y.shape[-1] for y in right]
+    if transforming():          # In PyTorch 2.13, `solve` has wrong gradients of tangents, and `lu_solve` right ones.
+        return list(torch.linalg.lu_solve(*torch.linalg.lu_factor(blocks), right).split(sizes, -1))
+    return list(torch.linalg.solve(blocks, right).split(sizes, -1))
 
 
 def correlated(blocks: Tensor, noise: Tensor) -> Tensor:
