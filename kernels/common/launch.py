@@ -107,17 +107,23 @@ def check_line(length: int, *token_strides: int) -> None:
                          'more, which the kernels do not address')
 
 
-def check_grid(*grids: Tensor) -> None:
+def check_grid(*grids: Tensor, first: int = 1) -> None:
     """Check that 32-bit offsets reach every element of an image of (B, H, W, C) (offsets of images have 64 bits).
+
+    Args:
+        grids: tensors of that shape, or of any other one.
+        first: the first dimension whose offsets have 32 bits.
 
     Raises:
         ValueError: an image spans nearly 2^31 elements or more.
     """
     for x in grids:
-        span = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
+        shape, strides = tuple(x.shape[first:]), x.stride()[first:]
+        span = sum((size - 1) * stride for size, stride in zip(shape, strides))
         if span >= 2 ** 31 - 2 ** 24:                # blocks reach a little past the end before they are masked
-            raise ValueError(f'an image of shape {tuple(x.shape[1:])} with strides {tuple(x.stride()[1:])} spans 2^31 '
-                             'elements or nearly so, which the kernels do not address')
+            what = 'an image' if first == 1 else 'a slice'
+            raise ValueError(f'{what} of shape {shape} with strides {strides} spans 2^31 elements or nearly so, which '
+                             'the kernels do not address')
 
 
 def padded_power_of_two(count: int) -> int:

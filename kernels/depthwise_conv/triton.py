@@ -195,7 +195,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[T
               turned: bool, gelu: bool, residual: bool) -> Tensor:
     """Launch the convolution of x (B, H, W, C); `before` is the input of a GELU that its result is the gradient of."""
     x, weight, out = launch.unit_stride(x), weight.contiguous(), launch.dense_like(x)
-    add, before = (None if tensor is None else launch.unit_stride(tensor) for tensor in (add, before))
+    add, before, bias = (None if tensor is None else launch.unit_stride(tensor) for tensor in (add, before, bias))
     launch.check_grid(*(tensor for tensor in (x, add, before, out) if tensor is not None))
     side, height = weight.shape[-1], x.shape[1]
     for most in (STRIP_ROWS, FEW_ROWS):

@@ -366,6 +366,7 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Opt
     """Return what the portable function of this name does. Arguments are those of a `RealProblem`."""
     i, e, s = (launch.unit_stride(x) for x in (i, e, s))
     log_k, log_d = expanded(log_k, e), expanded(log_d, i)
+    launch.check_grid(*(x for x in (i, e, s, log_k, log_d) if x is not None), first=2)
     carry = i.shape[2] > chunk or state is not None or last
     tile, names, memory = tiles(i, chunk, carry), DIRECTIONS[direction], None
     if carry:

@@ -231,6 +231,7 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
     """Return what the portable function of this name does, the first three gradients in the dtype of i."""
     dy, i, e, s = (launch.unit_stride(x) for x in (dy, i, e, s))
     logs = expanded(log_k, e), expanded(log_d, i)
+    launch.check_grid(dy, first=2)                                           # the forward pass has checked the others
     memory, adjoint = None, None
     tile = tiles(i, chunk, states.numel() > 0)
     empty = i.new_empty(0, dtype=torch.float32)

@@ -297,6 +297,7 @@ def _arguments(problem: RealProblem):
     i, (e, s) = launch.unit_stride(problem.i), (x.contiguous() if x.ndim == 3 else launch.unit_stride(x)
                                                 for x in (problem.e, problem.s))
     _, _, _, log_k, log_d, z, weight, _, form, tau, _ = problem
+    launch.check_grid(*(x for x in (z, weight) if x is not None), first=-2)
     constants = {'FORM': form, 'Z': _axes(z), 'LOG_K': log_k is not None, 'LOG_D': log_d is not None,
                  'E_FULL': e.ndim == 3, 'S_FULL': s.ndim == 3, 'SPACING': SPACING}
     tensors = [i, e, s, *(i if x is None else x for x in (log_k, log_d, z, weight))]

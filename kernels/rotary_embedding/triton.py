@@ -33,7 +33,7 @@ def _rotary_embedding_fwd_kernel(
     n = tl.program_id(0) // blocks_c % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = (tl.program_id(0) // blocks_c // blocks_n).to(tl.int64)
     mask = (n < tokens)[:, None] & (c < channels)[None, :]
-    head, d, line = c // DIM, c % DIM, n.to(tl.int64)[:, None]
+    head, d, line = (c // DIM).to(tl.int64), c % DIM, n.to(tl.int64)[:, None]
     factors = tl.load(table + line * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
     cos, sin = tl.split(tl.reshape(factors, (BLOCK_N, BLOCK_C // 2, 2)))
     if INVERSE:

@@ -103,6 +103,15 @@ def test_strides(backend, layout):
     _check(_inputs((2, 4, 5, 6), 3, True), backend, residual=True, layout=LAYOUTS[layout])
 
 
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_a_strided_bias(backend):
+    _needs_triton(backend)
+    x, weight, bias = _inputs((1, 4, 5, 6), 3)
+    expected = kernels.depthwise_conv(x, weight, bias, backend=backend)
+    actual = kernels.depthwise_conv(x, weight, bias.repeat_interleave(2)[::2], backend=backend)
+    torch.testing.assert_close(actual, expected)
+
+
 def test_several_blocks_of_the_weight_gradient(monkeypatch):
     """Programs that sum several blocks of patches, and several programs."""
     _needs_triton('triton')
