@@ -12,7 +12,7 @@ from torch import nn
 
 from .hierarchical import OPTIONS, HierarchicalBackbone
 from .mixers import PolylineMixer
-from .options import Options, one_or_each_stage
+from .options import Options, each_stage, number, one_or_each_stage
 from .timm_interface import build_model, image_cfg, published_cfgs
 from .weights.ppma_keys import is_published, to_our_keys
 
@@ -45,6 +45,7 @@ ARCHS: Dict[str, Dict[str, Any]] = {
         attention=('crisscross', 'crisscross', 'crisscross', 'full'),
         drop_path_rate=0.4,
         layer_scale=(False, False, True, True),
+        rmt_range=(5, 5, 6, 6),
     ),
     'test': dict(
         dims=(32, 48, 64, 96),
@@ -70,6 +71,7 @@ class PPMA(HierarchicalBackbone):
         mask_mode: 'additive' (the published weights) or 'multiplicative' (the paper).
         paths: 'both', 'v2h', 'cross_scan', 'rmt' or 'none' (the masks of Table 9).
         shared_decay: use one decay for both directions.
+        rmt_range: with paths='rmt', the range of the decays of each stage's heads (RMT, section 3.2).
         kwargs: arguments of HierarchicalBackbone.
 
     Raises:
@@ -81,6 +83,7 @@ class PPMA(HierarchicalBackbone):
         **OPTIONS,
         **PolylineMixer.OPTIONS,
         'attention': one_or_each_stage(PolylineMixer.OPTIONS['attention']),
+        'rmt_range': each_stage(number(0, 64)),
     }
 
     def __init__(
@@ -89,6 +92,7 @@ class PPMA(HierarchicalBackbone):
             mask_mode: str = 'additive',
             paths: str = 'both',
             shared_decay: bool = False,
+            rmt_range: Sequence[float] = (4, 4, 6, 6),
             **kwargs: Any,
     ):
         def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
@@ -99,7 +103,7 @@ class PPMA(HierarchicalBackbone):
                 mask_mode=mask_mode,
                 paths=paths,
                 shared_decay=shared_decay,
-                rmt_range=(4.0, 4.0, 6.0, 6.0)[stage],
+                rmt_range=rmt_range[stage],
                 **dd,
             )
 
@@ -109,6 +113,7 @@ class PPMA(HierarchicalBackbone):
             mask_mode=mask_mode,
             paths=paths,
             shared_decay=shared_decay,
+            rmt_range=rmt_range,
             **kwargs,
         )
 

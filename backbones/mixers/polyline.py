@@ -68,9 +68,9 @@ def attend_crisscross(
         paths: str,
         backend: str,
 ) -> Tensor:
-    """Softmax attention along columns, then along rows (PPMCCA)."""
+    """Softmax attention along columns and along rows (PPMCCA): RMT goes along rows first."""
     mask_mode = 'additive' if paths == 'none' else mask_mode
-    paths = 'both' if paths in ('both', 'cross_scan') else 'v2h'
+    paths = {'cross_scan': 'both', 'rmt': 'h2v', 'none': 'v2h'}.get(paths, paths)
     if backend == 'export':
         return crisscross_attention_tokens(q, k, v, log_alpha, log_beta, mask_mode, paths)
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
@@ -251,7 +251,7 @@ class PolylineMixer(nn.Module):
         mask_mode: 'additive' (the published weights) or 'multiplicative' (the paper).
         paths: the decay mask (Table 9): 'both' (V2H + H2V), 'v2h', 'cross_scan' (decay along the raster order of rows
             and of columns; for criss-cross attention, which works on single lines, the same as 'both'), 'rmt' (the
-            fixed Manhattan decay of RMT) or 'none'.
+            fixed Manhattan decay of RMT, which criss-cross attention applies along rows first) or 'none'.
         shared_decay: alpha = beta, from a Linear(head_dim, 1).
         lepe_kernel: kernel size of the depthwise convolution of the values.
         rmt_range: with paths='rmt', head h of n decays by 1 - 2^(-2 - rmt_range * h / n) per step.
