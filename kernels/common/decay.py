@@ -1,4 +1,6 @@
 """Decay along a grid axis: log decays between positions, and cumulative sums, from step logs."""
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -92,6 +94,11 @@ def steps_gradient(dsums: Tensor, steps: Tensor, dim: int) -> Tensor:
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether a backward pass may follow: gradients are enabled and a tensor requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def empty_result(like: Tensor, *inputs: Optional[Tensor]) -> Tensor:
+    """Return a result without elements, in the shape of `like`, that gives all inputs a gradient of zero."""
+    return like + sum(x.real.sum().to(like.dtype) for x in inputs if x is not None)
 
 
 def portable_bfloat16(*tensors: Tensor) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import compute_dtype, cumulative, needs_gradient, portable_bfloat16
+from ..common.decay import compute_dtype, cumulative, empty_result, needs_gradient, portable_bfloat16
 from ..decay_attention.custom_op import statistics_shape
 from . import portable
 
@@ -61,7 +61,7 @@ def _(grad, q, k, v, sa, sb, mask_mode, paths, out_shape=None, **kwargs) -> int:
 def crisscross_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                                   paths: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return empty_result(v, q, k, log_alpha, log_beta)
     dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
     sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
     inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *sums)]
@@ -139,6 +139,6 @@ def _axis_pairs(q: Sequence[int]) -> int:
 def crisscross_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                                 paths: str) -> Tensor:
     if v.numel() == 0:
-        return v.clone()
+        return empty_result(v, q, k, log_alpha, log_beta)
     return _triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,
                            needs_gradient(q, k, v, log_alpha, log_beta))[0]

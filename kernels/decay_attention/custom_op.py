@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common import launch
-from ..common.decay import compute_dtype, cumulative, needs_gradient, portable_bfloat16
+from ..common.decay import compute_dtype, cumulative, empty_result, needs_gradient, portable_bfloat16
 from . import portable
 
 
@@ -54,7 +54,7 @@ def _(grad, q, k, v, sums, mask_mode, out_shape=None, **kwargs) -> int:
 
 def decay_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return empty_result(v, q, k, log_decay)
     dtype = q.dtype if portable_bfloat16(q, k, v, log_decay) else compute_dtype(q.dtype)
     sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
     inputs = [*(x.to(dtype) for x in (q, k, v)), sums]
@@ -136,5 +136,5 @@ def _(grad, q, k, v, steps, out, statistics, axis, *args, out_shape=None, **kwar
 
 def decay_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
-        return v.clone()
+        return empty_result(v, q, k, log_decay)
     return _triton_forward(q, k, v, log_decay, axis, mask_mode, needs_gradient(q, k, v, log_decay))[0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..common.decay import empty_result
 from ..common.launch import dense_like
 
 
@@ -72,5 +73,5 @@ def _(grad, x, weight, gelu, residual, with_input, with_weight, out_shape=None, 
 def depthwise_conv_triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
                           residual: bool) -> Tensor:
     if x.numel() == 0:
-        return x.clone()
+        return empty_result(x, weight, bias, add)
     return _triton_forward(x, weight, bias, add, gelu, residual)

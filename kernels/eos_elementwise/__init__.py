@@ -8,6 +8,7 @@ from ..dispatch import choose, register
 from ..eos_scan import DecayGenerator, fla
 from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
 from ..eos_scan.problem import Oscillation, direction_name
+from ..eos_scan.registration import unchanged
 from . import custom_op, portable, reference
 
 register('eos_elementwise', {
@@ -86,8 +87,12 @@ def eos_elementwise(
     oscillation = Oscillation(log_o_k, log_o_d, log_o, theta, generator)
     check_oscillation(op, oscillation, i, e, s, keys)
     check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk, theta is not None)
-    run = choose(op, backend, *tensors_of(i, e, s, oscillation, initial_state))
+    tensors = tensors_of(i, e, s, oscillation, initial_state)
+    run = choose(op, backend, *tensors)
     with without_autocast(i):
-        y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,
-                       output_state, chunk)
+        if i.numel() == 0:
+            y, state = unchanged(i, tensors[1:], keys, initial_state, theta is not None)
+        else:
+            y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,
+                           output_state, chunk)
     return (y, state) if output_state else y

@@ -7,7 +7,6 @@ from torch import Tensor
 from ..common.decay import REFERENCE_DTYPE, bounded
 from ..eos_scan.generator import generated_logs
 from ..eos_scan.problem import Oscillation, Output, per_token
-from ..eos_scan.registration import unchanged
 
 
 def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Tensor, Tensor]:
@@ -53,8 +52,6 @@ def in_directions(run, direction: str, tokens, state: Tensor) -> Tuple[Tensor, T
 
 def eos_elementwise(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
                     initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
-    if i.shape[2] == 0:
-        return unchanged(i, e, initial_state, output_state, oscillation.theta is not None)
     o = oscillation_state(oscillation).to(i.device)
     shape = (*i.shape[:3], e.shape[1 if e.ndim == 3 else 3], i.shape[3])
     x = double(i).unsqueeze(-2)

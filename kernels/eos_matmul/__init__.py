@@ -8,6 +8,7 @@ from ..dispatch import choose, register
 from ..eos_scan import fla
 from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_of
 from ..eos_scan.problem import direction_name
+from ..eos_scan.registration import unchanged
 from . import custom_op, portable, reference
 
 register('eos_matmul', {
@@ -76,8 +77,12 @@ def eos_matmul(
     if gk is not None:
         check_log(op, 'gk', gk, i, keys)
     check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk)
-    run = choose(op, backend, *tensors_of(i, e, s, a, b, gk, initial_state))
+    tensors = tensors_of(i, e, s, a, b, gk, initial_state)
+    run = choose(op, backend, *tensors)
     with without_autocast(i):
-        y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state, output_state,
-                       chunk)
+        if i.numel() == 0:
+            y, state = unchanged(i, tensors[1:], keys, initial_state)
+        else:
+            y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state,
+                           output_state, chunk)
     return (y, state) if output_state else y

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..common.decay import compute_dtype, needs_gradient
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
-from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype, unchanged
+from ..eos_scan.registration import differentiate, empty_gradient, empty_output, in_dtype
 from ..eos_scan.tile_limits import memory_too_large
 from . import portable
 
@@ -115,8 +115,6 @@ def unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
 
 def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor], scale: float,
          direction: str, initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
-    if i.numel() == 0:
-        return unchanged(i, e, initial_state, output_state)
     save = needs_gradient(*(x for x in (i, e, s, a, b, gk, initial_state) if x is not None))
     y, _, final = forward(i, e, s if scale == 1 else s * scale, a, b, steps_of(gk, i.dtype), initial_state, direction,
                           chunk, save, output_state)

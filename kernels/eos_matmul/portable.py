@@ -13,7 +13,7 @@ from ..eos_scan.chunks import Layout, boundary_shape, carries, expanded, layout,
 from ..eos_scan.decayed_products import AnyDecays, AnyScaled, matrix, scaled, times, transposed_times, triangle
 from ..eos_scan.dense import delta_rule
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
-from ..eos_scan.registration import empty_output, unchanged
+from ..eos_scan.registration import empty_output
 
 Empty = Optional[Tensor]
 
@@ -191,8 +191,6 @@ def _step_gradient(c: Chunks, ds: Tensor, da: Tensor, db: Tensor, de: Tensor, se
 def eos_matmul_export(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, scale: float, direction: str,
                       initial_state: Empty, output_state: bool, chunk: int) -> Output:
     """Compute with dense matrices of decays for each chunk, and inverses of chunks by products alone."""
-    if i.numel() == 0:
-        return unchanged(i, e, initial_state, output_state)
     steps = steps_of(gk, i.dtype)
     y, state = delta_rule(i, e, s, a, b, steps, initial_state, direction == 'reverse', chunk)
     if direction == 'both':

@@ -7,7 +7,6 @@ from torch import Tensor
 from ..common.decay import REFERENCE_DTYPE, bounded
 from ..eos_elementwise.reference import in_directions
 from ..eos_scan.problem import Output, per_token
-from ..eos_scan.registration import unchanged
 
 
 def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Tensor, Tensor]:
@@ -21,8 +20,6 @@ def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Te
 
 def eos_matmul(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor], scale: float,
                direction: str, initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
-    if i.shape[2] == 0:
-        return unchanged(i, e, initial_state, output_state)
     x, e, s, a, b = (x.to(REFERENCE_DTYPE) for x in (i, e, s, a, b))
     diagonal = torch.ones_like(e) if gk is None else bounded(per_token(gk).to(REFERENCE_DTYPE)).exp().expand_as(e)
     o = diagonal.diag_embed() + b[..., :, None] * a[..., None, :]

@@ -14,7 +14,6 @@ from ..common.decay import needs_gradient
 from ..common.launch import interpreted
 from .dense import diagonal
 from .problem import Oscillation, Output, RealProblem, solve, steps_of
-from .registration import unchanged
 
 # Keys of the largest memory that their delta rules take.
 LARGEST_KEYS = 256
@@ -135,8 +134,6 @@ def eos_matmul_fla(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Op
     Raises:
         ValueError: fla-core is not installed or cannot run these arguments.
     """
-    if i.numel() == 0:
-        return unchanged(i, e, initial_state, output_state)
     if e.shape[3] > LARGEST_KEYS:
         raise ValueError(f"eos_matmul: backend 'fla' cannot run: its delta rules take at most {LARGEST_KEYS} keys, got "
                          f'{e.shape[3]}.')

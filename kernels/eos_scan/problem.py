@@ -8,7 +8,6 @@ from ..common.decay import bounded, compute_dtype
 from ..common.tracing import exporting
 from .constant import is_constant, run_constant
 from .generator import DecayGenerator
-from .registration import unchanged
 
 Output = Tuple[Tensor, Optional[Tensor]]
 # Passes over the line, by direction: whether each goes from the last token to the first.
@@ -81,8 +80,6 @@ def steps_of(log: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
 def solve(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
           state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
     """Compute y and, with `output_state`, the last memory by a function that solves a `RealProblem`."""
-    if i.numel() == 0:
-        return unchanged(i, e, state, output_state, oscillation.theta is not None)
     if scale != 1:
         s = s * scale
     if oscillation.theta is None:

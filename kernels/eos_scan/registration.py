@@ -1,10 +1,10 @@
 """What the registrations of the recurrences share: gradients of forward operators, and results without elements."""
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ..common.decay import compute_dtype
+from ..common.decay import compute_dtype, empty_result
 
 
 def in_dtype(grad: Tensor, x: Optional[Tensor]) -> Tensor:
@@ -23,16 +23,14 @@ def empty_output(i: Tensor) -> Tensor:
     return i.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-def unchanged(i: Tensor, e: Tensor, state: Optional[Tensor], output_state: bool, is_complex: bool = False
-              ) -> Tuple[Tensor, Optional[Tensor]]:
-    """Return the output and the memory after lines without tokens."""
-    y, dtype = torch.zeros_like(i), compute_dtype(i.dtype)
-    if not output_state:
-        return y, None
+def unchanged(i: Tensor, others: Sequence[Tensor], keys: int, state: Optional[Tensor], is_complex: bool = False
+              ) -> Tuple[Tensor, Tensor]:
+    """Return the output and the memory after lines without tokens, or without lines."""
+    y, dtype = empty_result(i, *others), compute_dtype(i.dtype)
     dtype = dtype.to_complex() if is_complex else dtype
-    if state is not None:
-        return y, state.to(dtype, copy=True)
-    return y, i.new_zeros(*i.shape[:2], e.shape[1 if e.ndim == 3 else 3], i.shape[3], dtype=dtype)
+    if state is None:
+        state = i.new_zeros(*i.shape[:2], keys, i.shape[3], dtype=dtype)
+    return y, state.to(dtype) + y.sum()
 
 
 def differentiate(forward: Any, backward: Any, tensors: int) -> None:

@@ -10,6 +10,7 @@ from ..common import launch
 from ..common.decay import (
     column_log_decay,
     compute_dtype,
+    empty_result,
     needs_gradient,
     portable_bfloat16,
     rounded_sums,
@@ -71,7 +72,7 @@ def _(grad, q, k, v, row, column, mask_mode, paths, out_shape=None, **kwargs) ->
 def polyline_attention_portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                                 paths: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return empty_result(v, q, k, log_alpha, log_beta)
     tables = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
     dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
     inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *tables)]
@@ -137,6 +138,6 @@ def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
 def polyline_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
                               paths: str) -> Tensor:
     if v.numel() == 0:
-        return v.clone()
+        return empty_result(v, q, k, log_alpha, log_beta)
     return _triton_forward(q, k, v, rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2), mask_mode, paths,
                            needs_gradient(q, k, v, log_alpha, log_beta))[0]

@@ -1,10 +1,9 @@
 """Linear attention under the decay mask in plain PyTorch: sum_r q_r * scan(k_r * v), by the portable scan."""
 from typing import List
 
-import torch
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype
+from ..common.decay import bounded, compute_dtype, empty_result
 from ..polyline_scan.portable import axis_scan, by_group, dense_axis_scan, scan_grid
 
 # State elements (tokens x R x Dv) that are scanned at a time: about 16 MB in float32.
@@ -14,16 +13,16 @@ STATE_ELEMENTS = 4_000_000
 def _linear_attention(q: Tensor, k: Tensor, v: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
     """Compute sum_r q_r * scan(k_r * v). q, k: (G, H, W, R), v: (G, H, W, Dv), logs: (G, H, W)."""
     groups, height, width, dim = v.shape
-    query, key, value = (x.reshape(groups, height * width, -1) for x in (q, k, v))
-    state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, -1)      # (G, H, W, R*Dv)
-    state = scan_grid(state, logs, paths, scan).reshape(groups, height * width, -1, dim)        # (G, N, R, Dv)
+    query, key, value = (x.reshape(groups, height * width, x.shape[-1]) for x in (q, k, v))
+    state = (key.unsqueeze(3) * value.unsqueeze(2)).reshape(groups, height, width, q.shape[-1] * dim)  # (G, H, W, R*Dv)
+    state = scan_grid(state, logs, paths, scan).reshape(groups, height * width, q.shape[-1], dim)  # (G, N, R, Dv)
     return (query.unsqueeze(3) * state).sum(2).reshape(v.shape)
 
 
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
                               paths: str) -> Tensor:
     if v.numel() == 0:
-        return torch.zeros_like(v)
+        return empty_result(v, q, k, log_alpha, log_beta)
     dtype = compute_dtype(q.dtype)
     q, k, values = (by_group(x.to(dtype)) for x in (q, k, v))
     logs = [bounded(by_group(steps.to(dtype))) for steps in (log_alpha, log_beta)]

@@ -3,6 +3,7 @@
 This module imports no Triton: the operators of `polyline_scan` do, at their first call."""
 from torch import Tensor
 
+from ..common.decay import empty_result
 from ..polyline_scan.custom_op import polyline_scan_triton
 
 # State elements (tokens x R x Dv) that are scanned at a time: 512 MB in float32.
@@ -12,7 +13,7 @@ GPU_STATE_ELEMENTS = 1 << 27
 def polyline_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
                               paths: str) -> Tensor:
     if v.numel() == 0:
-        return v.clone()
+        return empty_result(v, q, k, log_alpha, log_beta)
     step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
     parts = []
     for query, key in zip(q.split(step, -1), k.split(step, -1)):

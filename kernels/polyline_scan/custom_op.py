@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..common.decay import bounded
+from ..common.decay import bounded, empty_result
 
 
 @torch.library.custom_op('subquad::polyline_scan_fwd', mutates_args=())
@@ -61,7 +61,7 @@ def _count(shape) -> int:
 
 def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
-        return x.clone()
+        return empty_result(x, *logs)
     steps = [bounded(log.float()).contiguous() for log in logs]
     passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
     results = []

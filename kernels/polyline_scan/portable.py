@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype, log_decay
+from ..common.decay import bounded, compute_dtype, empty_result, log_decay
 from ..common.workspace import keep_freed_memory, ranges
 
 CHUNK = 32
@@ -117,7 +117,7 @@ def scan_grid(x: Tensor, logs: List[Tensor], paths: str, scan) -> Tensor:
 
 def polyline_scan(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
-        return torch.zeros_like(x)
+        return empty_result(x, *logs)
     dtype = compute_dtype(x.dtype)
     logs = [bounded(by_group(steps.to(dtype))) for steps in logs]
     return _scan_groups(by_group(x.to(dtype)), logs, paths).reshape(x.shape).to(x.dtype)

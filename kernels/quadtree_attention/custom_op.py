@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..common.decay import needs_gradient
+from ..common.decay import empty_result, needs_gradient
 from ..common.launch import token_major
 from . import portable
 from .portable import Options
@@ -84,7 +84,7 @@ def _(grad, q, k, bias, mask, out, inner, logits, parametrization, rho, shift, m
 def quadtree_attention_portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
                                 mask: Optional[Tensor], options: Options) -> Tensor:
     if v.numel() == 0:
-        return v.clone()
+        return empty_result(v, q, k, bias)
     save = needs_gradient(*(x for x in (q, k, v, bias) if x is not None))
     return _portable_forward(q, k, v, bias, mask, options.parametrization, options.rho, list(options.shift),
                              options.max_levels, save)[0]

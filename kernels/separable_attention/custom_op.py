@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..common.decay import empty_result
 from ..common.launch import dense_like
 from ..common.patches import Patch
 
@@ -83,5 +84,5 @@ def _(grad, query, key, value, key_weight, *args, out_shape=None, **kwargs) -> i
 def separable_attention_triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                                key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
     if query.numel() * value.numel() == 0:
-        return value.clone()
+        return empty_result(value, query, key, key_weight, key_bias)
     return _triton_forward(query, key, value, key_weight, key_bias, *patch, sampling)[0]

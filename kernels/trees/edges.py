@@ -69,8 +69,9 @@ def scaled_dots(products: Tensor, scale: Tensor) -> Tensor:
     """Sum the products of each head, times `scale`: (..., heads * E) -> (..., heads).
 
     A product with a vector is faster than a sum over so short a dimension."""
+    heads = products.shape[-1] // len(scale)             # no size is -1, which an empty batch leaves open
     with without_autocast(products):
-        return torch.mv(products.reshape(-1, len(scale)), scale).view(*products.shape[:-1], -1)
+        return torch.mv(products.reshape(-1, len(scale)), scale).view(*products.shape[:-1], heads)
 
 
 def edges_of(logits: Sequence[Tensor], parametrization: str) -> List[Tensor]:
