@@ -24,7 +24,7 @@ _STEP_RANK = 16
 def _modes(kind: str, keys: int) -> Tensor:
     """Return initial eigenvalues, complex (keys,)."""
     if kind == 's4d':                                                         # S4D-Lin
-        return torch.complex(torch.full((keys,), -0.5), math.pi * torch.arange(keys).float())
+        return torch.complex(torch.full((keys,), -0.5, dtype=torch.float32), math.pi * torch.arange(keys).float())
     return hippo_normal_eigenvalues(keys)
 
 

@@ -115,7 +115,7 @@ class TreeMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize edges equally on all levels, and geometrically spaced over the heads."""
         low, high = (math.log(edge) for edge in _FIRST_EDGES[self.parametrization])
-        first = torch.linspace(low, high, self.num_heads).exp()
+        first = torch.linspace(low, high, self.num_heads, dtype=torch.float32).exp()
         if self.parametrization == 'laplacian':
             first = torch.log(torch.expm1(first))                       # the inverse of softplus
         with torch.no_grad():

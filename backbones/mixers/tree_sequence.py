@@ -46,7 +46,7 @@ class Nodes:
         self.level.clamp_(max=LEVELS - 1)
         self.place = torch.cat([torch.arange(length) % arity for length in self.lengths]).to(device)   # among siblings
         self.parents = self.tree.parents.clamp(min=0).to(device)
-        leaves = torch.ones(1, length, device=device) if mask is None else mask.to(torch.float32)
+        leaves = torch.ones(1, length, device=device, dtype=torch.float32) if mask is None else mask.to(torch.float32)
         self.counts = self._sums(leaves[..., None])                             # leaves below each node, (B, n, 1)
         self.present = None if mask is None else torch.cat(self.counts, 1)[..., 0] > 0    # (B, V)
 
@@ -128,7 +128,7 @@ class TreeSequenceMixer(nn.Module):
         could not tell them apart.
         """
         low, high = (1.0, 16.0) if self.parametrization == 'laplacian' else (0.5, 4.0)
-        first = torch.linspace(math.log(low), math.log(high), self.num_heads).exp()[:, None, None]
+        first = torch.linspace(math.log(low), math.log(high), self.num_heads, dtype=torch.float32).exp()[:, None, None]
         noise = torch.randn(*self.edge_bias.shape[:3], 1, 1)
         if self.parametrization == 'laplacian' and self.block_size == 1:
             first = torch.log(torch.expm1(first)) + noise                     # the inverse of softplus

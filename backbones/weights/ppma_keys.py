@@ -86,7 +86,7 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
 
 def rotary_angles(head_dim: int) -> Tensor:
     """Return the angles (head_dim,) that each stage of the authors' network stores: each angle twice."""
-    return (1.0 / 10000 ** torch.linspace(0, 1, head_dim // 2)).repeat_interleave(2)
+    return (1.0 / 10000 ** torch.linspace(0, 1, head_dim // 2, dtype=torch.float32)).repeat_interleave(2)
 
 
 def _check_angles(key: str, angles: Any) -> None:

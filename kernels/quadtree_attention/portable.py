@@ -89,9 +89,10 @@ def nodes_of(batch: int, levels: Tuple[Level, ...], device: torch.device) -> Nod
         image = torch.arange(batch)[:, None, None] * above.height * above.width + starts[n + 1] - starts[1]
         parents.append((image + up[:, None] * above.width + across).flatten())
         places.append((row[:, None] % 2 * 2 + column % 2 + 4 * n).flatten().repeat(batch))
-    counts = [count.expand(batch, -1, -1, -1).flatten() for count in leaf_counts(levels, torch.empty(0))[1:]]
+    none = torch.empty(0, dtype=torch.float32)
+    counts = [count.expand(batch, -1, -1, -1).flatten() for count in leaf_counts(levels, none)[1:]]
     return Nodes(batch, levels, starts, torch.cat(parents).to(device), torch.cat(places).to(device),
-                 torch.cat([torch.empty(0), *counts])[:, None].to(device))
+                 torch.cat([none, *counts])[:, None].to(device))
 
 
 class _Layer:
