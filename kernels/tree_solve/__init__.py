@@ -25,7 +25,8 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
 
     Time is linear in the number of nodes, in as many steps as the tree has generations. A tree without branches (a
     tridiagonal matrix, or with b = 0 a recurrence) takes log2 of its length steps. The gradient is one more solve and
-    saves only a, b, c and x. `tree_blocks` computes a, b and c for which no pivot can vanish.
+    saves only a, b, c and x. There is no pivoting, except on the reference: a regular matrix with a singular pivot is
+    refused, and small pivots magnify rounding errors. `tree_blocks` computes a, b and c for which no pivot can vanish.
 
     Args:
         tree: a tree with V nodes and a largest block size m. A node with a smaller block uses the first rows and

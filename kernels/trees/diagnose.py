@@ -3,14 +3,15 @@
 The check follows the solve: a coefficient that is not finite, or a pivot of zero, makes the result at the roots not
 finite, which costs little to see. Results on a GPU are not checked, because that would wait for them.
 """
-from typing import Optional
+from contextlib import suppress
+from typing import List, Optional
 
 import torch
 from torch import Tensor
 
 from ..common.tracing import is_traced_or_wrapped
-from .sweeps import eliminate
-from .topology import Generation, Tree
+from .sweeps import as_path, eliminate, reduce_path
+from .topology import Tree
 
 
 def has_nonfinite(top: Tensor) -> bool:
@@ -29,10 +30,21 @@ def raise_for_singular_tree(op: str, tree: Tree, a: Optional[Tensor], b: Tensor,
             if bad.any():
                 raise ValueError(f'{op}: {name} of node {int(bad.nonzero()[0, -1])} is not finite')
 
-    def check(generation: Generation, pivot: Tensor) -> None:
+    def check(nodes: Tensor, pivot: Tensor) -> None:
         singular = torch.linalg.lu_factor_ex(pivot)[2] != 0
         if singular.any():
-            node = int(generation.nodes[int(singular.nonzero()[0, -1])])
-            raise ValueError(f'{op}: the matrix cannot be solved: the pivot of node {node} (its block of `a` minus '
-                             'the terms of its children) is singular')
-    eliminate(tree, a, b, c, torch.zeros_like(b[..., :1]), check)
+            node = int(nodes[int(singular.nonzero()[0, -1])])
+            raise ValueError(
+                f'{op}: the pivot of node {node} (its block of `a` minus the terms of the nodes eliminated before it) '
+                "is singular; if the matrix is regular, backend='reference' solves it, with pivoting")
+
+    right = torch.zeros_like(b[..., :1])
+    if tree.chain is None:
+        eliminate(tree, a, b, c, right, lambda generation, pivot: check(generation.nodes, pivot))
+        return
+    *blocks, order = as_path(tree, a, b, c)
+    pivots: List[Tensor] = []
+    with suppress(torch.linalg.LinAlgError):
+        reduce_path(*blocks, right, pivots)
+    for n, pivot in enumerate(pivots):                   # each step eliminates every second node that is left
+        check(order[2 ** n - 1::2 ** (n + 1)], pivot)

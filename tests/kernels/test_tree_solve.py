@@ -274,6 +274,17 @@ def test_errors_name_the_node_that_cannot_be_solved(tree, block):
     assert not tree_solve(tree, a, b, c, u * float('nan')).isfinite().any()
 
 
+@pytest.mark.parametrize('tree, node', [(Tree([2, 2, 4, 4, -1]), 1), (Tree([2, 2, 4, 4, -1], 2), 3), (Tree.path(6), 2),
+                                        (Tree.path(6, sizes=2), 4)])
+def test_a_regular_matrix_with_a_singular_pivot_is_refused(tree, node):
+    shape = (len(tree), tree.block, tree.block)
+    a, (b, c), u = torch.eye(tree.block).expand(shape).clone(), torch.rand(2, *shape) + 0.5, torch.rand(*shape[:2], 1)
+    a[node] = 0
+    with pytest.raises(ValueError, match=rf"pivot of node {node} \(.*\) is singular; .* backend='reference' solves it"):
+        tree_solve(tree, a, b, c, u)
+    assert tree_solve(tree, a, b, c, u, backend='reference').isfinite().all()
+
+
 def test_forest_of_paths():
     tree = Tree([2, -1, 4, 5, -1, -1, 7, -1], forest=True)
     assert tree.chain is not None
