@@ -30,7 +30,7 @@ from ...kernels.trees import (
 )
 from ...kernels.trees.edges import edge_biases, edge_logits, edges_of
 from ..inference import linear
-from ..options import Options, check, flag, integer, one_of, or_none
+from ..options import Options, check, flag, integer, number, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
 # the last bias.
@@ -91,8 +91,9 @@ class TreeMixer(nn.Module):
             dtype=None,
     ):
         super().__init__()
-        check('TreeMixer', self.OPTIONS, dict(
-            parametrization=parametrization, static_edges=static_edges, max_levels=max_levels))
+        check('TreeMixer', {**self.OPTIONS, 'shift_grid': flag(), 'rho': number(0, 1)}, dict(
+            parametrization=parametrization, static_edges=static_edges, max_levels=max_levels, shift_grid=shift_grid,
+            rho=rho))
         if dim % num_heads:
             raise ValueError(f'dim must be a multiple of num_heads, got {dim} and {num_heads}')
         if not 0 < rho < 1:

@@ -15,7 +15,7 @@ def patch(op: str, size: Union[int, Sequence[int]]) -> Patch:
         ValueError: the size is not one or two integers of at least 1.
     """
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
-    if len(both) != 2 or not all(isinstance(n, int) and n >= 1 for n in both):
+    if len(both) != 2 or not all(type(n) is int and n >= 1 for n in both):
         raise ValueError(f'{op}: patch_size must be a positive integer or a pair of positive integers, got {size!r}')
     return both
 

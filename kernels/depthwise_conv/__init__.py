@@ -61,7 +61,7 @@ def depthwise_conv(
 
     Raises:
         ValueError: a shape, device or backend is not allowed, or the tensors exceed the memory.
-        TypeError: a dtype is not allowed, or a tensor is not dense.
+        TypeError: a dtype or a flag is not allowed, or a tensor is not dense.
     """
     op, extra = 'depthwise_conv', {} if add is None else {'add': add}
     checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), x=x, weight=weight, bias=bias, **extra)
@@ -77,5 +77,7 @@ def depthwise_conv(
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
     if extra:
         checks.shape(op, 'add', add, x.shape, 'the shape of x')
+    checks.flag(op, 'gelu', gelu)
+    checks.flag(op, 'residual', residual)
     run = choose(op, backend, x, weight, bias)
     return run(x, weight, bias, extra.get('add'), gelu, residual)

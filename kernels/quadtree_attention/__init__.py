@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common import checks
 from ..dispatch import choose, register
-from ..trees import PARAMETRIZATIONS, RHO
+from ..trees import PARAMETRIZATIONS, RHO, quadtree_levels
 from . import custom_op, portable, reference, triton
 
 register('quadtree_attention', {
@@ -62,10 +62,12 @@ def quadtree_attention(
     op, products = 'quadtree_attention', {} if q is None and k is None else {'q': q, 'k': k}
     checks.tensors(op, {'q': 5, 'k': 5, 'v': 5, 'bias': 4}, v=v, bias=bias, **products)
     checks.one_of(op, 'parametrization', parametrization, PARAMETRIZATIONS)
+    checks.number(op, 'rho', rho)
     if not 0 < rho < 1:
         raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
     if 0 in v.shape[2:4]:
         raise ValueError(f'{op}: v must have at least one leaf, got shape {tuple(v.shape)}')
+    quadtree_levels(*v.shape[2:4], max_levels, shift)    # it checks both
     checks.shape(op, 'bias', bias, (bias.shape[0], 2, 2, v.shape[1]), 'levels, rows, columns and the heads of v')
     if not bias.shape[0]:
         raise ValueError(f'{op}: bias must have at least one level, got shape {tuple(bias.shape)}')

@@ -67,6 +67,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         for n, edge in enumerate(edges):
             checks.not_negative(op, f'edges[{n}]', edge, "with parametrization='laplacian'")
     if parametrization == 'symmetric':
+        checks.number(op, 'rho', rho)
         if not 0 < rho < 1:
             raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
         edges = [sibling_normalized(edge, level, rho) for edge, level in zip(edges, levels)]

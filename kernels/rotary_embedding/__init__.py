@@ -41,8 +41,8 @@ def rotary_embedding(
         Rotated q and k, (B, heads, N, D) each, in the dtype of q.
 
     Raises:
-        ValueError: a shape, device or backend is not allowed.
-        TypeError: a dtype is not allowed, or a tensor is not dense.
+        ValueError: a shape, device, scale or backend is not allowed.
+        TypeError: a dtype is not allowed, a tensor is not dense, or the scale is not a number.
     """
     op = 'rotary_embedding'
     checks.tensors(op, dict(q=4, k=4, table=3), q=q, k=k, table=table)
@@ -54,4 +54,5 @@ def rotary_embedding(
     if q.shape[3] < 2 or q.shape[3] % 2:
         raise ValueError(f'{op}: q must have an even number of channels, got shape {tuple(q.shape)}')
     checks.shape(op, 'table', table, (q.shape[2], q.shape[3] // 2, 2), 'cosine and sine for each token and pair of q')
+    checks.number(op, 'scale', scale)
     return choose(op, backend, q, k, table)(q, k, table, float(scale))

@@ -50,9 +50,10 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
     Raises:
         ValueError: a shape, device, patch size, sampling or backend is not allowed, the tensors exceed the memory, or
             there are no tokens.
-        TypeError: a dtype is not allowed, or a tensor is not dense.
+        TypeError: a dtype or a flag is not allowed, or a tensor is not dense.
     """
     patch = patches.patch('separable_attention', patch_size)
+    checks.flag('separable_attention', 'return_scores', return_scores)
     # A tracer would record the checks or warn about each.
     if not torch.jit.is_tracing() and not _is_valid_self_attention(query, key, value, sampling, key_weight, key_bias):
         _check(query, key, value, patch, sampling, key_weight, key_bias)

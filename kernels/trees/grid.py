@@ -42,9 +42,9 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
         height, width = int(height), int(width)          # the trace is valid for these levels only
     if not all(isinstance(n, (int, torch.SymInt)) and n >= 1 for n in (height, width)):
         raise ValueError(f'quadtree_levels: height and width must be integers of at least 1, got {height!r}, {width!r}')
-    if max_levels is not None and not (isinstance(max_levels, int) and max_levels >= 1):
+    if max_levels is not None and (type(max_levels) is not int or max_levels < 1):
         raise ValueError(f'quadtree_levels: max_levels must be an integer of at least 1 or None, got {max_levels!r}')
-    if not isinstance(shift, (list, tuple)) or len(shift) != 2 or not all(isinstance(n, int) and n >= 0 for n in shift):
+    if not isinstance(shift, (list, tuple)) or len(shift) != 2 or not all(type(n) is int and n >= 0 for n in shift):
         raise ValueError(f'quadtree_levels: shift must be two integers of at least 0, got {shift!r}')
     levels = [Level(height, width, *shift)]
     while levels[-1][:2] != (1, 1) and len(levels) != max_levels:

@@ -73,7 +73,7 @@ def check_levels(op: str, values: List[Tensor], edges: List[Tensor], shift: Sequ
     batch, heads, height, width, dim = values[0].shape
     if 0 in (height, width):
         raise ValueError(f'{op}: values[0] must have at least one leaf, got shape {tuple(values[0].shape)}')
-    levels = quadtree_levels(height, width, None, tuple(shift))
+    levels = quadtree_levels(height, width, None, shift)
     if len(values) > len(levels):
         raise ValueError(f'{op}: a tree over {height} x {width} leaves has {len(levels)} levels, got {len(values)}')
     if len(edges) != len(values) - 1:

@@ -8,6 +8,7 @@ from helpers import ROOT
 
 from subquad.backbones import LCSM, PPMA, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.hierarchical import HierarchicalBackbone
+from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.options import check
 from subquad.backbones.weights import WeightsError, check_options
 
@@ -61,6 +62,13 @@ def test_values_of_wrong_type_or_out_of_bounds_are_rejected(name, option):
 def test_errors_of_mobilevitv2_name_the_allowed_values(options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('test_mobilevitv2', **options)
+
+
+def test_the_mixer_of_trees_checks_its_options():
+    for options, message in ((dict(shift_grid='no'), "shift_grid must be True or False, got 'no'"),
+                             (dict(rho='0.5'), "rho must be a number from 0 to 1, got '0.5'")):
+        with pytest.raises(ValueError, match=message):
+            TreeMixer(8, 2, **options)
 
 
 def test_linformer_rejects_a_transposed_grid():

@@ -211,6 +211,47 @@ def test_sparse_and_nested_tensors_are_refused(n):
         call(lambda x: torch.nested.nested_tensor(list(x)))
 
 
+@pytest.mark.parametrize('options, message', [
+    (dict(gelu='no'), "gelu must be True or False, got 'no'"),
+    (dict(residual=1), 'residual must be True or False, got 1'),
+])
+def test_flags_of_the_convolution(options, message):
+    with pytest.raises(TypeError, match=f'depthwise_conv: {message}'):
+        kernels.depthwise_conv(torch.rand(1, 4, 5, 8), torch.rand(8, 1, 3, 3), torch.rand(8), **options)
+
+
+@pytest.mark.parametrize('options, error, message', [
+    (dict(patch_size=True), ValueError, 'patch_size must be a positive integer or a pair .*, got True'),
+    (dict(patch_size=(2, True)), ValueError, 'patch_size must be a positive integer or a pair'),
+    (dict(return_scores='no'), TypeError, "return_scores must be True or False, got 'no'"),
+])
+def test_options_of_separable_attention(options, error, message):
+    x = torch.rand(1, 4, 6, 8)
+    with pytest.raises(error, match=f'separable_attention: {message}'):
+        kernels.separable_attention(x[..., :1], x, x, **options)
+
+
+@pytest.mark.parametrize('scale, error', [('2', TypeError), (True, TypeError), (float('nan'), ValueError)])
+def test_the_scale_of_the_rotation(scale, error):
+    q = torch.rand(1, 2, 6, 8)
+    with pytest.raises(error, match='rotary_embedding: scale must be a finite number, got'):
+        kernels.rotary_embedding(q, q, torch.rand(6, 4, 2), scale)
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(rho='no'), "rho must be a finite number, got 'no'"), (dict(max_levels=True), 'max_levels must be an integer'),
+    (dict(max_levels='2'), 'max_levels must be an integer'), (dict(shift=2), 'shift must be two integers'),
+    (dict(shift=(True, 0)), 'shift must be two integers'), (dict(shift='12'), 'shift must be two integers'),
+])
+def test_options_of_quad_trees(options, message):
+    _, v, edges = _tree_problem()
+    with pytest.raises((TypeError, ValueError), match=message):
+        kernels.quadtree_attention(None, None, v[0], torch.rand(2, 2, 2, v[0].shape[1]), **options)
+    if 'max_levels' not in options:
+        with pytest.raises((TypeError, ValueError), match=message):
+            kernels.quadtree_solve(v, edges, parametrization='symmetric', **options)
+
+
 def test_expanded_tensors_whose_result_exceeds_the_memory_are_refused():
     """Views of one number with strides of 0 have results of 4 TB."""
     side = 1 << 20
