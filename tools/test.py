@@ -93,8 +93,9 @@ def _evaluate_classifier(config, args: argparse.Namespace) -> Any:
     if args.out:
         writable_folder(args.out)                             # an error now, not after minutes
     report = ClassReport() if args.report or args.out else None
+    options = Options(args.weights, args.tta, args.throughput, report, given=tuple(args.cfg_options or ()))
     return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite,
-                    options=Options(args.weights, args.tta, args.throughput, report)), report
+                    options=options), report
 
 
 def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None:

@@ -4,6 +4,7 @@ MMEngine's loader only logs weights that are missing or have other shapes, and c
 `make_loading_strict` makes every way of loading strict: `load_from` and `resume` of a Runner, test.py and the
 inferencers of both libraries, and the `init_cfg` of a whole model.
 """
+import json
 import logging
 import warnings
 from contextlib import contextmanager
@@ -20,11 +21,14 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from ..weights import WeightsError, check_finite, differences, is_finite, read_checkpoint, read_file, some, unwrap
-from ..weights.metadata import dataset_classes
+from ..weights.metadata import class_difference, dataset_classes, parse_config
 from ..weights.resolve import SCHEME, resolve
 from .cvnets import AUXILIARY, BACKBONE
 from .published_keys import BUILT_CLASSES, has_unused_classes, translate_keys, unused_classes_note
 
+# Options of a backbone that only act in training, and of a data preprocessor that only act on batches.
+_TRAINING_OPTIONS = ('init_cfg', 'frozen_stages', 'norm_eval', 'with_cp', 'drop_path_rate', 'drop_rate')
+_BATCHING = ('batch_augments', 'pad_mask', 'pad_seg', 'size', 'size_divisor', 'test_cfg', 'non_blocking')
 _log_enabled: ContextVar[bool] = ContextVar('log_enabled', default=True)
 
 
@@ -210,10 +214,11 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
         model: a model of MMDetection or MMSegmentation with a backbone of this package.
         path: a Runner's checkpoint, a .safetensors file of its weights, a file that the authors of PPMA or
             MobileViTv2 published, or the name of published weights.
-        classes: names of the classes. They must equal the classes in a file of `subquad train`.
+        classes: names of the classes. They must equal those in a file of `subquad train` or of a Runner.
         allow_nonfinite: accept weights that contain NaN or infinite values.
-        network: options of the model, path -> value. A warning names each option that differs from the options in a
-            file of `subquad train`, because weights of the same shapes load into either network.
+        network: options of the model, as `options_of` returns them. A warning names each option that differs from the
+            options in a file of `subquad train` or of a Runner, because weights of the same shapes load into either
+            network.
 
     Returns:
         The key of the checkpoint that held the weights; '' for safetensors and bare state dicts.
@@ -222,12 +227,13 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
         WeightsError: the file cannot be read, or belongs to another model. The message names keys and shapes. An
             auxiliary head may be missing, because inference does not use it.
     """
-    weights, metadata, source, runner_meta, choice = read_file(resolve(path), preferred='raw')
+    content = read_file(resolve(path), preferred='raw')
+    weights, metadata, source, runner_meta, choice = content
     if choice:
         warnings.warn(f'{path}: {choice}', stacklevel=2)
-    if classes:
-        _check_classes(metadata, list(classes), str(path))
-    metadata = metadata if isinstance(metadata, dict) else {}
+    other = class_difference(content.classes, classes) if classes else ''
+    if other:
+        raise WeightsError(f'{path} {other}')
     cut_classes = has_unused_classes(weights, model) and len(dataset_classes(runner_meta)) != BUILT_CLASSES
     given, weights = weights, translate_keys(weights, model, cut_classes)
     if cut_classes:
@@ -241,11 +247,34 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], classes: Optional[
                            f"{type(model.backbone).__name__}: {'; '.join(problems)}")
     if not allow_nonfinite:
         check_finite(given, str(path))
-    if network is not None and isinstance(metadata.get('network'), dict):
-        _warn_of_other_options(metadata['network'], network, str(path))
+    theirs = metadata.get('network') or options_of(parse_config(runner_meta.get('cfg')).get('model'))
+    if network is not None and theirs:
+        _warn_of_other_options(theirs, network, str(path))
     with _without_log():
         model.load_state_dict(weights)
     return source
+
+
+def options_of(model: Any) -> Dict[str, Any]:
+    """Return the options of backbone and preprocessor that change the computation.
+
+    Args:
+        model: the config of a detector or segmenter; anything else has no options.
+
+    Returns:
+        path in the model -> value.
+    """
+    found = {}
+    for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
+        options = model.get(part) if isinstance(model, dict) else None
+        for key, value in options.items() if isinstance(options, dict) else ():
+            if key in left_out:
+                continue
+            try:
+                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as JSON in a file returns it
+            except (TypeError, ValueError):                       # classes and functions are skipped
+                continue
+    return found
 
 
 def _warn_of_other_options(theirs: Dict[str, Any], ours: Dict[str, Any], name: str) -> None:
@@ -256,13 +285,3 @@ def _warn_of_other_options(theirs: Dict[str, Any], ours: Dict[str, Any], name: s
     if other:
         other = [*other[:6], '...'] if len(other) > 6 else other
         warnings.warn(f"{name} was trained with other options: {'; '.join(other)}", stacklevel=3)
-
-
-def _check_classes(metadata: Any, classes: List[str], name: str) -> None:
-    """Check that a file has these classes. Its metadata can be of any type."""
-    known = metadata.get('classes') if isinstance(metadata, dict) else metadata
-    if known is None or known == classes:
-        return
-    if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
-        raise WeightsError(f'{name}: classes in the metadata must be a list of names')
-    raise WeightsError(f'{name} was trained on the classes {some(known, 6)}, but the data has {some(classes, 6)}')

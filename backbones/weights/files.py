@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .errors import PathLike, WeightsError, shorten_path, some
-from .metadata import check_metadata
+from .metadata import check_metadata, dataset_classes
 from .pickles import EXPANSION, read_pickle
 
 METADATA_KEY = 'subquad'
@@ -38,6 +38,11 @@ class WeightFile(NamedTuple):
     source: str
     runner_meta: Dict[str, Any]
     choice: str = ''
+
+    @property
+    def classes(self) -> List[str]:
+        """Names of the classes, from the metadata or from a Runner's checkpoint; [] if the file does not name them."""
+        return self.metadata.get('classes') or dataset_classes(self.runner_meta)
 
 
 def unwrap(checkpoint: Dict[str, Any], weights: Optional[str] = None,

@@ -2,9 +2,10 @@
 
 Metadata come from a file that anybody may have written, so no value is used before it has been checked.
 """
+import ast
 import inspect
 import typing
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import timm
 
@@ -23,6 +24,7 @@ BOUNDS: Dict[str, Tuple[float, float]] = {
 TIMM_OPTIONS = ('num_classes', 'in_chans', 'img_size', 'global_pool', 'drop_rate', 'drop_path_rate')
 _NOT_OPTIONS = ('self', 'device', 'dtype', 'kwargs', 'args')
 _SIDE = 2048
+_CONFIG_BYTES = 2_000_000
 _TRANSFORM: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     'input_size': (lambda v: _is_size(v), f'an integer, (height, width) or (channels, height, width) of 1 to {_SIDE}'),
     'mean': (lambda v: _is_per_channel(v, -1e4, 1e4), '3 numbers from -10000 to 10000'),
@@ -69,6 +71,47 @@ def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
     classes = dataset.get('classes', dataset.get('CLASSES')) if isinstance(dataset, dict) else None
     valid = isinstance(classes, (list, tuple)) and all(isinstance(word, str) for word in classes)
     return list(classes) if valid else []
+
+
+def class_difference(theirs: Optional[Sequence[str]], ours: Sequence[str]) -> str:
+    """Say in a phrase that a file was trained on other classes than those of the data.
+
+    Args:
+        theirs: names of the classes of the file; empty or None if the file does not name them.
+        ours: names of the classes of the data. WordNet ids equal the words of ImageNet's classes.
+
+    Returns:
+        The phrase, or '' if the classes are the same or unknown.
+    """
+    theirs, ours = list(theirs or ()), list(ours)
+    info = timm.data.ImageNetInfo() if theirs and theirs != ours else None
+    if info is None or (ours == info.label_names() and theirs == info.label_descriptions()):
+        return ''
+    return f'was trained on the classes {some(theirs, 6)}, but the data has {some(ours, 6)}'
+
+
+def parse_config(text: Any) -> Dict[str, Any]:
+    """Read a config as MMEngine writes it into checkpoints and work folders, without running it.
+
+    Args:
+        text: assignments of literals and of `dict(...)`; other statements are skipped.
+
+    Returns:
+        Values by name; {} for what is not such a text.
+    """
+    config: Dict[str, Any] = {}
+    if not isinstance(text, str) or len(text) > _CONFIG_BYTES:
+        return config
+    try:
+        for statement in ast.parse(text).body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                try:
+                    config[statement.targets[0].id] = _literal(statement.value)
+                except (ValueError, TypeError):
+                    continue
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    return config
 
 
 def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, Any]:
@@ -127,6 +170,22 @@ def check_transform(transform: Dict[str, Any], name: str) -> Dict[str, Any]:
         if not (isinstance(value, (str, list, tuple, int, float, type(None))) and is_valid(value)):
             raise WeightsError(f'{name}: {key} of the transform must be {what}, got {_describe(value)}')
     return dict(transform)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal or of `dict(key=literal, ...)`.
+
+    Raises:
+        ValueError: The node is anything else.
+    """
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'dict' and not node.args:
+        return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [_literal(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict):
+        return {_literal(key) if key else None: _literal(value) for key, value in zip(node.keys, node.values)}
+    return ast.literal_eval(node)
 
 
 def _arguments(cls: Any) -> Set[str]:

@@ -340,9 +340,14 @@ def test_other_network_options_in_the_file_warn(files, tmp_path):
     with pytest.warns(UserWarning, match=r"other options: model.backbone.attention was \['crisscross', .* its default"):
         load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(config))
     config.model.data_preprocessor.mean = [0., 0., 0.]
-    save_state_dict(read_checkpoint(files / 'detector.pth')[0], tmp_path / 'w.safetensors', metadata(load(MASK_RCNN)))
-    with pytest.warns(UserWarning, match=r'model.data_preprocessor.mean was \[123.*\] and is \[0.0, 0.0, 0.0\]'):
-        load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(config))
+    weights, meta = read_checkpoint(files / 'detector.pth')[0], dict(cfg=load(MASK_RCNN).pretty_text)
+    save_state_dict(weights, tmp_path / 'w.safetensors', metadata(load(MASK_RCNN)))
+    torch.save(dict(state_dict=weights, meta=dict(meta, dataset_meta=dict(classes=CLASSES))), tmp_path / 'w.pth')
+    for path in (tmp_path / 'w.safetensors', tmp_path / 'w.pth'):
+        with pytest.warns(UserWarning, match=r'model.data_preprocessor.mean was \[123.*\] and is \[0.0, 0.0, 0.0\]'):
+            load_checkpoint(model, path, CLASSES, network=network_options(config))
+        with pytest.raises(WeightsError, match='was trained on the classes circle, .*, but the data has star, '):
+            load_checkpoint(model, path, CLASSES[::-1])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(load(MASK_RCNN)))

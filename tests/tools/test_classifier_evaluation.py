@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from color_net import PLAIN, WORDNET, save_color, use_color_net
+from mmengine.config import Config
 from PIL import Image
 from training_cases import fails
 from user_errors import command_error
@@ -22,6 +23,7 @@ from subquad.tools.engine.classification.prediction_metrics import (
     rank,
 )
 from subquad.tools.engine.classification.views import EvaluatedNet, view_transform
+from subquad.tools.engine.classification.weight_files import transform_differences
 
 DIGITS = 'test-ppma_digits'
 FOLDER = 'ppma-tiny_folder'
@@ -104,6 +106,50 @@ def test_plain_and_averaged_weights(tmp_path, capsys):
     fails([DIGITS, tmp_path / 'one.pth', '--weights', 'raw'], 'holds one set of weights', test.main)
     torch.save({'model': raw.state_dict()}, tmp_path / 'raw.pth')
     fails([DIGITS, tmp_path / 'raw.pth', '--weights', 'averaged'], 'it has no averaged weights', test.main)
+
+
+# ---- what the file says of its images
+
+@pytest.mark.parametrize('form', ['safetensors', 'pth'])
+def test_images_are_prepared_as_the_file_records(form, tmp_path, capsys):
+    """Not as the config says, unless an option of the command does; classes are compared in both forms of a file."""
+    torch.manual_seed(0)
+    model = timm.create_model('test_ppma', num_classes=10)
+    path, classes = tmp_path / f'w.{form}', [*map(str, range(10))]
+    recorded = dict(input_size=(3, 48, 48), mean=(0.1, 0.1, 0.1), std=(0.3, 0.3, 0.3), crop_pct=1.0)
+    network = dict(num_classes=10, drop_path_rate=0.05)
+
+    def save(classes):
+        if form == 'safetensors':
+            return save_weights(model, path, dict(model='test_ppma', options=network, classes=classes,
+                                                  transform=recorded))
+        config = Config(dict(model=dict(type='TimmClassifier', name='test_ppma', **network),
+                             test_dataloader=dict(dataset=dict(transform=recorded))))
+        torch.save({'state_dict': {f'net.{key}': value for key, value in model.state_dict().items()},
+                    'meta': dict(cfg=config.pretty_text, dataset_meta=dict(classes=classes))}, path)
+    save(classes)
+    key = 'test_dataloader.dataset.transform'
+    options = [f'{key}.{name}={str(value).replace(" ", "")}' for name, value in recorded.items()]
+    expected, said = _tested(capsys, DIGITS, path, '--cfg-options', *options)
+    assert 'prepared' not in said
+    found, said = _tested(capsys, DIGITS, path)
+    assert found == expected and said.startswith(
+        'images are prepared with input_size=(3, 48, 48), mean=(0.1, 0.1, 0.1), std=(0.3, 0.3, 0.3), as '
+        f'{path} records; the config has input_size=(3, 32, 32), mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4) (--cfg')
+    other, said = _tested(capsys, DIGITS, path, '--cfg-options', f'{key}.mean=(0.9,0.9,0.9)')
+    assert other != expected
+    assert f'images are prepared with mean=(0.9, 0.9, 0.9); {path} has mean=(0.1, 0.1, 0.1)\n' in said
+    assert 'images are prepared with input_size=(3, 48, 48), std=(0.3, 0.3, 0.3), as' in said
+    fails([DIGITS, path, '--record', tmp_path / 'r'], '--record: .* has input_size=.*, the config has', test.main)
+    save(classes[::-1])
+    fails([DIGITS, path], 'was trained on the classes 9, 8, .*, but the data has 0, 1, ', test.main)
+
+
+def test_crops_that_resize_alike_are_equal():
+    """cvnets resizes to 288 for a crop of 256, which timm gives as 0.888."""
+    both = [dict(input_size=(3, 256, 256), crop_pct=share) for share in (0.888, 256 / 288)]
+    assert transform_differences(*both) == {} == transform_differences(dict(input_size=224), {})
+    assert transform_differences({**both[0], 'crop_pct': 0.8}, both[1]) == dict(crop_pct=(0.8, 256 / 288))
 
 
 # ---- test-time augmentation

@@ -154,9 +154,9 @@ def test_impossible_options_are_refused(options, message):
 def test_a_teacher_that_does_not_fit_is_refused_before_training(tmp_path):
     work = tmp_path / 'run'
     path, _ = _teacher(tmp_path, classes=DIGITS[:7])
-    fails(_arguments(path, work), 'the teacher test_mobilevitv2 was trained on the classes 0, 1, 2, ..., but the data')
+    fails(_arguments(path, work), 'the teacher test_mobilevitv2 was trained on the classes 0, 1, 2, .*, but the data')
     path, _ = _teacher(tmp_path, classes=DIGITS[::-1])
-    fails(_arguments(path, work), 'was trained on the classes 9, 8, 7, ..., but the data has 0, 1, 2')
+    fails(_arguments(path, work), 'was trained on the classes 9, 8, 7, .*, but the data has 0, 1, 2')
     fails(_arguments(tmp_path / 'absent.safetensors', work), 'absent.safetensors')
     torch.save(timm.create_model('test_ppma', num_classes=7).state_dict(), tmp_path / 'ppma.pth')
     fails(_arguments(tmp_path / 'ppma.pth', work, 'model.distillation.teacher.name=test_ppma'),

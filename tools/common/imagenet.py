@@ -13,10 +13,3 @@ def readable(classes: List[str]) -> List[str]:
     known = set(info.label_names()) & set(classes)
     return [f"{name} {info.label_name_to_description(name).split(',')[0]}" if name in known else name
             for name in classes]
-
-
-def same_classes(names: List[str], classes: List[str]) -> bool:
-    """Whether two lists name the same classes; ImageNet's may be WordNet ids in one and words in the other."""
-    from timm.data import ImageNetInfo
-    info = ImageNetInfo()
-    return names == classes or (classes == info.label_names() and names == info.label_descriptions())

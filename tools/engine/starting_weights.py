@@ -16,8 +16,10 @@ from ...backbones.weights import (
     some,
 )
 from ...backbones.weights.files import WeightFile
+from ...backbones.weights.metadata import class_difference
 from ...backbones.weights.resolve import resolve
 from ..common.cli import UserError
+from .classification.weight_files import own_metadata, recorded_transform, transform_differences, values
 
 # Prefixes of classifier weights, in this package and in timm.
 _CLASSIFIERS = ('head.', 'fc.', 'classifier.', 'head_dist.')
@@ -32,14 +34,20 @@ def say(text: str) -> None:
 
 
 def adopt_options(config: Any, path: str) -> None:
-    """Take the network's options from a file of `subquad train` unless the config sets them.
+    """Take the network's options from a file of `subquad train` unless the config sets them, and compare transforms.
 
     A wrong option can leave every shape of a weight the same, so that nothing else would notice it.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
     """
-    metadata = _checkpoint(path).metadata
+    content = _checkpoint(path, allow_nonfinite=bool(config.get('resume')))
+    try:
+        metadata, transform = own_metadata(content, path), recorded_transform(path, content)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    if not config.get('resume'):                             # ResumableRunner names the settings that differ
+        _compare_transforms(path, transform, config.train_dataloader.dataset.get('transform'))
     if not isinstance(metadata.get('model'), str):
         return
     if metadata['model'] != config.model.name:
@@ -49,8 +57,17 @@ def adopt_options(config: Any, path: str) -> None:
         if key in _TRAINING_OPTIONS:
             continue
         given = config.model.setdefault(key, value)
-        if given != value and list(given if isinstance(given, (list, tuple)) else [given]) != value:
+        if not config.get('resume') and given != value and (
+                list(given if isinstance(given, (list, tuple)) else [given]) != value):
             say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which is kept')
+
+
+def _compare_transforms(path: str, theirs: Dict[str, Any], ours: Any) -> None:
+    """Say how the size or the normalization of the images differs from what a file records."""
+    other = transform_differences(theirs, ours) if theirs and ours else {}
+    other = {key: other[key] for key in ('input_size', 'mean', 'std') if key in other}
+    if other:
+        say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
 
 
 def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
@@ -83,7 +100,7 @@ def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> 
     content = _checkpoint(path)
     weights, own = checkpoint_filter_fn(content.weights, net), net.state_dict()
     head = _classifier_keys(net, own)
-    why = _other_classes(weights, own, head, content.metadata.get('classes'), classes)
+    why = _other_classes(weights, own, head, content.classes, classes)
     if why:
         weights = {**{key: value for key, value in weights.items() if key not in head},
                    **{key: own[key] for key in head}}
@@ -111,7 +128,7 @@ def refuse_other_state(net: nn.Module, path: str) -> None:
         raise UserError(f"{path} is not a checkpoint of this {type(net).__name__}: {'; '.join(problems)}")
 
 
-def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Any,
+def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Sequence[str],
                    ours: Sequence[str]) -> Optional[str]:
     """Return why the file's classifier cannot be used, or None if it can."""
     if not head:
@@ -121,9 +138,7 @@ def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: Lis
     changed = [key for key in head if key in weights and weights[key].shape != own[key].shape]
     if changed and all(weights[key].shape[1:] == own[key].shape[1:] for key in changed):
         return f'has {len(weights[changed[0]])} classes, the data {len(ours)}'
-    if not changed and isinstance(theirs, list) and theirs != list(ours):
-        return f'was trained on the classes {some(theirs)}, but the data has {some(list(ours))}'
-    return None
+    return (not changed and class_difference(theirs, ours)) or None
 
 
 def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
@@ -177,13 +192,14 @@ class StartHook(Hook):
         if cut_classes:
             say(unused_classes_note(self.path))
         if any(key.startswith('backbone.') for key in whole):
-            self._prepare_whole(model, whole, content.metadata.get('classes'), list(classes))
+            self._prepare_whole(model, whole, content.classes, list(classes))
         else:
             self._prepare_backbone(model.backbone, content.weights)
         if content.choice:
             say(f'{self.path}: {content.choice}')
 
-    def _prepare_whole(self, model: nn.Module, weights: Dict[str, Tensor], theirs: Any, ours: List[str]) -> None:
+    def _prepare_whole(self, model: nn.Module, weights: Dict[str, Tensor], theirs: List[str],
+                       ours: List[str]) -> None:
         own = model.state_dict()
         resized = [key for key in own if key in weights and not key.startswith(('backbone.', 'neck.'))
                    and weights[key].shape != own[key].shape and weights[key].shape[1:] == own[key].shape[1:]]
@@ -197,9 +213,8 @@ class StartHook(Hook):
         if resized:
             say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
                 f'weights ({some(resized)})')
-        elif isinstance(theirs, list) and theirs != ours:
-            say(f'{self.path} was trained on the classes {some(theirs)}, but the data has {some(ours)}: the heads '
-                'start from those of the file')
+        elif class_difference(theirs, ours):
+            say(f'{self.path} {class_difference(theirs, ours)}: the heads start from those of the file')
         if absent:
             say(f'{self.path} has no auxiliary head: it starts with random weights')
 

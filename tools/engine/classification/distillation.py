@@ -9,7 +9,7 @@ from mmengine.registry import MODELS
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
-from ....backbones.weights import some
+from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import published
 from ...common.cli import UserError, one_line
 from ..zoo import create
@@ -101,9 +101,9 @@ class Distillation:
         """
         if transform is None:
             raise UserError('distillation is for images: train_dataloader.dataset has no transform')
-        if self.classes and self.classes != list(classes):
-            raise UserError(f'distillation: the teacher {self.name} was trained on the classes {some(self.classes)}, '
-                            f'but the data has {some(list(classes))}')
+        other = class_difference(self.classes, classes)
+        if other:
+            raise UserError(f'distillation: the teacher {self.name} {other}')
         mean = tuple(transform.get('mean', IMAGENET_DEFAULT_MEAN))
         std = tuple(transform.get('std', IMAGENET_DEFAULT_STD))
         if (mean, std) != (self.mean, self.std):

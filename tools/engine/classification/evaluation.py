@@ -1,6 +1,6 @@
 """Evaluate a classifier's weights on the test data of a config."""
 import tempfile
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from mmengine.runner import Runner
@@ -11,12 +11,11 @@ from ....backbones.weights import (
     check_finite,
     load_state_dict,
     read_file,
-    some,
 )
 from ....backbones.weights.files import WeightFile
+from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError
-from ...common.imagenet import same_classes
 from ..building import close_log, made
 from ..starting_weights import network_options, say
 from .class_report import ClassReport
@@ -24,7 +23,10 @@ from .prediction_metrics import CalibrationMetric
 from .runner import build_runner, timm_model
 from .throughput import Stopwatch, loader_rate
 from .views import EvaluatedNet, view_transform
-from .weight_files import WRAPPER_ARGUMENTS
+from .weight_files import WRAPPER_ARGUMENTS, own_metadata, recorded_transform, transform_differences, values
+
+# The path of the arguments of the test transform in a config.
+_TRANSFORM = 'test_dataloader.dataset.transform.'
 
 
 class Options(NamedTuple):
@@ -35,21 +37,23 @@ class Options(NamedTuple):
         tta: A mode of `views.VIEWS`: the probabilities of several views of each image are averaged.
         throughput: Measure throughput/model and throughput/loader, in images per second.
         report: Receives the predictions.
+        given: Dotted keys of the config whose values the command gives; they precede the settings of the file.
     """
     weights: Optional[str] = None
     tta: Optional[str] = None
     throughput: bool = False
     report: Optional[ClassReport] = None
+    given: Sequence[str] = ()
 
 
 def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True,
              options: Optional[Options] = None) -> Dict[str, float]:
     """Compute the metrics of a checkpoint on the config's test data: accuracies and calibration in percent.
 
-    The model is built with the options that the checkpoint holds.
+    The model is built with the options that the checkpoint holds, and images are prepared as it records.
 
     Args:
-        config: MMEngine Config; the checkpoint's options are written into it.
+        config: MMEngine Config; the checkpoint's options and transform are written into it.
         checkpoint: File of weights, or the name of published ones.
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
@@ -60,15 +64,19 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
     """
     options = options or Options()
     content = _read(checkpoint, options.weights, allow_nonfinite)
-    metadata = content.metadata
+    try:
+        metadata, transform = own_metadata(content, checkpoint), recorded_transform(checkpoint, content)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
     if metadata:
         _take_options(config, checkpoint, metadata, as_configured)
+    _take_transform(config, checkpoint, transform, as_configured, options.given)
     with tempfile.TemporaryDirectory() as folder:       # MMEngine requires a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
-        if metadata and not same_classes(metadata.get('classes', classes), classes):
-            raise UserError(f"{checkpoint} was trained on the classes {some(metadata['classes'])}, but the data has "
-                            f'{some(classes)}')
+        other = class_difference(content.classes, classes)
+        if other:
+            raise UserError(f'{checkpoint} {other}')
         try:
             load_state_dict(timm_model(runner), content.weights, checkpoint)
         except WeightsError as error:
@@ -153,3 +161,19 @@ def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configur
         raise UserError(f'--record: {checkpoint} has {other[0]}={options.get(other[0])!r}, the config has '
                         f'{given.get(other[0])!r}')
     config.model.update(options)
+
+
+def _take_transform(config, checkpoint: str, theirs: Dict[str, Any], as_configured: bool, given: Sequence[str]) -> None:
+    """Write the checkpoint's transform into the config, except what the command gives, and say so if they differ."""
+    ours = config.test_dataloader.dataset.get('transform')
+    other = transform_differences(theirs, ours) if theirs and ours else {}
+    fixed = {key: pair for key, pair in other.items() if f'{_TRANSFORM}{key}' in given}
+    taken = {key: pair for key, pair in other.items() if key not in fixed}
+    if taken and as_configured:
+        raise UserError(f'--record: {checkpoint} has {values(taken, 0)}, the config has {values(taken, 1)}')
+    if fixed:
+        say(f'images are prepared with {values(fixed, 1)}; {checkpoint} has {values(fixed, 0)}')
+    if taken:
+        ours.update({key: pair[0] for key, pair in taken.items()})
+        say(f'images are prepared with {values(taken, 0)}, as {checkpoint} records; the config has {values(taken, 1)} '
+            f'(--cfg-options {_TRANSFORM}KEY=VALUE chooses otherwise)')

@@ -129,6 +129,7 @@ def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], 
     Raises:
         UserError: See `evaluate`.
     """
-    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, options=Options(weights))
+    given = [f'test_dataloader.dataset.transform.{key}' for key in config.test_dataloader.dataset.transform]
+    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, options=Options(weights, given=given))
     return {metric: Comparison(metric, reported, measured[f'accuracy/{metric}'], tolerance)
             for metric, reported in entry.reported.items()}

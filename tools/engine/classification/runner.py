@@ -107,7 +107,7 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
     if config.model.setdefault('num_classes', len(classes)) != len(classes):
         raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
     start, resume = (config.get('load_from'), config.get('resume', False)) if training else (None, False)
-    if start and not resume:
+    if start:
         adopt_options(config, start)
     if training and not start and config.model.get('trainable') == 'head':
         raise UserError("model.trainable='head' trains only the classifier: give the weights of the rest with "

@@ -1,16 +1,18 @@
 """Load classifiers from weight files, with their options, classes and image transforms."""
-import ast
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+from ....backbones.weights.files import WeightFile
+from ....backbones.weights.metadata import check_metadata, check_transform, parse_config
 from ....backbones.weights.registry import PublishedWeights
 from ...common.cli import UserError, one_line
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
 WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation',
                      'trainable', 'channels_last', 'bce')
-_CONFIG_BYTES = 2_000_000
+# Arguments of timm's create_transform that decide how a test image is prepared.
+_SETTINGS = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'crop_border_pixels')
 
 
 class Classifier(NamedTuple):
@@ -80,7 +82,6 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
         NonFiniteError,
         WeightsError,
         check_finite,
-        check_transform,
         load_state_dict,
         read_file,
         shorten_path,
@@ -173,25 +174,78 @@ def assumed_transform(read: Classifier, path: str) -> Dict[str, Any]:
     return transform
 
 
-def _metadata(path: Path, content: Any) -> Dict[str, Any]:
-    """Return the known ones of model, options, classes and transform, from the file or from files beside it.
+def own_metadata(content: WeightFile, path: str) -> Dict[str, Any]:
+    """Return the known ones of model, options, classes and transform of a file: its metadata, or its Runner's config.
 
     Raises:
         WeightsError: An entry has a wrong type.
     """
-    from ....backbones.weights import WeightsError, check_metadata, read_metadata
     if content.metadata or content.source != 'state_dict':
         return content.metadata
-    config = content.runner_meta.get('cfg')
-    metadata = config_metadata(config) if isinstance(config, str) else {}
+    metadata = config_metadata(content.runner_meta.get('cfg'))
+    if metadata and content.classes:
+        metadata['classes'] = content.classes
+    check_metadata(metadata, path)
+    return metadata
+
+
+def recorded_transform(checkpoint: str, content: WeightFile) -> Dict[str, Any]:
+    """Return the transform that a file records for test images, or that of published weights; {} if it is unknown.
+
+    Raises:
+        UserError: The published weights are not a classifier's.
+        WeightsError: The file's transform has an unknown argument or a wrong value.
+    """
+    from ....backbones.weights.resolve import published
+    entry = published(checkpoint)
+    known = _published_metadata(entry) if entry and not content.metadata else own_metadata(content, checkpoint)
+    return check_transform(known.get('transform') or {}, checkpoint)
+
+
+def transform_differences(theirs: Dict[str, Any], ours: Dict[str, Any]) -> Dict[str, Tuple[Any, Any]]:
+    """Return {argument: (theirs, ours)} where two transforms prepare test images differently.
+
+    Args:
+        theirs, ours: Arguments of `timm.data.create_transform`; what they leave out has its default value.
+    """
+    theirs, ours = _settings(theirs), _settings(ours)
+    found = {key: (theirs[key], ours[key]) for key in _SETTINGS if theirs[key] != ours[key]}
+    resized = [[int(side / each['crop_pct']) for side in each['input_size'][1:]] for each in (theirs, ours)]
+    if 'input_size' not in found and resized[0] == resized[1]:
+        found.pop('crop_pct', None)                              # 0.888 and 256 / 288
+    return found
+
+
+def values(differences: Dict[str, Tuple[Any, Any]], side: int) -> str:
+    """Return 'argument=value, ...' of one side of `transform_differences` for a message."""
+    return ', '.join(f'{key}={pair[side]!r}' for key, pair in differences.items())
+
+
+def _settings(transform: Dict[str, Any]) -> Dict[str, Any]:
+    found = {'crop_mode': None, 'crop_border_pixels': None, **with_defaults(transform)}
+    for key in ('mean', 'std'):
+        value = found[key]
+        found[key] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return {**found, 'crop_mode': found['crop_mode'] or 'center'}
+
+
+def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
+    """Return what `own_metadata` does or, for a Runner's checkpoint without its config, what files beside it hold.
+
+    Raises:
+        WeightsError: An entry has a wrong type.
+    """
+    from ....backbones.weights import WeightsError, read_metadata
+    metadata = own_metadata(content, str(path))
+    if content.metadata or content.source != 'state_dict':
+        return metadata
     for file in sorted(path.parent.glob('*.py')) if not metadata else ():
-        metadata = config_metadata(file.read_text('utf-8', 'replace')) if file.stat().st_size <= _CONFIG_BYTES else {}
+        metadata = config_metadata(file.read_text('utf-8', 'replace'))
         if metadata:
             print(f'the model and its transform are read from {file}', file=sys.stderr)
             break
-    dataset = content.runner_meta.get('dataset_meta')
-    if metadata and isinstance(dataset, dict) and 'classes' in dataset:
-        metadata['classes'] = [*dataset['classes']] if isinstance(dataset['classes'], tuple) else dataset['classes']
+    if metadata and content.classes:
+        metadata['classes'] = content.classes
     for file in (path.parent / 'best.safetensors', path.parent / 'last.safetensors'):
         try:
             beside = read_metadata(file) if 'classes' not in metadata and file.is_file() else {}
@@ -222,27 +276,12 @@ def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
                                                                 'interpolation')})
 
 
-def config_metadata(text: str) -> Dict[str, Any]:
-    """Read a classification config as MMEngine writes it, without running it.
+def config_metadata(text: Any) -> Dict[str, Any]:
+    """Return dict(model, options, transform) from the text of a config, or {} if it is not that of a classifier.
 
-    Args:
-        text: Assignments of literals and of `dict(...)`; other statements are skipped.
-
-    Returns:
-        dict(model, options, transform), or {} if it is not the config of a classifier.
+    The text is not run; see `parse_config`.
     """
-    if len(text) > _CONFIG_BYTES:
-        return {}
-    config: Dict[str, Any] = {}
-    try:
-        for statement in ast.parse(text).body:
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                try:
-                    config[statement.targets[0].id] = _literal(statement.value)
-                except (ValueError, TypeError):
-                    continue
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
+    config = parse_config(text)
     model = config.get('model')
     if not isinstance(model, dict) or model.get('type') != 'TimmClassifier' or not isinstance(model.get('name'), str):
         return {}
@@ -254,19 +293,3 @@ def config_metadata(text: str) -> Dict[str, Any]:
                 options={key: value for key, value in model.items() if key not in WRAPPER_ARGUMENTS},
                 transform={key: value for key, value in transform.items() if key != 'is_training'}
                 if isinstance(transform, dict) else None)
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal or of `dict(key=literal, ...)`.
-
-    Raises:
-        ValueError: The node is anything else.
-    """
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'dict' and not node.args:
-        return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-    if isinstance(node, (ast.List, ast.Tuple)):
-        items = [_literal(item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
-    if isinstance(node, ast.Dict):
-        return {_literal(key) if key else None: _literal(value) for key, value in zip(node.keys, node.values)}
-    return ast.literal_eval(node)

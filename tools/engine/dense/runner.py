@@ -19,8 +19,15 @@ from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from ....backbones.mm.backbones import DenseBackbone
-from ....backbones.mm.checkpoints import NewHeadsHook, compare_weights, make_loading_strict, mismatch_message
-from ....backbones.weights import WeightsError, check_finite, read_checkpoint, some
+from ....backbones.mm.checkpoints import (
+    NewHeadsHook,
+    compare_weights,
+    make_loading_strict,
+    mismatch_message,
+    options_of,
+)
+from ....backbones.weights import WeightsError, check_finite, read_file, some
+from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
 from ...common.paths import writable_folder
@@ -44,9 +51,6 @@ _TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
 _HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
 # Size in bytes from which an annotation file is not read a second time (COCO's has 450 MB).
 _LARGE = 100_000_000
-# Options of a backbone that only act in training, and of a data preprocessor that only act on batches.
-_TRAINING_OPTIONS = ('init_cfg', 'frozen_stages', 'norm_eval', 'with_cp', 'drop_path_rate', 'drop_rate')
-_BATCHING = ('batch_augments', 'pad_mask', 'pad_seg', 'size', 'size_divisor', 'test_cfg', 'non_blocking')
 # Number of label maps that are checked before training.
 _CHECKED_MAPS = 20
 
@@ -137,7 +141,8 @@ def _check_training(config: Config, model: nn.Module) -> None:
     if not isinstance(path, (str, Path)):
         raise UserError(f'load_from must be the path of a file or the name of published weights, got {path!r}')
     try:
-        weights, _, _ = read_checkpoint(resolve(path))
+        content = read_file(resolve(path))
+        weights = content.weights
         check_finite(weights, str(path))
         entry = published(path)
     except WeightsError as error:
@@ -150,6 +155,9 @@ def _check_training(config: Config, model: nn.Module) -> None:
         raise UserError(mismatch_message(str(path), model, weights, found))
     if is_main_process() and not config.get('resume'):
         print(f'load_from: {type(model).__name__}: {found.summary(str(path))}', file=sys.stderr)
+        other = class_difference(content.classes, classes_of(config.train_dataloader.dataset))
+        if other:
+            print(f'load_from: {path} {other}', file=sys.stderr)
 
 
 def _new_heads(config: Config) -> Optional[Sequence[str]]:
@@ -264,17 +272,7 @@ def metadata(config: Config) -> Dict[str, Any]:
 
 def network_options(config: Config) -> Dict[str, Any]:
     """Return the options of backbone and preprocessor that change the computation: {path in the model: value}."""
-    found = {}
-    model = config.model.get('module', config.model)             # of test-time augmentation
-    for part, left_out in (('backbone', _TRAINING_OPTIONS), ('data_preprocessor', _BATCHING)):
-        for key, value in dict(model.get(part) or {}).items():
-            if key in left_out:
-                continue
-            try:
-                found[f'{part}.{key}'] = json.loads(json.dumps(value))           # as JSON in a file returns it
-            except (TypeError, ValueError):                       # classes and functions are skipped
-                continue
-    return found
+    return options_of(config.model.get('module', config.model))  # module: of test-time augmentation
 
 
 def classes_of(dataset: Any) -> List[str]:
