@@ -2,6 +2,7 @@
 import math
 import os
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Callable, Dict, Optional
 
 import torch
@@ -51,10 +52,13 @@ def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
 
 
 def close_log(runner: Runner) -> None:
-    """Close the log files of a runner; MMEngine would continue to write to them in later runs."""
+    """Close the log files of a runner, to which MMEngine would write in later runs, too, and remove empty ones."""
     for handler in list(runner.logger.handlers):
         handler.close()
         runner.logger.removeHandler(handler)
+        path = Path(getattr(handler, 'baseFilename', ''))
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()
 
 
 def process_options(config: Config) -> Dict[str, Any]:

@@ -10,9 +10,13 @@ from mmengine.dist import get_world_size
 from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner
+from torch import nn
 from torch.utils.data import DataLoader
 
+from ...backbones.weights.metadata import class_difference, dataset_classes
 from ..common.cli import UserError
+from .building import close_log
+from .changed_settings import changed_settings
 from .config_arguments import is_classifier
 from .config_options import read_entries
 from .interruptions import start_worker
@@ -32,13 +36,20 @@ class ResumableRunner(Runner):
 
     It scales the learning rate with the batch as `scale_learning_rate`. A resumed training continues the schedule of
     its checkpoint. If the config now has another schedule, learning rate or weight decay, those of the config apply, at
-    the step of the checkpoint, and a sentence says so. MMEngine alone would keep those of the checkpoint.
+    the step of the checkpoint. MMEngine alone would keep those of the checkpoint. A sentence names every setting of
+    training that differs.
 
     The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`).
 
     Raises:
-        UserError: A checkpoint to resume has another seed, optimizer or averages than the config.
+        UserError: A checkpoint to resume has other classes, another seed, optimizer or averages than the config.
     """
+
+    def train(self) -> nn.Module:
+        try:
+            return super().train()
+        finally:
+            close_log(self)
 
     @staticmethod
     def build_dataloader(options: Dict[str, Any], *args: Any, **kwargs: Any) -> DataLoader:
@@ -89,14 +100,20 @@ class ResumableRunner(Runner):
         if self._resume:
             self._check(checkpoint, filename)
             self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
+            self._resumed_config = checkpoint['meta'].get('cfg')
         return checkpoint
 
     def _check(self, checkpoint: Dict[str, Any], filename: str) -> None:
-        """Refuse a checkpoint whose state MMEngine would load only in part.
+        """Refuse a checkpoint of other classes, or whose state MMEngine would load only in part.
 
         Raises:
-            UserError: The checkpoint has another seed, another optimizer, or averages that no hook continues.
+            UserError: The checkpoint has other classes, another seed or optimizer, or averages that no hook continues.
         """
+        classes = (getattr(self.train_dataloader.dataset, 'metainfo', None) or {}).get('classes') or ()
+        other = class_difference(dataset_classes(checkpoint.get('meta', {})), classes)
+        if other:
+            raise UserError(f'{filename} {other}: resume with the data of the run, or start from its weights with '
+                            f'--pretrained {filename}')
         seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
         if None not in (seed, own) and seed != own:
             # MMEngine would take the seed of the checkpoint for everything but the order of the data.
@@ -116,12 +133,18 @@ class ResumableRunner(Runner):
         groups = [{key: value for key, value in group.items() if key not in _STATE} for group in self._groups()]
         super().resume(filename, *args, **kwargs)
         self._count_steps()
-        if self.train_loop.iter >= self.train_loop.max_iters or (
-                _plan(planned) == self._resumed_plan and not self._changed(groups)):
+        if self.train_loop.iter >= self.train_loop.max_iters:
+            return
+        other = changed_settings(self._resumed_config, self.cfg.pretty_text)
+        other = f"; changed settings: {', '.join(other)}" if other else ''
+        apply = f'differ from those of the checkpoint: those of the config apply from step {self.iter} on'
+        if _plan(planned) == self._resumed_plan and not self._changed(groups):
+            if other:
+                say(f'settings of training {apply}{other}')
             return
         if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
             say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
-                'cannot be computed again, so other options of it have no effect')
+                f'cannot be computed again, so other options of it have no effect{other}')
             return
         before = max((group['lr'] for group in self._groups()), default=0.)
         for group, options in zip(self._groups(), groups):
@@ -130,8 +153,8 @@ class ResumableRunner(Runner):
             scheduler.load_state_dict(state)
         self._repeat_schedule()
         after = max((group['lr'] for group in self._groups()), default=0.)
-        say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
-            f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
+        say(f'the schedule or options of the optimizer {apply}; the learning rate is now {after:.4g} and was '
+            f'{before:.4g}{other}')
 
     def _schedulers(self) -> List[Any]:
         return _joined(self.param_schedulers)
