@@ -1,10 +1,12 @@
 """Train a classifier, a detector or a segmenter from a config file."""
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import List, Optional
 
 from .common.cli import UserError
+from .common.paths import expanded
 from .engine.config import find
 from .engine.config_arguments import add_config_arguments, config_with_options
 from .engine.loggers import LOGGERS, use_loggers
@@ -15,7 +17,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = _parser().parse_args(argv)
     _check(args)
     from .engine.messages import resume_command
-    from .engine.runner_checkpoints import checkpoint_to_resume
     from .engine.schedule import scale_schedule, use_mixed_precision
     from .engine.training import run_training
     config = config_with_options(args)
@@ -28,17 +29,37 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         use_mixed_precision(config)
     if args.log_to:
         use_loggers(config, args.log_to)
-    if args.weights:
-        config.load_from, config.resume = args.weights, False
-    elif args.resume is not None or config.get('resume'):
-        name = args.resume or ('' if args.resume == '' else config.get('load_from') or '')
-        config.load_from, config.resume = checkpoint_to_resume(work_dir, name), True
+    _set_start(config, args, work_dir)
     if args.dry_run:
         _show(config, args)
         return 0
-    run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR', weights=args.weights,
-                 command=resume_command(args, work_dir))
+    run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR',
+                 weights=None if config.get('resume') else args.weights, command=resume_command(args, work_dir))
     return 0
+
+
+def _set_start(config, args: argparse.Namespace, work_dir: str) -> None:
+    """Write into the config from which file the training starts, and whether it resumes.
+
+    With --pretrained and --resume, it resumes if the run has a checkpoint.
+    """
+    from .engine.runner_checkpoints import checkpoint_to_resume, latest_checkpoint
+    both = args.weights and args.resume is not None
+    if args.weights and not (both and latest_checkpoint(expanded(work_dir))):
+        config.load_from, config.resume = args.weights, False
+        if both:
+            _say(f'nothing to resume in {work_dir}: the training starts from the weights in {args.weights}')
+    elif args.resume is not None or config.get('resume'):
+        name = args.resume or ('' if args.resume == '' else config.get('load_from') or '')
+        config.load_from, config.resume = checkpoint_to_resume(work_dir, name), True
+        if both:
+            _say(f'{config.load_from} is resumed: the weights in {args.weights} are not read')
+
+
+def _say(text: str) -> None:
+    """Print one line on stderr, from the main process only; the processes are not connected yet."""
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(text, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,11 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--pretrained', '--weights', dest='weights', metavar='NAME_OR_FILE',
                         help='start from published weights such as ppma_tiny.in1k, or from those in a file; a '
                         'classifier\'s weights initialize the backbone of a detector or segmenter. A head for other '
-                        'classes starts at random')
+                        'classes starts at random. With --resume, only if there is no checkpoint to resume')
     parser.add_argument('--resume', nargs='?', const='', metavar='CHECKPOINT',
                         help='resume from CHECKPOINT, a .pth file; without a value, from the last checkpoint in the '
-                        'work folder. Another schedule, learning rate or weight decay than before applies from '
-                        'there on')
+                        'work folder. Other settings than before, such as another schedule or learning rate, '
+                        'apply from there on')
     parser.add_argument('--log-to', nargs='+', choices=list(LOGGERS), metavar='LOGGER', default=[],
                         help='also log to tensorboard, wandb or mlflow, whose packages must be installed')
     parser.add_argument('--dry-run', action='store_true',
@@ -87,9 +108,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--seed must be from 0 to 4294967295, got {args.seed}')
     if args.weights == '':
         raise UserError('--pretrained: the name of the weights is empty')
-    if args.weights and args.resume is not None:
-        raise UserError('--pretrained and --resume exclude each other: the first starts a run, the second '
-                        'continues one')
+    if args.weights and args.resume:
+        raise UserError('--pretrained and --resume CHECKPOINT exclude each other: the first starts a run, the second '
+                        'continues one (--resume without a value does what is possible)')
     if not args.dry_run and (args.processes is not None or args.json):
         raise UserError(f"--{'json' if args.json else 'processes'} is only for --dry-run")
     if args.processes is not None and args.processes < 1:

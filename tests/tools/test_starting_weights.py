@@ -2,9 +2,16 @@
 import pytest
 import timm
 import torch
+from mmengine.config import Config
 from training_cases import fails, folder_arguments, make_images
 
-from subquad.backbones.weights import checkpoint_filter_fn, read_checkpoint, save_state_dict, save_weights
+from subquad.backbones.weights import (
+    checkpoint_filter_fn,
+    read_checkpoint,
+    read_metadata,
+    save_state_dict,
+    save_weights,
+)
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import load
@@ -127,8 +134,60 @@ def test_mismatched_weights_are_refused(ready, images, tmp_path):
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume'], '--pretrained and --resume exclude each other')
+    fails([*arguments, '--weights', path, '--resume', path], '--pretrained and --resume CHECKPOINT exclude each other')
     assert not work.exists()
+
+
+def _runners_file(path, classes, transform, **options):
+    """A .pth file of `subquad train` with these entries of its config, and the weights in it."""
+    model = timm.create_model('test_ppma', num_classes=2, **options)
+    model.head.fc.weight.data += 1
+    config = Config(dict(model=dict(type='TimmClassifier', name='test_ppma', num_classes=2, **options),
+                         test_dataloader=dict(dataset=dict(transform=transform))))
+    torch.save({'state_dict': {f'net.{key}': value for key, value in model.state_dict().items()},
+                'meta': dict(cfg=config.pretty_text, dataset_meta=dict(classes=classes))}, path)
+    return model.state_dict()
+
+
+def test_a_checkpoint_of_other_classes_and_another_transform(images, tmp_path, monkeypatch, capsys):
+    """A .pth file is compared with the data and the config as a .safetensors file is."""
+    path = tmp_path / 'w.pth'
+    weights = _runners_file(path, ['cat', 'dog'], dict(input_size=(3, 48, 48), mean=(0., 0., 0.)),
+                            mask_mode='multiplicative')
+    from subquad.tools.engine.classification import runner as module
+    seen, load_weights = [], module.load_starting_weights
+
+    def load(net, *arguments):
+        seen.append(net.stages[0].blocks[0].mixer.mask_mode)
+        load_weights(net, *arguments)
+    monkeypatch.setattr(module, 'load_starting_weights', load)
+    started = _started(monkeypatch, [*folder_arguments(images, tmp_path / 'work'), '--weights', path])
+    assert seen == ['multiplicative']
+    assert [key for key in started if not torch.equal(started[key], weights[key])] == ['head.fc.weight']
+    text = capsys.readouterr().err
+    assert f'{path} was trained on the classes cat, dog, but the data has dark, light: the classifier (head.fc' in text
+    assert (f'{path} is for images with input_size=(3, 48, 48), mean=(0.0, 0.0, 0.0); this training has '
+            'input_size=(3, 32, 32), mean=(0.485, 0.456, 0.406)\n') in text
+    assert not list((tmp_path / 'work').glob('*/*.log'))
+
+
+def test_one_command_starts_from_weights_and_resumes(ready, images, tmp_path, capsys):
+    for epochs, said in ((1, f'nothing to resume in {tmp_path}: the training starts from the weights in {ready[0]}'),
+                         (2, f'{tmp_path}/epoch_1.pth is resumed: the weights in {ready[0]} are not read')):
+        train.main([*folder_arguments(images, tmp_path, epochs=epochs), '--weights', str(ready[0]), '--resume'])
+        text = capsys.readouterr().err
+        assert said in text and (' has 10 classes' in text) == (epochs == 1)
+        assert not [path for path in tmp_path.glob('*/*.log') if not path.stat().st_size]
+    assert 'resuming after epoch 1' in text
+
+
+def test_resuming_takes_the_options_that_came_with_the_weights(images, tmp_path, capsys):
+    _runners_file(tmp_path / 'w.pth', ['dark', 'light'], dict(input_size=(3, 32, 32)), mask_mode='multiplicative')
+    arguments = folder_arguments(images, tmp_path / 'run', epochs=2)
+    train.main([*folder_arguments(images, tmp_path / 'run'), '--weights', str(tmp_path / 'w.pth')])
+    train.main([*arguments, '--resume'])
+    assert read_metadata(tmp_path / 'run' / 'last.safetensors')['options']['mask_mode'] == 'multiplicative'
+    assert 'mask_mode' not in capsys.readouterr().err
 
 
 def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypatch, capsys):
@@ -150,6 +209,15 @@ def test_resuming_refuses_another_network(images, tmp_path):
     train.main(folder_arguments(images, tmp_path))
     fails([*folder_arguments(images, tmp_path, 'model.paths=none', epochs=2), '--resume'],
            'is not a checkpoint of this PPMA: ')
+
+
+def test_resuming_refuses_other_classes(images, tmp_path):
+    train.main(folder_arguments(images, tmp_path / 'run'))
+    other = make_images(tmp_path / 'other')
+    for part in ('train', 'val'):
+        (other / part / 'light').rename(other / part / 'bright')
+    fails([*folder_arguments(other, tmp_path / 'run', epochs=2), '--resume'],
+          'epoch_1.pth was trained on the classes dark, light, but the data has bright, dark: resume with the data of')
 
 
 def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
