@@ -74,6 +74,17 @@ def test_torchvision_of_another_build(tmp_path, body, expected):
     assert done.stdout.strip() == expected, done.stderr
 
 
+def test_subquad_repairs_torchvision_after_its_import_has_failed(tmp_path):
+    """As in a notebook in which `import timm` came first."""
+    _fake_torchvision(tmp_path, _BROKEN)
+    code = ('try:\n    import torchvision\nexcept RuntimeError as error:\n    print(error)\n'
+            f'{_REPAIR}import torchvision\n')
+    done = subprocess.run([sys.executable, '-c', code, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert done.stdout.splitlines() == ['operator torchvision::nms does not exist', '1 True'], done.stderr
+    assert done.returncode == 0
+
+
 def test_torchvision_warning_names_the_importing_line(tmp_path):
     _fake_torchvision(tmp_path, _BROKEN)
     package = tmp_path / 'subquad'
