@@ -74,10 +74,12 @@ def test_wrong_file_does_not_appear(subject, replace_format, tmp_path, error):
     assert [path.name for path in tmp_path.iterdir()] == ['a.onnx'] and (tmp_path / 'a.onnx').read_text() == 'older'
 
 
-@pytest.mark.parametrize('fail', [RuntimeError('first line\nsecond line'), UserError('no such operator')])
+@pytest.mark.parametrize('fail', [RuntimeError('first line\nsecond line'), UserError('no such operator'),
+                                  OSError(28, 'No space left on device')])
 def test_failed_conversion_leaves_nothing(subject, replace_format, tmp_path, fail):
     replace_format(fail=fail)
-    with pytest.raises(UserError, match='first line second line|no such operator'):
+    with pytest.raises(UserError, match=r'first line second line|no such operator|'
+                       r'cannot write .*a\.onnx \(No space left on device\)'):
         export(subject, 'onnx', tmp_path / 'new' / 'a.onnx')
     assert list((tmp_path / 'new').iterdir()) == []
 
@@ -155,7 +157,8 @@ def test_inputs_of_the_comparison(subject, dynamic, shapes):
     ('test_myo --format onnx --dynamic hw', 'Myo builds its quad tree for one image size'),
     ('test_ppma.digits --format onnx --dynamic hw', 'multiples of 32 from 64 to 2048 for test_ppma, got 32x32'),
     ('test_ppma --format onnx --dynamic hw --size 97x64', 'got 97x64'),
-    ('test_ppam --format onnx', 'test_ppma'),
+    ('test_ppam --format onnx', "unknown model 'test_ppam'; did you mean test_ppma"),
+    ('nosuchmodel --format onnx', "unknown model 'nosuchmodel'"),
     ('test_ppma --format onnx --checkpoint nowhere.safetensors', 'nowhere.safetensors'),
     ('test_ppma --format onnx --out /dev/null/x', 'cannot write to the folder')])
 def test_wrong_arguments_end_in_one_sentence(arguments, message, replace_format, tmp_path, monkeypatch):

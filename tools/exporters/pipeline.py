@@ -109,6 +109,8 @@ def export(
         except (UserError, KeyboardInterrupt):
             raise
         except Exception as error:             # converters raise exceptions of many kinds
+            if isinstance(error, OSError) and error.strerror and error.filename is None:      # of a full disk
+                raise UserError(f'cannot write {shown(path)} ({error.strerror})') from error
             raise UserError(f'{subject.name} cannot be converted to {name}: {type(error).__name__}: '
                             f'{shown(one_line(error))}') from error
         size = sum(file.stat().st_size for file in folder.rglob('*') if file.is_file())

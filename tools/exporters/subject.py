@@ -183,8 +183,8 @@ def classifier_from(model: str, checkpoint: Optional[str] = None, allow_nonfinit
     """
     import timm
     if checkpoint is None:
-        if timm.is_model(model) and '.' not in model:
-            return random_classifier(model), 'random'
+        if not {'.', '/'} & set(model) and (timm.is_model(model) or not Path(model).exists()):
+            return random_classifier(model), 'random'         # an unknown name is an error there
         return read_classifier(model, None, allow_nonfinite), Path(model).name
     known = f'{model}.{checkpoint}' in timm.list_pretrained(f'{model}.*') if timm.is_model(model) else False
     checkpoint = f'{model}.{checkpoint}' if known and not Path(checkpoint).exists() else checkpoint
