@@ -156,6 +156,7 @@ def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configur
                         f'{config.model.name} (--model NAME changes it)')
     given = {key: value for key, value in config.model.items() if key not in WRAPPER_ARGUMENTS}
     options = network_options(metadata, checkpoint)
+    given.setdefault('num_classes', options.get('num_classes'))           # from the data set, if the config has none
     other = [key for key in {**given, **options} if given.get(key) != options.get(key)]
     if as_configured and other:
         raise UserError(f'--record: {checkpoint} has {other[0]}={options.get(other[0])!r}, the config has '
