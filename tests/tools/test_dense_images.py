@@ -10,6 +10,7 @@ from PIL import Image
 pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
+from mmengine.dataset import Compose
 from mmengine.registry import MODELS, init_default_scope
 
 from subquad.backbones.weights import save_state_dict
@@ -19,6 +20,7 @@ from subquad.tools.common.cli import UserError
 from subquad.tools.common.images import UnreadableImage, open_image
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.photographs import LoadPhotograph, pixels, with_photographs
+from subquad.tools.engine.dense.prediction import Predictor
 from subquad.tools.engine.dense.runner import build_runner, metadata
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
@@ -157,6 +159,17 @@ def test_strict_training(data, tmp_path):
     with pytest.raises(UserError, match='is not an image that can be read'):
         train.main([str(path), '--data', str(data), '--work-dir', str(tmp_path / 'w'), '--epochs', '1',
                     '--cfg-options', 'train_dataloader.num_workers=0', 'train_dataloader.batch_size=3'])
+
+
+def test_an_image_that_the_pipeline_refuses_is_not_called_unreadable(tmp_path):
+    """A side of half a pixel after resizing, for example."""
+    Image.new('RGB', (900, 2)).save(tmp_path / 'thin.png')
+    predictor = object.__new__(Predictor)
+    predictor.pipeline = Compose(with_photographs([dict(type='LoadImageFromFile'), dict(
+        type='Resize', scale=(100, 100), keep_ratio=True)], 'raise'))
+    with pytest.raises(UnreadableImage, match='thin.png cannot be prepared: .*resize') as caught:
+        predictor(tmp_path / 'thin.png')
+    assert 'not an image' not in str(caught.value)
 
 
 def test_replacement_images_depend_on_the_seed(data):

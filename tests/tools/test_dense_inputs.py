@@ -102,6 +102,16 @@ def test_unlisted_categories_are_rejected(data, tmp_path):
                   match="has no category 'circle'; it has ring")
 
 
+def test_a_file_without_annotations_is_rejected(data, tmp_path):
+    """pycocotools accepts it, and training would see images without objects."""
+    path = data / 'annotations' / 'instances_train.json'
+    content = json.loads(path.read_text())
+    del content['annotations']
+    path.write_text(json.dumps(content))
+    command_error(train.main, ['ssdlite_test-mobilevitv2_shapes', '--data', data, '--work-dir', tmp_path / 'work'],
+                  match=f'{path} has no annotations')
+
+
 def test_a_truncated_file_ends_training_and_testing_at_once(data, tmp_path):
     save_weights(_model(MASK_RCNN), tmp_path / 'w.safetensors')
     path = data / 'annotations' / 'instances_val.json'

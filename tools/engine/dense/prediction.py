@@ -14,8 +14,8 @@ from torch import nn
 
 from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.weights import NonFiniteError, WeightsError
-from ...common.cli import UserError, quiet, shown
-from ...common.images import LeftOut, UnreadableImage, unreadable
+from ...common.cli import UserError, one_line, quiet, shown
+from ...common.images import LeftOut, UnreadableImage
 from ...common.output import add_row, print_table, progress
 from ..building import build
 from .inputs import accept_tiny_images
@@ -68,7 +68,7 @@ class Predictor:
         except UserError:
             raise
         except (OSError, ValueError, AttributeError, AssertionError, cv2.error) as error:     # errors of pipeline steps
-            raise unreadable(file, error) from error
+            raise UnreadableImage(f'{shown(file)} cannot be prepared: {one_line(error)}') from error
         with torch.inference_mode():
             return self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))[0].cpu()
 

@@ -207,20 +207,23 @@ def check_dataset(dataset: Any, config: Config, part: str) -> None:
                 raise UserError(f'{path}.num_classes is {count}, the data set has {len(classes)} classes '
                                 f'({some(classes, 6)})')
         if hasattr(piece, 'cat_ids'):
-            _check_categories(piece, classes, config.get('allow_other_classes', False))
+            _check_categories(piece, classes, config.get('allow_other_classes', False), annotated=part != 'test')
         elif hasattr(piece, 'reduce_zero_label'):
             _check_labels(piece, len(classes))
 
 
-def _check_categories(dataset: Any, classes: List[str], others_allowed: bool) -> None:
-    """Refuse an annotation file whose categories differ from the classes.
+def _check_categories(dataset: Any, classes: List[str], others_allowed: bool, annotated: bool) -> None:
+    """Refuse an annotation file whose categories differ from the classes, or without annotations if it needs them.
 
     MMDetection drops unknown categories, counts classes wrongly if one is missing, and orders labels as the file does.
     """
     path = Path(dataset.ann_file)
     if len(dataset.cat_ids) == len(classes) and path.stat().st_size > _LARGE:
         return
-    known = [category['name'] for category in json.loads(path.read_bytes())['categories']]
+    content = json.loads(path.read_bytes())
+    if annotated and not content.get('annotations'):
+        raise UserError(f'{path} has no annotations')
+    known = [category['name'] for category in content['categories']]
     missing = [name for name in classes if name not in known]
     if missing:
         raise UserError(f"{path} has no category {missing[0]!r}; it has {some(known, 8)}")
