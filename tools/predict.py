@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from .common.cli import UserError, shown
+from .common.cli import UserError, quiet, shown
 from .common.images import LeftOut, image_files
 from .common.output import dumps
 from .common.paths import writable_folder
@@ -96,7 +96,8 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
         raise UserError(f'no images given: subquad predict {args.config} CHECKPOINT IMAGES')
     files = image_files(args.images)
     out = writable_folder(args.out or 'predictions')
-    from .engine.dense.prediction import predict, print_found
+    with quiet():                                  # for what MMDetection prints on import
+        from .engine.dense.prediction import predict, print_found
     left_out = LeftOut(len(files), args.strict)
     results = predict(config, args.checkpoint, files, out, 0.3 if args.score is None else args.score, left_out,
                       args.allow_nonfinite)

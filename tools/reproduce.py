@@ -1,6 +1,7 @@
 """Evaluate a published classifier as its authors do, and compare with the figures that they report. The exit code is 1
 if a difference exceeds the tolerance."""
 import argparse
+import os
 from typing import Any, List, Optional
 
 from .common.cli import UserError
@@ -64,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
                         help='largest difference that passes, in percentage points (default: 0.1)')
     parser.add_argument('--partial', action='store_true', help='accept a part of ImageNet\'s validation set')
     parser.add_argument('--batch-size', type=int, default=64, metavar='N', help='images in a batch (default: 64)')
-    parser.add_argument('--workers', type=int, default=4, metavar='N', help='processes that load images (default: 4)')
+    parser.add_argument('--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
+                        help='processes that load images (default: one for each CPU, and at most 4)')
     parser.add_argument('--json', action='store_true', help='print JSON')
     return parser
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from .common import images
-from .common.cli import UserError
+from .common.cli import UserError, quiet
 from .common.output import dumps
 from .common.paths import expanded, writable_folder
 from .engine.config_arguments import add_config_arguments, config_with_options, is_classifier
@@ -77,7 +77,8 @@ def _evaluate_dense(config, args: argparse.Namespace) -> Any:
             raise UserError(f'--{name} is for classifiers')
     if args.tta in _VIEWS:
         raise UserError(f'--tta {args.tta} is for classifiers; --tta alone tests as the config defines')
-    from .engine.dense.evaluation import evaluate
+    with quiet():                                             # for what MMDetection prints on import
+        from .engine.dense.evaluation import evaluate
     return evaluate(config, args.checkpoint, args.show_dir, bool(args.tta), args.allow_nonfinite), None
 
 
