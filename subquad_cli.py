@@ -11,6 +11,7 @@ import fnmatch
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -46,8 +47,9 @@ def usage() -> str:
     return '\n'.join(['usage: subquad COMMAND [options]', '',
                       'Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation.', '',
                       'commands:', *commands, '',
-                      'subquad COMMAND --help   show the options of a command',
-                      'subquad --version        show the version', '',
+                      'subquad COMMAND --help        show the options of a command',
+                      'subquad COMMAND --traceback   show where an error was raised',
+                      'subquad --version             show the version', '',
                       'To enable completion in bash and zsh, run `pip install argcomplete`, then',
                       '  eval "$(register-python-argcomplete subquad)"'])
 
@@ -174,8 +176,20 @@ def leave(code: Union[int, str, None]) -> NoReturn:
     sys.exit(code)
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    """Handle SIGINT: exit at once during an import, which would swallow the exception or leave a module incomplete."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith('<frozen importlib'):
+            os.write(2, b'interrupted\n')
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main(argv: Optional[List[str]] = None) -> NoReturn:
     complete()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
     except SystemExit as error:                   # raised by argparse, for example after --help
@@ -210,7 +224,7 @@ def _dispatch(argv: List[str]) -> int:
     # This warning is for users' scripts; no command needs torchvision's compiled operators.
     warnings.filterwarnings('ignore', 'torchvision was built for another torch')
     run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
-    run(importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main, rest)
+    run(lambda argv: importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main(argv), rest)
 
 
 def version() -> str:

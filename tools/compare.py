@@ -12,13 +12,12 @@ from .common.paths import expanded
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
-
+    args = _parser().parse_args(argv)
     from .bench.config_sweeps import setting
     from .bench.mixer_records import Selection
     from .bench.mixer_runs import measure_cell, plan, print_list, run_cells
     from .bench.mixer_tables import plot_costs, score_table
     from .bench.mixer_tasks import COMPARED, SEEDS, TASKS, Cell, check_names, check_packages
-    args = _parser().parse_args(argv)
     options = {**dict(map(setting, args.set)), **({} if args.epochs is None else {'epochs': args.epochs})}
     if args.one:
         print(dumps(measure_cell(Cell(*json.loads(args.one)), options)))

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from .common.cli import UserError
 from .common.paths import writable_folder
 
 CONFIG = 'test-ppma_digits'
@@ -25,11 +24,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--pretrained', action='store_true',
                         help='only test and draw the network of the package, without training')
     args = parser.parse_args(argv)
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise UserError('the digits are part of scikit-learn, which is not installed: pip install scikit-learn'
-                        ) from error
     from .data.digits import write_digits
     from .engine.config import load
     from .engine.training import run_training

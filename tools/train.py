@@ -16,10 +16,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
     _check(args)
+    config = config_with_options(args)
     from .engine.messages import resume_command
     from .engine.schedule import scale_schedule, use_mixed_precision
     from .engine.training import run_training
-    config = config_with_options(args)
     if args.epochs:
         scale_schedule(config, args.epochs)
     if args.seed is not None:

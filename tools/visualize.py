@@ -59,10 +59,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'--dpi must be at most {_MOST_DPI}, got {args.dpi}')
     if args.max_side is not None and args.own_size is False:
         raise UserError('--max-side has no effect with --no-own-size')
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError('pictures need matplotlib: pip install matplotlib') from error
+    import matplotlib  # noqa: F401  (its absence is an error before minutes of computation)
+
     from .engine.drawing import subjects, visualization
     from .engine.drawing.image_sizes import load_photographs
     found = image_files(args.images)

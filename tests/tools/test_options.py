@@ -216,6 +216,7 @@ def test_a_detector_without_mmdetection_names_the_command_that_installs_it(pytho
                     'metadata.distribution = distribution\n'
                     'sys.modules["mmdet"] = None\n'
                     'import subquad\n'
-                    'from subquad.tools.engine.config import load\n'
-                    f'load({MASK_RCNN!r})\n')
-    assert 'configs of detectors and segmenters need mmdet: run make mm in a checkout' in result.stderr
+                    'from subquad.tools.common import cli\n'
+                    f'cli.main(["stats", {MASK_RCNN!r}])\n')
+    assert result.returncode == 2 and result.stderr == (
+        "error: mmdet is not installed: pip install 'subquad[mm]' (mmcv is compiled: docs/installation.md)\n")

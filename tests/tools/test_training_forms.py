@@ -146,7 +146,8 @@ def test_compile_options_that_do_not_exist_are_refused(tmp_path):
     work = tmp_path / 'run'
     fails(_arguments('test-ppma_digits', work, 'compile.backnd=eager'), "compile accepts no 'backnd'; did you mean")
     fails(_arguments('test-ppma_digits', work, 'compile=yes'), "compile must be True, False or a dict .* got 'yes'")
-    fails(_arguments('test-ppma_digits', work, 'compile.backend=egger'), 'egger')
+    with pytest.raises(Exception, match='egger'):                  # an error of PyTorch
+        train.main(_arguments('test-ppma_digits', work, 'compile.backend=egger'))
     assert not list(work.glob('*'))
 
 

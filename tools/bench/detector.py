@@ -3,7 +3,6 @@ from typing import Any, Dict, Tuple
 
 import torch
 
-from ..common.cli import UserError
 from .measure import peak_memory, time_interleaved
 from .metrics import metric, peak_memory_metrics
 
@@ -17,14 +16,8 @@ def detector(repeats: int, *, config: str, size: Tuple[int, int]) -> Dict[str, A
         repeats: Rounds of timing.
         config: Name of a detection config.
         size: Image height and width in pixels.
-
-    Raises:
-        UserError: MMDetection is not installed.
     """
-    try:
-        model = _build(config)
-    except ImportError as error:
-        raise UserError(f'this preset needs MMDetection (make mm): {error}') from error
+    model = _build(config)
 
     def call(height: int, width: int) -> Tuple[Any, torch.Tensor]:
         batch = model.data_preprocessor(dict(inputs=[torch.zeros(3, height, width, dtype=torch.uint8)],

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Dict, List, NamedTuple, Tuple
 
 from ...backbones.mixers.choices import MIXERS, find_mixer
-from ..common.cli import UserError, nearest
+from ..common.cli import UserError, install, nearest
 
 SEEDS = (0, 1, 2)
 # The mixers that are compared by default. Any other name that `mixers=` of the skeleton takes can be given.
@@ -105,5 +105,5 @@ def check_packages(tasks: List[str]) -> None:
     for task in tasks:
         for package in TASKS[task].needs:
             if find_spec(package) is None:
-                raise UserError(f'the task {task} needs {package}, which is not installed: run make mm and pip install '
-                                '-e ".[demo]" in a checkout, or leave the task out with --tasks')
+                raise UserError(f'the task {task} needs {package}, which is not installed: {install(package)}, or '
+                                'leave the task out with --tasks')

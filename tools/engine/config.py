@@ -1,14 +1,14 @@
 """Find config files by path or name, read them, and check their keys before anything is built or written."""
+import ast
 import difflib
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from subquad_cli import config_names, package_folder
 
-from ..common.cli import UserError, nearest, one_line, quiet
+from ..common.cli import UserError, nearest, need, one_line, place, quiet
 from ..common.paths import expanded
 from .config_options import check_entries, check_options, read_entries
 
@@ -71,10 +71,14 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
 
     Raises:
         UserError: The file does not exist or is not a config, or a key is misspelled.
+        ModuleNotFoundError: A library of an extra is missing.
     """
-    from mmengine.config import Config
     path = find(name)
+    if path.parent.parent == configs_folder() and path.parent.name in ('detection', 'segmentation'):
+        need('mmcv')
+    from mmengine.config import Config
     try:
+        _check_bases(path)
         with quiet():                              # for what imported modules print
             config = Config.fromfile(str(path))
         _check_imports(config, path)
@@ -98,19 +102,28 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
         for library in ('mmdet', 'mmseg', 'mmcv'):
             if library in str(error):
                 need(library)
-        raise UserError(f'{path}: {one_line(error)}') from error
+        if isinstance(error, ImportError) and error.__cause__:          # MMEngine lists sys.path in its own
+            error = error.__cause__
+        raise UserError(f'{place(error) or f"{path}: "}{one_line(error)}') from error
+    if config.get('default_scope') in ('mmdet', 'mmseg'):
+        need(config.default_scope)
     check_types(config, path)
     return config
 
 
-def need(library: str) -> None:
-    """Check that a library which detectors and segmenters need is installed.
-
-    Raises:
-        UserError: It is missing. The error gives the command that installs it.
-    """
-    if find_spec(library) is None:
-        raise UserError(f'configs of detectors and segmenters need {library}: run make mm in a checkout')
+def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
+    """Refuse a Python config with a syntax error, or that is its own _base_ by way of others: MMEngine would read it
+    until the stack is full."""
+    from mmengine.config import Config
+    path = path.resolve()
+    if path in above:
+        chain = ' -> '.join(each.name for each in (*above[above.index(path):], path))
+        raise UserError(f'{path}: the config is its own _base_ ({chain})')
+    if path.suffix == '.py' and path.is_file():
+        ast.parse(path.read_bytes(), str(path))
+        for base in Config._get_base_files(str(path)):
+            if '::' not in base:                          # a file of MMDetection or MMSegmentation
+                _check_bases(path.parent / base, (*above, path))
 
 
 def _moved_error(path: Path, old: str, new: Sequence[str]) -> UserError:

@@ -23,16 +23,15 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
         parser: The parser of the command.
         unreadable: What the command does by default with an image that cannot be read, for the help text.
     """
-    from mmengine.config import DictAction
-
-    class Options(DictAction):
+    class Options(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):
+            from mmengine.config import DictAction
             for value in values:
                 if '=' not in value:
                     parser.error(f'{option_string} takes KEY=VALUE, got {value!r}')
             namespace.option_words = list(values)
             try:
-                super().__call__(parser, namespace, values, option_string)
+                DictAction(self.option_strings, self.dest)(parser, namespace, values, option_string)
             except (AssertionError, RecursionError):
                 parser.error(f'{option_string} takes numbers, words, and lists and tuples of them as VALUE, got '
                              f"{' '.join(values)!r}; write a dict into a config file that has the config as _base_")
@@ -98,7 +97,7 @@ def _move_data(config, args: argparse.Namespace) -> None:
     prefix, _, root = args.data.partition('/')
     prefix = prefix.lower()
     named = dict(name=args.data, root=root if prefix == 'wds' else None) if prefix in TIMM_PREFIXES else None
-    parts = [part for part in ('train', 'val', 'test') if f'{part}_dataloader' in config]
+    parts = [part for part in ('train', 'val', 'test') if config.get(f'{part}_dataloader')]
     if not named and not any('root' in config[f'{part}_dataloader'].dataset for part in parts):
         raise UserError(f'--data is not supported: {args.config} generates its data or takes them from a package')
     for part in parts:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..common.cli import UserError, one_line
-from .config import configs_folder, find, known_configs, load, need
+from .config import configs_folder, find, known_configs, load
 
 REGIONS, MASKS = 1000, 100
 TASKS = ('detection', 'segmentation')
@@ -64,7 +64,6 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
         UserError: The config is unknown or of another kind, or its network cannot be built or refuses the size.
     """
     import torch
-    need('mmengine')
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
 
@@ -72,7 +71,6 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     from .counting import three_counts
     from .zoo import takes_images
     config = load(name, overrides)
-    need(config.get('default_scope', 'mmengine'))
     if config.model.get('type') == 'TimmClassifier':
         raise UserError(f'{name} trains a classifier: use subquad stats {config.model.name}'
                         if takes_images(config.model.name) else f'{name} trains a model of tokens: use subquad train '

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
 from ..common import images
-from ..common.cli import UserError, one_line, quiet
+from ..common.cli import UserError, quiet
 from .config_arguments import is_classifier
 from .earlier_runs import EARLIER
 from .lock import locked
@@ -29,7 +29,8 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
 
     Raises:
         UserError: The config, the data or the folder cannot be used, or a package is missing, and nothing has been
-            written; or the training stopped because the loss is not finite or the disk is full.
+            written; or the training stopped because the loss is not finite or the disk is full. A library can raise
+            another error.
         Interrupted: A signal stopped the training.
     """
     from mmengine.dist import is_main_process
@@ -64,7 +65,8 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     if is_classifier(config):
         from .classification.runner import build_runner
     else:
-        from .dense.runner import build_runner
+        with quiet():                              # for what MMDetection prints on import
+            from .dense.runner import build_runner
         if weights:
             hooks.append(StartHook(weights))
     progress, kept = hooks[:2]
@@ -94,8 +96,8 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
         if is_main_process() and not progress.started:
             # MMEngine builds many parts only now; no step has run, so there is nothing to keep.
             _undo(folder, before)
-        explained = _explained(error, folder, progress.started, hint() if progress.started else '')
-        if explained is error:
+        explained = _explained(error, folder, hint() if progress.started else '')
+        if explained is None:
             raise
         raise explained from error
     finally:
@@ -104,13 +106,12 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     return folder / (kept.best_file or kept.last_file).name
 
 
-def _explained(error: Exception, folder: Path, started: bool, hint: str) -> Exception:
-    """Convert the error of a training run to a UserError. Other errors are returned unchanged if training had started.
+def _explained(error: Exception, folder: Path, hint: str) -> Optional[UserError]:
+    """Return the error of a training run as a UserError that says more than its message, or None.
 
     Args:
         error: Error of the run.
         folder: Folder of the run.
-        started: Whether a training step has run.
         hint: How to resume; '' for a run that has not started.
     """
     from .messages import disk_full
@@ -124,9 +125,7 @@ def _explained(error: Exception, folder: Path, started: bool, hint: str) -> Exce
     full = disk_full(error)
     if full:
         return UserError(f"{full} while writing to {folder}; free some space{hint and f'; {hint}'}")
-    if started or isinstance(error, UserError):
-        return error
-    return UserError(f'training cannot start: {one_line(error)}')
+    return None
 
 
 def vet_pretrained(config) -> None:

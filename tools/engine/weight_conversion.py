@@ -207,15 +207,12 @@ def _dense_target(name: str, content: Any) -> Target:
     from ...backbones.weights.metadata import dataset_classes
     from .config import load
     config = load(name)
-    try:
-        with quiet():                                    # for what imported modules print
-            from mmengine.registry import MODELS, init_default_scope
+    with quiet():                                        # for what imported modules print
+        from mmengine.registry import MODELS, init_default_scope
 
-            from .building import build
-            from .config_arguments import is_classifier
-            from .dense.runner import metadata
-    except ImportError as error:
-        raise UserError(f'detectors and segmenters need MMDetection and MMSegmentation ({error})') from error
+        from .building import build
+        from .config_arguments import is_classifier
+        from .dense.runner import metadata
     if is_classifier(config):
         raise UserError(f"{name} is the config of a classifier: give --model {config.model.get('name', 'NAME')}")
     init_default_scope(config.get('default_scope', 'mmengine'))

@@ -40,9 +40,8 @@ def build_dataset(config: Dict[str, Any], name: str) -> Any:
         parts = list(_parts(config))
         fault = next(filter(None, (_fault(part) for part in parts)), None)
         if fault is None:
-            # The message of a KeyError is only the key.
             where = ', '.join(str(path) for part in parts if (path := _path(part, part.get('ann_file'))))
-            text = f'no {error.args[0]!r}' if isinstance(error, KeyError) and error.args else one_line(error)
+            text = one_line(error)
             fault = f'{text}{f" (reading {where})" if where and where not in text else ""}'
         raise UserError(f'{name}: {fault}') from error
 
