@@ -8,6 +8,7 @@ from eos_cases import values_and_gradients
 from helpers import assert_close, relative_error
 from operator_cases import CALLS, TOLERANCE, attention_inputs
 
+from subquad import kernels
 from subquad.kernels.common.workspace import sums_are_safe
 from subquad.kernels.eos_scan import chunks
 from subquad.kernels.eos_scan.decayed_products import LEAST_SUM
@@ -143,3 +144,16 @@ def test_step_logs_that_are_not_numbers_reach_the_output():
     assert not chunks.layout(30, 64, g).quotients
     y = call_eos('k', [i, e, s, g], 'portable')
     assert y[0, 0, 3:].isnan().all() and y[1].isfinite().all()
+
+
+@pytest.mark.parametrize('scale, most', [(1.0, 0.006), (3.0, 0.01)])
+def test_inference_in_bfloat16_is_as_precise_as_products_in_bfloat16(scale, most):
+    """docs/kernels.md has the figures, also those of PyTorch's fused attention, which does not round logits."""
+    q, k, v = (torch.randn(2, 4, 14, 14, 32).bfloat16() for _ in range(3))
+    k, none = (k * scale * 32 ** -0.5).bfloat16(), torch.zeros(2, 4, 14, 14).bfloat16()
+    tokens = [x.flatten(2, 3) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in tokens), scale=1.0)
+    y = kernels.polyline_attention(q, k, v, none, none, backend='portable').flatten(2, 3)
+    products = (tokens[0] @ tokens[1].mT).softmax(-1) @ tokens[2]
+    error, expected = ((x.double() - exact).norm() / exact.norm() for x in (y, products))
+    assert error < most and error < 1.25 * expected
