@@ -57,7 +57,9 @@ def _has_hooks_or_trains(module: nn.Module) -> bool:
 _ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
 _ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
     hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
-_DTYPES = (torch.float32, torch.bfloat16)
+# oneDNN has no bfloat16 on CPUs without AVX-512.
+_DTYPES = (torch.float32, torch.bfloat16) if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else (
+    torch.float32,)
 _NO_ACTIVATION, GELU, SILU = nn.Identity(), nn.GELU(), nn.SiLU()
 
 

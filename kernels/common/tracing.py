@@ -16,7 +16,7 @@ def forward_mode() -> bool:
 
 def transforming() -> bool:
     """True inside the transforms of torch.func (grad, vmap, jvp, ...) and torch.autograd.forward_ad."""
-    return forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    return forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def is_traced_or_wrapped(x: Tensor) -> bool:

@@ -170,6 +170,12 @@ def test_gradients_of_tangents_through_blocks():
     torch.testing.assert_close(actual, torch.autograd.grad(_loss(tangent(*args)), args))
 
 
+def test_compilation_alone_is_no_transform():
+    inputs = [torch.randn(1, 2, 3, 5, 4) for _ in range(3)] + [-torch.rand(1, 2, 3, 5) for _ in range(2)]
+    compiled = torch.compile(kernels.polyline_attention, backend='eager', fullgraph=True)
+    assert torch.equal(compiled(*inputs), kernels.polyline_attention(*inputs)), 'not the export form'
+
+
 def test_compiled_transforms():
     op, arguments = CASES['polyline_attention']
     args = tuple(arguments())

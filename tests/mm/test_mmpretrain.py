@@ -15,7 +15,7 @@ import mmpretrain
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import load
 
-CONFIG = ROOT / 'configs' / 'mmpretrain' / 'ppma-t_gap-linear_8xb128-300e_in1k.py'
+CONFIG = ROOT / 'configs' / 'mmpretrain' / 'image-classifier_ppma-t_8xb128-300e_imagenet.py'
 SMALL = """
 _base_ = {config!r}
 model = dict(backbone=dict(arch='test'), head=dict(in_channels=96, num_classes=2))

@@ -11,8 +11,8 @@ from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
 from ..building import close_log, made
+from .overlays import draw_sample
 from .photographs import pixels
-from .pictures import draw_sample
 from .prediction import PictureNames, palette_of
 from .runner import build_runner, classes_of, network_options
 

@@ -19,8 +19,8 @@ from ...common.images import LeftOut, UnreadableImage
 from ...common.output import add_row, print_table, progress
 from ..building import build
 from .inputs import accept_tiny_images
+from .overlays import draw_sample
 from .photographs import pixels, with_photographs
-from .pictures import draw_sample
 from .runner import classes_of, known_metainfo, network_options
 
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip('mmengine')
 from mmengine.structures import InstanceData
 
-from subquad.tools.engine.dense.pictures import Drawing
+from subquad.tools.engine.dense.overlays import Drawing
 
 CLASSES, PALETTE = ('background', 'cat', 'dog'), ((0, 0, 0), (255, 0, 0), (0, 0, 255))
 GRAY = np.full((400, 500, 3), 100, np.uint8)
