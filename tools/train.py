@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError('--pretrained: the name of the weights is empty')
     if args.weights and args.resume:
         raise UserError('--pretrained and --resume CHECKPOINT exclude each other: the first starts a run, the second '
-                        'continues one (--resume without a value does what is possible)')
+                        'continues one (--resume without a value resumes if there is a checkpoint)')
     if not args.dry_run and (args.processes is not None or args.json):
         raise UserError(f"--{'json' if args.json else 'processes'} is only for --dry-run")
     if args.processes is not None and args.processes < 1:

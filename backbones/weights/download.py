@@ -211,9 +211,9 @@ def _compare(weights: PublishedWeights, path: Path, recorded: Optional[str],
 
 
 def _check_intact(weights: PublishedWeights, path: Path, locked: Optional[LockEntry]) -> None:
-    """Check a file whose hash nobody but the lock file knows.
+    """Check the checksums inside a download whose own hash is not published.
 
-    Half a file or a damaged one must not become the one that later downloads must match. If it has, it is unlocked.
+    A damaged file is not recorded in the lock file; if it was recorded before, its entry is removed.
     """
     try:
         (check_archive if locked else read_checkpoint)(path)

@@ -112,7 +112,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_entries(path: Path) -> None:
-    """Do what `check_archive` says, apart from errors of zipfile, which damaged bytes make it raise."""
+    """Check the entries of an archive; see `check_archive`. Damaged bytes can make zipfile raise any error."""
     name, size = shorten_path(path), path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()

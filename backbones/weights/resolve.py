@@ -76,7 +76,7 @@ def resolve(name: PathLike, cache_dir: Optional[PathLike] = None) -> Path:
 def fetch_address(url: str, cache_dir: Optional[PathLike] = None) -> Path:
     """Return the file of an http address of the caller's, which is downloaded if it is not in the cache.
 
-    No hash is known beforehand, and none is recorded. torch.hub, which timm uses, would keep half a file for good.
+    No hash is known beforehand, and none is recorded. torch.hub, which timm uses, would keep an incomplete file.
 
     Raises:
         WeightsError: the file cannot be had, or is no weight file.

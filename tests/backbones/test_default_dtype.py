@@ -23,8 +23,7 @@ def default_dtype(request):
         def __exit__(self, *_):
             torch.set_default_dtype(torch.float32)
 
-    yield Default()
-    torch.set_default_dtype(torch.float32)
+    return Default()
 
 
 def _mixer(name, seed):

@@ -11,8 +11,6 @@ from subquad.backbones.weights import save_weights
 from subquad.tools import test, train
 from subquad.tools.data import image_sets
 from subquad.tools.data.image_sets import ImageFolder
-from subquad.tools.engine.classification.runner import build_data
-from subquad.tools.engine.config import load
 
 
 class _Label(int):
@@ -69,11 +67,3 @@ def test_training_names_an_image_that_validation_leaves_out_once(tmp_path, capsy
     assert train.main(folder_arguments(data, tmp_path / 'run', epochs=2)) == 0
     error = capsys.readouterr().err
     assert error.count(f'left out: {file} is not') == 1 and 'is used instead' not in error
-
-
-def test_workers_have_other_seeds_in_each_epoch_also_where_a_config_says_nothing(tmp_path):
-    """MMEngine's own seeds are those of the run plus the number of the worker, in every epoch."""
-    config = load('ppma-tiny_folder', {'train_dataloader.dataset.root': str(make_images(tmp_path) / 'train')})
-    del config.train_dataloader['worker_init_fn']
-    loader = build_data(config, ['train'])[0]['train_dataloader']
-    assert loader['worker_init_fn'] == dict(type='keep_torch_worker_seeds')

@@ -49,6 +49,8 @@ def test_recipes_name_their_model_and_batch(name):
     assert config.train_dataloader.batch_size == int(re.search(r'xb(\d+)', name)[1])
     assert config.train_cfg.max_epochs == int(re.search(r'(\d+)e_', name)[1])
     assert config.train_dataloader.drop_last != ('multiscale' in name) and config.model.label_smoothing == 0.1
+    if size in WIDTHS and name.endswith('_8xb128-300e_in1k'):
+        assert config.optim_wrapper.optimizer.weight_decay == WIDTHS[size][1]
 
 
 def test_metafile_and_readme_have_the_reported_accuracies():
@@ -125,7 +127,7 @@ def test_the_options_of_every_parameter_of_ppma(size, depth, capsys, tmp_path, m
     assert end['lr'] == pytest.approx(1.0109e-5, rel=1e-4) and end['epoch'] > 299.8
 
 
-@pytest.mark.parametrize('width', WIDTHS)
+@pytest.mark.parametrize('width', ['050', '200'])
 def test_the_schedule_of_mobilevitv2(width, capsys):
     found = _dry_run(capsys, f'mobilevitv2-{width}_8xb128-300e_in1k', '--processes', 8)
     rate, decay = WIDTHS[width]

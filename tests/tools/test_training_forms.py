@@ -239,6 +239,8 @@ def test_losses_and_metrics_that_do_not_fit_the_labels_are_errors():
     with pytest.raises(UserError, match='need the metric .*MultiLabelMetric'):
         AccuracyMetric().process(None, model(LOGITS, torch.ones(4, 3), mode='predict'))
     fails(['test-ppma_digits', '--cfg-options', 'model.bce.sum_class=True'], "model.bce accepts no 'sum_class'; did")
+
+
 # ---- the config in the folder of a run
 
 def test_the_config_in_the_folder_of_a_run_trains_the_same(tmp_path):
@@ -259,11 +261,13 @@ def test_the_config_in_the_folder_of_a_run_trains_the_same(tmp_path):
 
 
 def test_workers_of_validation_persist(tmp_path):
-    """Those of training do not: no checkpoint holds their random states."""
+    """Those of training do not: no checkpoint holds their random states. They have other seeds in each epoch."""
     config = load('ppma-tiny_folder')
+    del config.train_dataloader['worker_init_fn']
     for part in ('train', 'val'):
         config[f'{part}_dataloader'].dataset.root = str(make_images(tmp_path / part) / part)
     loaders = build_data(config, ('train', 'val'))[0]
+    assert loaders['train_dataloader']['worker_init_fn'] == dict(type='keep_torch_worker_seeds')
     assert loaders['val_dataloader']['persistent_workers'] and 'persistent_workers' not in loaders['train_dataloader']
     config.val_dataloader.num_workers = 0
     assert 'persistent_workers' not in build_data(config, ('val',))[0]['val_dataloader']

@@ -62,7 +62,7 @@ def counted_config(name: str) -> Dict[str, Any]:
     """The counts of a detection or segmentation config.
 
     Raises:
-        UserError: MMDetection or MMSegmentation is not installed.
+        ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
     """
     from ..engine.counting_configs import count_config
     return count_config(name)
@@ -72,7 +72,7 @@ def dense_table(root: Path, family: str) -> str:
     """All counts of the detectors and segmenters whose MACs the authors report, and their numbers.
 
     Raises:
-        UserError: MMDetection or MMSegmentation is not installed.
+        ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
     """
     from ..engine.counting_configs import COUNTS, REPORTED
     rows = []

@@ -64,7 +64,7 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
     Args:
         name: Path of a config file, or name of one of the package's configs.
         overrides: New values, such as {'optim_wrapper.optimizer.lr': 1e-3}.
-        change: Changes the config before.
+        change: Function that changes the config before the overrides are merged.
 
     Returns:
         An MMEngine Config.
@@ -112,8 +112,8 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
 
 
 def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
-    """Refuse a Python config with a syntax error, or that is its own _base_ by way of others: MMEngine would read it
-    until the stack is full."""
+    """Refuse a Python config that has a syntax error or a cycle of _base_ files, which MMEngine would read until the
+    stack is full."""
     from mmengine.config import Config
     path = path.resolve()
     if path in above:

@@ -21,8 +21,8 @@ class EpochCosineLR(LRSchedulerMixin, _ParamScheduler):
         warmup_lr: first learning rate of the warm-up.
         eta_min: limit of the cosine.
         eta_min_ratio: the same, relative to the learning rate; replaces `eta_min`.
-        delay: number of epochs by which the schedule lags behind; 1 is a script that steps timm's scheduler with
-            the number of the epoch that ends.
+        delay: number of epochs by which the schedule lags behind; 1 for a script that passes the number of the
+            finished epoch to timm's scheduler.
         epoch_length: number of steps of an epoch; 1 if the schedule counts epochs.
         kwargs: other arguments of MMEngine's schedulers.
     """

@@ -179,7 +179,8 @@ class InterruptionHook(Hook):
     def _stops(self, runner) -> bool:
         """Whether one of the processes has received a signal; all processes call it, and get the same answer.
 
-        Several processes get that of the step before: reading the present one would wait until the device has done it.
+        With several processes, the answer is that of the step before, because reading the present one would wait for
+        the device.
         """
         self.agreed = self.number
         if is_distributed():

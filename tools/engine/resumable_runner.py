@@ -60,8 +60,8 @@ class ResumableRunner(Runner):
             loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
         return loader
 
-    def build_message_hub(self, message_hub: Optional[Dict[str, Any]] = None) -> ScalarHub:
-        hub = ScalarHub.get_instance(**{'name': self._experiment_name, **(message_hub or {})})
+    def build_message_hub(self, message_hub: Any = None) -> ScalarHub:
+        hub = ScalarHub.get_instance(self._experiment_name)
         if self.log_processor.custom_cfg:                        # whose windows can be longer
             hub.length = 1_000_000
         return hub
@@ -80,7 +80,7 @@ class ResumableRunner(Runner):
         return built
 
     def dump_config(self) -> None:
-        """Write the config without the variables of its file, whose values the other entries have taken on."""
+        """Write the config without the variables of its file; the other entries already contain their values."""
         whole, self.cfg = self.cfg, deepcopy(self.cfg)
         kept = (*read_entries(), 'custom_imports', 'work_dir', 'log_level', *(() if is_classifier(whole) else
                                                                               ('data_root',)))       # for --data

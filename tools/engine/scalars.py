@@ -66,7 +66,7 @@ ScalarHub._instance_dict = MessageHub._instance_dict
 
 
 def noted(clip: Callable[..., Any], hub: MessageHub, key: str) -> Callable[..., Any]:
-    """Return `clip` for an OptimWrapper, with a norm that goes to the hub; MMEngine would read it in every step."""
+    """Return `clip` for an OptimWrapper, that writes the norm to the hub; MMEngine would read it in every step."""
     def clip_and_note(*args: Any, **kwargs: Any) -> Any:
         norm = clip(*args, **kwargs)
         if type(norm) is not Tensor:                             # None, or the DTensor of sharded gradients
@@ -80,8 +80,8 @@ class StepLogProcessor(LogProcessor):
     """MMEngine's LogProcessor, whose lines of training hold means over all processes and over the steps since the line
     before.
 
-    They never go back beyond the epoch. MMEngine takes the losses of the first process, and the last 10 steps, which
-    can belong to several epochs.
+    A mean never includes steps of an earlier epoch. MMEngine takes the losses of the first process, and the last 10
+    steps, which can belong to several epochs.
 
     Args:
         window_size: Number of steps of an epoch to average; None for those since the line before.

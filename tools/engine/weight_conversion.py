@@ -120,7 +120,8 @@ def _target(content: Any, path: str, model: Optional[str], config: Optional[str]
     if dense and not model:
         config, how = _find_config(content, path)
         return _dense_target(config, content)._replace(assumed=how)
-    known = _runner_metadata(content)
+    from .classification.weight_files import config_metadata
+    known = content.metadata or config_metadata(content.runner_meta.get('cfg'))
     if model or 'model' in known:
         same = model in (None, known.get('model'))
         return _classifier_target(model or known['model'], content, known if same else {}, path)
@@ -130,13 +131,6 @@ def _target(content: Any, path: str, model: Optional[str], config: Optional[str]
                         '(subquad models lists them), or --config CONFIG for a detector or segmenter')
     return _classifier_target(name, content, {}, path)._replace(
         assumed=f'{path} is taken as {name} by its keys and shapes; --model NAME names another network')
-
-
-def _runner_metadata(content: Any) -> Dict[str, Any]:
-    """Return model, options, classes and transform, from the file or from the config that a Runner stored in it."""
-    from .classification.weight_files import config_metadata
-    config = content.runner_meta.get('cfg')
-    return content.metadata or (config_metadata(config) if isinstance(config, str) else {})
 
 
 def _classifier_target(name: str, content: Any, known: Dict[str, Any], path: str) -> Target:

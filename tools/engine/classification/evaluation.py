@@ -37,7 +37,7 @@ class Options(NamedTuple):
         tta: A mode of `views.VIEWS`: the probabilities of several views of each image are averaged.
         throughput: Measure throughput/model and throughput/loader, in images per second.
         report: Receives the predictions.
-        given: Dotted keys of the config whose values the command gives; they precede the settings of the file.
+        given: Dotted keys of the config whose values the command gives; they override the settings of the file.
     """
     weights: Optional[str] = None
     tta: Optional[str] = None
