@@ -195,8 +195,10 @@ class TimmInterface(nn.Module):
 
         Raises:
             RuntimeError: keys or shapes differ; see `torch.nn.Module.load_state_dict`.
+            WeightsError: the buffers of the authors' file do not fit this model.
         """
-        state_dict = self.translate_checkpoint(remove_prefixes(state_dict))
+        if isinstance(state_dict, Mapping) and not state_dict.keys() <= self.state_dict().keys():
+            state_dict = self.translate_checkpoint(remove_prefixes(dict(state_dict)))
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:

@@ -88,11 +88,15 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
     implementation = OPERATORS[op].implementations[backend]
-    # These files hold PyTorch operations. All others call operators with a gradient of their own, in reverse mode.
-    if forward_mode() and not implementation.__module__.endswith(('.portable', '.reference')):
+    if forward_mode() and not _is_plain(implementation):
         raise ValueError(f"{op}: backend {backend!r} has no forward-mode derivatives (jvp, jacfwd, forward_ad): use "
                          "backend='auto' or use_backend('export')")
     return implementation
+
+
+def _is_plain(implementation: Callable) -> bool:
+    """True if an implementation is PyTorch operations; others call operators with a reverse-mode gradient."""
+    return implementation.__module__.endswith(('.portable', '.reference'))
 
 
 def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
@@ -100,9 +104,9 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
 
     Args:
         op: the operator's name.
-        backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND, then picks `export` while a
-            graph is exported and inside transforms (`tracing.transforming`), `triton` if `why_not` returns None, and
-            `portable` otherwise.
+        backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND. Then it picks `export` while a
+            graph is exported, and inside transforms (`tracing.transforming`) if `portable` has gradients of its own;
+            otherwise `triton` if `why_not` returns None, and `portable`.
         tensors: the operator's arguments.
 
     Raises:
@@ -111,8 +115,10 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
     if _known(backend, op) == 'auto':
         backend = _active
     if backend == 'auto':
-        on_gpu = tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
-        backend = 'export' if exporting() or transforming() else 'triton' if on_gpu else 'portable'
+        if exporting() or transforming() and not _is_plain(OPERATORS[op].implementations['portable']):
+            return 'export'
+        on_gpu = not transforming() and tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
+        backend = 'triton' if on_gpu else 'portable'
     return backend
 
 

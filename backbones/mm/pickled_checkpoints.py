@@ -38,7 +38,9 @@ def load_from_local(filename: str, map_location: Any = None) -> Dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise WeightsError(f'{shorten_path(path)} holds no weights')
     if isinstance(checkpoint.get('state_dict'), dict):
-        return {'meta': {}, **checkpoint, 'state_dict': remove_compile_prefix(checkpoint['state_dict'])}
+        compiled = {key: remove_compile_prefix(checkpoint[key]) for key in ('state_dict', 'ema_state_dict')
+                    if isinstance(checkpoint.get(key), dict)}
+        return {'meta': {}, **checkpoint, **compiled}
     content = find_weights(checkpoint, path, preferred='raw')
     if content.choice:
         print_log(f'{filename}: {content.choice}', logger='current')

@@ -83,9 +83,9 @@ def remove_prefixes(weights: Dict[str, Any]) -> Dict[str, Any]:
 
 def remove_compile_prefix(weights: Dict[str, Any]) -> Dict[str, Any]:
     """Rename the weights of a module that is compiled, or has compiled parts, to the names before torch.compile."""
-    if not any('_orig_mod.' in key for key in weights):
+    if not any('_orig_mod.' in str(key) for key in weights):
         return weights
-    return {key.replace('_orig_mod.', ''): value for key, value in weights.items()}
+    return {str(key).replace('_orig_mod.', ''): value for key, value in weights.items()}
 
 
 def check_choice(weights: Optional[str]) -> None:

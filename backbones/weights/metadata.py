@@ -58,6 +58,7 @@ def check_metadata(metadata: Any, name: str) -> None:
     for key, what, is_valid in (('model', 'a name', lambda v: isinstance(v, str) and 0 < len(v) <= 200),
                             ('options', 'an object', lambda v: isinstance(v, dict)),
                             ('transform', 'an object', lambda v: v is None or isinstance(v, dict)),
+                            ('network', 'an object', lambda v: isinstance(v, dict)),
                             ('provenance', 'an object', lambda v: isinstance(v, dict)),
                             ('classes', 'a list of names', lambda v: isinstance(v, list) and all(
                                 isinstance(item, str) and len(item) <= 1000 for item in v))):
@@ -73,6 +74,11 @@ def dataset_classes(runner_meta: Dict[str, Any]) -> List[str]:
     return list(classes) if valid else []
 
 
+def numbered(count: int) -> List[str]:
+    """Return names for the classes of data that do not name them."""
+    return [f'class {n}' for n in range(count)]
+
+
 def class_difference(theirs: Optional[Sequence[str]], ours: Sequence[str]) -> str:
     """Say in a phrase that a file was trained on other classes than those of the data.
 
@@ -84,6 +90,8 @@ def class_difference(theirs: Optional[Sequence[str]], ours: Sequence[str]) -> st
         The phrase, or '' if the classes are the same or unknown.
     """
     theirs, ours = list(theirs or ()), list(ours)
+    if numbered(len(ours)) in (theirs, ours) and len(theirs) == len(ours):
+        return ''
     info = timm.data.ImageNetInfo() if theirs and theirs != ours else None
     if info is None or (ours == info.label_names() and theirs == info.label_descriptions()):
         return ''

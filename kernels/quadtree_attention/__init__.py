@@ -67,7 +67,7 @@ def quadtree_attention(
         raise ValueError(f'{op}: rho must be between 0 and 1, got {rho!r}')
     if 0 in v.shape[2:4]:
         raise ValueError(f'{op}: v must have at least one leaf, got shape {tuple(v.shape)}')
-    quadtree_levels(*v.shape[2:4], max_levels, shift)    # it checks both
+    quadtree_levels(1, 1, max_levels, shift)    # it checks both; the sizes of v may be symbols
     checks.shape(op, 'bias', bias, (bias.shape[0], 2, 2, v.shape[1]), 'levels, rows, columns and the heads of v')
     if not bias.shape[0]:
         raise ValueError(f'{op}: bias must have at least one level, got shape {tuple(bias.shape)}')

@@ -12,7 +12,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.tracing import transforming
+from ..common.tracing import exporting, transforming
 from .topology import Generation, Tree
 
 
@@ -27,7 +27,8 @@ def divide(blocks: Tensor, *right: Tensor) -> List[Tensor]:
         inverse = blocks.reciprocal()
         return [inverse * y for y in right]
     right, sizes = torch.cat(right, -1), [y.shape[-1] for y in right]
-    if transforming():          # In PyTorch 2.13, `solve` has wrong gradients of tangents, and `lu_solve` right ones.
+    # In PyTorch 2.13, `solve` has wrong gradients of tangents, and `lu_solve` right ones.
+    if not exporting() and transforming():
         return list(torch.linalg.lu_solve(*torch.linalg.lu_factor(blocks), right).split(sizes, -1))
     return list(torch.linalg.solve(blocks, right).split(sizes, -1))
 

@@ -354,3 +354,9 @@ def test_wrong_labels(content, labels, words, color, tmp_path):
     fails([FOLDER, color, '--data', tmp_path / 'in1k', '--labels', labels.format(tmp_path / 'real.json')], words,
           test.main)
     fails([FOLDER, color, '--labels', 'real'], 'needs its images: --data FOLDER', test.main)
+
+
+def test_classes_without_names_are_not_compared():
+    from subquad.backbones.weights.metadata import class_difference, numbered
+    assert class_difference(['cat', 'dog'], numbered(2)) == class_difference(numbered(2), ['cat', 'dog']) == ''
+    assert class_difference(['cat', 'dog'], numbered(3)) and class_difference(['cat', 'dog'], ['0', '1'])

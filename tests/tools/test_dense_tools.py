@@ -196,17 +196,20 @@ def _run(command, **options):
 def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path):
     """Their train.py and test.py, as installed, on our config unchanged, from another folder."""
     tools = Path(sys.modules[library].__path__[0]) / '.mim' / 'tools'
+    # MMDetection imports MMPretrain if it is installed, and that torchvision, which may need subquad's repair.
+    start = '-c', 'import runpy, subquad, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name="__main__")'
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data' / 'shapes').symlink_to(data)
-    done = _run([tools / 'train.py', find(name), '--work-dir', 'work', '--cfg-options', 'train_cfg.max_epochs=1'],
+    done = _run([*start, tools / 'train.py', find(name), '--work-dir', 'work',
+                 '--cfg-options', 'train_cfg.max_epochs=1'],
                 cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     checkpoint = tmp_path / 'work' / 'epoch_1.pth'
-    done = _run([tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested'], cwd=tmp_path)
+    done = _run([*start, tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested'], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search('coco/bbox_mAP: |mIoU: ', done.stdout + done.stderr)
     # ... and a checkpoint of another network ends in an error, not in a test of random weights.
-    done = _run([tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested',
+    done = _run([*start, tools / 'test.py', find(name), checkpoint, '--work-dir', 'tested',
                  '--cfg-options', 'model.backbone.arch=tiny'], cwd=tmp_path)
     assert done.returncode and 'not a checkpoint of this PPMA backbone' in done.stderr
 

@@ -135,7 +135,7 @@ def test_training_on_a_stream(workers, streamed, tmp_path, capsys):
     assert train_set['is_training'] and not val_set['is_training'] and val_set['split'] == 'a-{0..1}.tar|5'
     error = capsys.readouterr().err
     assert 'on 8 images of 2 classes, 5 to validate on' in error and '2 epochs of 2 steps' in error
-    assert read_checkpoint(tmp_path / 'run' / 'last.safetensors')[1]['classes'] == ['0', '1']
+    assert read_checkpoint(tmp_path / 'run' / 'last.safetensors')[1]['classes'] == ['class 0', 'class 1']
 
 
 def test_a_stream_has_another_order_in_each_epoch_and_for_each_seed(streamed):

@@ -41,7 +41,7 @@ def one_line(error: BaseException) -> str:
     The line of code follows if Python raised the error there, or if there is no message.
     """
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
-    text = str(error) if key is None else key if ' ' in str(key) else f'no {key!r}'
+    text = str(error) if key is None else key if isinstance(key, str) and ' ' in key else f'no {key!r}'
     code = _code(error)
     return (' '.join(text.split()) or type(error).__name__) + (f' in `{code}`' if code else '')
 

@@ -44,7 +44,7 @@ def timm_dataset(name: str = '', root: Optional[str] = None, split: str = 'train
         num_samples: Number of images, where the reader does not know it.
         class_map, input_key, target_key, target_format, download: As in timm.
         seed: Seed of the order of streamed data.
-        strict: Raise an error for an image that cannot be read.
+        strict: Raise an error for an image that cannot be read; not for streams.
 
     Returns:
         A data set with random access (tar, hfds), or a stream. `classes` is empty if the data do not name them.
@@ -61,6 +61,8 @@ def timm_dataset(name: str = '', root: Optional[str] = None, split: str = 'train
         num_samples=num_samples, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), input_key=input_key,
         target_key=target_key, target_format=target_format)
     streamed = isinstance(found, IterableDataset)
+    if streamed and strict:
+        raise UserError(f'--strict is not possible with {name}: the reader of streamed data skips damaged images')
     if streamed and not getattr(found.reader, 'num_samples', 0):
         raise UserError(f'{name} {split}: the number of images is unknown; give it as num_samples')
     source = f'{name or root} {split}'.strip()
@@ -139,6 +141,9 @@ class _Streamed(_Read, IterableDataset):
             print(f'{self.source} is streamed: there is no repeated augmentation, each image is shown once',
                   file=sys.stderr)
         self.reader.dist_rank, self.reader.dist_num_replicas = get_dist_info()
+        if self.reader.dist_num_replicas > 1 and not self.reader.is_training:      # timm repeats and leaves out images
+            raise UserError(f'{self.source} is streamed: it can be tested by one process only; train with '
+                            'val_dataloader=None val_cfg=None val_evaluator=None')
         self.reader.batch_size = loader.get('batch_size', 1)
         self.reader.set_loader_cfg(num_workers=loader.get('num_workers', 0))
         return {**loader, 'sampler': None}

@@ -48,7 +48,8 @@ class ModelEMAHook(EMAHook):
             self.ema_model.module.load_state_dict(self.src_model.state_dict())
             self.ema_model.steps += 1                            # MMEngine's first step would copy the weights
         own, sources = self.ema_model.module.state_dict(), self.src_model.state_dict()
-        keys = [[key for key in own if own[key].is_floating_point() == floating] for floating in (True, False)]
+        once = {own[key].data_ptr() or key: key for key in own}.values()        # shared weights have several names
+        keys = [[key for key in once if own[key].is_floating_point() == floating] for floating in (True, False)]
         self.averaged, self.copied = ([[state[key] for key in part] for state in (own, sources)] for part in keys)
         scaled = f' = {self.decay}^({batch:,} / {self.base_batch_size:,})' if self.base_batch_size else ''
         say(f'validation and saved weights are averages of the weights (EMA) with decay {decay:.8g}{scaled}')

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list, is_distributed, is_main_process
@@ -74,7 +74,8 @@ class InterruptionHook(Hook):
     def __init__(self):
         self.number: Optional[int] = None            # the signal that this process has received
         self.agreed: Optional[int] = None            # the signal that one of all processes has received
-        self.reduced: Optional[torch.Tensor] = None  # the same as a number on the device, which is read a step later
+        # The same as a number that is copied from the device, and the end of the copy; read a step later.
+        self.reduced: Tuple[Optional[torch.Tensor], Optional[torch.cuda.Event]] = None, None
         self.since, self.running, self.process = 0., False, os.getpid()
         self.complete = False                        # whether the last step has run
 
@@ -184,8 +185,13 @@ class InterruptionHook(Hook):
         """
         self.agreed = self.number
         if is_distributed():
-            before, self.reduced = self.reduced, torch.full((), self.number or 0,
-                                                            device=next(runner.model.parameters()).device)
-            all_reduce(self.reduced, 'max')
+            before, done = self.reduced
+            number = torch.full((), self.number or 0, device=next(runner.model.parameters()).device)
+            all_reduce(number, 'max')
+            self.reduced = number.to('cpu', non_blocking=True), torch.cuda.Event() if number.is_cuda else None
+            if number.is_cuda:
+                self.reduced[1].record()
+            if done is not None:
+                done.synchronize()
             self.agreed = before.item() or None if before is not None else None
         return self.agreed is not None

@@ -43,17 +43,18 @@ def adopt_options(config: Any, path: str) -> None:
     """
     content = _checkpoint(path, allow_nonfinite=bool(config.get('resume')))
     try:
-        metadata, transform = own_metadata(content, path), recorded_transform(path, content)
+        metadata = own_metadata(content, path)
+        if not config.get('resume'):                         # ResumableRunner names the settings that differ
+            transform = recorded_transform(path, content)
+            _compare_transforms(path, transform, config.train_dataloader.dataset.get('transform'))
     except WeightsError as error:
         raise UserError(str(error)) from error
-    if not config.get('resume'):                             # ResumableRunner names the settings that differ
-        _compare_transforms(path, transform, config.train_dataloader.dataset.get('transform'))
     if not isinstance(metadata.get('model'), str):
         return
     if metadata['model'] != config.model.name:
         raise UserError(f"{path} was trained as {metadata['model']}, but the config builds {config.model.name} "
                         '(--model NAME changes it)')
-    for key, value in network_options(metadata, path).items():
+    for key, value in network_options(metadata, path, config.model).items():
         if key in _TRAINING_OPTIONS:
             continue
         given = config.model.setdefault(key, value)
@@ -70,16 +71,18 @@ def _compare_transforms(path: str, theirs: Dict[str, Any], ours: Any) -> None:
         say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
 
 
-def network_options(metadata: Dict[str, Any], path: str) -> Dict[str, Any]:
-    """Return the network's options in a file's metadata, checked for types and bounds.
+def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the network's options in a file's metadata, checked for types and bounds unless the config has them.
 
     Raises:
         UserError: The metadata name no model, or hold an option that the network does not have or allow.
     """
     if not isinstance(metadata.get('model'), str):
         raise UserError(f'{path} holds metadata without the name of a model')
+    options = metadata.get('options') or {}
+    same = {key: value for key, value in options.items() if key in model and model[key] == value}
     try:
-        return check_options(metadata['model'], metadata.get('options') or {}, path)
+        return {**same, **check_options(metadata['model'], {k: v for k, v in options.items() if k not in same}, path)}
     except WeightsError as error:
         raise UserError(str(error)) from error
 

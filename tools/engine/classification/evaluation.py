@@ -155,7 +155,7 @@ def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configur
         raise UserError(f"{checkpoint} was trained as {metadata.get('model')}, but the config builds "
                         f'{config.model.name} (--model NAME changes it)')
     given = {key: value for key, value in config.model.items() if key not in WRAPPER_ARGUMENTS}
-    options = network_options(metadata, checkpoint)
+    options = network_options(metadata, checkpoint, config.model)
     given.setdefault('num_classes', options.get('num_classes'))           # from the data set, if the config has none
     other = [key for key in {**given, **options} if given.get(key) != options.get(key)]
     if as_configured and other:

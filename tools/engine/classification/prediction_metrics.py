@@ -91,7 +91,7 @@ class CalibrationMetric(BaseMetric):
             self.results.append((label, int(predicted), float(scores[predicted]), right))
 
     def compute_metrics(self, results: List[Tuple[Any, ...]]) -> Dict[str, float]:
-        columns = zip(*filter(None, results))
+        columns = zip(*filter(None, results)) if any(results) else [()] * 4
         self.predictions = Predictions(*(np.array(column, dtype=kind) for column, kind in zip(
             columns, (np.int64, np.int64, np.float64, bool))))
         return dict(ece=expected_calibration_error(self.predictions) * 100)

@@ -10,6 +10,7 @@ from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner, set_random_seed
 
+from ....backbones.weights.metadata import numbered
 from ...common.cli import UserError
 from ...common.paths import writable_folder
 from ..building import build, check_batch_size, made, process_options
@@ -156,6 +157,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
         if loader is not None:
             loader = loader.to_dict()
             loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader.setdefault('pin_memory', torch.cuda.is_available())
             loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
             if part == 'val' and loader.get('num_workers'):      # in training, no checkpoint holds their random states
                 loader.setdefault('persistent_workers', True)
@@ -189,7 +191,7 @@ def _dataset(config: Config, options: Dict[str, Any], part: str) -> Any:
         if not config.model.get('num_classes'):
             raise UserError(f'{part}_dataloader.dataset does not name its classes: give their number with '
                             '--cfg-options model.num_classes=N')
-        dataset.classes = [str(n) for n in range(config.model.num_classes)]
+        dataset.classes = numbered(config.model.num_classes)
     return dataset
 
 

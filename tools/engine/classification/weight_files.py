@@ -11,6 +11,8 @@ from ...common.cli import UserError, one_line
 # Arguments of TimmClassifier itself; all others are options of the timm model.
 WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation',
                      'trainable', 'channels_last', 'bce')
+# Keys under which MMEngine's Runner keeps weights: the average, and with EMA the raw ones.
+_RUNNERS = ('state_dict', 'ema_state_dict')
 # Arguments of timm's create_transform that decide how a test image is prepared.
 _SETTINGS = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'crop_border_pixels')
 
@@ -180,7 +182,7 @@ def own_metadata(content: WeightFile, path: str) -> Dict[str, Any]:
     Raises:
         WeightsError: An entry has a wrong type.
     """
-    if content.metadata or content.source != 'state_dict':
+    if content.metadata or content.source not in _RUNNERS:
         return content.metadata
     metadata = config_metadata(content.runner_meta.get('cfg'))
     if metadata and content.classes:
@@ -225,7 +227,8 @@ def _settings(transform: Dict[str, Any]) -> Dict[str, Any]:
     found = {'crop_mode': None, 'crop_border_pixels': None, **with_defaults(transform)}
     for key in ('mean', 'std'):
         value = found[key]
-        found[key] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        found[key] = value * 3 if len(value) == 1 else value
     return {**found, 'crop_mode': found['crop_mode'] or 'center'}
 
 
@@ -237,7 +240,7 @@ def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
     """
     from ....backbones.weights import WeightsError, read_metadata
     metadata = own_metadata(content, str(path))
-    if content.metadata or content.source != 'state_dict':
+    if content.metadata or content.source not in _RUNNERS:
         return metadata
     for file in sorted(path.parent.glob('*.py')) if not metadata else ():
         metadata = config_metadata(file.read_text('utf-8', 'replace'))
@@ -277,7 +280,7 @@ def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
 
 
 def config_metadata(text: Any) -> Dict[str, Any]:
-    """Return dict(model, options, transform) from the text of a config, or {} if it is not that of a classifier.
+    """Return dict(model, options, transform, multi_label) from the text of a config, {} if it is no classifier's.
 
     The text is not run; see `parse_config`.
     """
@@ -292,4 +295,5 @@ def config_metadata(text: Any) -> Dict[str, Any]:
     return dict(model=model['name'],
                 options={key: value for key, value in model.items() if key not in WRAPPER_ARGUMENTS},
                 transform={key: value for key, value in transform.items() if key != 'is_training'}
-                if isinstance(transform, dict) else None)
+                if isinstance(transform, dict) else None,
+                **(dict(multi_label=True) if isinstance(dataset, dict) and dataset.get('multi_label') else {}))
