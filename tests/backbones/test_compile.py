@@ -83,3 +83,10 @@ def test_weights_of_compiled_models_load_and_convert(file, wrap, tmp_path):
     assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
     if wrap == '{}':
         assert convert(path, tmp_path / 'converted.safetensors', other).weights.keys() == state.keys()
+
+
+def test_a_model_with_compiled_parts_loads_its_own_weights():
+    model = timm.create_model('test_ppma')
+    model.head = torch.compile(model.head, backend='eager')
+    assert any('_orig_mod.' in key for key in model.state_dict())
+    model.load_state_dict(model.state_dict())

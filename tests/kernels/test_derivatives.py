@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from subquad import kernels
-from subquad.kernels.dispatch import OPERATORS
+from subquad.kernels.dispatch import OPERATORS, chosen_backend
 from subquad.kernels.trees import Tree
 
 TREE = Tree([2, 2, -1], 2)
@@ -174,6 +174,13 @@ def test_compilation_alone_is_no_transform():
     inputs = [torch.randn(1, 2, 3, 5, 4) for _ in range(3)] + [-torch.rand(1, 2, 3, 5) for _ in range(2)]
     compiled = torch.compile(kernels.polyline_attention, backend='eager', fullgraph=True)
     assert torch.equal(compiled(*inputs), kernels.polyline_attention(*inputs)), 'not the export form'
+
+
+def test_transforms_keep_the_portable_form_where_it_is_plain():
+    chosen = []
+    torch.func.grad(lambda x: (chosen.append([chosen_backend(op, 'auto', x) for op in ('polyline_scan', 'eos_matmul')]),
+                               x.sum())[1])(torch.ones(2))
+    assert chosen == [['portable', 'export']]
 
 
 def test_compiled_transforms():

@@ -35,7 +35,7 @@ def _raises(error):
 
 
 @pytest.mark.parametrize('error, message', [
-    (ValueError('batch_size is 0'), 'batch_size is 0'), (RuntimeError('a\n b'), 'a b'),
+    (ValueError('batch_size is 0'), 'batch_size is 0'), (RuntimeError('a\n b'), 'a b'), (KeyError((1, 2)), 'no (1, 2)'),
     (OSError(errno.ENOSPC, 'No space left on device'), 'No space left on device'),
     (MemoryError(), 'MemoryError in `raise error`')])
 def test_errors_of_libraries(error, message, capsys):
