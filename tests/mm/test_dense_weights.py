@@ -191,7 +191,7 @@ def _config(tmp_path, data, files, hooks, **more):
     classes = dict(metainfo=dict(classes=('circle', 'star')))
     text = dict(load_from=str(files / 'detector.safetensors'), custom_hooks=hooks, allow_other_classes=True,
                 data_root=str(data), train_cfg=dict(max_epochs=1, val_interval=5),
-                optim_wrapper=dict(optimizer=dict(lr=0.), clip_grad=None),
+                optim_wrapper=dict(optimizer=dict(lr=1e-30), clip_grad=None),
                 model=dict(roi_head=dict(bbox_head=dict(num_classes=2), mask_head=dict(num_classes=2))),
                 **{f'{part}_dataloader': dict(dataset=dict(data_root=str(data), **classes))
                    for part in ('train', 'val', 'test')},

@@ -23,7 +23,7 @@ def test_the_items_are_those_of_the_batch(kind, step):
 def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
     from subquad.tools.engine.training import _explained
     error = RuntimeError('CUDA error: device-side assert triggered')
-    text = str(_explained(error, tmp_path, True, 'training state saved in x.pth'))
+    text = str(_explained(error, tmp_path, 'training state saved in x.pth'))
     assert text == ('an index is out of range on the GPU, most likely a label for which the model has no class; with '
                     'the environment variable CUDA_VISIBLE_DEVICES= training runs on the CPU, which names it; training '
                     'state saved in x.pth')
