@@ -15,6 +15,7 @@ from user_errors import command_error
 from subquad.backbones.weights import save_weights
 from subquad.tools import models, predict, stats, test, train
 from subquad.tools.common import cli
+from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification import evaluation
 
 
@@ -182,7 +183,8 @@ def test_wrong_configs_write_nothing(tmp_path):
     for text, message in cases:
         path = tmp_path / 'config.py'
         path.write_text(base.format(digits) + text + '\n')
-        command_error(train.main, [path, '--work-dir', work, '--epochs', '1'], message)
+        kind = ValueError if 'H and W' in message else UserError            # the network itself refuses the size
+        command_error(train.main, [path, '--work-dir', work, '--epochs', '1'], message, kind=kind)
         assert not work.exists(), text
     work.mkdir()
     (work / 'notes.txt').write_text('mine')
