@@ -4,17 +4,9 @@ The table `OPTIONS` of a family names every option that a caller or a weight fil
 The bounds are wide. They keep a typo or a damaged file from requesting a network that no machine can hold.
 """
 from difflib import get_close_matches
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 MIN_SIZE = 32
-
-# Former name of an option -> its name today, and the former names of its values. `check` refuses the former names.
-RENAMED: Dict[str, Tuple[str, Dict[str, str]]] = {
-    'mask': ('mask_mode', {'logit': 'additive', 'product': 'multiplicative'}),
-    'paths': ('paths', {'2d': 'both'}),
-    'parametrisation': ('parametrization', {}),
-    'shift': ('shifted_blocks', {}),
-}
 
 
 class Option(NamedTuple):
@@ -101,35 +93,21 @@ def check(owner: str, options: Options, given: Mapping[str, Any]) -> None:
         given: the values to check, by option name.
 
     Raises:
-        TypeError: a name is not an option, or is the former name of one.
+        TypeError: a name is not an option.
         ValueError: an option does not accept its value.
     """
     for name, value in given.items():
         if name not in options:
-            raise TypeError(_unknown_name(owner, options, name, value))
+            raise TypeError(_unknown_name(owner, options, name))
         if not options[name].accepts(value):
-            new = _renamed_value(name, value)
-            hint = f'; {value!r} was renamed to {new!r}' if new is not None and options[name].accepts(new) else ''
-            raise ValueError(f'{name} must be {options[name].allowed}, got {short_repr(value)}{hint}')
+            raise ValueError(f'{name} must be {options[name].allowed}, got {short_repr(value)}')
 
 
-def _unknown_name(owner: str, options: Options, name: str, value: Any) -> str:
+def _unknown_name(owner: str, options: Options, name: str) -> str:
     """The error message for a name that is not an option."""
-    new, values = RENAMED.get(name, (None, {}))
-    if new in options:
-        new_value = values.get(value, value) if isinstance(value, str) else value
-        return f'{owner}: the option {name} was renamed to {new}; pass {new}={short_repr(new_value)}'
     near = get_close_matches(str(name), options, 1)
     hint = f'; did you mean {near[0]!r}?' if near else f"; its options are {', '.join(options)}"
     return f'{owner} got an unexpected keyword argument {name!r}{hint}'
-
-
-def _renamed_value(name: str, value: Any) -> Optional[str]:
-    """The name today of a renamed value of option `name`, or None."""
-    for new, values in RENAMED.values():
-        if new == name and isinstance(value, str) and value in values:
-            return values[value]
-    return None
 
 
 # Options that all families of image backbones have.

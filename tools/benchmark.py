@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
                              'adds lines (default: ./%(default)s)')
     parser.add_argument('--no-save', action='store_true', help='only print the table')
     parser.add_argument('--one', metavar='PRESET', help=argparse.SUPPRESS)   # measure it here and print JSON
-    parser.add_argument('--contestants', nargs='*', help=argparse.SUPPRESS)
     return parser
 
 
@@ -82,8 +81,6 @@ def _print_list() -> None:
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    if args.contestants is not None:
-        raise UserError('--contestants has a new name: --implementations')
     if args.gpu_plan is not None:
         parts = list(gpu_plan.PARTS) if args.gpu_plan == 'all' else [args.gpu_plan]
         return gpu_plan.run(parts, args.out, args.dry_run)

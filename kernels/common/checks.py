@@ -1,9 +1,9 @@
 """Argument checks that operators share: each error names the argument, its value and what is allowed."""
 import math
 import os
-from functools import lru_cache, wraps
+from functools import lru_cache
 from numbers import Real
-from typing import Callable, Mapping, Optional, ParamSpec, Sequence, TypeVar
+from typing import Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -16,35 +16,12 @@ _LARGE = 1 << 30
 # What several operators allow: how the decay enters the softmax, and which polylines the mask follows.
 MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'h2v')
-# Values of arguments that had other names before version 0.1.
-_RENAMED_VALUES = {'logit': 'additive', 'product': 'multiplicative', 'column_first': 'v2h', 'row_first': 'h2v',
-                   '2d': 'both'}
-P, R = ParamSpec('P'), TypeVar('R')
-
-
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate an operator so that the old name of an argument raises a TypeError with its new name.
-
-    Args:
-        names: old name = new name.
-    """
-    def decorate(op: Callable[P, R]) -> Callable[P, R]:
-        @wraps(op)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in kwargs:
-                if old in names:
-                    raise TypeError(f'{op.__name__}: argument {old!r} was renamed to {names[old]!r}')
-            return op(*args, **kwargs)
-        return checked
-    return decorate
 
 
 def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
-    """Check that a value is one of those allowed; for a renamed value, the error names the new one."""
+    """Check that a value is one of those allowed."""
     if value not in allowed:
-        new = _RENAMED_VALUES.get(value) if isinstance(value, str) else None
-        hint = f' ({value!r} was renamed to {new!r})' if new in allowed else ''
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def flag(op: str, name: str, value: bool) -> None:

@@ -13,7 +13,6 @@ register('crisscross_attention', {
 }, launch.head_too_wide)
 
 
-@checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode', order='paths')
 def crisscross_attention(
         q: Tensor,
         k: Tensor,

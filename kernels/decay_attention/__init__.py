@@ -14,7 +14,6 @@ register('decay_attention', {
 }, launch.head_too_wide)
 
 
-@checks.renamed(a='log_decay', mask='mask_mode')
 def decay_attention(
         q: Tensor,
         k: Tensor,

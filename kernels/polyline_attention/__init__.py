@@ -13,7 +13,6 @@ register('polyline_attention', {
 }, launch.head_too_wide)
 
 
-@checks.renamed(a='log_alpha', b='log_beta', mask='mask_mode')
 def polyline_attention(
         q: Tensor,
         k: Tensor,

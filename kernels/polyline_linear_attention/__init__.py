@@ -13,7 +13,6 @@ register('polyline_linear_attention', {
 })
 
 
-@checks.renamed(a='log_alpha', b='log_beta', order='paths')
 def polyline_linear_attention(
         q: Tensor,
         k: Tensor,

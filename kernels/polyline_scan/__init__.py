@@ -15,7 +15,6 @@ register('polyline_scan', {
 })
 
 
-@checks.renamed(a='log_alpha', b='log_beta', c='log_gamma', order='paths')
 def polyline_scan(
         x: Tensor,
         log_alpha: Tensor,

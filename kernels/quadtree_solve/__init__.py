@@ -18,7 +18,6 @@ register('quadtree_solve', {
 })
 
 
-@checks.renamed(parametrisation='parametrization')
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
                    rho: float = RHO, mask: Optional[Tensor] = None, shift: Sequence[int] = (0, 0),
                    backend: str = 'auto') -> List[Tensor]:

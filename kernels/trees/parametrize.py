@@ -49,7 +49,6 @@ def _max_children(x: Tensor, level: Level) -> Tensor:
     return F.max_pool2d(x, 2, padding=padding, ceil_mode=True)
 
 
-@checks.renamed(parametrisation='parametrization')
 def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rho: Union[float, Tensor] = RHO,
                 hermitian: bool = False) -> Tuple[Optional[Tensor], Tensor, Tensor]:
     """Compute blocks A, B and C for `tree_solve` whose pivots cannot vanish.

@@ -10,7 +10,6 @@ from subquad.backbones import LCSM, PPMA, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.hierarchical import HierarchicalBackbone
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.options import check
-from subquad.backbones.weights import WeightsError, check_options
 
 FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_lcsm': LCSM, 'test_mobilevitv2': MobileViTv2,
             'myo_sequence': MyoSequence}
@@ -133,36 +132,6 @@ def test_unknown_options_get_a_suggestion(name, wrong, near):
         timm.create_model(name, **{wrong: 1})
     with pytest.raises(TypeError, match=f"{FAMILIES[name].__name__} got an unexpected .*; did you mean '{near}'"):
         check(FAMILIES[name].__name__, FAMILIES[name].OPTIONS, {wrong: 1})
-
-
-RENAMED = [
-    ('test_ppma', dict(mask='logit'), TypeError, "mask was renamed to mask_mode; pass mask_mode='additive'"),
-    ('test_ppma', dict(mask='product'), TypeError, "mask was renamed to mask_mode; pass mask_mode='multiplicative'"),
-    ('test_ppma', dict(mask_mode='logit'), ValueError, "got 'logit'; 'logit' was renamed to 'additive'"),
-    ('test_ppma', dict(mask_mode='product'), ValueError, "got 'product'; 'product' was renamed to 'multiplicative'"),
-    ('test_ppma', dict(paths='2d'), ValueError, "got '2d'; '2d' was renamed to 'both'"),
-    ('test_myo', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
-    ('test_myo', dict(shift=False), TypeError, 'shift was renamed to shifted_blocks; pass shifted_blocks=False'),
-    ('myo_sequence', dict(parametrisation='skew'), TypeError, "pass parametrization='skew'"),
-]
-
-
-@pytest.mark.parametrize('name, options, error, message', RENAMED, ids=str)
-def test_a_former_name_raises_an_error_that_names_the_new_one(name, options, error, message):
-    with pytest.raises(error, match=message) as caught:
-        timm.create_model(name, device='meta', **options)
-    assert '\n' not in str(caught.value)
-
-
-@pytest.mark.parametrize('name, options, error, message', RENAMED, ids=str)
-def test_a_weight_file_with_a_former_name_is_refused(name, options, error, message):
-    with pytest.raises(WeightsError, match=message):
-        check_options(name, options, 'old.safetensors')
-
-
-def test_a_former_name_of_another_family_is_an_unknown_name():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
-        timm.create_model('test_ppma', shift=True, device='meta')
 
 
 def test_long_values_are_cut_in_messages():

@@ -221,29 +221,6 @@ def test_wrong_arguments_are_refused():
             call()
 
 
-@pytest.mark.parametrize('op, old, new', [
-    *((op, 'a', 'log_alpha') for op in ('crisscross_attention', 'polyline_attention', 'polyline_scan',
-                                        'polyline_linear_attention')),
-    ('decay_attention', 'a', 'log_decay'), ('polyline_attention', 'b', 'log_beta'), ('polyline_scan', 'c', 'log_gamma'),
-    *((op, 'mask', 'mask_mode') for op in ('decay_attention', 'crisscross_attention', 'polyline_attention')),
-    *((op, 'order', 'paths') for op in ('crisscross_attention', 'polyline_scan', 'polyline_linear_attention')),
-    ('quadtree_solve', 'parametrisation', 'parametrization')])
-def test_old_argument_names_raise_an_error_with_the_new_name(op, old, new):
-    with pytest.raises(TypeError, match=f"^{op}: argument '{old}' was renamed to '{new}'$"):
-        getattr(kernels, op)(**{old: None})
-
-
-@pytest.mark.parametrize('op, name, old, new', [
-    *((op, 'mask_mode', old, new) for op in ('decay_attention', 'crisscross_attention', 'polyline_attention')
-      for old, new in (('logit', 'additive'), ('product', 'multiplicative'))),
-    ('crisscross_attention', 'paths', 'column_first', 'v2h'), ('crisscross_attention', 'paths', 'row_first', 'h2v'),
-    ('polyline_attention', 'paths', '2d', 'both')])
-def test_old_values_raise_an_error_with_the_new_value(op, name, old, new):
-    q, k, v, *logs = attention_inputs(2, 3)
-    with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{old}' \\('{old}' was renamed to '{new}'\\)"):
-        getattr(kernels, op)(q, k, v, *logs[:1 if op == 'decay_attention' else 2], **{name: old})
-
-
 def test_use_backend_overrides_auto_only(monkeypatch):
     calls = []
     monkeypatch.setitem(OPERATORS['polyline_scan'].implementations, 'reference', lambda *args: calls.append(args))

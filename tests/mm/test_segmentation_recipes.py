@@ -19,7 +19,6 @@ from dense_cases import build_on_meta, load_segmentation
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
-from training_cases import fails
 
 FOLDER = FOLDERS / 'segmentation'
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
@@ -34,19 +33,6 @@ def config_of(name):
 @pytest.fixture(autouse=True)
 def mmseg_scope():
     init_default_scope('mmseg')
-
-
-@pytest.mark.parametrize('old, new', [
-    ('upernet_ppma-t_160k_ade20k-512x512', 'upernet_ppma-t_8xb2-160k_ade20k-512x512'),
-    ('configs/segmentation/upernet_myo-s_160k_ade20k-512x512.py', 'upernet_myo-s_8xb2-160k_ade20k-512x512'),
-    ('upernet_ppma-b_160k_cityscapes-1024x1024', 'upernet_ppma-b_8xb1-160k_cityscapes-1024x1024'),
-    ('pspnet_mobilevitv2-175_ade20k-512x512', 'pspnet_mobilevitv2-175_4xb4-120e_ade20k-512x512'),
-    ('deeplabv3_mobilevitv2-050_voc12-coco-512x512', 'deeplabv3_mobilevitv2-050_4xb32-50e_voc12-coco-512x512')])
-def test_old_config_names_raise_errors_with_the_new_name(old, new):
-    from subquad.tools import stats, test, train
-    for command in (train.main, stats.main, lambda arguments: test.main([*arguments, 'weights.pth'])):
-        fails([old], f'now called {new}$', command)
-    fails(['upernet_ppma-x_160k_ade20k-512x512'], 'did you mean')
 
 
 def test_troubleshooting_base_config_loads(tmp_path):

@@ -105,15 +105,6 @@ def test_options_of_dense_configs(capsys):
     assert 'model.test_cfg.crop_size: the key is not in the config and is added' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('module', ['subquad.tools.classification', 'subquad.tools.classification.hooks'])
-@pytest.mark.parametrize('allowed', [True, False])
-def test_custom_imports_of_a_moved_module_name_the_new_ones(module, allowed, tmp_path):
-    path = tmp_path / 'old.py'
-    path.write_text(f'custom_imports = dict(imports=[{module!r}], allow_failed_imports={allowed})\n')
-    with pytest.raises(UserError, match='has moved: .* subquad.tools.data.registry and subquad.tools.engine.registry'):
-        load(str(path))
-
-
 def test_config_files_may_have_own_variables(tmp_path, capsys):
     path = tmp_path / 'config.py'
     base = f'_base_ = {str(find(DIGITS))!r}\n'

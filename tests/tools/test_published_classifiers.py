@@ -97,7 +97,8 @@ def test_test_takes_published_weights(tmp_path, monkeypatch, capsys):
     model = timm.create_model('test_ppma', num_classes=10)
     save_authors_file(timm.create_model('test_ppma', num_classes=10), tmp_path / 'best.pth', model)
     torch.save(model.state_dict(), tmp_path / 'average.pth')
-    publish(monkeypatch, 'test_ppma.ten', num_classes=10)
+    publish(monkeypatch, 'test_ppma.ten', num_classes=10, input_size=(3, 32, 32), mean=(0.3,) * 3, std=(0.4,) * 3,
+            interpolation='bilinear')                    # as the config, which the file without a transform takes
     serve(monkeypatch, {'test_ppma.ten': tmp_path / 'best.pth'})
     results = []
     for name in ('test_ppma.ten', str(tmp_path / 'average.pth')):
@@ -105,7 +106,7 @@ def test_test_takes_published_weights(tmp_path, monkeypatch, capsys):
         out, said = capsys.readouterr()
         results.append(json.loads(out))
         assert ('test_ppma.ten: its averaged weights (model_ema) are read' in said) == (name == 'test_ppma.ten')
-    assert results[0].keys() == results[1].keys()        # the transforms differ: one file does not record its own
+    assert results[0] == results[1]
     assert 'there are no weights test_ppma.eleven' in command_error(test.main, ['test-ppma_digits', 'test_ppma.eleven'])
 
 

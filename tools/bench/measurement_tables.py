@@ -23,7 +23,6 @@ _SUMMARY = (
 )
 # From this time on, the order of the timed calls changes from round to round (commit 27ba197e02).
 _RANDOM_ORDER_SINCE = '2026-11-21T12:09'
-_RENAMED_FIELDS = {'figures': 'metrics', 'what': 'description'}
 
 
 def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]:
@@ -42,15 +41,12 @@ def _record(line: str, place: str) -> Dict[str, Any]:
     """Read one record.
 
     Raises:
-        UserError: The line is damaged, its fields have the names of an older version, or its preset does not exist.
+        UserError: The line is damaged, or its preset does not exist.
     """
     try:
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f'{place}: the record is damaged ({error})') from error
-    for old, new in _RENAMED_FIELDS.items():
-        if old in record:
-            raise UserError(f'{place}: the field {old!r} of a record was renamed to {new!r}')
     if record['preset'] not in PRESETS:
         raise UserError(f"{place}: there is no preset {record['preset']!r} (subquad benchmark --list)")
     return record

@@ -4,7 +4,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from subquad_cli import config_names, package_folder
 
@@ -15,13 +15,6 @@ from .config_options import check_entries, check_options, read_entries
 # Entries that act while a config file is read, or that only other entries of the file use.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',
                   *(f'{part}_pipeline' for part in ('train', 'val', 'test')))
-# Patterns of earlier names of segmentation configs, which lacked batch size and schedule, and their new names.
-_RENAMED = ((r'(upernet_\w+-\w)_160k_(ade20k-512x512)', r'\1_8xb2-160k_\2'),
-            (r'(upernet_\w+-\w)_160k_(cityscapes-1024x1024)', r'\1_8xb1-160k_\2'),
-            (r'(\w+_mobilevitv2-\d+)_(ade20k-512x512)', r'\1_4xb4-120e_\2'),
-            (r'(\w+_mobilevitv2-\d+)_(voc12-coco-512x512)', r'\1_4xb32-50e_\2'))
-# Modules of `custom_imports` that have moved.
-_MOVED = {'subquad.tools.classification': ('subquad.tools.data.registry', 'subquad.tools.engine.registry')}
 
 
 def configs_folder() -> Path:
@@ -38,7 +31,7 @@ def find(name: str) -> Path:
     """Return the config file at a path, or the package's config of that name.
 
     Raises:
-        UserError: There is no such config. The error gives the nearest names, or the new name of a renamed config.
+        UserError: There is no such config. The error gives the nearest names.
     """
     path = expanded(name)
     try:
@@ -50,11 +43,6 @@ def find(name: str) -> Path:
         if path.parent == Path() and candidate.stem == path.name.removesuffix('.py'):
             return candidate
     known = known_configs()
-    for pattern, replacement in _RENAMED:
-        old = path.name.removesuffix('.py')
-        new = re.sub(f'^{pattern}$', replacement, old)
-        if new != old and new in known:
-            raise UserError(f'no config file {name!r}: this config is now called {new}')
     raise UserError(f"no config file {name!r}{nearest(path.stem, known)} (subquad configs lists them)")
 
 
@@ -81,7 +69,6 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
         _check_bases(path)
         with quiet():                              # for what imported modules print
             config = Config.fromfile(str(path))
-        _check_imports(config, path)
         check_keys(config, path)
         if _trains_classifier(config):
             with quiet():                          # the check imports the classes whose arguments it compares
@@ -96,9 +83,6 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None, change: Optional
     except UserError:
         raise
     except (Exception, SystemExit) as error:       # a config is a program and can raise anything
-        for old, new in _MOVED.items():
-            if f"'{old}'" in str(error) or f"'{old}." in str(error):
-                raise _moved_error(path, old, new) from error
         for library in ('mmdet', 'mmseg', 'mmcv'):
             if library in str(error):
                 need(library)
@@ -124,19 +108,6 @@ def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
         for base in Config._get_base_files(str(path)):
             if '::' not in base:                          # a file of MMDetection or MMSegmentation
                 _check_bases(path.parent / base, (*above, path))
-
-
-def _moved_error(path: Path, old: str, new: Sequence[str]) -> UserError:
-    return UserError(f'{path}: {old} has moved: custom_imports must name {" and ".join(new)}')
-
-
-def _check_imports(config, path: Path) -> None:
-    """Refuse a moved module also where `allow_failed_imports` hides that it is missing."""
-    imports = (config.get('custom_imports') or {}).get('imports') or ()
-    for name in [imports] if isinstance(imports, str) else imports:
-        for old, new in _MOVED.items():
-            if str(name) == old or str(name).startswith(f'{old}.'):
-                raise _moved_error(path, old, new)
 
 
 def check_keys(config, path: Path) -> None:
