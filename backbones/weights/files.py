@@ -290,7 +290,8 @@ def save_state_dict(weights: Dict[str, Tensor], path: PathLike, metadata: Option
     if Path(path).suffix != '.safetensors':
         raise ValueError(f'{shorten_path(path)} must end in .safetensors, because this is the format of the file')
     with write_atomically(path) as temporary:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        # Copies, because safetensors refuses tied weights, which share memory.
+        tensors = {name: tensor.detach().to('cpu', copy=True).contiguous() for name, tensor in weights.items()}
         # transformers reads only files whose metadata name the format.
         save_file(tensors, temporary, {'format': 'pt', METADATA_KEY: json.dumps(metadata or {})})
         _sort_metadata(temporary)

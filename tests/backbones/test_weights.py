@@ -18,6 +18,7 @@ from subquad.backbones.weights import (
     read_file,
     save_weights,
 )
+from subquad.backbones.weights.metadata import check_transform
 
 
 @pytest.fixture
@@ -39,6 +40,19 @@ def test_saved_weights_and_metadata_are_read_back(model, tmp_path):
     load_weights(other, path)
     assert _same(model, other)
     assert [p.name for p in tmp_path.iterdir()] == ['w.safetensors']
+
+
+def test_tied_weights_are_saved(tmp_path):
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    save_weights(tied, tmp_path / 'tied.safetensors')
+    weights, *_ = read_checkpoint(tmp_path / 'tied.safetensors')
+    assert torch.equal(weights['1.weight'], weights['0.weight']) and torch.equal(weights['0.weight'], tied[0].weight)
+
+
+def test_an_interpolation_that_timm_does_not_have_is_refused():
+    with pytest.raises(WeightsError, match='interpolation'):
+        check_transform({'interpolation': 'random'}, 'w.safetensors')
 
 
 def test_equal_weights_give_equal_files(model, tmp_path):
