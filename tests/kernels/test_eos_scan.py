@@ -3,6 +3,7 @@ import pytest
 import torch
 from eos_cases import NAMES, call, inputs, values_and_gradients
 from helpers import assert_close
+from pairwise import pairwise
 
 from subquad.kernels import eos_elementwise, eos_matmul
 from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank, small_memories
@@ -22,18 +23,14 @@ def _check(name, tensors, backend, tolerance=1e-10, direction='forward', **optio
 
 # --- values and gradients
 
-@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('backend', ['portable', 'export'])
+@pairwise('backend, name, direction', ['portable', 'export'], NAMES, ['forward', 'reverse', 'both'])
 def test_values_and_gradients(name, direction, backend):
     """Lines of one token, of one chunk, and of several with a part of one at the end."""
     for length in (1, 7, 70):
         _check(name, inputs(name, length, batch=2 if length < 70 else 1), backend, direction=direction, chunk=16)
 
 
-@pytest.mark.parametrize('direction', ['forward', 'reverse'])
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('backend', ['portable', 'export'])
+@pairwise('backend, name, direction', ['portable', 'export'], NAMES, ['forward', 'reverse'])
 def test_initial_and_final_state(name, direction, backend):
     for length in (1, 5, 70):
         tensors, state = inputs(name, length, batch=1), torch.randn(1, 3, 4, 5, dtype=torch.float64)
@@ -202,10 +199,10 @@ def test_float32(name):
         assert_close(actual, wanted, 1e-5)
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
-@pytest.mark.parametrize('name', [name for name in NAMES if 'bank' not in name])
-@pytest.mark.parametrize('backend', ['portable', 'export'])
-def test_half_types(name, dtype, tolerance, backend):
+@pairwise('backend, name, dtype', ['portable', 'export'], [name for name in NAMES if 'bank' not in name],
+          [torch.bfloat16, torch.float16])
+def test_half_types(name, dtype, backend):
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
     tensors = inputs(name, 80, 8, 8, 1, 2, dtype, 0.2)
     expected, expected_grads = values_and_gradients(name, [x.double() for x in tensors], 'reference', 'both')
     (y,), grads = values_and_gradients(name, tensors, backend, 'both')

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_close
 from operator_cases import CALLS, TOLERANCE, attention_inputs, run, weighted_sum
+from pairwise import pairwise
 
 from subquad import kernels
 from subquad.kernels.dispatch import OPERATORS
@@ -20,9 +21,7 @@ def _run(call, inputs, backend):
     return y, [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads)]
 
 
-@pytest.mark.parametrize('grid', GRIDS)
-@pytest.mark.parametrize('name', CALLS)
-@pytest.mark.parametrize('backend', ['portable', 'export'])
+@pairwise('backend, name, grid', ['portable', 'export'], CALLS, GRIDS)
 def test_values_and_gradients(name, grid, backend):
     inputs = attention_inputs(*grid)
     y, grads = _run(CALLS[name], inputs, 'reference')
@@ -32,9 +31,7 @@ def test_values_and_gradients(name, grid, backend):
         assert (actual - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
 
 
-@pytest.mark.parametrize('dtype', DTYPES[1:])
-@pytest.mark.parametrize('name', CALLS)
-@pytest.mark.parametrize('backend', ['portable', 'export', 'reference'])
+@pairwise('backend, name, dtype', ['portable', 'export', 'reference'], CALLS, DTYPES[1:])
 def test_dtypes(name, dtype, backend):
     inputs = attention_inputs(5, 6, dtype)
     expected, grads = _run(CALLS[name], [x.double() for x in inputs], 'reference')
