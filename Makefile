@@ -10,14 +10,16 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 MODEL ?= subquad_mobilevitv2_050
-# Processes that `make test` runs side by side, with one thread each.
+# Processes that `make test` runs side by side, with one thread each. A process that has nothing left to do takes over tests
+# of the busiest one; otherwise the tests of a file stay together, with the weights and data that they share.
 JOBS ?= auto
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=30
 
 # Threads of libgomp wait for each other by spinning, which is many times slower when other programs use the same cores.
 # A short spin has no measurable cost on an idle machine.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo export mm test test-slow test-network test-lowest test-litert test-timm docs dev lint clean
+.PHONY: help demo export mm test test-more test-slow test-network test-lowest test-litert test-timm docs dev lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -31,12 +33,15 @@ export: $(VENV)/.subquad-export
 mm: $(VENV)/.subquad-mm
 
 test: $(VENV)/.subquad-test lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
+	$(PYTEST) -m 'not slow'
 
-# All tests. The slow ones run one after the other, with all threads.
-test-slow: $(VENV)/.subquad-test test-lowest
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
-	$(PY) -m pytest -m slow
+# What `make test` leaves out and continuous integration runs.
+test-more: $(VENV)/.subquad-test
+	$(PYTEST) -m 'slow and not long'
+
+# All tests. The long ones run one after the other, with all threads.
+test-slow: test test-more test-lowest
+	$(PY) -m pytest -m long
 
 # Download published weights and compare them with what is known of them.
 test-network: $(VENV)/.subquad-test

@@ -16,8 +16,12 @@ if not torch.cuda.is_available() and 'triton' not in sys.modules:
 import subquad  # noqa: F401  (before timm: it works around a mismatched torchvision)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests that need a network, unless -m names them."""
+    """Long tests are slow, too. Leave out the tests that need a network, unless -m names them."""
+    for item in items:
+        if item.get_closest_marker('long'):
+            item.add_marker('slow')
     if 'network' not in config.option.markexpr:
         needy = [item for item in items if item.get_closest_marker('network')]
         config.hook.pytest_deselected(items=needy)

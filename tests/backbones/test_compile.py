@@ -26,7 +26,7 @@ def test_a_compiled_network_takes_a_second_size_without_inductor():
     _two_sizes('test_mobilevitv2', backend='aot_eager')
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo', 'test_lcsm'])
 def test_a_compiled_network_takes_a_second_size(name):
     _two_sizes(name)

@@ -83,7 +83,7 @@ def test_killed_downloads(server, weights):
     _kill(server, weights, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_downloads_50_times(server, weights):
     finished = _kill(server, weights, 50)
     assert 0 < finished < 50, 'the moments are spread over the download and its end'

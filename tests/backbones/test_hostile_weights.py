@@ -188,7 +188,7 @@ def test_mutated_files_load_or_raise_weights_error(python, tmp_path):
     _walk(python, tmp_path, 100_000, 450, 50)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('part', range(10))
 def test_thousands_of_mutated_files_load_or_raise_weights_error(part, python, tmp_path):
     print(_walk(python, tmp_path, part * 1000, 850, 100))

@@ -130,7 +130,7 @@ def test_segmenters_find_shapes(name, tmp_path, no_network, capsys):
     assert json.loads(capsys.readouterr().out)['mIoU'] == pytest.approx(recorded['mIoU'], abs=10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('name', [*DETECTORS, *SEGMENTERS])
 def test_all_validation_images_give_the_recorded_figures(name, tmp_path, no_network, capsys):
     weights = WEIGHTS[name]

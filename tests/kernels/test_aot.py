@@ -55,7 +55,7 @@ def test_compiles_for_other_targets(target, spills_known, python):
     _assert_compiled(resources, ALL_KERNELS, spills_known)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('target', ['cuda:80', 'cuda:90'])
 def test_no_shipped_configuration_spills_or_repeats_work(target, python):
     """For heads of 16 to 64 channels. Attention of 128 channels, which no network here has, may spill a little."""

@@ -84,7 +84,7 @@ def test_sizes(name, length, keys, dim, direction):
     _check(name, _inputs(name, length, keys, dim, heads=1, decay=0.3), direction)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('length', [1, 2, 7, 14, 33, 64, 65, 130])
 @pytest.mark.parametrize('keys', [1, 3, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize('name', SOME)

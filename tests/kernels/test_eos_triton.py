@@ -130,7 +130,7 @@ def test_a_long_line():
     assert_close(last, expected_last, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('direction', DIRECTIONS)
 @pytest.mark.parametrize('length', [1, 2, 7, 14, 16, 33, 56, 64, 65, 130, 200])
 def test_sizes(length, direction):

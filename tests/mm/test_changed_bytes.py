@@ -109,7 +109,7 @@ def test_one_changed_byte_is_refused_or_has_no_effect(tmp_path, monkeypatch):
     _walk(tmp_path, range(50), monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings('ignore')
 def test_one_changed_byte_in_2000_files_is_refused_or_has_no_effect(tmp_path, monkeypatch):
     _walk(tmp_path, range(1000, 3000), monkeypatch)

@@ -52,7 +52,7 @@ def test_training_learns_and_is_repeatable(trained, tmp_path, capsys):
     assert (tmp_path / 'last.safetensors').read_bytes() != again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('model, least', [('ppma', 97.5), ('mobilevitv2', 95)])
 def test_learns_mnist5k(model, least, tmp_path, capsys):
     start = time.process_time()
@@ -290,7 +290,7 @@ def test_tools_run_as_modules():
     assert done.returncode == 2 and done.stderr.strip().count('\n') == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_reaches_97_percent(tmp_path, capsys):
     shipped, trained = _demo_accuracies(capsys, '--out', str(tmp_path))
     assert shipped >= 97 and trained >= 97

@@ -267,7 +267,7 @@ def test_killed_trainings_end_with_the_weights_of_an_undisturbed_run(images, tmp
     _check_kills(2, images, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_killed_trainings_end_with_the_weights_of_an_undisturbed_run(images, tmp_path):
     _check_kills(10, images, tmp_path)
 

@@ -37,7 +37,7 @@ def test_forms_that_store_all_memories_compute_the_same(kind):
     torch.testing.assert_close(form.output(*inputs), form.materialized(*inputs))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_time_grows_with_the_length():
     """Processor time of one thread, from 1,024 to 16,384 tokens. The best of three attempts counts, because programs
     share the caches."""
