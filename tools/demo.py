@@ -26,7 +26,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = parser.parse_args(argv)
     from .data.digits import write_digits
     from .engine.config import load
-    from .engine.training import run_training
+    from .engine.training.run import run_training
     out, config, weights = writable_folder(args.out), load(CONFIG), PRETRAINED
     images = out / 'images'
     files = write_digits(images, SHOWN)

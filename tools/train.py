@@ -9,7 +9,7 @@ from .common.cli import UserError
 from .common.paths import expanded
 from .engine.config import find
 from .engine.config_arguments import add_config_arguments, config_with_options
-from .engine.loggers import LOGGERS, use_loggers
+from .engine.training.loggers import LOGGERS, use_loggers
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -17,9 +17,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = _parser().parse_args(argv)
     _check(args)
     config = config_with_options(args)
-    from .engine.messages import resume_command
-    from .engine.schedule import scale_schedule, use_mixed_precision
-    from .engine.training import run_training
+    from .engine.training.messages import resume_command
+    from .engine.training.run import run_training
+    from .engine.training.schedule import scale_schedule, use_mixed_precision
     if args.epochs:
         scale_schedule(config, args.epochs)
     if args.seed is not None:
@@ -43,7 +43,7 @@ def _set_start(config, args: argparse.Namespace, work_dir: str) -> None:
 
     With --pretrained and --resume, it resumes if the run has a checkpoint.
     """
-    from .engine.runner_checkpoints import checkpoint_to_resume, latest_checkpoint
+    from .engine.checkpoints.runner_checkpoints import checkpoint_to_resume, latest_checkpoint
     both = args.weights and args.resume is not None
     if args.weights and not (both and latest_checkpoint(expanded(work_dir))):
         config.load_from, config.resume = args.weights, False
@@ -123,7 +123,7 @@ def _show(config, args: argparse.Namespace) -> None:
     """Print what the config would train."""
     from .common.output import dumps
     from .engine.config_arguments import is_classifier
-    from .engine.dry_run import dry_run, print_dry_run
+    from .engine.training.dry_run import dry_run, print_dry_run
     if not is_classifier(config):
         raise UserError(f'--dry-run is for classifiers, and {args.config} trains a detector or segmenter')
     found = dry_run(config, args.processes or int(os.environ.get('WORLD_SIZE', 1)))
@@ -135,7 +135,7 @@ def _show(config, args: argparse.Namespace) -> None:
 
 def _work_dir(args: argparse.Namespace) -> str:
     """Return runs/CONFIG, or the folder of the run if its own config is resumed."""
-    from .engine.runner_checkpoints import latest_checkpoint
+    from .engine.checkpoints.runner_checkpoints import latest_checkpoint
     folder = find(args.config).parent
     if args.resume == '' and (latest_checkpoint(folder) or any(folder.glob('*.pth'))):
         return str(folder)

@@ -4,8 +4,8 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 
 from .common.cli import UserError
 from .common.output import add_row, dumps, print_table
-from .engine.hub_folder import add_push_arguments, push_command
-from .engine.weight_conversion import add_convert_arguments, convert_command
+from .engine.weights.conversion import add_convert_arguments, convert_command
+from .engine.weights.hub_folder import add_push_arguments, push_command
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -27,7 +27,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 def _list(args: argparse.Namespace) -> None:
     """List published weights with the figures that their authors report."""
-    from .engine.weight_catalog import describe, matching
+    from .engine.weights.catalog import describe, matching
     rows = [describe(weights) for weights in matching(args.filter) if args.task in (None, weights.task)]
     if args.json:
         print(dumps(rows, indent=2))
@@ -44,7 +44,7 @@ def _list(args: argparse.Namespace) -> None:
 def _info(args: argparse.Namespace) -> None:
     """Show all that is known of a file: source, license, preprocessing, hash."""
     from ..backbones.weights.registry import find
-    from .engine.weight_catalog import describe
+    from .engine.weights.catalog import describe
     row = describe(find(args.name))
     if args.json:
         print(dumps(row, indent=2))
@@ -57,7 +57,7 @@ def _info(args: argparse.Namespace) -> None:
 
 def _download(args: argparse.Namespace) -> None:
     """Download weights that are not in the cache, check their hashes and print their paths."""
-    from .engine.weight_catalog import download, named
+    from .engine.weights.catalog import download, named
     rows = []
     for weights in named(args.names):
         rows.append(download(weights, args.update))
@@ -69,7 +69,7 @@ def _download(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     """Check the hashes of weights in the cache, without a network; exit with 1 if one is wrong or missing."""
-    from .engine.weight_catalog import GOOD, in_cache, named, verify
+    from .engine.weights.catalog import GOOD, in_cache, named, verify
     states = {weights.name: verify(weights) for weights in (named(args.names) if args.names else in_cache())}
     if args.json or not states:
         print(dumps(states, indent=2) if args.json else 'no published weights are in the cache')

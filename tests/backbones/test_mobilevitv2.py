@@ -6,7 +6,7 @@ from helpers import assert_close
 from torch import nn
 
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
-from subquad.tools.engine.counting import count
+from subquad.tools.engine.counting.counts import count
 
 # By width: parameters, parameters of the classifier, parameters with a classifier for ImageNet-21k; GMACs without and
 # with norms at 256, and at 384.

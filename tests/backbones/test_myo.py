@@ -12,7 +12,7 @@ from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.mixers.scan import ScanMixer, hippo_normal_eigenvalues
 from subquad.backbones.mixers.tree_sequence import Nodes, TreeSequenceMixer
 from subquad.kernels.trees import PARAMETRIZATIONS, common_ancestor_levels, grid_order, quadtree_levels
-from subquad.tools.engine.counting import count
+from subquad.tools.engine.counting.counts import count
 
 PARAMETERS = {'myo_tiny': 14e6, 'myo_small': 27e6, 'myo_base': 54e6}
 

@@ -14,7 +14,7 @@ from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn
 from subquad.kernels.common import launch
-from subquad.tools.engine.counting import count
+from subquad.tools.engine.counting.counts import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
 PARAMETERS = {'ppma_tiny': 14_335_272, 'ppma_small': 26_969_472, 'ppma_base': 54_158_524}

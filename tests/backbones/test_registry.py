@@ -12,7 +12,7 @@ from subquad.backbones.weights import WeightsError
 from subquad.backbones.weights.cache import sha256_of
 from subquad.backbones.weights.download import SHIPPED
 from subquad.backbones.weights.registry import FORMATS, TASKS, WEIGHTS, find, of_arch
-from subquad.tools.engine.counting import REPORTED
+from subquad.tools.engine.counting.counts import REPORTED
 
 ROWS = list(WEIGHTS.values())
 

@@ -18,7 +18,7 @@ from subquad.backbones.weights import WeightsError, load_weights, read_checkpoin
 from subquad.backbones.weights.convert import convert
 from subquad.backbones.weights.download import fetch, forget
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume
+from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume
 
 OPTIONS = dict(dims=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], mlp_ratios=[1, 1, 1, 1],
                attention=['crisscross', 'crisscross', 'full', 'full'])

@@ -18,9 +18,9 @@ from mmengine.registry import MODELS, DefaultScope
 
 from subquad.tools import stats
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine import building
 from subquad.tools.engine.config import configs_folder, load
-from subquad.tools.engine.counting_configs import REPORTED, count_config
+from subquad.tools.engine.counting.counting_configs import REPORTED, count_config
+from subquad.tools.engine.training import building
 
 FOLDER = configs_folder() / 'detection'
 NAMES = sorted(path.stem for path in FOLDER.glob('*.py'))

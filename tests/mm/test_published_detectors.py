@@ -26,7 +26,7 @@ from subquad.backbones.mm.published_keys import to_published_keys, translate_key
 from subquad.backbones.weights import WeightsError, read_file
 from subquad.backbones.weights.convert import convert
 from subquad.tools.engine.config import find, load
-from subquad.tools.engine.starting_weights import StartHook
+from subquad.tools.engine.weights.starting_weights import StartHook
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 

@@ -103,7 +103,7 @@ def run_train(arguments, log, slowly=False, environment=()):
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (open(n, 'w', buffering=1, closefd=False) for n in (1, 2))
     if slowly:
-        from subquad.tools.engine import runner_checkpoints
+        from subquad.tools.engine.checkpoints import runner_checkpoints
         runner_checkpoints.open = _open_slowly
     run(train.main, [str(argument) for argument in arguments])
 

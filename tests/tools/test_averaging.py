@@ -5,7 +5,7 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from subquad.tools.engine.averaging import ModelEMAHook
+from subquad.tools.engine.training.averaging import ModelEMAHook
 
 
 def test_shared_weights_are_averaged_once():

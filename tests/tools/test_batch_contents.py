@@ -6,7 +6,7 @@ from mmengine.dataset import DefaultSampler, InfiniteSampler
 from torch.utils.data import DataLoader
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.finite import batch_contents
+from subquad.tools.engine.training.finite import batch_contents
 
 
 @pytest.mark.parametrize('kind', [InfiniteSampler, DefaultSampler])
@@ -21,7 +21,7 @@ def test_the_items_are_those_of_the_batch(kind, step):
 
 
 def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
-    from subquad.tools.engine.training import _explained
+    from subquad.tools.engine.training.run import _explained
     error = RuntimeError('CUDA error: device-side assert triggered')
     text = str(_explained(error, tmp_path, 'training state saved in x.pth'))
     assert text == ('an index is out of range on the GPU, most likely a label for which the model has no class; with '
@@ -30,7 +30,7 @@ def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
 
 
 def test_drop_last_counts_the_samples_of_each_process(monkeypatch):
-    from subquad.tools.engine.building import check_batch_size
+    from subquad.tools.engine.training.building import check_batch_size
     check_batch_size(dict(drop_last=True, batch_size=6), range(11), 'train')
     monkeypatch.setenv('WORLD_SIZE', '2')
     check_batch_size(dict(drop_last=True, batch_size=6), range(11), 'train')

@@ -307,7 +307,7 @@ def test_pretrained_demo_reaches_97_percent_without_training(tmp_path, capsys):
 
 def test_demo_shows_the_network_of_the_package_before_it_trains(tmp_path, monkeypatch):
     from subquad.tools import demo
-    from subquad.tools.engine import training
+    from subquad.tools.engine.training import run as training
     done = []
     monkeypatch.setattr(demo, '_test_and_draw', lambda config, weights, files, picture, how: done.append(weights))
     monkeypatch.setattr(demo, '_draw_panels', lambda files, picture: done.append(picture.name))

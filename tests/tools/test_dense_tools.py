@@ -24,7 +24,7 @@ from subquad.tools import make_dataset, predict, test, train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.runner import build_runner
-from subquad.tools.engine.schedule import scale_schedule
+from subquad.tools.engine.training.schedule import scale_schedule
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']

@@ -10,11 +10,11 @@ from training_cases import fails, folder_arguments, make_images
 from subquad.backbones.weights import read_metadata
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.changed_settings import changed_settings
+from subquad.tools.engine.checkpoints.earlier_runs import earlier_files, note_earlier, noted, now_own
+from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
 from subquad.tools.engine.classification.model import AccuracyMetric
 from subquad.tools.engine.config import find
-from subquad.tools.engine.earlier_runs import earlier_files, note_earlier, noted, now_own
-from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume, find_checkpoints
+from subquad.tools.engine.training.changed_settings import changed_settings
 
 LINEAR = "dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=3)"
 COSINE = "dict(type='CosineAnnealingLR', by_epoch=True, T_max=4)"

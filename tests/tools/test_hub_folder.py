@@ -21,9 +21,9 @@ from weights_server import use_hub
 
 from subquad.backbones.weights import read_metadata, save_weights
 from subquad.tools import weights
-from subquad.tools.engine import hub_folder
 from subquad.tools.engine.classification.weight_files import classifier_from_file
-from subquad.tools.engine.hub_folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from subquad.tools.engine.weights import hub_folder
+from subquad.tools.engine.weights.hub_folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 
 CLASSES = ['a|b', 'c', 'd']
 TRANSFORM = dict(input_size=[3, 48, 64], crop_pct=1.0, mean=[0.3, 0.3, 0.3], std=[0.4, 0.4, 0.4],

@@ -19,9 +19,9 @@ from training_cases import (
 )
 
 from subquad.tools import train
-from subquad.tools.engine.interruptions import Interrupted, InterruptionHook
-from subquad.tools.engine.messages import resume_command
-from subquad.tools.engine.runner_checkpoints import checkpoint_to_resume, find_checkpoints
+from subquad.tools.engine.checkpoints.interruptions import Interrupted, InterruptionHook
+from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
+from subquad.tools.engine.training.messages import resume_command
 
 pytestmark = pytest.mark.usefixtures('sigint')
 
@@ -123,7 +123,7 @@ def test_a_second_signal_and_one_before_the_first_step_stop_at_once(monkeypatch,
 
 def test_a_full_disk_at_a_signal(whole, tmp_path, monkeypatch):
     """The error is reported, and the last checkpoint stays."""
-    from subquad.tools.engine import interruptions
+    from subquad.tools.engine.checkpoints import interruptions
     config, final = whole()
     _signal_at(monkeypatch, signal.SIGTERM, 'after_train_iter', 6)
     save, limits = interruptions.save_interrupted, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -324,7 +324,7 @@ def test_resume_does_not_take_the_checkpoint_of_an_earlier_run(whole, tmp_path, 
     capfd.readouterr()
     with monkeypatch.context() as patch:                             # killed before its first checkpoint
         _signal_at(patch, signal.SIGTERM, 'after_train_iter', 1)
-        patch.setattr('subquad.tools.engine.interruptions.save_interrupted', lambda *_: None)
+        patch.setattr('subquad.tools.engine.checkpoints.interruptions.save_interrupted', lambda *_: None)
         with pytest.raises(Interrupted):
             train.main(_arguments(config, tmp_path))
     text = capfd.readouterr().err

@@ -8,7 +8,7 @@ from user_errors import command_error
 
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, load
-from subquad.tools.engine.config_options import check_options
+from subquad.tools.engine.training.config_options import check_options
 
 DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'
 

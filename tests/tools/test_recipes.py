@@ -13,7 +13,7 @@ from subquad.backbones.weights.registry import find as find_weights
 from subquad.tools import train
 from subquad.tools.data.image_sets import ImageFolder
 from subquad.tools.engine.config import find, known_configs, load
-from subquad.tools.engine.counting import REPORTED
+from subquad.tools.engine.counting.counts import REPORTED
 
 RECIPES = [name for name in known_configs() if '_in1k' in name or '_in21k' in name]
 # Learning rate, weight decay of the recipes of MobileViTv2, by width.

@@ -8,7 +8,7 @@ from training_cases import folder_arguments, make_images
 from user_errors import command_error
 
 from subquad.tools import logs, train
-from subquad.tools.engine.run_logs import Point, chosen, read_run
+from subquad.tools.engine.training.run_logs import Point, chosen, read_run
 
 
 def _write(folder, stamp, *lines):

@@ -10,7 +10,7 @@ from training_cases import folder_arguments, make_images
 
 from subquad.tools import train
 from subquad.tools.engine.config import find
-from subquad.tools.engine.scalars import ScalarHub, noted
+from subquad.tools.engine.training.scalars import ScalarHub, noted
 
 READS = ('item', 'tolist', '__float__', '__bool__', '__int__', 'cpu', 'numpy')
 

@@ -16,8 +16,8 @@ from subquad.tools.bench.sweep_tables import LEARNING_RATE
 from subquad.tools.data import recall, token_sets
 from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier
 from subquad.tools.engine.config import load
-from subquad.tools.engine.inverse_sqrt import InverseSqrtLR
 from subquad.tools.engine.records import append
+from subquad.tools.engine.training.inverse_sqrt import InverseSqrtLR
 
 # ---- multi-query associative recall
 

@@ -89,7 +89,7 @@ def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypat
 
 
 def test_a_metric_that_is_nan_is_never_best(tmp_path):
-    from subquad.tools.engine.hooks import WeightsHook
+    from subquad.tools.engine.training.hooks import WeightsHook
     hook, saved = WeightsHook(), []
     hook._save = lambda runner, name, metadata: saved.append(metadata['accuracy/top1'])
     hook._when = lambda runner: {}
@@ -161,7 +161,7 @@ def test_a_moved_folder_resumes_in_its_new_place(images, tmp_path, capsys, monke
 
 
 def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
-    from subquad.tools.engine.runner_checkpoints import latest_checkpoint
+    from subquad.tools.engine.checkpoints.runner_checkpoints import latest_checkpoint
     assert latest_checkpoint(tmp_path) is None
     for name in ('epoch_2.pth', 'epoch_10.pth', 'best_x_epoch_12.pth', 'iter.pth'):
         (tmp_path / name).write_text('')
@@ -176,7 +176,7 @@ def test_latest_checkpoint_without_last_checkpoint_file(tmp_path):
 _HOLD = """
 import multiprocessing, sys, time
 from pathlib import Path
-from subquad.tools.engine.lock import locked
+from subquad.tools.engine.training.lock import locked
 with locked(Path(sys.argv[1])):
     multiprocessing.get_context('fork').Process(target=time.sleep, args=(30,)).start()     # as a data loader's worker
     print('locked', flush=True)
@@ -211,7 +211,7 @@ def test_a_second_training_in_a_folder_is_refused(images, tmp_path):
 def test_folders_without_locks(tmp_path, capsys, monkeypatch):
     import fcntl
 
-    from subquad.tools.engine.lock import locked
+    from subquad.tools.engine.training.lock import locked
 
     def flock(*_):
         raise OSError(errno.ENOLCK, 'No locks available')
@@ -227,7 +227,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
     """The second epoch's files do not fit any more."""
     import builtins
 
-    from subquad.tools.engine import runner_checkpoints
+    from subquad.tools.engine.checkpoints import runner_checkpoints
     full = OSError(errno.ENOSPC, 'No space left on device')
     count = []
 
@@ -275,7 +275,7 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
 
 
 def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
-    from subquad.tools.engine.runner_checkpoints import AtomicFilesBackend
+    from subquad.tools.engine.checkpoints.runner_checkpoints import AtomicFilesBackend
     backend = AtomicFilesBackend(str(tmp_path))
     for name in ('a.pth', 'b.pth'):
         backend.put(b'1', tmp_path / name)
@@ -291,7 +291,7 @@ def test_old_checkpoints_are_removed_after_the_next_is_written(tmp_path):
 
 
 def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, monkeypatch):
-    from subquad.tools.engine.hooks import ProgressHook
+    from subquad.tools.engine.training.hooks import ProgressHook
     after = ProgressHook.after_train_iter
 
     def interrupted(hook, runner, *rest, **options):
@@ -316,7 +316,7 @@ def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, mon
 
 
 def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, monkeypatch):
-    from subquad.tools.engine.hooks import ProgressHook
+    from subquad.tools.engine.training.hooks import ProgressHook
     train.main(folder_arguments(images, tmp_path))
     message = fails(folder_arguments(images, tmp_path, 'optim_wrapper.optimizer.lr=1e30', 'param_scheduler=[]',
                                      'train_dataloader.batch_size=2', 'optim_wrapper.clip_grad=None'), 'the loss is')

@@ -15,7 +15,7 @@ from subquad.tools.common.cli import UserError
 from subquad.tools.engine.classification.model import AccuracyMetric, MultiLabelMetric, TimmClassifier
 from subquad.tools.engine.classification.runner import build_data
 from subquad.tools.engine.config import load
-from subquad.tools.engine.finite import FiniteHook
+from subquad.tools.engine.training.finite import FiniteHook
 
 TWO_STEPS = ['train_dataloader.batch_size=8', 'train_dataloader.num_batch_per_epoch=2']
 FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']

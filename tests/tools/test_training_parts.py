@@ -18,11 +18,11 @@ from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.data.samplers import RepeatedAugmentationSampler
-from subquad.tools.engine.averaging import ModelEMAHook
 from subquad.tools.engine.classification.mixup import MixupPreprocessor
 from subquad.tools.engine.classification.model import TimmClassifier
 from subquad.tools.engine.config import find
-from subquad.tools.engine.learning_rate import scale_learning_rate
+from subquad.tools.engine.training.averaging import ModelEMAHook
+from subquad.tools.engine.training.learning_rate import scale_learning_rate
 
 PARTS = ("model = dict(drop_path_rate=0.2, data_preprocessor=dict(type='MixupPreprocessor'))\n"
          "train_dataloader = dict(drop_last=True, sampler=dict(_delete_=True, type='RepeatedAugmentationSampler'))\n"

@@ -11,8 +11,8 @@ from PIL import Image
 from training_cases import fails, folder_arguments, make_images
 
 from subquad.tools import train
-from subquad.tools.engine import loggers, step_times
-from subquad.tools.engine.step_times import StepTimesHook
+from subquad.tools.engine.training import loggers, step_times
+from subquad.tools.engine.training.step_times import StepTimesHook
 
 
 @pytest.fixture(scope='module')
@@ -47,7 +47,7 @@ def test_the_slower_part_is_named_once(data, binds, monkeypatch):
 
 
 def test_the_time_of_hooks_belongs_to_the_step(images, tmp_path, monkeypatch, capsys):
-    from subquad.tools.engine.averaging import ModelEMAHook
+    from subquad.tools.engine.training.averaging import ModelEMAHook
     after = ModelEMAHook.after_train_iter
     monkeypatch.setattr(ModelEMAHook, 'after_train_iter',
                         lambda *args, **kwargs: time.sleep(0.2) or after(*args, **kwargs))
@@ -75,7 +75,7 @@ def _shares(arguments):
     from mmengine.runner import Runner
 
     from subquad.tools.engine.classification.model import TimmClassifier
-    from subquad.tools.engine.loops import ResumableTrainLoop
+    from subquad.tools.engine.training.loops import ResumableTrainLoop
     times = collections.Counter()
 
     def timed(patch, owner, name, key):
@@ -163,6 +163,6 @@ def test_curves_go_to_the_logger(images, tmp_path, monkeypatch):
     ({}, 'validation  no metrics: the model found nothing in any image')], ids=len)
 def test_every_validation_prints_a_line(metrics, line, capsys):
     """MMDetection returns no metrics if a model detects nothing."""
-    from subquad.tools.engine.hooks import ProgressHook
+    from subquad.tools.engine.training.hooks import ProgressHook
     ProgressHook('random weights', StepTimesHook()).after_val_epoch(None, metrics)
     assert capsys.readouterr().err == line + '\n'

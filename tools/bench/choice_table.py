@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from ..common.cli import UserError
-from ..engine.counting import REPORTED
+from ..engine.counting.counts import REPORTED
 from ..engine.zoo import create
 from .choice import OURS, PRESETS, SIZES, TIMM
 from .markdown import RECORDS, markdown

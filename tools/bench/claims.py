@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from ..common.cli import UserError
-from ..engine.counting import REPORTED
+from ..engine.counting.counts import REPORTED
 from .markdown import markdown
 from .model_tables import counted, counted_config
 

@@ -49,8 +49,8 @@ def _build(config: str) -> Any:
     """The config's detector with random weights; every proposal counts, as it does after training."""
     from mmengine.registry import MODELS, init_default_scope
 
-    from ..engine.building import build
     from ..engine.config import load
+    from ..engine.training.building import build
     settings = load(config)
     init_default_scope(settings.default_scope)
     torch.manual_seed(0)

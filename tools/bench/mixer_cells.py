@@ -16,8 +16,8 @@ from ..common.output import dumps
 from ..data.shapes_files import make_shapes
 from ..engine.classification.weight_files import WRAPPER_ARGUMENTS
 from ..engine.config_arguments import config_with_options, is_classifier
-from ..engine.counting import three_counts
-from ..engine.schedule import scale_schedule
+from ..engine.counting.counts import three_counts
+from ..engine.training.schedule import scale_schedule
 from ..engine.zoo import create
 from .mixer_tasks import COMPARED, SEEDS, SHAPES, TASKS, Cell
 from .short_training import train_and_test, without_validation

@@ -4,7 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ..engine.counting import count
+from ..engine.counting.counts import count
 from ..engine.zoo import our_models, takes_images
 from .markdown import RECORDS, markdown
 
@@ -64,7 +64,7 @@ def counted_config(name: str) -> Dict[str, Any]:
     Raises:
         ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
     """
-    from ..engine.counting_configs import count_config
+    from ..engine.counting.counting_configs import count_config
     return count_config(name)
 
 
@@ -74,7 +74,7 @@ def dense_table(root: Path, family: str) -> str:
     Raises:
         ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
     """
-    from ..engine.counting_configs import COUNTS, REPORTED
+    from ..engine.counting.counting_configs import COUNTS, REPORTED
     rows = []
     for name in of_family([name for name, theirs in REPORTED.items() if 'gmacs' in theirs], family):
         row, theirs = counted_config(name), REPORTED[name]

@@ -9,10 +9,10 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 from ..common.cli import quiet
-from ..engine import building
 from ..engine.classification import runner as classifiers
 from ..engine.config_arguments import is_classifier
-from ..engine.schedule import check_length
+from ..engine.training import building
+from ..engine.training.schedule import check_length
 from .measure import peak_memory
 
 # Entries of a validation during training, which the result does not need.

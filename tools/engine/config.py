@@ -10,7 +10,7 @@ from subquad_cli import config_names, package_folder
 
 from ..common.cli import UserError, nearest, need, one_line, place, quiet
 from ..common.paths import expanded
-from .config_options import check_entries, check_options, read_entries
+from .training.config_options import check_entries, check_options, read_entries
 
 # Entries that act while a config file is read, or that only other entries of the file use.
 _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir', 'log_level', 'cfg',

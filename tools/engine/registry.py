@@ -10,5 +10,5 @@ config:
     resuming           Runner(resume=True); SeedHook makes a resumed run reproduce an uninterrupted one
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
-from . import averaging, epoch_cosine, hooks, inverse_sqrt  # noqa: F401
 from .classification import distillation, mesa, mixup, model, prediction_metrics  # noqa: F401
+from .training import averaging, epoch_cosine, hooks, inverse_sqrt  # noqa: F401

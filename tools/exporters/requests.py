@@ -36,7 +36,7 @@ def finder(request: Request) -> Callable[[str], Subject]:
     Raises:
         UserError: Model or weights are unknown or do not match, or the model does not take images of this size.
     """
-    from ..engine.counting_configs import is_config
+    from ..engine.counting.counting_configs import is_config
     request = _with_config(request)
     if not Path(request.model).suffix == '.safetensors' and is_config(request.model):
         return _config_finder(request)

@@ -16,8 +16,8 @@ from ....backbones.weights.files import WeightFile
 from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError
-from ..building import close_log, made
-from ..starting_weights import network_options, say
+from ..training.building import close_log, made
+from ..weights.starting_weights import network_options, say
 from .class_report import ClassReport
 from .prediction_metrics import CalibrationMetric
 from .runner import build_runner, timm_model

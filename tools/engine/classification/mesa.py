@@ -8,7 +8,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch import Tensor, nn
 
 from ...common.cli import UserError
-from ..averaging import ModelEMAHook
+from ..training.averaging import ModelEMAHook
 from .distillation import divergence
 
 

@@ -8,7 +8,7 @@ from mmengine.registry import DATASETS
 from ....backbones.weights import WeightsError
 from ....backbones.weights.registry import PublishedWeights, find
 from ...common.cli import UserError
-from ..building import build
+from ..training.building import build
 from .evaluation import Options, evaluate
 from .label_spaces import imagenet_folder
 

@@ -13,15 +13,15 @@ from mmengine.runner import Runner, set_random_seed
 from ....backbones.weights.metadata import numbered
 from ...common.cli import UserError
 from ...common.paths import writable_folder
-from ..building import build, check_batch_size, made, process_options
-from ..finite import FiniteHook
-from ..hooks import WeightsHook
-from ..loops import resumable
-from ..resumable_runner import ResumableRunner
-from ..runner_checkpoints import atomic_checkpoints
-from ..scalars import READ_EVERY
-from ..sharding import GatheringHook, ShardingHook, is_sharded
-from ..starting_weights import adopt_options, load_starting_weights, refuse_other_state
+from ..checkpoints.runner_checkpoints import atomic_checkpoints
+from ..training.building import build, check_batch_size, made, process_options
+from ..training.finite import FiniteHook
+from ..training.hooks import WeightsHook
+from ..training.loops import resumable
+from ..training.resumable_runner import ResumableRunner
+from ..training.scalars import READ_EVERY
+from ..training.sharding import GatheringHook, ShardingHook, is_sharded
+from ..weights.starting_weights import adopt_options, load_starting_weights, refuse_other_state
 from .mixup import MixupPreprocessor
 from .model import TimmClassifier
 from .pixels import send_bytes

@@ -10,7 +10,7 @@ from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
-from ..building import close_log, made
+from ..training.building import close_log, made
 from .overlays import draw_sample
 from .photographs import pixels
 from .prediction import PictureNames, palette_of

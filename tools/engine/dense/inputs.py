@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ....backbones.weights import read_checkpoint
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, one_line
-from ..resumable_runner import ResumableRunner
+from ..training.resumable_runner import ResumableRunner
 
 # Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')

@@ -17,7 +17,7 @@ from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, one_line, quiet, shown
 from ...common.images import LeftOut, UnreadableImage
 from ...common.output import add_row, print_table, progress
-from ..building import build
+from ..training.building import build
 from .inputs import accept_tiny_images
 from .overlays import draw_sample
 from .photographs import pixels, with_photographs

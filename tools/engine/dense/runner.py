@@ -31,14 +31,14 @@ from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
 from ...common.paths import writable_folder
-from ..building import build, check_batch_size, made, process_options
-from ..channels import check_channels
-from ..finite import FiniteHook
-from ..hooks import SeedHook, WeightsHook
-from ..loops import resumable
-from ..runner_checkpoints import atomic_checkpoints
-from ..sharding import GatheringHook, ShardingHook, is_sharded
-from ..starting_weights import StartHook
+from ..checkpoints.runner_checkpoints import atomic_checkpoints
+from ..training.building import build, check_batch_size, made, process_options
+from ..training.finite import FiniteHook
+from ..training.hooks import SeedHook, WeightsHook
+from ..training.loops import resumable
+from ..training.sharding import GatheringHook, ShardingHook, is_sharded
+from ..weights.starting_weights import StartHook
+from .channels import check_channels
 from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
 from .photographs import with_photographs
 

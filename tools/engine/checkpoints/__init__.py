@@ -1,0 +1,1 @@
+"""Write checkpoints, find them, and continue from them after an interruption."""

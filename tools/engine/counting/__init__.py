@@ -1,0 +1,1 @@
+"""Count parameters, multiply-adds and kernel launches of models."""

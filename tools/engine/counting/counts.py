@@ -1,0 +1,90 @@
+"""Count parameters and MACs of timm models.
+
+Papers differ in what they count, so there are three counts. `macs` is every multiply-add of convolutions, linear
+layers, attention and scans. `macs_without_attention` leaves out the products of tokens with tokens (attention, scans).
+`macs_with_norms` adds to the second count what fvcore, a common counting tool, adds for norms (2 per element for
+BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
+"""
+import math
+from typing import Any, Callable, Dict, Optional
+
+from ...common.cli import UserError
+
+# Reported by the authors at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
+REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
+            'subquad_mobilevitv2_050': (1.4, 0.5, 70.2), 'subquad_mobilevitv2_075': (2.9, 1.0, 75.6),
+            'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
+            'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),
+            'subquad_mobilevitv2_200': (18.5, 7.2, 81.2)}
+# Operators that multiply with weights. All other operators that a flop counter sees multiply tokens with tokens.
+_WITH_WEIGHTS = ('convolution', '_convolution', 'mm', 'addmm')
+# fvcore's multiply-adds per element of the input, or per element of the output for a resizing.
+_NORMS = {'_native_batch_norm_legit': 2, 'native_group_norm': 5, 'native_layer_norm': 5, 'upsample_bilinear2d': 4}
+
+
+def count(name: str, height: Optional[int] = None, width: Optional[int] = None, /, **options: Any) -> Dict[str, Any]:
+    """Count the parameters of a model and its MACs for one image.
+
+    The model runs on the meta device, which needs neither memory nor weights.
+
+    Args:
+        name: timm model name.
+        height: Image height (default: the model's own input size).
+        width: Image width (default: the model's own input size).
+        options: Options of the model. (An option `width` is not the image's: the arguments above are positional.)
+
+    Returns:
+        {'model', 'size', 'options', 'parameters', 'macs', 'macs_without_attention', 'macs_with_norms',
+        'reported_by_authors'}.
+
+    Raises:
+        UserError: The name is unknown, or the model refuses an option or the size.
+    """
+    import torch
+
+    from ..zoo import create, default_size, size_options
+    height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
+    model = create(name, device='meta', **{**size_options(name, (height, width)), **options})
+    channels = model.pretrained_cfg['input_size'][0]
+    try:
+        counts = three_counts(model, lambda images: model(torch.empty(images, channels, height, width, device='meta')))
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
+    return dict(model=name, size=[height, width], options=options,
+                parameters=sum(p.numel() for p in model.parameters()), **counts,
+                reported_by_authors=dict(zip(('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ()))))
+
+
+def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
+    """Count `macs`, `macs_without_attention` and `macs_with_norms` of one image. The model stays in training mode.
+
+    Args:
+        model: An nn.Module.
+        forward: Function that runs the model on a given number of images.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops_of(images: int, **options: Any) -> Dict[str, int]:
+        with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
+            forward(images)
+        return {str(op).split('.')[-1]: n for op, n in counter.get_flop_counts().get('Global', {}).items()}
+
+    model.eval()
+    flops = flops_of(1)
+    # Norms are counted in training mode, which does not fold them into convolutions; BatchNorm of a single pixel then
+    # needs two images.
+    for module in model.modules():
+        module.training = True
+    norms = flops_of(2, custom_mapping={getattr(torch.ops.aten, op): _elements(n) for op, n in _NORMS.items()})
+    weights = sum(n for op, n in flops.items() if op in _WITH_WEIGHTS) // 2
+    return dict(macs=sum(flops.values()) // 2, macs_without_attention=weights,
+                macs_with_norms=weights + sum(norms.get(op, 0) for op in _NORMS) // 2)
+
+
+def _elements(each: int) -> Callable[..., int]:
+    """A formula for torch's flop counter: `each` per element of the input or the output, whichever is larger."""
+    def formula(x, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        shapes = [x] + ([out_shape] if isinstance(out_shape, (tuple, list)) else [])
+        return each * max(math.prod(shape) for shape in shapes if all(isinstance(n, int) for n in shape))
+    return formula

@@ -1,0 +1,1 @@
+"""Train by MMEngine's Runner: settings, hooks, loops, schedules and logs."""

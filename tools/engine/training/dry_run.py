@@ -1,0 +1,193 @@
+"""Show what a config would train, without writing anything: every parameter's options, the schedule and the batch."""
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+from mmengine.optim import OptimWrapper
+from mmengine.registry import PARAM_SCHEDULERS
+from rich.table import Table
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch import nn, optim, zeros
+
+from ...common.output import add_row, print_table
+from ..classification.runner import build_data, build_model, build_optimizer
+from .learning_rate import describe_batch, scale_learning_rate, total_batch
+
+# Number of training images of ImageNet-1k, whose schedule is shown if there are no data.
+IMAGENET = 1_281_167
+# Approximate number of steps of a simulated schedule.
+_SIMULATED = 3_000
+_SHOWN = 3                                                      # names of parameters in a row of the table
+
+
+class Parameter(NamedTuple):
+    """How one parameter is trained.
+
+    Attributes:
+        name: Its name in the network.
+        shape: Its shape.
+        lr: Its largest learning rate; None if it is not trained.
+        weight_decay: Its weight decay; None if it is not trained.
+        drop_path: Probability of dropping the residual branches of its block; None outside of such blocks.
+    """
+    name: str
+    shape: Tuple[int, ...]
+    lr: Optional[float]
+    weight_decay: Optional[float]
+    drop_path: Optional[float]
+
+
+def dry_run(config: Any, processes: int) -> Dict[str, Any]:
+    """Build data, model and optimizer of a classification config, and describe the training.
+
+    Args:
+        config: MMEngine Config of a classifier.
+        processes: Number of processes to describe.
+
+    Returns:
+        dict(model, data, batch, learning_rate, steps_per_epoch, epochs, steps, schedule, parameters), where
+        `learning_rate` says how it is scaled, `schedule` is as from `schedule` and `parameters` lists `Parameter`s.
+
+    Raises:
+        UserError: A part cannot be built.
+    """
+    config = deepcopy(config)
+    data, images, classes = _data(config)
+    model = build_model(config, classes, training=True)
+    wrapper = build_optimizer(config, model)
+    scaled = scale_learning_rate(wrapper, config, processes)
+    length = steps_per_epoch(config.train_dataloader, images, processes)
+    by_epoch = 'max_epochs' in config.train_cfg
+    epochs = config.train_cfg.max_epochs if by_epoch else None
+    steps = epochs * length if by_epoch else config.train_cfg.max_iters
+    top = max(group['lr'] for group in wrapper.param_groups)
+    return dict(
+        model=config.model.name, data=data, batch=total_batch(config, processes),
+        learning_rate=scaled or f'the learning rate is {top:.4g}, not scaled; a step has '
+        f'{describe_batch(config, processes)}',
+        steps_per_epoch=length, epochs=epochs, steps=steps,
+        schedule=schedule(config.get('param_scheduler'), top, length, steps, by_epoch),
+        parameters=list(parameters(model.net, wrapper)))
+
+
+def _data(config: Any) -> Tuple[str, int, List[str]]:
+    """Return a description of the data, the number of training samples, and the classes."""
+    parts = [part for part in ('train', 'val') if config.get(f'{part}_dataloader')]
+    roots = {part: Path(config[f'{part}_dataloader'].dataset.get('root') or '.').expanduser() for part in parts}
+    absent = [part for part in parts if not roots[part].exists()
+              and config[f'{part}_dataloader'].dataset.type != 'TimmDataset']        # whose root can be an address
+    if 'train' in absent:
+        classes = config.model.setdefault('num_classes', 1000)
+        assumed = f'{IMAGENET:,} training images (those of ImageNet-1k) and {classes} classes are assumed'
+        return f"there is no {roots['train']}; {assumed}", IMAGENET, [str(n) for n in range(classes)]
+    arguments, classes = build_data(config, [part for part in parts if part not in absent])
+    images = len(arguments['train_dataloader']['dataset'])
+    missing = f"; there is no {roots['val']} to validate on" if absent else ''
+    return f'{images:,} training samples of {len(classes)} classes{missing}', images, classes
+
+
+def steps_per_epoch(loader: Any, samples: int, processes: int) -> int:
+    """Return the number of batches that each process reads in an epoch.
+
+    Args:
+        loader: Config of the training loader.
+        samples: Size of the data set.
+        processes: Number of processes.
+    """
+    if loader.sampler.type == 'RepeatedAugmentationSampler':
+        own = len(RepeatAugSampler(range(samples), num_replicas=processes, rank=0))
+    else:
+        own = math.ceil(samples / processes)
+    round_ = math.floor if loader.get('drop_last') or loader.get('batch_sampler') else math.ceil
+    return max(1, round_(own / loader.batch_size))
+
+
+def schedule(schedulers: Any, lr: float, length: int, steps: int, by_epoch: bool) -> List[Dict[str, float]]:
+    """Return the learning rate at the first step, at the end of its maximum, in the middle and at the last step.
+
+    MMEngine's schedulers run on a shortened training, in which all lengths have the same proportions.
+
+    Args:
+        schedulers: The config's param_scheduler.
+        lr: Learning rate of the optimizer.
+        length: Number of steps of an epoch.
+        steps: Number of steps of the training.
+        by_epoch: Whether the training counts epochs.
+
+    Returns:
+        A list of dict(step, epoch, lr), in order.
+    """
+    short = max(1, min(length, _SIMULATED * length // steps)) if by_epoch else max(1, length * _SIMULATED // steps)
+    factor = length / short if by_epoch else max(1., steps / _SIMULATED)
+    total = steps // length * short if by_epoch else round(steps / factor)
+    optimizer = optim.SGD([zeros(1, requires_grad=True)], lr=lr)
+    schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers or []
+    built = [_shortened(dict(each), factor, short, total, by_epoch, optimizer) for each in schedulers]
+    rates = []
+    for step in range(total):
+        rates.append(optimizer.param_groups[0]['lr'])
+        optimizer.step()
+        for each in built:
+            if not each.by_epoch or by_epoch and not (step + 1) % short:
+                each.step()
+    largest = max(rates) * (1 - 1e-9)
+    top = max(n for n, rate in enumerate(rates) if rate > largest)
+    shown = sorted({0, top, total // 2, total - 1})
+    return [dict(step=min(round(n * factor), steps - 1), epoch=round(n / short, 2), lr=rates[n]) for n in shown]
+
+
+def _shortened(scheduler: Dict[str, Any], factor: float, short: int, total: int, by_epoch: bool,
+               optimizer: optim.Optimizer) -> Any:
+    """Build a scheduler for a training that is shorter by a factor, as the Runner builds it."""
+    epochs = total // short if by_epoch else total
+    if not scheduler.get('by_epoch', True):
+        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
+            value = scheduler.get(key)
+            if isinstance(value, (list, tuple)):
+                scheduler[key] = [round(step / factor) for step in value]
+            elif value is not None:
+                scheduler[key] = max(round(value / factor), int(value > 0))
+    scheduler.setdefault('end', epochs if scheduler.get('by_epoch', True) else total)
+    return PARAM_SCHEDULERS.build(scheduler, default_args=dict(optimizer=optimizer, epoch_length=short))
+
+
+def parameters(net: nn.Module, wrapper: OptimWrapper) -> Iterator[Parameter]:
+    """Yield the options of every parameter of a network, in the network's order."""
+    groups = {id(parameter): group for group in wrapper.param_groups for parameter in group['params']}
+    rates = {name: max(getattr(child, 'drop_prob', 0.) or 0. for child in drops) for name, module
+             in net.named_modules() if (drops := [child for key, child in module.named_children()
+                                                  if key.startswith('drop_path')])}
+    for name, parameter in net.named_parameters():
+        group = groups.get(id(parameter), {}) if parameter.requires_grad else {}
+        blocks = [block for block in rates if name.startswith(f'{block}.')]
+        yield Parameter(name, tuple(parameter.shape), group.get('lr'), group.get('weight_decay'),
+                        rates[max(blocks, key=len)] if blocks else None)
+
+
+def print_dry_run(found: Dict[str, Any]) -> None:
+    """Print the result of `dry_run`: a row for all parameters with the same options."""
+    total = sum(math.prod(p.shape) for p in found['parameters'])
+    print(f"{found['model']}: {total:,} parameters; {found['data']}")
+    print(found['learning_rate'])
+    length = f"{found['epochs']} epochs of {found['steps_per_epoch']:,} steps" if found['epochs'] else 'training'
+    print(f"{length}, {found['steps']:,} steps in all; nothing has been written")
+    table = Table('step', 'epoch', 'learning rate')
+    for row in found['schedule']:
+        add_row(table, f"{row['step']:,}", f"{row['epoch']:g}", f"{row['lr']:.4g}")
+    print_table(table)
+    rows: Dict[Tuple[Any, ...], List[Parameter]] = {}
+    for parameter in found['parameters']:
+        rows.setdefault((parameter.lr, parameter.weight_decay, parameter.drop_path), []).append(parameter)
+    table = Table('learning rate', 'weight decay', 'drop path', 'tensors', 'parameters', 'names')
+    for (lr, decay, drop), members in rows.items():
+        cells = ('frozen', '-') if lr is None else (f'{lr:.4g}', f'{decay:g}')
+        add_row(table, *cells, '-' if drop is None else f'{drop:.4g}', len(members),
+                f'{sum(math.prod(p.shape) for p in members):,}', _names([p.name for p in members]))
+    print_table(table)
+
+
+def _names(names: List[str]) -> str:
+    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
+    return ', '.join(names[:_SHOWN]) + more

@@ -1,0 +1,127 @@
+"""Stop a training run whose loss or weights are not finite, and report the step and the batch."""
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch import Tensor
+
+from ....backbones.weights import is_finite
+from ...common.cli import UserError
+from ..checkpoints.runner_checkpoints import latest_checkpoint
+
+_SHOWN = 64                                                      # largest number of listed names of a batch
+
+
+@HOOKS.register_module()
+class FiniteHook(Hook):
+    """Stops training at the first loss that is NaN or infinite.
+
+    Weights that are not finite are never written to a file.
+
+    Args:
+        every: Number of steps after which their losses are read from the device, which waits for it. Those of the
+            first steps, and those before a checkpoint, are read at once.
+
+    Raises:
+        UserError: The loss or the weights are not finite. The message names the step, the files of the batch and the
+            last good checkpoint.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, every: int = 1):
+        self.exempt: Set[str] = set()
+        self.every, self.steps = every, 0
+        self.unread: List[Tuple[Tensor, int, int, List[str]]] = []           # loss, iteration, batch_idx, files
+
+    def before_train(self, runner) -> None:
+        # Some networks keep infinities in a buffer, for masks.
+        self.exempt = set(_not_finite(getattr(runner.model, 'module', runner.model).state_dict()))
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch: Any = None,
+                         outputs: Optional[Dict[str, Any]] = None) -> None:
+        self.steps += 1
+        self.unread.append((outputs['loss'].detach().reshape(()), runner.iter, batch_idx,
+                            list(_image_paths(data_batch))))
+        if self.steps <= self.every or len(self.unread) >= self.every:
+            self._check(runner)
+
+    def after_train_epoch(self, runner) -> None:
+        self._check(runner)
+
+    def _check(self, runner) -> None:
+        unread, self.unread = self.unread, []
+        losses = torch.stack([loss for loss, *_ in unread]).tolist() if unread else []
+        for loss, (_, iteration, batch_idx, files) in zip(losses, unread):
+            if not math.isfinite(loss):
+                raise UserError(f'the loss is {loss} at step {_step(runner, iteration + 1)}; '
+                                f'{batch_contents(runner, iteration, batch_idx, files)}; {self._last_good(runner)}; '
+                                'a lower learning rate, clipped gradients or a longer warm-up may help')
+
+    def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
+        self._check(runner)
+        bad = [key for key in _not_finite(checkpoint['state_dict']) if key not in self.exempt]
+        if bad:
+            more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
+            raise UserError(f'the weights hold NaN or infinities after step {_step(runner, runner.iter)} ({bad[0]}'
+                            f'{more}): nothing is written; {self._last_good(runner)}')
+
+    def _last_good(self, runner) -> str:
+        path = latest_checkpoint(Path(runner.work_dir))
+        return f'the last good checkpoint is {path}' if path else 'no checkpoint had been written'
+
+
+def _not_finite(weights: Dict[str, Any]) -> List[str]:
+    return [key for key, value in weights.items() if isinstance(value, Tensor) and not is_finite(value)]
+
+
+def _step(runner, done: int) -> str:
+    total = f'{done} of {runner.max_iters}'
+    return f'{total} (epoch {runner.epoch + 1})' if isinstance(runner.train_loop, EpochBasedTrainLoop) else total
+
+
+def batch_contents(runner, iteration: int, batch_idx: int, files: Sequence[str]) -> str:
+    """Describe a batch of this epoch by its files, or by the indices of its items if it names no files."""
+    if files:
+        return f'the batch holds {_listed(files)}'
+    loader = runner.train_dataloader
+    sampler = getattr(loader.batch_sampler, 'sampler', loader.sampler)
+    if isinstance(sampler, InfiniteSampler):
+        # Its generator has moved on; another one of the same seed draws the same items from the first step.
+        again, size = InfiniteSampler(loader.dataset, sampler.shuffle, sampler.seed), loader.batch_sampler.batch_size
+        indices = itertools.islice(again, iteration * size, (iteration + 1) * size)
+    elif isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
+        indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])          # draws the same again
+    else:
+        return f'it is batch {batch_idx} of its epoch'
+    # VariableBatchSampler gives (index, side).
+    indices = [index[0] if isinstance(index, tuple) else index for index in indices]
+    samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder
+    if samples is not None:
+        return f'the batch holds {_listed(str(samples[index][0]) for index in indices)}'
+    return f'the batch holds the items {_listed(map(str, indices))} of the training data'
+
+
+def _image_paths(value: Any) -> Iterator[str]:
+    """Yield the paths of the images in a batch of MMDetection or MMSegmentation."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _image_paths(item)
+    elif isinstance(getattr(value, 'img_path', None), str):
+        yield value.img_path
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
+    return ', '.join(names[:_SHOWN]) + more

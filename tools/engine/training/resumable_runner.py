@@ -1,0 +1,210 @@
+"""A Runner that continues a training with the schedule of its config, whatever that was before."""
+import os
+import warnings
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+from typing import Any, Dict, List, Optional
+
+from mmengine.dist import get_world_size
+from mmengine.hooks import EMAHook
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ....backbones.weights.metadata import class_difference, dataset_classes
+from ...common.cli import UserError
+from ..checkpoints.interruptions import start_worker
+from ..config_arguments import is_classifier
+from ..weights.starting_weights import say
+from .building import close_log
+from .changed_settings import changed_settings
+from .config_options import read_entries
+from .learning_rate import scale_learning_rate
+from .scalars import ScalarHub, StepLogProcessor, noted
+
+# Entries of schedulers that change with each step.
+_PROGRESS = ('last_step', '_global_step', '_last_value', 'verbose')
+# Entries of groups of parameters in which optimizers keep their state.
+_STATE = ('params', 'step', 'lookahead_step', 'd', 'd_max', 'd_hat', 'd_numerator', 'k', 'lr_max', 'weight_sum',
+          'scheduled_lr', 'train_mode')
+
+
+class ResumableRunner(Runner):
+    """MMEngine's Runner, which says what the learning rate is, also when a training is resumed with other options.
+
+    It scales the learning rate with the batch as `scale_learning_rate`. A resumed training continues the schedule of
+    its checkpoint. If the config now has another schedule, learning rate or weight decay, those of the config apply, at
+    the step of the checkpoint. MMEngine alone would keep those of the checkpoint. A sentence names every setting of
+    training that differs.
+
+    The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`).
+
+    Raises:
+        UserError: A checkpoint to resume has other classes, another seed, optimizer or averages than the config.
+    """
+
+    def train(self) -> nn.Module:
+        try:
+            return super().train()
+        finally:
+            close_log(self)
+
+    @staticmethod
+    def build_dataloader(options: Dict[str, Any], *args: Any, **kwargs: Any) -> DataLoader:
+        if hasattr(options.get('dataset'), 'for_loader'):        # data that are streamed
+            options = options['dataset'].for_loader(options)
+        loader = Runner.build_dataloader(options, *args, **kwargs)
+        if loader.num_workers:
+            loader.worker_init_fn = partial(start_worker, parent=os.getpid(), init=loader.worker_init_fn)
+        return loader
+
+    def build_message_hub(self, message_hub: Any = None) -> ScalarHub:
+        hub = ScalarHub.get_instance(self._experiment_name)
+        if self.log_processor.custom_cfg:                        # whose windows can be longer
+            hub.length = 1_000_000
+        return hub
+
+    def build_log_processor(self, log_processor: Any) -> LogProcessor:
+        if isinstance(log_processor, dict) and log_processor.get('type', 'LogProcessor') == 'LogProcessor':
+            log_processor = {**log_processor, 'type': StepLogProcessor}
+        return super().build_log_processor(log_processor)
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
+        built = super().build_optim_wrapper(optim_wrapper)
+        for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
+            wrapper.message_hub = self.message_hub               # it can be older than the Runner
+            if wrapper.clip_grad_kwargs:
+                wrapper.clip_func = noted(wrapper.clip_func, self.message_hub, f'train/{wrapper.grad_name}')
+        return built
+
+    def dump_config(self) -> None:
+        """Write the config without the variables of its file; the other entries already contain their values."""
+        whole, self.cfg = self.cfg, deepcopy(self.cfg)
+        kept = (*read_entries(), 'custom_imports', 'work_dir', 'log_level', *(() if is_classifier(whole) else
+                                                                              ('data_root',)))       # for --data
+        for key in set(whole) - set(kept):
+            self.cfg.pop(key)
+        super().dump_config()
+        self.cfg = whole
+
+    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
+        if auto_scale_lr:
+            sentence = scale_learning_rate(optim_wrapper, self.cfg, get_world_size())
+            if sentence:
+                say(sentence)
+
+    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        if self._resume:
+            self._check(checkpoint, filename)
+            self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
+            self._resumed_config = checkpoint['meta'].get('cfg')
+        return checkpoint
+
+    def _check(self, checkpoint: Dict[str, Any], filename: str) -> None:
+        """Refuse a checkpoint of other classes, or whose state MMEngine would load only in part.
+
+        Raises:
+            UserError: The checkpoint has other classes, another seed or optimizer, or averages that no hook continues.
+        """
+        classes = (getattr(self.train_dataloader.dataset, 'metainfo', None) or {}).get('classes') or ()
+        other = class_difference(dataset_classes(checkpoint.get('meta', {})), classes)
+        if other:
+            raise UserError(f'{filename} {other}: resume with the data of the run, or start from its weights with '
+                            f'--pretrained {filename}')
+        seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
+        if None not in (seed, own) and seed != own:
+            # MMEngine would take the seed of the checkpoint for everything but the order of the data.
+            raise UserError(f'{filename} was trained with seed {seed}, and this run has seed {own}: resume with '
+                            f'--seed {seed}')
+        if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in self.hooks):
+            raise UserError(f'{filename} holds averages of the weights, which the custom_hooks of this run do not '
+                            f'continue: keep ModelEMAHook, or start from the averages with --pretrained {filename}')
+        theirs = [group for state in _states(checkpoint.get('optimizer')) for group in state['param_groups']]
+        if theirs and _form(theirs) != _form(self._groups()):
+            raise UserError(f'{filename} has the state of another optimizer or of other groups of parameters: keep its '
+                            'optimizer, its layer_decay and whether weight_decay is 0, or start from its weights with '
+                            f'--pretrained {filename}')
+
+    def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
+        planned = deepcopy([each.state_dict() for each in self._schedulers()])
+        groups = [{key: value for key, value in group.items() if key not in _STATE} for group in self._groups()]
+        super().resume(filename, *args, **kwargs)
+        self._count_steps()
+        if self.train_loop.iter >= self.train_loop.max_iters:
+            return
+        other = changed_settings(self._resumed_config, self.cfg.pretty_text)
+        other = f"; changed settings: {', '.join(other)}" if other else ''
+        apply = f'differ from those of the checkpoint: those of the config apply from step {self.iter} on'
+        if _plan(planned) == self._resumed_plan and not self._changed(groups):
+            if other:
+                say(f'settings of training {apply}{other}')
+            return
+        if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
+            say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
+                f'cannot be computed again, so other options of it have no effect{other}')
+            return
+        before = max((group['lr'] for group in self._groups()), default=0.)
+        for group, options in zip(self._groups(), groups):
+            group.update(options)
+        for scheduler, state in zip(self._schedulers(), planned):
+            scheduler.load_state_dict(state)
+        self._repeat_schedule()
+        after = max((group['lr'] for group in self._groups()), default=0.)
+        say(f'the schedule or options of the optimizer {apply}; the learning rate is now {after:.4g} and was '
+            f'{before:.4g}{other}')
+
+    def _schedulers(self) -> List[Any]:
+        return _joined(self.param_schedulers)
+
+    def _groups(self) -> List[Dict[str, Any]]:
+        wrappers = self.optim_wrapper.values() if isinstance(self.optim_wrapper, OptimWrapperDict) else [
+            self.optim_wrapper]
+        return [group for wrapper in wrappers for group in wrapper.optimizer.param_groups]
+
+    def _changed(self, groups: List[Dict[str, Any]]) -> bool:
+        """Whether the checkpoint has other values than the config where no scheduler changes them."""
+        scheduled = {each.param_name for each in self._schedulers()}
+        return any(now.get(key) != value for group, now in zip(groups, self._groups())
+                   for key, value in group.items() if key not in scheduled)
+
+    def _count_steps(self) -> None:
+        """Count the steps in epochs of their present length: the batch may have another size."""
+        loop = self.train_loop
+        if isinstance(loop, EpochBasedTrainLoop):
+            loop._iter = loop.epoch * len(loop.dataloader) + getattr(loop, 'done', 0)
+
+    def _repeat_schedule(self) -> None:
+        """Step newly built schedulers as in a training up to the present step."""
+        loop = self.train_loop
+        length = len(loop.dataloader) if isinstance(loop, EpochBasedTrainLoop) else 0
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')                       # that the optimizer has taken no steps
+            for step in range(1, loop.iter + 1):
+                for scheduler in self._schedulers():
+                    if not scheduler.by_epoch or length and step % length == 0:
+                        scheduler.step()
+
+
+def _joined(found: Any) -> List[Any]:
+    """Return the schedulers, or their states, of all optimizers."""
+    return sum(found.values(), []) if isinstance(found, dict) else list(found or [])
+
+
+def _states(state: Any) -> List[Dict[str, Any]]:
+    """Return the states of an optimizer, or of several ones by name."""
+    if not state:
+        return []
+    return [state] if 'param_groups' in state else [each for each in state.values() if isinstance(each, dict)]
+
+
+def _form(groups: List[Dict[str, Any]]) -> List[Any]:
+    """Return what the groups of two optimizers of the same kind for the same parameters have in common."""
+    return [(len(group['params']), sorted({*group} - {*_STATE, 'initial_lr'})) for group in groups]
+
+
+def _plan(states: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return what schedulers are built from; the other entries of their states change with each step."""
+    return [{key: value for key, value in state.items() if key not in _PROGRESS} for state in states]

@@ -1,0 +1,224 @@
+"""Read the scalars that MMEngine's Runner logs into a work folder, and draw the curves of several runs."""
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+
+from ....backbones.weights import write_atomically
+from ...common.canvas import figure
+from ...common.cli import UserError, nearest, shown
+from ...common.paths import expanded
+
+# Entries of a line that say where it belongs or how long it took; all others are curves.
+_PLACES = ('step', 'iter', 'epoch', 'time', 'data_time', 'base_lr', 'memory', 'eta')
+# The file beside a log that says where its run starts.
+START = 'start.json'
+# Metrics of which less is better; of all other metrics more is.
+_DOWNWARDS = ('loss', 'perplexity', 'ece', 'lr')
+
+
+class Point(NamedTuple):
+    """A logged value: its step and the value, which may be NaN."""
+    step: float
+    value: float
+
+
+@dataclass
+class Curve:
+    """The values of one scalar of a run.
+
+    Attributes:
+        unit: 'iteration' or 'epoch', what the steps count.
+        points: In the order of steps.
+    """
+    unit: str
+    points: List[Point] = field(default_factory=list)
+
+    def best(self, name: str) -> Point:
+        """Return the best finite point, the first of equal ones; the last point if none is finite."""
+        finite = [point for point in self.points if math.isfinite(point.value)]
+        sign = -1 if is_downwards(name) else 1
+        return max(finite, key=lambda point: sign * point.value, default=self.points[-1])
+
+
+@dataclass
+class Run:
+    """The curves of a work folder, by the name of the scalar."""
+    name: str
+    curves: Dict[str, Curve]
+
+
+def is_downwards(name: str) -> bool:
+    """Whether less is better."""
+    return any(word in name.split('/')[-1].lower() for word in _DOWNWARDS)
+
+
+def read_run(folder: str) -> Run:
+    """Read the logs of a work folder, in which a resumed run has several.
+
+    What a later log has replaces what earlier ones have from its start on: a run that was resumed from a checkpoint
+    repeats the steps after it, and a run without --resume all. If an epoch has another number of steps than before, the
+    earlier steps are scaled to it.
+
+    Args:
+        folder: A work folder of `subquad train`, or of any of MMEngine's Runners.
+
+    Raises:
+        UserError: The folder does not exist, or has no logs.
+    """
+    path = expanded(folder)
+    if not path.is_dir():
+        raise UserError(f'no folder at {shown(path)}')
+    files = sorted(path.glob('*/vis_data/scalars.json'))
+    if not files:
+        raise UserError(f'{shown(path)} has no logs of a run (TIMESTAMP/vis_data/scalars.json)')
+    curves: Dict[str, Curve] = {}
+    before = 0
+    for file in files:
+        start = _start(file)
+        if start:
+            _until(curves, start, before)
+            before = start['steps_per_epoch']
+        _append(curves, _curves(_lines(file)))
+    if not curves:
+        raise UserError(f'the logs in {shown(path)} hold no values yet')
+    return Run(path.resolve().name, curves)
+
+
+def _start(file: Path) -> Dict[str, int]:
+    """Return what ProgressHook has written beside a log, or {} for a log of another Runner."""
+    try:
+        return json.loads((file.parents[1] / START).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _until(curves: Dict[str, Curve], start: Dict[str, int], before: int) -> None:
+    """Cut curves where a later run starts, and count their steps in epochs of its length.
+
+    Args:
+        curves: The curves, which are changed.
+        start: What `_start` returns for the later run.
+        before: Number of steps of an epoch of the earlier run.
+    """
+    scale = start['steps_per_epoch'] / before if before and start['steps_per_epoch'] else 1
+    for name, curve in list(curves.items()):
+        if curve.unit == 'iteration':
+            curve.points = [Point(step * scale if scale != 1 else step, value) for step, value in curve.points]
+        curve.points = [point for point in curve.points if point.step <= start[curve.unit]]
+        if not curve.points:
+            del curves[name]
+
+
+def _lines(file: Path) -> List[Dict[str, Any]]:
+    """Return the objects of a file of JSON lines; a last line that was cut short is left out.
+
+    Raises:
+        UserError: The file cannot be read, or another line is damaged.
+    """
+    try:
+        texts = file.read_text(encoding='utf-8').splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f'{shown(file)} cannot be read ({error})') from error
+    found = []
+    for number, text in enumerate(texts, 1):
+        try:
+            found.append(json.loads(text))                    # Python's NaN and Infinity, too
+        except ValueError as error:
+            if number == len(texts):
+                break                                         # the run was killed, or is writing
+            raise UserError(f'{shown(file)}, line {number} is damaged') from error
+    return [line for line in found if isinstance(line, dict) and 'step' in line]
+
+
+def _curves(lines: Sequence[Dict[str, Any]]) -> Dict[str, Curve]:
+    """Return the curves of one log.
+
+    Lines of training count iterations. Those of validation count epochs, or iterations in runs without epochs: their
+    step is then at least that of the last line of training.
+    """
+    curves: Dict[str, Curve] = {}
+    iteration, epoch = 0, 0
+    for line in lines:
+        training = 'lr' in line
+        if training:
+            iteration, epoch = line['step'], line.get('epoch', 0)
+        unit = 'iteration' if training or iteration and epoch != line['step'] >= iteration else 'epoch'
+        for name, value in line.items():
+            if name not in _PLACES and isinstance(value, (int, float)) and not isinstance(value, bool):
+                curves.setdefault(name, Curve(unit)).points.append(Point(line['step'], value))
+    return curves
+
+
+def _append(curves: Dict[str, Curve], later: Dict[str, Curve]) -> None:
+    """Continue curves by those of a later log, which replaces what it repeats."""
+    for name, curve in later.items():
+        known = curves.setdefault(name, Curve(curve.unit))
+        known.points = [point for point in known.points if point.step < curve.points[0].step] + curve.points
+
+
+def chosen(runs: Sequence[Run], names: Sequence[str]) -> List[str]:
+    """Return the scalars to show: the given ones, or the loss, the learning rate and each run's first metric.
+
+    Raises:
+        UserError: No run has a scalar of a given name.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    for name in names:
+        if name not in known:
+            raise UserError(f"no run has {name!r}{nearest(name, known)} (there are {', '.join(known)})")
+    if names:
+        return list(dict.fromkeys(names))
+    metrics = [next((name for name in run.curves if name != 'lr' and 'loss' not in name and 'grad' not in name), None)
+               for run in runs]
+    return [name for name in dict.fromkeys(['loss', 'lr', *metrics]) if name in known]
+
+
+def rows(runs: Sequence[Run], names: Sequence[str]) -> List[Dict[str, Any]]:
+    """Return dict(run, name, unit, last, last_step, best, best_step) of each scalar of each run that has it."""
+    found = []
+    for run in runs:
+        for name in names:
+            if name in run.curves:
+                curve = run.curves[name]
+                last, best = curve.points[-1], curve.best(name)
+                found.append(dict(run=run.name, name=name, unit=curve.unit, last=last.value, last_step=last.step,
+                                  best=best.value, best_step=best.step))
+    return found
+
+
+def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
+    """Draw one chart for each scalar, with a line for each run, into a PNG file.
+
+    Raises:
+        UserError: matplotlib is missing, or the file cannot be written.
+    """
+    page = figure((4.4 * len(names), 3.8))
+
+    from matplotlib.ticker import MaxNLocator
+    for axes, name in zip(page.subplots(1, len(names), squeeze=False)[0], names):
+        units = []
+        for number, run in enumerate(runs):
+            if name in run.curves:
+                steps, values = _finite(run.curves[name])
+                axes.plot(steps, values, color=f'C{number % 10}', linestyle=('-', '--', ':')[number // 10 % 3],
+                          marker='.' if len(steps) <= 30 else '', label=run.name.replace('$', r'\$'))
+                units.append(run.curves[name].unit)
+        title = 'learning rate of the first layers' if name == 'lr' else name        # MMEngine logs the first group
+        axes.set(title=title, xlabel=' or '.join(dict.fromkeys(units)))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    handles = {label: line for axes in page.axes for line, label in zip(*axes.get_legend_handles_labels())}
+    page.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=min(len(handles), 4), fontsize=8)
+    try:
+        with write_atomically(path) as temporary:
+            page.savefig(temporary, dpi=120, format='png')
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror or error}') from error
+
+
+def _finite(curve: Curve) -> Tuple[List[float], List[float]]:
+    """Return steps and values; a value that is not finite leaves a gap."""
+    return ([point.step for point in curve.points],
+            [point.value if math.isfinite(point.value) else math.nan for point in curve.points])

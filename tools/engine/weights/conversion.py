@@ -1,0 +1,218 @@
+"""`subquad weights convert`: find the model of a weight file, convert the file, and say what was done."""
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ...common.cli import UserError, quiet
+from ...common.output import dumps
+from ...common.paths import expanded
+
+# Beginning of keys that only files of one kind of detector or segmenter have -> beginning of the names of its configs.
+_KINDS = (('roi_head.mask_head.', 'mask-rcnn_'), ('decode_head.psp_modules.', 'upernet_'), ('ssd_heads.', 'ssdlite_'),
+          ('seg_head.aspp.', 'deeplabv3_'), ('seg_head.psp_layer.', 'pspnet_'), ('segmentation_head.', 'deeplabv3_'))
+# Keys whose first dimension is the number of classes.
+_CLASSIFIERS = ('decode_head.conv_seg.weight', 'seg_head.classifier.block.conv.weight',
+                'segmentation_head.classifier.convolution.weight')
+_COCO = 80
+_DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
+
+
+class Target(NamedTuple):
+    """The model of a weight file.
+
+    Attributes:
+        name: its timm name or the name of its config.
+        model: the model on the meta device.
+        metadata: what the new file says about it.
+        assumed: how the model was found, if neither the user nor the file named it.
+    """
+    name: str
+    model: nn.Module
+    metadata: Dict[str, Any]
+    assumed: str = ''
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert_command`."""
+    parser.add_argument('file', metavar='FILE', help='the weight file, or the name of published weights')
+    parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
+    parser.add_argument('--config', metavar='CONFIG', help='config of the detector or segmenter (subquad configs lists '
+                        'them)')
+    parser.add_argument('--out', metavar='FILE', help='the new file (default: named after the model, in the current '
+                        'folder)')
+    parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
+                        help='format whose key names are written (default: subquad)')
+    parser.add_argument('--weights', choices=('averaged', 'raw'),
+                        help='which weights to take from a file that has both (default: averaged)')
+    parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
+                        'to check the color order of a transformers checkpoint')
+
+
+def convert_command(args: argparse.Namespace) -> int:
+    """Convert a weight file to safetensors with metadata, or to the names that its authors use.
+
+    The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
+    is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
+
+    Raises:
+        UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
+            exists or cannot be written.
+    """
+    import subquad  # noqa: F401  (before timm)
+
+    from ....backbones.weights import WeightsError, read_file, shorten_path
+    from ....backbones.weights.convert import FORMATS, convert
+    from ....backbones.weights.resolve import published, resolve
+    if args.model and args.config:
+        raise UserError('give --model for a classifier or --config for a detector or segmenter, not both')
+    name = shorten_path(args.file)
+    try:
+        entry = published(args.file)
+        source = resolve(args.file)
+        content = read_file(source, args.weights)
+        target = _target(content, name, args.model, args.config, entry)
+        out = expanded(args.out) if args.out else Path(_file_name(target.name, args.to) + FORMATS[args.to][1])
+        if not out.parent.is_dir():
+            raise UserError(f'there is no folder {out.parent}; create it, or give another file with --out')
+        if out.exists():
+            raise UserError(f'{out} exists; remove it, or give another file with --out')
+        reference = resolve(args.reference) if args.reference else None
+        result = convert(source, out, target.model, args.to, args.weights, target.metadata, reference, content)
+    except (WeightsError, ValueError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f'{error.filename or name}: {error.strerror or error}') from error
+    for note in filter(None, [target.assumed, *result.notes]):
+        print(note, file=sys.stderr)
+    provenance = result.metadata['provenance']
+    if args.json:
+        print(dumps(dict(path=str(result.path), name=target.name, tensors=len(result.weights), provenance=provenance),
+                    indent=2))
+        return 0
+    print(f'wrote {result.path}: {len(result.weights)} tensors of {target.name} under the names of {args.to}, from '
+          f"{name} (sha256 {provenance['sha256'][:12]})")
+    return 0
+
+
+def _file_name(name: str, to: str) -> str:
+    return Path(name).stem + ('' if to == 'subquad' else f'_{to}')
+
+
+def _target(content: Any, path: str, model: Optional[str], config: Optional[str], entry: Any) -> Target:
+    """Find the model of a weight file, of which `entry` is the description if it is published by a name.
+
+    Raises:
+        UserError: The model cannot be found or built.
+    """
+    if entry is not None and not (model or config):
+        if entry.config:
+            return _dense_target(entry.config, content)
+        keys = ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')
+        return _classifier_target(entry.arch, content, {'transform': {key: getattr(entry, key) for key in keys}}, path)
+    config = config or (None if model else content.metadata.get('config'))
+    if config:
+        return _dense_target(config, content)
+    dense = any(key.startswith(_DENSE) for key in content.weights)
+    if dense and not model:
+        config, how = _find_config(content, path)
+        return _dense_target(config, content)._replace(assumed=how)
+    from ..classification.weight_files import config_metadata
+    known = content.metadata or config_metadata(content.runner_meta.get('cfg'))
+    if model or 'model' in known:
+        same = model in (None, known.get('model'))
+        return _classifier_target(model or known['model'], content, known if same else {}, path)
+    name = _find_classifier(content.weights)
+    if name is None:
+        raise UserError(f'{path} is not a classifier of this package, by its keys and shapes: give --model NAME '
+                        '(subquad models lists them), or --config CONFIG for a detector or segmenter')
+    return _classifier_target(name, content, {}, path)._replace(
+        assumed=f'{path} is taken as {name} by its keys and shapes; --model NAME names another network')
+
+
+def _classifier_target(name: str, content: Any, known: Dict[str, Any], path: str) -> Target:
+    from ....backbones.weights import check_options
+    from ..zoo import create
+    create(name, device='meta')                          # raises UserError with the nearest names
+    options = check_options(name, known.get('options') or {}, path)
+    model, options = _sketch(name, content.weights, options)
+    metadata = {key: known[key] for key in ('classes', 'transform') if known.get(key)}
+    return Target(name, model, dict(model=name, options=options, **metadata))
+
+
+def _sketch(name: str, weights: Dict[str, Any], options: Dict[str, Any]) -> Tuple[nn.Module, Dict[str, Any]]:
+    """Build a classifier on the meta device with the number of classes of a file: (model, options)."""
+    from ....backbones.weights import checkpoint_filter_fn
+    from ..zoo import create
+    model = create(name, **options, device='meta')
+    layer = checkpoint_filter_fn(weights, model).get(f"{model.pretrained_cfg.get('classifier')}.weight")
+    if 'num_classes' not in options and layer is not None and layer.ndim and len(layer) != model.num_classes:
+        options = dict(options, num_classes=len(layer))
+        model = create(name, **options, device='meta')
+    return model, options
+
+
+def _find_classifier(weights: Dict[str, Any], headless: bool = False) -> Optional[str]:
+    """Return the name of the first network whose keys and shapes are those of the weights."""
+    from ....backbones.weights import WeightsError, match_to_model
+    from ....backbones.weights.convert import published_format
+    from ..zoo import our_models
+    family = {'ppma': 'ppma', 'cvnets': 'mobilevitv2', 'transformers': 'mobilevitv2'}.get(published_format(weights), '')
+    if not family and not any(key.startswith(('stages.', 'backbone.stages.', 'encoder.')) for key in weights):
+        return None
+    for name in our_models():
+        if family not in name or name.endswith('_crisscross'):         # these have the shapes of the published network
+            continue
+        model, _ = _sketch(name, {} if headless else weights, {})
+        try:
+            match_to_model(weights, model, 'the file', headless=headless)
+        except WeightsError:
+            continue
+        return name
+    return None
+
+
+def _find_config(content: Any, path: str) -> Tuple[str, str]:
+    """Return the config of a published detector or segmenter, and a sentence that says so.
+
+    Raises:
+        UserError: It is not one of them.
+    """
+    from ....backbones.weights.convert import published_format
+    from ....backbones.weights.metadata import dataset_classes
+    from ....backbones.weights.registry import of_arch
+    weights = content.weights
+    kind = next((kind for key, kind in _KINDS if any(name.startswith(key) for name in weights)), '')
+    if kind and published_format(weights) != 'subquad':
+        count = len(dataset_classes(content.runner_meta)) or next(
+            (len(weights[key]) for key in _CLASSIFIERS if key in weights and weights[key].ndim), _COCO)
+        for entry in of_arch(_find_classifier(weights, headless=True) or ''):
+            if entry.config and entry.config.startswith(kind) and entry.num_classes == count:
+                return entry.config, (f'{path} is taken as {entry.config} by its keys and shapes; --config CONFIG '
+                                      'names another one')
+    raise UserError(f'{path} holds a detector or segmenter, and none of the configs for published files fits it: give '
+                    '--config CONFIG (subquad configs lists them)')
+
+
+def _dense_target(name: str, content: Any) -> Target:
+    from ....backbones.weights.metadata import dataset_classes
+    from ..config import load
+    config = load(name)
+    with quiet():                                        # for what imported modules print
+        from mmengine.registry import MODELS, init_default_scope
+
+        from ..config_arguments import is_classifier
+        from ..dense.runner import metadata
+        from ..training.building import build
+    if is_classifier(config):
+        raise UserError(f"{name} is the config of a classifier: give --model {config.model.get('name', 'NAME')}")
+    init_default_scope(config.get('default_scope', 'mmengine'))
+    with torch.device('meta'):
+        model = build(MODELS, config.model, 'model')
+    found = metadata(config)
+    classes = dataset_classes(content.runner_meta)
+    own = {key: content.metadata[key] for key in ('classes', 'network') if key in content.metadata}
+    return Target(name, model, {**found, **({'classes': classes} if classes else {}), **own})

@@ -1,0 +1,258 @@
+"""Start training from the weights of a file, and report every weight that is not used."""
+import sys
+from typing import Any, Dict, List, Optional, Sequence
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from torch import Tensor, nn
+
+from ....backbones.weights import (
+    WeightsError,
+    check_finite,
+    check_options,
+    checkpoint_filter_fn,
+    differences,
+    read_file,
+    some,
+)
+from ....backbones.weights.files import WeightFile
+from ....backbones.weights.metadata import class_difference
+from ....backbones.weights.resolve import resolve
+from ...common.cli import UserError
+from ..classification.weight_files import own_metadata, recorded_transform, transform_differences, values
+
+# Prefixes of classifier weights, in this package and in timm.
+_CLASSIFIERS = ('head.', 'fc.', 'classifier.', 'head_dist.')
+# Options of a network that only act in training.
+_TRAINING_OPTIONS = ('num_classes', 'drop_rate', 'drop_path_rate')
+
+
+def say(text: str) -> None:
+    """Print one line on stderr, from the main process only."""
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
+
+
+def adopt_options(config: Any, path: str) -> None:
+    """Take the network's options from a file of `subquad train` unless the config sets them, and compare transforms.
+
+    A wrong option can leave every shape of a weight the same, so that nothing else would notice it.
+
+    Raises:
+        UserError: The file cannot be read, or belongs to another model.
+    """
+    content = _checkpoint(path, allow_nonfinite=bool(config.get('resume')))
+    try:
+        metadata = own_metadata(content, path)
+        if not config.get('resume'):                         # ResumableRunner names the settings that differ
+            transform = recorded_transform(path, content)
+            _compare_transforms(path, transform, config.train_dataloader.dataset.get('transform'))
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    if not isinstance(metadata.get('model'), str):
+        return
+    if metadata['model'] != config.model.name:
+        raise UserError(f"{path} was trained as {metadata['model']}, but the config builds {config.model.name} "
+                        '(--model NAME changes it)')
+    for key, value in network_options(metadata, path, config.model).items():
+        if key in _TRAINING_OPTIONS:
+            continue
+        given = config.model.setdefault(key, value)
+        if not config.get('resume') and given != value and (
+                list(given if isinstance(given, (list, tuple)) else [given]) != value):
+            say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which is kept')
+
+
+def _compare_transforms(path: str, theirs: Dict[str, Any], ours: Any) -> None:
+    """Say how the size or the normalization of the images differs from what a file records."""
+    other = transform_differences(theirs, ours) if theirs and ours else {}
+    other = {key: other[key] for key in ('input_size', 'mean', 'std') if key in other}
+    if other:
+        say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
+
+
+def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the network's options in a file's metadata, checked for types and bounds unless the config has them.
+
+    Raises:
+        UserError: The metadata name no model, or hold an option that the network does not have or allow.
+    """
+    if not isinstance(metadata.get('model'), str):
+        raise UserError(f'{path} holds metadata without the name of a model')
+    options = metadata.get('options') or {}
+    same = {key: value for key, value in options.items() if key in model and model[key] == value}
+    try:
+        return {**same, **check_options(metadata['model'], {k: v for k, v in options.items() if k not in same}, path)}
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+
+
+def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> None:
+    """Load every weight of a file into a timm model.
+
+    The classifier may stay random if the file has none or one for other classes; a message on stderr says so.
+
+    Args:
+        net: The timm model.
+        path: A file of `subquad train`, of timm or of the authors, or the name of published weights.
+        classes: Names of the classes to train on.
+
+    Raises:
+        UserError: The file cannot be read, holds NaN, or belongs to another model.
+    """
+    content = _checkpoint(path)
+    weights, own = checkpoint_filter_fn(content.weights, net), net.state_dict()
+    head = _classifier_keys(net, own)
+    why = _other_classes(weights, own, head, content.classes, classes)
+    if why:
+        weights = {**{key: value for key, value in weights.items() if key not in head},
+                   **{key: own[key] for key in head}}
+    problems = differences(own, weights)
+    if problems:
+        kind = getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__
+        raise UserError(f"{path} is not a checkpoint of this {kind}: {'; '.join(problems)}")
+    net.load_state_dict(weights)
+    if content.choice:
+        say(f'{path}: {content.choice}')
+    if why:
+        say(f'{path} {why}: the classifier ({some(head)}) starts with random weights')
+
+
+def refuse_other_state(net: nn.Module, path: str) -> None:
+    """Refuse to resume from a checkpoint of another network, of which MMEngine would load the matching weights.
+
+    Raises:
+        UserError: Keys or shapes differ; the message names them.
+    """
+    weights = _checkpoint(path, allow_nonfinite=True).weights
+    weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
+    problems = differences(net.state_dict(), weights)
+    if problems:
+        raise UserError(f"{path} is not a checkpoint of this {type(net).__name__}: {'; '.join(problems)}")
+
+
+def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Sequence[str],
+                   ours: Sequence[str]) -> Optional[str]:
+    """Return why the file's classifier cannot be used, or None if it can."""
+    if not head:
+        return None
+    if not any(key in weights for key in head):
+        return 'has no classifier'
+    changed = [key for key in head if key in weights and weights[key].shape != own[key].shape]
+    if changed and all(weights[key].shape[1:] == own[key].shape[1:] for key in changed):
+        return f'has {len(weights[changed[0]])} classes, the data {len(ours)}'
+    return (not changed and class_difference(theirs, ours)) or None
+
+
+def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
+    names = getattr(net, 'pretrained_cfg', {}).get('classifier') or ()
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names:
+        classifier = net.get_classifier()
+        names = tuple(name for name, module in net.named_modules() if module is classifier)
+    return [key for key in own if key.startswith(tuple(f'{name}.' for name in names))]
+
+
+def _checkpoint(path: str, preferred: str = 'averaged', allow_nonfinite: bool = False) -> WeightFile:
+    """Read a file or published weights; `preferred` as `read_file` takes it.
+
+    Raises:
+        UserError: The file cannot be read, or holds NaN or infinities.
+    """
+    try:
+        content = read_file(resolve(path), preferred=preferred)
+        if not allow_nonfinite:
+            check_finite(content.weights, path)
+    except WeightsError as error:
+        raise UserError(str(error)) from error
+    return content
+
+
+class StartHook(Hook):
+    """Starts a detector or segmenter from a file of its weights, or its backbone from a classifier's.
+
+    From a file that holds averaged weights, too, the raw ones are taken, as PPMA's authors do.
+
+    Args:
+        path: File of weights, or the name of published ones.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, path: str):
+        self.path, self.weights, self.what = path, {}, ''
+
+    def prepare(self, model: nn.Module, classes: Sequence[str]) -> None:
+        """Read the file and match its weights with the model.
+
+        Raises:
+            UserError: The file cannot be read, holds NaN, or matches neither the model nor its backbone.
+        """
+        from ....backbones.mm.published_keys import has_unused_classes, translate_keys, unused_classes_note
+        content = _checkpoint(self.path, 'raw')
+        cut_classes = has_unused_classes(content.weights, model)
+        whole = translate_keys(content.weights, model, cut_classes)
+        if cut_classes:
+            say(unused_classes_note(self.path))
+        if any(key.startswith('backbone.') for key in whole):
+            self._prepare_whole(model, whole, content.classes, list(classes))
+        else:
+            self._prepare_backbone(model.backbone, content.weights)
+        if content.choice:
+            say(f'{self.path}: {content.choice}')
+
+    def _prepare_whole(self, model: nn.Module, weights: Dict[str, Tensor], theirs: List[str],
+                       ours: List[str]) -> None:
+        own = model.state_dict()
+        resized = [key for key in own if key in weights and not key.startswith(('backbone.', 'neck.'))
+                   and weights[key].shape != own[key].shape and weights[key].shape[1:] == own[key].shape[1:]]
+        absent = [key for key in own if key.startswith('auxiliary_head.')]
+        absent = absent if not any(key in weights for key in absent) else []
+        problems = differences(own, {**weights, **{key: own[key] for key in (*resized, *absent)}})
+        if problems:
+            raise UserError(f"{self.path} is not a checkpoint of this {type(model).__name__} on "
+                            f"{type(model.backbone).__name__}: {'; '.join(problems)}")
+        self.what, self.weights = 'the whole model', {k: v for k, v in weights.items() if k not in resized}
+        if resized:
+            say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
+                f'weights ({some(resized)})')
+        elif class_difference(theirs, ours):
+            say(f'{self.path} {class_difference(theirs, ours)}: the heads start from those of the file')
+        if absent:
+            say(f'{self.path} has no auxiliary head: it starts with random weights')
+
+    def _prepare_backbone(self, backbone: nn.Module, weights: Dict[str, Tensor]) -> None:
+        own, weights = backbone.state_dict(), checkpoint_filter_fn(weights, backbone)
+        spare = [key for key in weights if key not in own and key.startswith(_CLASSIFIERS)]
+        weights = {key: value for key, value in weights.items() if key not in spare}
+        norms = [key for key in own if key.startswith('output_norms.')]
+        norms = norms if not any(key in weights for key in norms) else []
+        problems = differences(own, {**weights, **{key: own[key] for key in norms}})
+        if problems:
+            raise UserError(f"{self.path} is not a checkpoint of this {type(backbone).__name__} backbone: "
+                            f"{'; '.join(problems)}")
+        self.what, self.weights = 'the backbone', {f'backbone.{key}': value for key, value in weights.items()}
+        text = f'{self.path} is a classifier: the backbone starts from it, neck and heads with random weights'
+        more = [f"its classifier ({some(spare)}) is not used"] if spare else []
+        more += ['the output norms start untrained (weight 1, bias 0)'] if norms else []
+        say('; '.join([text, *more]))
+
+    def before_train(self, runner) -> None:
+        """Load the weights after the Runner has initialized the model."""
+        model = getattr(runner.model, 'module', runner.model)
+        weights = {**model.state_dict(), **self.weights}
+        runner.call_hook('after_load_checkpoint', checkpoint=dict(state_dict=weights))   # EMAHook's average, too
+        model.load_state_dict(weights)
+
+
+def without_pretrained(model: Any) -> None:
+    """Remove the pretrained files of the backbone from the config, because --pretrained replaces them."""
+    backbone = model.get('backbone')
+    if isinstance(backbone, dict):
+        cfgs = backbone.get('init_cfg')
+        cfgs = [cfgs] if isinstance(cfgs, dict) else list(cfgs or ())
+        kept = [cfg for cfg in cfgs if cfg.get('type') != 'Pretrained']
+        if len(kept) < len(cfgs):
+            say('--pretrained: the backbone\'s init_cfg '
+                f"({', '.join(str(cfg.get('checkpoint')) for cfg in cfgs if cfg not in kept)}) is not used")
+            backbone.init_cfg = kept or None
