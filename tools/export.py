@@ -8,9 +8,10 @@ Sizes, preprocessing and labels are in the file's metadata.
 import argparse
 import signal
 import sys
-from typing import List, Optional
+from pathlib import Path
+from typing import Any, Callable, List, Optional, Tuple
 
-from .common.cli import UserError
+from .common.cli import UserError, quiet
 from .common.output import dumps
 from .common.paths import writable_folder
 from .common.sizes import parse_size
@@ -19,22 +20,32 @@ from .common.sizes import parse_size
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
 
-    from .exporters.report import print_reports, row
-    from .exporters.requests import Request, chosen_formats, export_formats, finder
+    from .exporters.formats import FORMATS, Options, chosen_formats
+    from .exporters.pipeline import export, print_reports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that temporary folders are removed
     args = _parser().parse_args(argv)
     _check(args)
-    formats = chosen_formats(args.format, args.precision, frozenset(args.dynamic))
-    if args.precision == 'int8' and not args.calibrate:
-        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER')
-    find = finder(Request(args.model, args.checkpoint, args.size and parse_size(args.size, smallest=32, largest=8192),
-                          args.features, args.normalize, args.allow_nonfinite))
-    reports, failures = export_formats(
-        find, formats, writable_folder(args.out), args.precision, frozenset(args.dynamic), args.calibrate or [],
-        args.calibrate_images, args.tolerance, args.repeats)
+    options = Options(args.precision, frozenset(args.dynamic))
+    formats = chosen_formats(args.format, options)
+    find, folder = _finder(args), writable_folder(args.out)
+    reports, failures = [], {}
+    for name in formats:                   # a format that fails does not stop the others
+        try:
+            print(f'exporting to {name}', file=sys.stderr, flush=True)
+            subject = find(name)
+            if args.calibrate:
+                options = options._replace(calibration=subject.calibration(args.calibrate, args.calibrate_images))
+            parts = [Path(subject.name).stem, *(['features'] if args.features else []),
+                     *([args.precision] if args.precision != 'fp32' else [])]
+            reports.append(export(subject, name, folder / f"{'_'.join(parts)}{FORMATS[name].suffix}", options,
+                                  args.tolerance, args.repeats))
+        except UserError as error:
+            if len(formats) == 1:
+                raise
+            failures[name] = str(error)
     if args.json:
         failed = [dict(format=name, error=text) for name, text in failures.items()]
-        print(dumps([*map(row, reports), *failed], indent=2))
+        print(dumps([*(report.row() for report in reports), *failed], indent=2))
     else:
         print_reports(reports)
     for name, text in failures.items():
@@ -43,7 +54,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from .exporters.calibration import DEFAULT_IMAGES
     from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS
     parser = argparse.ArgumentParser('subquad export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--precision', choices=PRECISIONS, default='fp32', help='precision inside of the file '
                         '(default: fp32); images and scores remain float32')
     parser.add_argument('--calibrate', nargs='+', metavar='FOLDER', help='images from which int8 takes its ranges')
-    parser.add_argument('--calibrate-images', type=int, default=DEFAULT_IMAGES, metavar='N',
+    parser.add_argument('--calibrate-images', type=int, default=100, metavar='N',
                         help='number of these images to use (default: %(default)s)')
     parser.add_argument('--features', action='store_true', help='export the feature maps of all stages, not the logits')
     parser.add_argument('--normalize', action='store_true', help='put the normalization into the graph, which then '
@@ -83,8 +93,50 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--repeats must be at least 0, got {args.repeats}')
     if args.calibrate_images < 1:
         raise UserError(f'--calibrate-images must be at least 1, got {args.calibrate_images}')
-    if args.calibrate and args.precision != 'int8':
-        raise UserError(f'--calibrate is for --precision int8, not for {args.precision}')
+    if (args.precision == 'int8') != bool(args.calibrate):
+        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER'
+                        if args.precision == 'int8' else
+                        f'--calibrate is for --precision int8, not for {args.precision}')
+
+
+def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
+    """Return the function that builds the `Subject` for a format; detectors differ by format.
+
+    Raises:
+        UserError: Model or weights are unknown or do not match, or the model does not take images of this size.
+    """
+    from .engine.counting_configs import is_config
+    from .exporters.subject import classifier_from, classifier_subject, with_normalization
+    model, checkpoint = _named(args.model, args.checkpoint)
+    size = args.size and parse_size(args.size, smallest=32, largest=8192)
+    if not (dense := Path(model).suffix != '.safetensors' and is_config(model)):
+        read, weights = classifier_from(model, checkpoint, args.allow_nonfinite)
+    if checkpoint is None and (dense or weights == 'random'):
+        print(f'note: no --checkpoint is given, so {model} is exported with random weights', file=sys.stderr)
+    if not dense:
+        subject = classifier_subject(read, weights, size, args.features, args.normalize)
+        return lambda name: subject
+    with quiet():                              # for what MMDetection and MMSegmentation print
+        from .engine.config import load
+        from .exporters.dense_subject import dense_subject
+        config = load(model)
+
+    def find(name: str) -> Any:
+        subject = dense_subject(config, checkpoint, size, nms=name in ('onnx', 'ort'), labels=name != 'ncnn',
+                                features=args.features, allow_nonfinite=args.allow_nonfinite)
+        return with_normalization(subject) if args.normalize else subject
+    return find
+
+
+def _named(model: str, checkpoint: Optional[str]) -> Tuple[str, Optional[str]]:
+    """Replace the name of a published detector by its config, and a tag of weights for a config by their name."""
+    from ..backbones.weights.registry import SCHEME, WEIGHTS
+    for weights in WEIGHTS.values():
+        if weights.config and checkpoint is None and model in (weights.name, SCHEME + weights.name):
+            return weights.config, weights.name
+        if weights.config and weights.config == model and weights.tag == checkpoint:
+            return model, weights.name
+    return model, checkpoint
 
 
 if __name__ == '__main__':

@@ -13,10 +13,9 @@ import torch
 from helpers import ROOT
 from PIL import Image, ImageDraw, ImageFont
 
-from subquad.tools.exporters.file_metadata import describe, preprocessing
 from subquad.tools.exporters.formats import FORMATS, missing_packages
 from subquad.tools.exporters.pipeline import export
-from subquad.tools.exporters.subject import Subject, classifier_from, classifier_subject
+from subquad.tools.exporters.subject import Subject, classifier_from, classifier_subject, describe, preprocessing
 
 EXAMPLES = ROOT / 'examples' / 'export'
 SCRIPTS = {'onnx': 'onnx_runtime.py', 'ort': 'onnx_runtime.py', 'executorch': 'executorch_runtime.py',

@@ -10,10 +10,10 @@ pytest.importorskip('sklearn')
 
 from onnx_exports import TEST_MODELS, record_once  # noqa: E402
 
-from subquad.tools.exporters import to_onnx, to_ort  # noqa: E402
+from subquad.tools.exporters import to_onnx  # noqa: E402
 from subquad.tools.exporters.formats import Options  # noqa: E402
 
-FORMATS = {'onnx': to_onnx, 'ort': to_ort}
+FORMATS = {'onnx': to_onnx, 'ort': to_onnx}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from export_cases import subject_of
 import subquad_cli
 from subquad.tools import export as command
 from subquad.tools.common.cli import UserError
-from subquad.tools.exporters import comparing, formats, pipeline, requests
+from subquad.tools.exporters import formats, pipeline
 from subquad.tools.exporters.formats import FORMATS, Conversion, Options
 from subquad.tools.exporters.pipeline import export
 from subquad.tools.exporters.subject import Sizes
@@ -43,7 +43,7 @@ def replace_format(monkeypatch):
     def replace(**options):
         module = exporter(**options)
         monkeypatch.setattr(pipeline, 'exporter', lambda name: module)
-        monkeypatch.setattr(requests, 'exporter', lambda name: module)
+        monkeypatch.setattr(formats, '_check_installed', lambda name: None)
     return replace
 
 
@@ -118,7 +118,7 @@ def test_folder_with_the_name_of_a_file_is_kept(subject, replace_format, tmp_pat
 
 def test_quantized_files_are_compared_on_calibration_images(subject):
     images = [torch.full((1, 3, 64, 64), float(n)) for n in range(10)]
-    static, batch, sizes = (comparing.inputs_for(subject, Options('int8', frozenset(dynamic), images))
+    static, batch, sizes = (pipeline.inputs_for(subject, Options('int8', frozenset(dynamic), images))
                             for dynamic in ((), ('batch',), ('hw',)))
     assert [float(x.mean()) for x in static] == list(range(8)) and [len(x) for x in batch] == [1, 3, 2]
     assert torch.equal(batch[1], torch.cat(images[:3])) and [x.shape[3] for x in sizes] == [128, 128, 256]
@@ -129,7 +129,7 @@ def test_labels_may_differ_in_few_pixels(replace_format):
     subject = SimpleNamespace(eager=lambda x: (labels,), outputs=('labels',))
     wrong = labels.clone()
     wrong[0, 0, :20] += 1
-    errors = comparing.compare(lambda x: [wrong], subject, [torch.zeros(1)])
+    errors = pipeline.compare(lambda x: [wrong], subject, [torch.zeros(1)])
     assert errors.unequal == pytest.approx(2e-3) and errors.relative == 0
     report = pipeline.Report('onnx', None, 0, Conversion({}), errors, 1e-4, {}, [])
     assert not report.passed
@@ -141,7 +141,7 @@ def test_labels_may_differ_in_few_pixels(replace_format):
     ((), {(1, 64, 64)}), (('batch',), {(1, 64, 64), (3, 64, 64), (2, 64, 64)}),
     (('hw',), {(1, 128, 128), (1, 192, 128), (1, 128, 256)})])
 def test_inputs_of_the_comparison(subject, dynamic, shapes):
-    inputs = comparing.inputs_for(subject, Options(dynamic=frozenset(dynamic)))
+    inputs = pipeline.inputs_for(subject, Options(dynamic=frozenset(dynamic)))
     assert len(inputs) == 3 and {(len(x), *x.shape[2:]) for x in inputs} == shapes
     assert subject.sizes == Sizes(64, 64, 2048)
 
@@ -175,7 +175,7 @@ def test_missing_runtime_names_the_pip_command(monkeypatch):
         with pytest.raises(UserError, match='pip install ' + ' '.join(form.distributions)):
             formats.exporter(name)
     with pytest.raises(UserError, match='no installed format'):
-        requests.chosen_formats(['all'], 'fp32', frozenset())
+        formats.chosen_formats(['all'], Options())
 
 
 def test_command_prints_a_table_and_fails_above_the_tolerance(replace_format, tmp_path, capsys):
@@ -198,12 +198,15 @@ def test_random_weights_are_reported(replace_format, tmp_path, capsys):
 
 def test_all_exports_what_is_possible(replace_format, tmp_path, capsys, monkeypatch):
     replace_format()
-    monkeypatch.setattr(requests, 'missing_packages', lambda name: ['x'] if name == 'litert' else [])
+    def missing(name):
+        if name == 'litert':
+            raise UserError('litert is missing')
+    monkeypatch.setattr(formats, '_check_installed', missing)
     arguments = ['test_ppma.digits', '--format', 'all', '--repeats', '0', '--out', str(tmp_path), '--precision', 'fp16']
     assert command.main(arguments) == 0
     files = {path.name for path in tmp_path.iterdir() if not path.name.endswith('.side')}
     assert files == {f'test_ppma_fp16{form.suffix}' for name, form in FORMATS.items() if name != 'litert'}
-    assert 'left out: the format litert is not installed: pip install litert-torch' in capsys.readouterr().err
+    assert 'left out: litert is missing' in capsys.readouterr().err
 
 
 def test_every_format_has_an_extra_of_its_distributions():
@@ -224,7 +227,6 @@ def test_every_format_has_an_extra_of_its_distributions():
     ('ssdlite_test-mobilevitv2_shapes', 'ssdlite_shapes'),
     ('ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes')])
 def test_weights_of_a_detector_name_its_config(model, checkpoint):
-    found = requests._with_config(requests.Request(model, checkpoint))
-    assert found[:2] == ('ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes')
-    same = requests.Request('test_ppma', 'digits')
-    assert requests._with_config(same) == same
+    found = command._named(model, checkpoint)
+    assert found == ('ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes')
+    assert command._named('test_ppma', 'digits') == ('test_ppma', 'digits')

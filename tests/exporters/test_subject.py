@@ -10,10 +10,9 @@ from torch import nn
 
 from subquad.tools.bench.export_matrix import randomize_norms
 from subquad.tools.common.cli import UserError
-from subquad.tools.exporters import file_metadata
 from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import check_program, export_program
-from subquad.tools.exporters.subject import classifier_from, classifier_subject, random_classifier
+from subquad.tools.exporters.subject import classifier_from, classifier_subject, preprocessing, random_classifier
 
 FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
 
@@ -87,7 +86,7 @@ def test_normalization_in_the_graph_equals_normalization_outside():
 def test_metadata_describe_published_weights():
     read, weights = classifier_from('test_ppma', 'digits')
     subject = classifier_subject(read, weights)
-    metadata = json.loads(file_metadata.dumps(subject.metadata))
+    metadata = json.loads(json.dumps(subject.metadata))
     assert metadata['weights'] == 'test_ppma.digits' and metadata['labels'] == [str(n) for n in range(10)]
     cfg = timm.get_pretrained_cfg('test_ppma.digits')
     assert metadata['preprocessing']['crop'] == list(cfg.input_size[1:])
@@ -103,10 +102,10 @@ def test_metadata_describe_published_weights():
     (dict(input_size=(3, 256, 256), crop_pct=0.888, crop_mode='squash'),
      dict(size=[288, 288], interpolation='bicubic', keep_ratio=False))])
 def test_preprocessing_of_a_transform(transform, resize):
-    described = file_metadata.preprocessing(dict(transform, mean=(0.5,) * 3, std=(0.2,) * 3))
+    described = preprocessing(dict(transform, mean=(0.5,) * 3, std=(0.2,) * 3))
     assert described['resize'] == resize and described['crop'] == list(transform['input_size'][1:])
     with pytest.raises(UserError, match='border'):
-        file_metadata.preprocessing(dict(transform, crop_mode='border', mean=(0.5,) * 3, std=(0.2,) * 3))
+        preprocessing(dict(transform, crop_mode='border', mean=(0.5,) * 3, std=(0.2,) * 3))
 
 
 @pytest.mark.parametrize('make, message', [

@@ -57,13 +57,6 @@ def test_constant_reshapes_are_no_dynamic_batch(tmp_path):
         to_coreml.check(tmp_path / 'b.mlpackage')
 
 
-@pytest.mark.parametrize('options', [Options(dynamic=frozenset(['hw'])), Options('int8')])
-def test_what_core_ml_does_not_keep_is_refused(options, tmp_path):
-    with pytest.raises(UserError, match='Core ML files'):
-        to_coreml.convert(subject_of('test_mobilevitv2'), options, tmp_path / 'a.mlpackage')
-    assert not list(tmp_path.iterdir())
-
-
 def test_broken_packages(tmp_path):
     (tmp_path / 'a.mlpackage').mkdir()
     for read in (to_coreml.check, to_coreml.read_metadata):

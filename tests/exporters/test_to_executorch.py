@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.exporters.comparing import compare, inputs_for
-from subquad.tools.exporters.file_metadata import describe
 from subquad.tools.exporters.formats import Options
-from subquad.tools.exporters.subject import Subject, classifier_subject, random_classifier
+from subquad.tools.exporters.pipeline import compare, inputs_for
+from subquad.tools.exporters.subject import Subject, classifier_subject, describe, random_classifier
 
 pytest.importorskip('executorch')
 executorch = pytest.importorskip('subquad.tools.exporters.to_executorch')
@@ -99,7 +98,7 @@ def test_a_dynamic_batch(small):
     assert compare(run, subject, inputs_for(subject, Options(dynamic=frozenset(['batch'])))).relative < 1e-5
     assert run(subject.example(64))[0].shape == (64, 5)
     assert conversion.delegated_macs > 0.9
-    with pytest.raises(UserError, match=r'\(1 to 64, 3, 16, 24\)'):
+    with pytest.raises(UserError, match=r'cannot run .* \(65, 3, 16, 24\)'):
         run(subject.example(65))
 
 
@@ -137,7 +136,7 @@ def test_outputs_outlive_the_next_run_and_other_thread_counts(fixed):
     torch.zeros(1, 3, 16, 25), torch.zeros(2, 3, 16, 24), torch.zeros(1, 1, 16, 24), torch.zeros(3, 16, 24),
     torch.zeros(0, 3, 16, 24), torch.zeros(1, 3, 16, 24, dtype=torch.float64), torch.zeros(1, 3, 32, 12)])
 def test_images_of_another_shape_are_refused(fixed, images):
-    with pytest.raises(UserError, match=r'float32 images of shape \(1, 3, 16, 24\), got'):
+    with pytest.raises(UserError, match='ExecuTorch cannot run'):
         executorch.load(fixed[0])(images)
 
 
@@ -158,12 +157,6 @@ def test_files_that_are_no_program(fixed, tmp_path):
                 read(path)
     with pytest.raises(UserError, match='cannot read'):
         executorch.load(tmp_path / 'missing.pte')
-
-
-def test_dynamic_sizes_are_refused(tmp_path):
-    with pytest.raises(UserError, match='fixed image size'):
-        converted(small_subject(), Options(dynamic=frozenset(['hw'])), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_conversion_and_runs_print_nothing(tmp_path, python):

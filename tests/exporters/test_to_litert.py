@@ -63,14 +63,6 @@ def test_broken_files(tmp_path):
             to_litert.load(tmp_path / f'{name}.tflite')
 
 
-@pytest.mark.parametrize('options', [Options(dynamic=frozenset(['batch'])), Options(dynamic=frozenset(['hw'])),
-                                     Options('int8')])
-def test_what_litert_does_not_keep_is_refused(options, tmp_path):
-    with pytest.raises(UserError, match='LiteRT files'):
-        to_litert.convert(subject_of('test_mobilevitv2'), options, tmp_path / 'a.tflite')
-    assert not list(tmp_path.iterdir())
-
-
 @needs_litert
 @pytest.mark.slow
 @pytest.mark.parametrize('precision', ['fp32', 'fp16'])

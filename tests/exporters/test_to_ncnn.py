@@ -56,14 +56,6 @@ def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
         run(torch.zeros(2, *metadata['input']['shape'][1:]))
 
 
-@pytest.mark.parametrize('options', [Options(dynamic=frozenset(['batch'])), Options(dynamic=frozenset(['hw'])),
-                                     Options('int8')])
-def test_what_ncnn_does_not_keep_is_refused(options, tmp_path):
-    with pytest.raises(UserError, match='ncnn files'):
-        to_ncnn.convert(subject_of('test_mobilevitv2'), options, tmp_path / 'a.ncnn.param')
-    assert not list(tmp_path.iterdir())
-
-
 class Unknown(nn.Module):
     def forward(self, images):
         return (torch.special.bessel_j0(images).mean((2, 3)),)

@@ -17,8 +17,9 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx_exports import MODELS, TEST_MODELS, check_outputs, record_once, subject  # noqa: E402
 
 from subquad.tools.common.cli import UserError  # noqa: E402
-from subquad.tools.exporters import onnx_graph, onnx_model, to_onnx  # noqa: E402
+from subquad.tools.exporters import onnx_graph, to_onnx  # noqa: E402
 from subquad.tools.exporters.formats import Options  # noqa: E402
+from subquad.tools.exporters.silence import silence  # noqa: E402
 
 LARGE_MODELS = (*(f'subquad_mobilevitv2_{width}' for width in ('075', '100', '125', '150', '175', '200')),
                 'ppma_small', 'ppma_base', 'ppma_tiny_crisscross', 'myo_small', 'myo_base')
@@ -244,7 +245,7 @@ class _Norms(nn.Module):
 
 def test_translations_of_norms_and_softplus():
     module, x = _Norms().eval(), 3 * torch.randn(2, 6, 4, 8) + 5
-    with onnx_model.silent():
+    with silence():
         program = torch.onnx.export(torch.export.export(module, (x,)), dynamo=True, opset_version=onnx_graph.OPSET,
                                     input_names=['x'], custom_translation_table=onnx_graph.translations(),
                                     verbose=False)

@@ -11,7 +11,7 @@ pytest.importorskip('onnxscript')
 from onnx_exports import MODELS, TEST_MODELS, check_outputs, record_once, subject  # noqa: E402
 
 from subquad.tools.common.cli import UserError  # noqa: E402
-from subquad.tools.exporters import to_ort  # noqa: E402
+from subquad.tools.exporters import to_onnx  # noqa: E402
 from subquad.tools.exporters.formats import Options  # noqa: E402
 
 
@@ -21,8 +21,8 @@ def recorded_once(monkeypatch):
 
 
 def convert_and_check(made, options, path, shapes=((1, None), (1, None))):
-    conversion = to_ort.convert(made, options, path)
-    check_outputs(to_ort, path, made, options, shapes)
+    conversion = to_onnx.convert(made, options, path)
+    check_outputs(to_onnx, path, made, options, shapes)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     return conversion
 
@@ -32,18 +32,18 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     made, path = digits_subject(name), tmp_path / 'model.ort'
     capfd.readouterr()
     conversion = convert_and_check(made, Options(), path)
-    check_accuracy(to_ort.load(path), made)
+    check_accuracy(to_onnx.load(path), made)
     printed = capfd.readouterr()
     assert printed.out == printed.err == ''
     assert path.read_bytes()[4:8] == b'ORTM'
     assert conversion.operators['Conv'] >= 17 and not conversion.operators.keys() & {'ReorderInput', 'ReorderOutput'}
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
     assert json.loads(session.get_modelmeta().custom_metadata_map['subquad']) == made.metadata
-    assert to_ort.read_metadata(path) == made.metadata
+    assert to_onnx.read_metadata(path) == made.metadata
     assert [(x.name, x.shape) for x in session.get_inputs()] == [('image', [1, 3, *made.size])]
     for batch, size in ((2, made.size), (1, (made.size[0], made.size[1] + 32))):
         with pytest.raises(Exception, match='Got invalid dimensions'):
-            to_ort.load(path)(made.example(batch, size))
+            to_onnx.load(path)(made.example(batch, size))
 
 
 def test_half_precision_halves_the_file(tmp_path):
@@ -60,7 +60,7 @@ def test_half_precision_halves_the_file(tmp_path):
 def test_a_file_that_is_no_model(tmp_path):
     path = tmp_path / 'model.ort'
     path.write_bytes(b'\0\0\0\0ORTM' + b'\xff' * 100)
-    for read in (to_ort.load, to_ort.read_metadata):
+    for read in (to_onnx.load, to_onnx.read_metadata):
         with pytest.raises(UserError, match='ONNX Runtime cannot read .*model.ort'):
             read(path)
 

@@ -14,10 +14,9 @@ from browser import browser, missing_programs, served
 from helpers import ROOT
 from PIL import Image
 
-from subquad.tools.exporters.file_metadata import describe, preprocessing
 from subquad.tools.exporters.formats import Options, missing_packages
 from subquad.tools.exporters.pipeline import export
-from subquad.tools.exporters.subject import classifier_from, classifier_subject
+from subquad.tools.exporters.subject import classifier_from, classifier_subject, describe, preprocessing
 
 WEB = ROOT / 'examples' / 'web'
 SOURCES = ('index.html', 'style.css', 'main.js', 'metadata.js', 'preprocessing.js', 'package.json', 'package-lock.json',

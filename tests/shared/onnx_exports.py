@@ -6,7 +6,7 @@ import torch
 from export_cases import subject_of
 from helpers import assert_close
 
-from subquad.tools.exporters import onnx_model
+from subquad.tools.exporters import to_onnx
 from subquad.tools.exporters.formats import Options
 
 TEST_MODELS = ('test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm')
@@ -21,7 +21,7 @@ def subject(name, features=False):
     return subject_of(name, features=features)
 
 
-_RECORD, _RECORDED = onnx_model.record, {}
+_RECORD, _RECORDED = to_onnx.record, {}
 
 
 def record_once(monkeypatch):
@@ -31,7 +31,7 @@ def record_once(monkeypatch):
         if key not in _RECORDED:
             _RECORDED[key] = _RECORD(subject, dynamic)
         return copy.deepcopy(_RECORDED[key])
-    monkeypatch.setattr(onnx_model, 'record', record)
+    monkeypatch.setattr(to_onnx, 'record', record)
 
 
 def check_outputs(module, path, subject, options=Options(), shapes=((1, None), (1, None))):   # noqa: B008  (a tuple)

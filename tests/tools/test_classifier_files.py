@@ -15,7 +15,7 @@ from user_errors import command_error
 from subquad.backbones.weights import save_weights
 from subquad.tools import predict
 from subquad.tools.engine.classification.weight_files import classifier_from_file, config_metadata, read_classifier
-from subquad.tools.exporters.file_metadata import preprocessing
+from subquad.tools.exporters.subject import preprocessing
 
 OPTIONS = dict(num_classes=3, mask_mode='multiplicative')
 TRANSFORM = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4),

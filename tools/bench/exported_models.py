@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..common.cli import UserError
 from ..exporters import formats
-from ..exporters.comparing import difference
 from ..exporters.formats import Options
 from ..exporters.fusing import fuse_norms
+from ..exporters.pipeline import difference
+from ..exporters.silence import silence
 from ..exporters.subject import classifier_subject, random_classifier
 from .export_matrix import randomize_norms
 from .measure import time_interleaved
@@ -73,13 +74,12 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
 
 
 def _export_onnx(model: nn.Module, image: Tensor, path: Path) -> None:
-    from ..exporters.onnx_model import silent
-    with silent():
+    with silence():
         torch.onnx.export(model, (image,), dynamo=True, verbose=False).save(str(path))
 
 
 def _load_onnx(path: Path) -> Run:
-    from ..exporters.onnx_session import open_session
+    from ..exporters.to_onnx import open_session
     session = open_session(path)
     return lambda image: session.run(None, {session.get_inputs()[0].name: image.numpy()})
 

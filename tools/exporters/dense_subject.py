@@ -20,9 +20,8 @@ from ..engine.dense.runner import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools
 from .dense_preprocessing import input_size, preparation, read_image
-from .file_metadata import describe
 from .fusing import fuse_norms
-from .subject import Subject
+from .subject import Subject, describe
 
 Size = Tuple[int, int]
 _STATIC = {

@@ -1,6 +1,7 @@
 """The formats: their files, their extras, and what each one supports."""
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -32,12 +33,10 @@ class Conversion(NamedTuple):
         operators: number of operators in the file's graph, by name. For ExecuTorch, of those that are not delegated.
         delegates: number of calls to a delegate.
         delegated_macs: share of the multiply-adds that a delegate computes, from 0 to 1; None without delegation.
-        notes: sentences for the user.
     """
     operators: Dict[str, int]
     delegates: int = 0
     delegated_macs: Optional[float] = None
-    notes: Sequence[str] = ()
 
 
 class Format(NamedTuple):
@@ -46,14 +45,17 @@ class Format(NamedTuple):
     Attributes:
         title: name of the runtime.
         suffix: end of the file name.
+        module: module of this package with `convert(subject, options, path)`, `load(path, threads)` and
+            `read_metadata(path)`.
         packages: modules that conversion and runtime import.
         distributions: what pip installs for them; the extra of this package has the name of the format.
         precisions: the precisions that it supports.
         dynamic: the dimensions that a file may leave open.
-        runs: whether the command runs its files on a runtime.
+        runs: whether the command runs its files on a runtime. If not, the module has `check(path)` instead of `load`.
     """
     title: str
     suffix: str
+    module: str
     packages: Tuple[str, ...]
     distributions: Tuple[str, ...]
     precisions: Tuple[str, ...]
@@ -63,14 +65,17 @@ class Format(NamedTuple):
 
 _ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 FORMATS: Dict[str, Format] = {
-    'onnx': Format('ONNX Runtime', '.onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
-    'ort': Format('ONNX Runtime Mobile', '.ort', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
-    'executorch': Format('ExecuTorch with XNNPACK', '.pte', ('executorch', 'torchao'), ('executorch',), PRECISIONS,
-                         ('batch',)),
-    'litert': Format('LiteRT', '.tflite', ('litert_torch', 'ai_edge_litert'), ('litert-torch',), ('fp32', 'fp16'), ()),
-    'ncnn': Format('ncnn', '.ncnn.param', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), ()),
-    'coreml': Format('Core ML', '.mlpackage', ('coremltools',), ('coremltools',), ('fp32', 'fp16'), ('batch',),
-                     runs=False),
+    'onnx': Format('ONNX Runtime', '.onnx', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
+    'ort': Format('ONNX Runtime Mobile', '.ort', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
+    # XNNPACK cannot slice or reshape maps of unknown height and width.
+    'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
+                         ('executorch',), PRECISIONS, ('batch',)),
+    'litert': Format('LiteRT', '.tflite', 'to_litert', ('litert_torch', 'ai_edge_litert'), ('litert-torch',),
+                     ('fp32', 'fp16'), ()),
+    'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), ()),
+    # The converter writes height and width into reshapes.
+    'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',), ('fp32', 'fp16'),
+                     ('batch',), runs=False),
 }
 
 
@@ -79,31 +84,29 @@ def missing_packages(name: str) -> List[str]:
     return [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
 
 
-def install_command(name: str) -> str:
-    """Return the pip command that installs what a format needs."""
-    return f"pip install {' '.join(FORMATS[name].distributions)}"
+def _check_installed(name: str) -> None:
+    missing = missing_packages(name)
+    if missing:
+        raise UserError(f'the format {name} needs {" and ".join(missing)}: '
+                        f"pip install {' '.join(FORMATS[name].distributions)}")
 
 
 def exporter(name: str) -> ModuleType:
-    """Import the module `to_NAME` of a format.
+    """Import the module of a format.
 
     Raises:
-        UserError: The format is unknown, or its packages are not installed.
+        UserError: Packages of the format are not installed.
     """
-    _check_name(name)
-    missing = missing_packages(name)
-    if missing:
-        raise UserError(f'the format {name} needs {" and ".join(missing)}: {install_command(name)}')
-    return importlib.import_module(f'{__package__}.to_{name}')
+    _check_installed(name)
+    return importlib.import_module(f'{__package__}.{FORMATS[name].module}')
 
 
 def check_options(name: str, options: Options) -> None:
     """Refuse what a format does not support.
 
     Raises:
-        UserError: The format is unknown, or has no such precision or no such dynamic dimension.
+        UserError: The format has no such precision or no such dynamic dimension.
     """
-    _check_name(name)
     form = FORMATS[name]
     if options.precision not in form.precisions:
         raise UserError(f'the format {name} has no precision {options.precision} here; '
@@ -114,6 +117,25 @@ def check_options(name: str, options: Options) -> None:
         raise UserError(f'the format {name} does not support --dynamic {" ".join(refused)}: {allowed}')
 
 
-def _check_name(name: str) -> None:
-    if name not in FORMATS:
-        raise UserError(f'unknown format {name!r}; allowed are {", ".join(FORMATS)}')
+def chosen_formats(names: Sequence[str], options: Options) -> List[str]:
+    """Return the formats to write; for 'all', those that are installed and support the options.
+
+    Formats that 'all' leaves out are named on stderr.
+
+    Raises:
+        UserError: A named format is not installed or does not support the options, or 'all' leaves none.
+    """
+    chosen = []
+    for name in FORMATS if 'all' in names else dict.fromkeys(names):
+        try:
+            check_options(name, options)
+            _check_installed(name)
+        except UserError as error:
+            if 'all' not in names:
+                raise
+            print(f'left out: {error}', file=sys.stderr)
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise UserError('no installed format supports these options (see above)')
+    return chosen

@@ -1,21 +1,23 @@
 """What is exported: a model in its export form, the ordinary model to compare with, and the metadata."""
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+import timm.data
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ... import __version__
 from ...backbones.mobilevitv2_export import prepare_for_export
 from ..common.cli import UserError, one_line
+from ..common.images import LeftOut, UnreadableImage, image_files, open_image
+from ..common.output import progress
 from ..engine.classification.weight_files import Classifier, assumed_transform, read_classifier
 from ..engine.zoo import create, default_size, size_options
-from .file_metadata import Normalize, describe, preprocessing
 from .fusing import fuse_norms
-
-_LARGEST = 2048                  # sides of dynamic images, in pixels
 
 
 class Sizes(NamedTuple):
@@ -23,6 +25,15 @@ class Sizes(NamedTuple):
     smallest: int
     multiple_of: int
     largest: int
+
+
+# The sizes that a family's export form takes if height and width are dynamic, or why it takes one size only.
+_SIZES: Dict[str, Union[Sizes, str]] = {
+    'MobileViTv2': Sizes(64, 64, 2048),        # the maps at strides 8, 16 and 32 are divided into patches of 2 x 2
+    'PPMA': Sizes(64, 32, 2048),
+    'Myo': 'Myo builds its quad tree for one image size, so height and width cannot be dynamic',
+    'LCSM': 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic',
+}
 
 
 @dataclass
@@ -37,9 +48,9 @@ class Subject:
         size: height and width of the images.
         in_chans: channels of the images.
         outputs: names of the outputs.
-        metadata: what the file says about itself; see `file_metadata.describe`.
+        metadata: what the file says about itself; see `describe`.
         sizes: the dynamic sizes that the export form supports, or the sentence that says why there are none.
-        prepare: reads an image file and returns the input (1, in_chans, height, width) for it; None if unknown.
+        prepare: reads an image file and returns the input (1, in_chans, height, width) for it.
     """
     name: str
     task: str
@@ -68,27 +79,58 @@ class Subject:
             return (128 + 64 * images).clamp(0, 255).round()
         return images
 
+    def calibration(self, folders: Sequence[str], count: int) -> List[Tensor]:
+        """Read and preprocess at most `count` images of folders, spread evenly over their sorted names.
+
+        Returns:
+            Images (1, C, H, W), float32. Files that cannot be read are reported on stderr and left out.
+
+        Raises:
+            UserError: A folder does not exist or holds no images, or none can be read.
+        """
+        files = image_files(folders)
+        count = min(count, len(files))
+        files = [files[n * len(files) // count] for n in range(count)]
+        left_out, images = LeftOut(count), []
+        for file in progress(files, 'images'):
+            try:
+                images.append(self.prepare(file).float().contiguous())
+            except UnreadableImage as error:
+                left_out(error)
+        left_out.code()
+        return images
+
 
 class _Outputs(nn.Module):
-    """Return the logits of a classifier as a tuple of one tensor."""
+    """Return the logits of a classifier, or the feature maps of all its stages, as a tuple."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, features: bool):
         super().__init__()
-        self.model = model
+        self.model, self.features = model, features
 
     def forward(self, images: Tensor) -> Tuple[Tensor, ...]:
+        if self.features:
+            return tuple(self.model.forward_intermediates(images, intermediates_only=True))
         return (self.model(images),)
 
 
-class _Pyramid(nn.Module):
-    """Return the feature maps of all stages of a backbone as a tuple."""
+class _Normalize(nn.Module):
+    """Put the normalization before a model: images with values from 0 to 255 -> tuple of the model's outputs.
 
-    def __init__(self, model: nn.Module):
+    Args:
+        model: The model.
+        transform: What `preprocessing` returns.
+    """
+
+    def __init__(self, model: nn.Module, transform: Dict[str, Any]):
         super().__init__()
         self.model = model
+        mean, std = (torch.tensor(transform[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))
+        self.register_buffer('factor', transform['scale'] / std)
+        self.register_buffer('offset', mean / std)
 
     def forward(self, images: Tensor) -> Tuple[Tensor, ...]:
-        return tuple(self.model.forward_intermediates(images, intermediates_only=True))
+        return self.model(images * self.factor - self.offset)
 
 
 def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[int]] = None, features: bool = False,
@@ -113,7 +155,8 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
                         + (' with feature maps' if features else ''))
     if weights != 'random' and not read.transform:
         read = read._replace(transform=assumed_transform(read, weights))
-    transform = dict(read.transform or _default_transform(read.name))
+    transform = dict(read.transform or timm.data.resolve_data_config(
+        {}, pretrained_cfg=timm.get_pretrained_cfg(read.name).to_dict()))
     channels = getattr(eager, 'in_chans', transform['input_size'][0])
     if size is not None and tuple(size) != tuple(transform['input_size'][-2:]):
         transform['input_size'] = (channels, *size)
@@ -123,17 +166,17 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
     height, width = transform['input_size'][-2:]
     export_form = create(read.name, exportable=True, **{**size_options(read.name, (height, width)), **read.options})
     export_form.load_state_dict(eager.state_dict())
-    wrap = _Pyramid if features else _Outputs
     prepare_for_export(fuse_norms(export_form.eval()))
-    module, reference = wrap(export_form), wrap(eager)
+    module, reference = _Outputs(export_form, features), _Outputs(eager, features)
     task = 'features' if features else 'classification'
     description = preprocessing(transform)
     metadata = describe(read.name, task, weights, (1, channels, height, width), description,
                         [] if features else read.classes)
     reductions = [entry['reduction'] for entry in eager.feature_info] if features else []
-    outputs = tuple(f'stride_{n}' for n in reductions) or ('logits',)
+    outputs, family = tuple(f'stride_{n}' for n in reductions) or ('logits',), type(eager).__name__
     subject = Subject(read.name, task, module, reference, (height, width), channels, outputs, metadata,
-                      dynamic_sizes(eager), _reader(transform, channels))
+                      _SIZES.get(family, f'height and width of {family} cannot be dynamic here'),
+                      _reader(transform, channels))
     subject = with_normalization(subject) if normalize else subject
     _check_size(subject)
     return subject
@@ -152,11 +195,80 @@ def with_normalization(subject: Subject) -> Subject:
     mean, std = (torch.tensor(before[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))
     return replace(
         subject,
-        module=Normalize(subject.module, before).eval(),
-        eager=Normalize(subject.eager, before).eval(),
+        module=_Normalize(subject.module, before).eval(),
+        eager=_Normalize(subject.eager, before).eval(),
         metadata=metadata,
-        prepare=prepare and (lambda file: (prepare(file) * std + mean) / before['scale']),
+        prepare=lambda file: (prepare(file) * std + mean) / before['scale'],
     )
+
+
+def preprocessing(transform: Dict[str, Any]) -> Dict[str, Any]:
+    """Describe an image transform for programs without timm.
+
+    Args:
+        transform: Arguments of `timm.data.create_transform`: input_size, crop_pct, crop_mode, interpolation, mean, std.
+
+    Returns:
+        dict(resize, crop, scale, mean, std, normalize_in_graph). If resize.size is a number, the shorter side is
+        resized to it. If it is (height, width), the image is resized to that, or with keep_ratio to the smallest size
+        that covers it. The center is cropped; then pixel values from 0 to 255 are multiplied by `scale`, `mean` is
+        subtracted, and the difference is divided by `std`.
+
+    Raises:
+        UserError: The transform crops in a way that this description does not cover.
+    """
+    height, width = transform['input_size'][-2:]
+    mode, share = transform.get('crop_mode') or 'center', transform.get('crop_pct') or 1.0
+    if mode not in ('center', 'squash'):
+        raise UserError(f"the transform has crop_mode={mode!r}; exported files describe 'center' and 'squash'")
+    scaled = [math.floor(side / share) for side in (height, width)]
+    keep_ratio = mode == 'center'
+    shorter_side = keep_ratio and scaled[0] == scaled[1]
+    return dict(
+        resize=dict(size=scaled[0] if shorter_side else scaled, interpolation=transform.get('interpolation', 'bicubic'),
+                    keep_ratio=keep_ratio),
+        crop=[height, width],
+        scale=1 / 255,
+        mean=list(transform['mean']),
+        std=list(transform['std']),
+        normalize_in_graph=False,
+    )
+
+
+def describe(
+        model: str,
+        task: str,
+        weights: str,
+        shape: Sequence[int],
+        transform: Dict[str, Any],
+        labels: Sequence[str] = (),
+        color: Optional[str] = None,
+        **entries: Any,
+) -> Dict[str, Any]:
+    """Return the metadata of an exported model; the pipeline adds format, precision, dynamic shapes and outputs.
+
+    Args:
+        model: Name of the model or config.
+        task: 'classification', 'features', 'detection' or 'segmentation'.
+        weights: Name or file of the weights, or 'random'.
+        shape: Shape (1, C, H, W) of the input.
+        transform: What `preprocessing` returns.
+        labels: Names of the classes.
+        color: 'RGB', 'BGR' or 'gray'; by default by the number of channels.
+        entries: Other entries, such as the score threshold of a detector.
+    """
+    return {
+        'subquad': __version__,
+        'model': model,
+        'task': task,
+        'weights': weights,
+        'input': {'name': 'image', 'shape': list(shape), 'dynamic': [], 'multiple_of': 1,
+                  'color': color or ('gray' if shape[1] == 1 else 'RGB'), 'range': [0, 1]},
+        'preprocessing': transform,
+        'outputs': [],
+        'labels': list(labels),
+        **entries,
+    }
 
 
 def random_classifier(name: str, size: Optional[Sequence[int]] = None, **options: Any) -> Classifier:
@@ -181,7 +293,6 @@ def classifier_from(model: str, checkpoint: Optional[str] = None, allow_nonfinit
     Raises:
         UserError: Model or weights are unknown or do not match.
     """
-    import timm
     if checkpoint is None:
         if not {'.', '/'} & set(model) and (timm.is_model(model) or not Path(model).exists()):
             return random_classifier(model), 'random'         # an unknown name is an error there
@@ -191,25 +302,8 @@ def classifier_from(model: str, checkpoint: Optional[str] = None, allow_nonfinit
     return read_classifier(checkpoint, model, allow_nonfinite), Path(checkpoint).name
 
 
-def dynamic_sizes(model: nn.Module) -> Union[Sizes, str]:
-    """Return the sizes that a model's export form takes if height and width are dynamic, or why it takes one only."""
-    family = type(model).__name__
-    if family == 'MobileViTv2':
-        return Sizes(64, 64, _LARGEST)        # the maps at strides 8, 16 and 32 are divided into patches of 2 x 2
-    if family == 'PPMA':
-        return Sizes(64, 32, _LARGEST)
-    if family == 'Myo':
-        return 'Myo builds its quad tree for one image size, so height and width cannot be dynamic'
-    if family == 'LCSM':
-        return 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic'
-    return f'height and width of {family} cannot be dynamic here'
-
-
 def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor]:
     """Return a function that reads an image file as the model's transform prepares it."""
-    import timm.data
-
-    from ..common.images import open_image
     if channels not in (1, 3):
         raise UserError(f'the model takes images of {channels} channels; image files have 1 or 3')
     try:
@@ -221,11 +315,6 @@ def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor
         image = open_image(file)
         return prepare(image.convert('L') if channels == 1 else image)[None]
     return read
-
-
-def _default_transform(name: str) -> Dict[str, Any]:
-    import timm.data
-    return timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
 
 
 def _check_size(subject: Subject) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, one_line
-from .file_metadata import dumps
 from .formats import Conversion, Options
 from .graph import LARGEST_BATCH, LARGEST_RANK, export_program
 from .silence import silence
@@ -32,13 +31,8 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         path: The `.mlpackage` folder.
 
     Raises:
-        UserError: Height and width should be dynamic, or the graph cannot be converted, or the file does not keep what
-            was asked.
+        UserError: The graph cannot be converted, or the file does not keep what was asked.
     """
-    if 'hw' in options.dynamic:
-        raise UserError('Core ML files have a fixed height and width, because the converter writes them into reshapes')
-    if options.precision not in ('fp32', 'fp16'):
-        raise UserError(f'Core ML files are written in fp32 or fp16 here, not in {options.precision}')
     # The converter does not know the logarithm of a sigmoid.
     forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
     if 'batch' in options.dynamic:             # the converter writes the batch of the example into group norms
@@ -61,7 +55,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
             minimum_deployment_target=ct.target.iOS16,
             skip_model_load=True,
         )
-        model.user_defined_metadata[_KEY] = dumps(subject.metadata)
+        model.user_defined_metadata[_KEY] = json.dumps(subject.metadata, ensure_ascii=False)
         model.short_description = f'{subject.name}: {subject.task}'
         model.save(str(path))
     operations = _operations(_reload(path))

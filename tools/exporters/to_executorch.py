@@ -4,21 +4,17 @@ A file has two methods: `forward` maps images to the outputs, and `metadata`, wi
 """
 import contextlib
 import json
-import logging
-import os
-import sys
-import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ..common.cli import UserError, one_line, quiet, shown
+from ..common.cli import UserError, one_line, shown
 from .delegation import Delegation, delegation, highest_rank, multiply_adds, remove_copies
-from .file_metadata import dumps
 from .formats import Conversion, Options
 from .graph import LARGEST_RANK, export_program
+from .silence import silence
 from .subject import Subject
 from .xnnpack_forms import fold_constants, halved, rewrite
 
@@ -33,13 +29,10 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     layers, with one scale for each output channel.
 
     Raises:
-        UserError: The graph cannot be recorded, a size is dynamic that must be fixed, or int8 has no calibration.
+        UserError: The graph cannot be recorded, or holds a tensor of more than 4 dimensions.
     """
-    if 'hw' in options.dynamic:
-        raise UserError('ExecuTorch files have a fixed image size: XNNPACK cannot slice or reshape maps of unknown '
-                        'height and width')
-    with _silent():
-        program, found = _lowered(_program(subject, options), dumps(subject.metadata))
+    with silence():
+        program, found = _lowered(_program(subject, options), json.dumps(subject.metadata, ensure_ascii=False))
         path.write_bytes(program.buffer)
     return Conversion(found.operators, found.calls, found.macs)
 
@@ -47,10 +40,45 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 def _program(subject: Subject, options: Options) -> torch.export.ExportedProgram:
     """Return the graph in the precision that was asked for, with operators that XNNPACK takes."""
     if options.precision == 'int8':
-        from .quantizing import quantized
-        return rewrite(quantized(fold_constants(export_program(subject, options.dynamic)), options.calibration))
+        return rewrite(_quantized(fold_constants(export_program(subject, options.dynamic)), options.calibration))
     program = rewrite(export_program(subject, options.dynamic))
     return halved(program) if options.precision == 'fp16' else program
+
+
+# What is quantized. Norms, softmax and attention keep float32: their values span ranges that 8 bits do not cover.
+_QUANTIZED = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
+
+
+def _quantized(program: torch.export.ExportedProgram, images: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """Quantize the inputs, weights and outputs of convolutions and linear layers after training (pt2e).
+
+    Weights are symmetric int8 with a scale for each output channel; inputs and outputs are int8 with one scale and
+    zero point each, from the ranges that the images (1, C, H, W), float32, give. The weights must be constants.
+    """
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    quantizer, config = XNNPACKQuantizer(), get_symmetric_quantization_config(is_per_channel=True)
+    for operator in _QUANTIZED:
+        quantizer.set_operator_type(operator, config)
+    with torch.no_grad():
+        prepared = prepare_pt2e(program.module(check_guards=False), quantizer)
+        for image in images:
+            prepared(image)
+        return torch.export.export(convert_pt2e(prepared), (program.example_inputs[0][0],),
+                                   dynamic_shapes=_dynamic_shapes(program))
+
+
+def _dynamic_shapes(program: torch.export.ExportedProgram):
+    """Return the argument of torch.export for the batch of a program; None if its sizes are fixed."""
+    images = next(node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
+    batch = images.meta['val'].shape[0]
+    if isinstance(batch, int):
+        return None
+    limits = program.range_constraints[batch.node.expr]
+    return ({0: torch.export.Dim('batch', min=int(limits.lower), max=int(limits.upper))},)
 
 
 def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any, Delegation]:
@@ -114,16 +142,15 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
         UserError: The file cannot be read. The function raises it for images that the file does not take.
     """
     program = _Program(path)
-    expected = program.metadata()['input']
     program.prepare(threads)
 
     def run(images: Tensor) -> List[Tensor]:
-        _check(images, expected, program.largest_batch)
         program.prepare(threads)
         try:
             return list(program.forward.execute((images.contiguous(),)))
         except RuntimeError as error:
-            raise UserError(f'ExecuTorch cannot run {shown(path)}: {one_line(error)}') from error
+            raise UserError(f'ExecuTorch cannot run {shown(path)} on {images.dtype} {tuple(images.shape)}: '
+                            f'{one_line(error)}') from error
     return run
 
 
@@ -133,7 +160,9 @@ def read_metadata(path: Path) -> Dict[str, Any]:
     Raises:
         UserError: The file cannot be read or holds no metadata.
     """
-    return _Program(path).metadata()
+    program = _Program(path)
+    with silence():
+        return json.loads(program.method('metadata').execute(())[0])
 
 
 class _Program:
@@ -141,94 +170,35 @@ class _Program:
 
     Attributes:
         forward: the loaded method.
-        largest_batch: number of images that the method takes at most.
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.pool, self.forward = path, -1, None
         try:
-            self.content = Path(path).read_bytes()
+            self.content = path.read_bytes()
         except OSError as error:
             raise UserError(f'cannot read {shown(path)} ({error.strerror or error})') from error
         if self.content[4:8] != b'ET12':              # the runtime aborts the process on some other files
             raise UserError(f'{shown(path)} is not an ExecuTorch program')
-        self.pool = -1
-        self.forward: Any = None
-        self.largest_batch = 0
 
-    def _load(self) -> Any:
-        with _silent():
+    def method(self, name: str) -> Any:
+        with silence():
             from executorch.runtime import Runtime
             try:
-                return Runtime.get().load_program(self.content)
-            except RuntimeError as error:
-                raise UserError(f'{shown(self.path)} is not a whole ExecuTorch program: {one_line(error)}') from error
-
-    def metadata(self) -> Dict[str, Any]:
-        program = self._load()
-        if 'metadata' not in program.method_names:
-            raise UserError(f'{shown(self.path)} has no metadata of subquad')
-        with _silent():
-            try:
-                return json.loads(program.load_method('metadata').execute(())[0])
+                self.program = Runtime.get().load_program(self.content)          # methods need it
+                return self.program.load_method(name)
             except (RuntimeError, ValueError) as error:
-                raise UserError(f'{shown(self.path)} has no metadata of subquad: {one_line(error)}') from error
+                raise UserError(f'{shown(self.path)} is not a whole ExecuTorch program of `subquad export`: '
+                                f'{one_line(error)}') from error
 
     def prepare(self, threads: int) -> None:
         """Load the method for a pool of this many threads."""
         global _pools
-        with contextlib.ExitStack() as stack:
-            if self.forward is None:
-                stack.enter_context(_silent())
+        with silence():
             from executorch.extension.pybindings import portable_lib
-            if portable_lib._threadpool_get_thread_count() != threads:
-                stack.enter_context(_silent())
+        if portable_lib._threadpool_get_thread_count() != threads:
+            with silence():
                 portable_lib._unsafe_reset_threadpool(threads)
-                _pools += 1
-            if self.pool == _pools:
-                return
-            # A loaded method keeps a pointer to the pool, so a new pool needs a new method.
-            stack.enter_context(_silent())
-            try:
-                self.forward = self._load().load_method('forward')
-                self.largest_batch = self.forward.metadata.input_tensor_meta(0).sizes()[0]
-            except RuntimeError as error:
-                raise UserError(f'ExecuTorch cannot load {shown(self.path)}: {one_line(error)}') from error
-            self.pool = _pools
-
-
-def _check(images: Tensor, expected: Dict[str, Any], largest_batch: int) -> None:
-    """Refuse images of another shape, for which the runtime would fail with a number only.
-
-    Raises:
-        UserError: The images are not float32, or have another shape than the file takes.
-    """
-    shape = list(expected['shape'])
-    dynamic = 'batch' in expected['dynamic']
-    batch = f'1 to {largest_batch}' if dynamic else str(shape[0])
-    came = list(images.shape)
-    fits = len(came) == 4 and came[1:] == shape[1:] and (
-        1 <= came[0] <= largest_batch if dynamic else came[0] == shape[0])
-    if not fits or images.dtype != torch.float32:
-        raise UserError(f'the file takes float32 images of shape ({batch}, {", ".join(map(str, shape[1:]))}), '
-                        f'got {images.dtype} {tuple(images.shape)}')
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Discard what ExecuTorch writes: warnings, and lines that its C++ code writes to the process's error stream."""
-    sys.stderr.flush()
-    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    disabled = logging.root.manager.disable
-    try:
-        os.dup2(sink, 2)
-        logging.disable(logging.WARNING)
-        with warnings.catch_warnings(), quiet():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        logging.disable(disabled)
-        sys.stderr.flush()
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
+            _pools += 1
+        if self.pool != _pools:      # a loaded method keeps a pointer to the pool, so a new pool needs a new method
+            self.forward, self.pool = self.method('forward'), _pools

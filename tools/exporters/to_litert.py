@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
-from .file_metadata import dumps
 from .formats import Conversion, Options
 from .graph import LARGEST_RANK, export_program
 from .silence import silence
@@ -28,16 +27,12 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
     Args:
         subject: What to export.
-        options: Precision; no dimension may be dynamic.
+        options: Precision.
         path: The `.tflite` file.
 
     Raises:
-        UserError: A dimension should be dynamic, or the graph cannot be converted.
+        UserError: The graph cannot be converted.
     """
-    if options.dynamic:
-        raise UserError('LiteRT files have static shapes here: nothing can be dynamic')
-    if options.precision not in ('fp32', 'fp16'):
-        raise UserError(f'LiteRT files are written in fp32 or fp16 here, not in {options.precision}')
     export_program(subject)                                  # its checks hold for every format
     with silence():
         import litert_torch
@@ -45,7 +40,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         if options.precision == 'fp16':
             _halve_weights(path)
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
-        archive.writestr(_METADATA, dumps(subject.metadata))
+        archive.writestr(_METADATA, json.dumps(subject.metadata, ensure_ascii=False))
     return Conversion(_operators(path))
 
 

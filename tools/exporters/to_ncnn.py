@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, shown
-from .file_metadata import dumps
 from .formats import Conversion, Options
 from .graph import export_program
 from .subject import Subject
@@ -30,16 +29,12 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
     Args:
         subject: What to export.
-        options: Precision; no dimension may be dynamic.
+        options: Precision.
         path: The `.ncnn.param` file.
 
     Raises:
-        UserError: A dimension should be dynamic, or pnnx cannot convert the graph.
+        UserError: pnnx cannot convert the graph.
     """
-    if options.dynamic:
-        raise UserError('ncnn files take one image of one size: nothing can be dynamic')
-    if options.precision not in ('fp32', 'fp16'):
-        raise UserError(f'ncnn files are written in fp32 or fp16 here, not in {options.precision}')
     program = export_program(subject)
     with tempfile.TemporaryDirectory(prefix='subquad-ncnn-') as folder:
         said = _run_pnnx(program, subject, options.precision == 'fp16', Path(folder))
@@ -50,7 +45,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         _check_layers(operators, subject.name)
         shutil.copyfile(graph, path)
         shutil.copyfile(weights, _beside(path, '.ncnn.bin'))
-    _beside(path, '.json').write_text(dumps(subject.metadata), encoding='utf-8')
+    _beside(path, '.json').write_text(json.dumps(subject.metadata, ensure_ascii=False), encoding='utf-8')
     return Conversion(operators)
 
 
