@@ -90,7 +90,8 @@ def updated(text: str, root: Path) -> str:
 
 def pages(root: Path) -> List[Path]:
     """The files whose tables are written."""
-    return [path for path in (root / 'README.md', root / 'kernels' / 'README.md', *sorted((root / 'docs').glob('*.md')),
+    return [path for path in (root / 'README.md', root / 'kernels' / 'README.md',
+                              *sorted((root / 'docs').rglob('*.md')),
                               *sorted((root / 'model_cards').glob('*.md'))) if path.exists()]
 
 
