@@ -2,6 +2,7 @@
 import pytest
 import torch
 from helpers import assert_close
+from pairwise import pairwise
 from timm.layers import set_exportable
 
 from subquad.backbones.mixers import PolylineMixer, TreeMixer
@@ -21,10 +22,9 @@ def pair(mixer, *args, **options):
     return ordinary, exportable
 
 
-@pytest.mark.parametrize('size', [(1, 1), (1, 6), (5, 7), (8, 4)])
-@pytest.mark.parametrize('options', [
+@pairwise('size, options', [(1, 1), (1, 6), (5, 7), (8, 4)], [
     dict(), dict(shift_grid=True), dict(parametrization='symmetric', shift_grid=True), dict(parametrization='skew'),
-    dict(static_edges=True, max_levels=2)], ids=str)
+    dict(static_edges=True, max_levels=2)], together=1)
 def test_trees(options, size):
     ordinary, exportable = pair(TreeMixer, 12, 3, **options)
     x = torch.randn(2, *size, 12)
@@ -51,12 +51,10 @@ def test_means_over_incomplete_cells(size, shift):
         assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize('options', [
-    dict(attention=attention, mask_mode=mode, paths=paths) for attention in ('full', 'crisscross')
-    for mode, paths in (('additive', 'both'), ('multiplicative', 'both'), ('additive', 'v2h'), ('additive', 'rmt'))],
-                         ids=str)
-def test_polylines_with_dynamic_sizes(options):
-    ordinary, exportable = pair(PolylineMixer, 12, 3, **options)
+@pairwise('attention, masks', ['full', 'crisscross'], [
+    ('additive', 'both'), ('multiplicative', 'both'), ('additive', 'v2h'), ('additive', 'rmt')], together=1)
+def test_polylines_with_dynamic_sizes(attention, masks):
+    ordinary, exportable = pair(PolylineMixer, 12, 3, attention=attention, mask_mode=masks[0], paths=masks[1])
     x = torch.randn(2, 5, 7, 12)
     dims = {axis: torch.export.Dim(name, min=2, max=64) for axis, name in enumerate(('batch', 'height', 'width'))}
     with torch.no_grad():

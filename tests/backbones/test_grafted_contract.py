@@ -190,8 +190,9 @@ def test_a_checkpoint_of_an_unknown_grid_is_refused():
         unknown.backward()
 
 
-@pytest.mark.parametrize('kind, mixer', [('vit', 'polyline'), ('without-prefix', 'polyline'), ('swin', 'polyline'),
-                                         ('vit', 'tree')])
+@pytest.mark.parametrize('kind, mixer', [
+    ('swin', 'polyline'), *(pytest.param(kind, mixer, marks=pytest.mark.slow) for kind, mixer in (
+        ('vit', 'polyline'), ('without-prefix', 'polyline'), ('vit', 'tree')))])
 def test_a_grafted_model_compiles_and_exports(kind, mixer):
     model, x = make(kind)
     subquad.graft(model, mixer)
