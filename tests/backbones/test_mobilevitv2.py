@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 from helpers import assert_close
+from pairwise import pairwise, slow
 from torch import nn
 
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
@@ -24,7 +25,7 @@ def _parameters(name, **options):
     return sum(p.numel() for p in timm.create_model(name, device='meta', **options).parameters())
 
 
-@pytest.mark.parametrize('width', NETWORKS)
+@pytest.mark.parametrize('width', ['050', '100', '200', *slow('075', '125', '150', '175')])
 def test_mobilevitv2_parameters_and_macs(width):
     name, (whole, classifier, large, *macs) = f'subquad_mobilevitv2_{width}', NETWORKS[width]
     assert _parameters(name) == whole and _parameters(name, num_classes=0) == whole - classifier
@@ -67,8 +68,7 @@ def _pair(width, **options):
     return theirs, ours
 
 
-@pytest.mark.parametrize('options', [{}, dict(output_stride=8), dict(output_stride=16)], ids=str)
-@pytest.mark.parametrize('width', ['050', '100', '200'])
+@pairwise('options, width', [{}, dict(output_stride=8), dict(output_stride=16)], ['050', '100', '200'], together=1)
 def test_equal_to_timms_network(width, options):
     theirs, ours = _pair(width, **options)
     for size in SIZES:

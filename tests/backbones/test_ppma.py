@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers import DATA, assert_close, relative_error
+from pairwise import slow
 from safetensors import safe_open
 
 from subquad import kernels
@@ -63,7 +64,8 @@ def _device(backend):
     return 'cuda'
 
 
-@pytest.mark.parametrize('backend', ['reference', 'portable', 'export', 'triton'])
+# The interpreter of the kernels takes a minute for a network.
+@pytest.mark.parametrize('backend', ['reference', 'portable', 'export', *slow('triton')])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('name', GOLDEN)
 def test_outputs_and_gradients_equal_those_of_the_published_network(name, dtype, backend):
@@ -178,8 +180,8 @@ def test_options_agree_between_backends(options):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('options', [dict(mask_mode='multiplicative'), dict(paths='v2h'), dict(paths='cross_scan')],
-                         ids=str)
+@pytest.mark.parametrize('options', [
+    dict(paths='cross_scan'), *slow(dict(mask_mode='multiplicative'), dict(paths='v2h'))], ids=str)
 def test_options_agree_on_triton(options):
     """Compare outputs and gradients of networks on the Triton kernels with the reference."""
     device = _device('triton')

@@ -1,6 +1,7 @@
 """Recurrences of LCSM of each kind, in several formats: the files run within the tolerances."""
 import pytest
 from export_cases import small_lcsm
+from pairwise import slow
 
 from subquad.tools.common.cli import UserError
 from subquad.tools.exporters.formats import FORMATS, Options, missing_packages
@@ -24,7 +25,7 @@ def test_recurrences_run_as_the_ordinary_model(name, mixer, tmp_path):
     assert not [operator for operator in report.conversion.operators if 'subquad' in operator]
 
 
-@pytest.mark.parametrize('mixer', ['s4d', 's5'])
+@pytest.mark.parametrize('mixer', ['s4d', *slow('s5')])
 def test_complex_states_are_refused(mixer):
     with pytest.raises(UserError, match='other runtimes cannot run: .* on complex numbers') as error:
         export_program(small_lcsm(mixer))
