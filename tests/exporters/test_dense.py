@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from dense_cases import make_shapes
 from dense_exports import original_boxes, unmatched
 from helpers import relative_error
+from pairwise import slow
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
@@ -41,9 +42,9 @@ def _run(module, images):
 
 # ---- the outputs of a detector
 
-@pytest.mark.parametrize('resize', [None, dict(type='Resize', scale=(192, 128), keep_ratio=False,
-                                               interpolation='bicubic', backend='pillow'),
-                                    dict(type='Resize', scale=(256, 192), keep_ratio=True)])
+@pytest.mark.parametrize('resize', [
+    *slow(None, dict(type='Resize', scale=(192, 128), keep_ratio=False, interpolation='bicubic', backend='pillow')),
+    dict(type='Resize', scale=(256, 192), keep_ratio=True)])
 def test_ssdlite_finds_what_predict_finds(images, resize):
     config = load(SSDLITE)
     if resize:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from dense_cases import make_shapes
 from dense_exports import original_boxes, unmatched
+from pairwise import slow
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
@@ -33,10 +34,6 @@ def images(tmp_path_factory):
     return [*sorted((folder / 'shapes/images/val').iterdir()), folder / 'photograph.png']
 
 
-def slow(*formats):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in formats]
-
-
 def _export(name, folder, config, checkpoint, size=None, **options):
     """Export a config: (report, metadata in the file)."""
     if missing_packages(name):
@@ -57,7 +54,7 @@ def _detect(name, path, metadata, images):
     return detections(*(y.numpy() for y in raw), metadata['postprocessing'])
 
 
-@pytest.mark.parametrize('name', ['onnx', 'ncnn', *slow('ort', 'executorch', 'litert')])
+@pytest.mark.parametrize('name', ['ncnn', *slow('onnx', 'ort', 'executorch', 'litert')])
 def test_ssdlite(name, images, tmp_path):
     config = load(SSDLITE)
     report, metadata = _export(name, tmp_path, config, WEIGHTS)
@@ -76,7 +73,8 @@ def test_ssdlite(name, images, tmp_path):
         assert unmatched((original_boxes(boxes, prepared), scores, labels), sample) > 0, 'colors make no difference'
 
 
-@pytest.mark.parametrize('name', ['onnx', *slow('ncnn', 'executorch')])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'executorch'])
 def test_ssdlite_on_a_photograph_that_is_resized(name, images, tmp_path):
     config = load(SSDLITE)
     config.test_dataloader.dataset.pipeline[1] = dict(
@@ -100,10 +98,9 @@ def _labels(name, path, metadata, prepared):
     return resized[0, :, :height, :width].argmax(0)
 
 
-@pytest.mark.parametrize('name, config', [
-    ('onnx', DEEPLAB),
-    *(pytest.param(name, DEEPLAB, marks=pytest.mark.slow) for name in ('ncnn', 'ort', 'executorch', 'litert')),
-    *(pytest.param(name, UPERNET, marks=pytest.mark.slow) for name in ('onnx', 'ncnn', 'ort', 'executorch', 'litert'))])
+@pytest.mark.slow
+@pytest.mark.parametrize('config', [DEEPLAB, UPERNET])
+@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'ort', 'executorch', 'litert'])
 def test_segmenters(name, config, images, tmp_path):
     checkpoint, config = SEGMENTERS[config], load(config)
     report, metadata = _export(name, tmp_path, config, checkpoint, (128, 128))

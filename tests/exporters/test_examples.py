@@ -283,6 +283,7 @@ class _Average(torch.nn.Module):
         return (self.head(images.mean((2, 3))),)
 
 
+@pytest.mark.slow
 def test_the_example_of_executorch_runs_a_small_network(digit, tmp_path):
     if missing := missing_packages('executorch'):
         pytest.skip(f"not installed: {', '.join(missing)}")

@@ -50,6 +50,7 @@ def test_quantized_convolutions_and_linear_layers(subject, tmp_path):
     assert errors['fp32'] < 1e-5 < errors['int8'] < 0.05     # the file computes with 8 bits, and well
 
 
+@pytest.mark.slow
 def test_a_quantized_file_with_a_dynamic_batch(subject, tmp_path):
     subject.metadata['input']['dynamic'] = ['batch']
     images, options = [subject.example(seed=n) for n in range(8)], Options('int8', frozenset(['batch']))

@@ -134,7 +134,8 @@ class _Refused(nn.Module):
 @pytest.mark.parametrize('function, images, word', [
     (torch.linalg.inv, torch.eye(4) + torch.zeros(1, 3, 4, 4), 'linalg'),
     (lambda x: x.reshape(1, 3, 4, 4, 2).exp(), torch.rand(1, 3, 4, 8), 'exp'),
-    (lambda x: nn.functional.unfold(x, 2), torch.rand(1, 3, 4, 4), 'im2col')])
+    (lambda x: nn.functional.unfold(x, 2), torch.rand(1, 3, 4, 4), 'im2col'),
+    (lambda x: torch.view_as_complex(x).abs(), torch.rand(1, 3, 4, 2), 'on complex numbers')])
 def test_graph_with_a_refused_operator_raises(function, images, word):
     with pytest.raises(UserError, match=word):
         check_program(torch.export.export(_Refused(function), (images,)))

@@ -35,6 +35,7 @@ def test_networks_convert_and_reload(name, options, tmp_path):
     assert description.input[0].name == 'image'
 
 
+@pytest.mark.slow
 def test_fp16_keeps_cumulative_sums_in_float32(tmp_path):
     path = exported(tmp_path, 'test_ppma', 'fp16').path
     types = {}
@@ -46,6 +47,7 @@ def test_fp16_keeps_cumulative_sums_in_float32(tmp_path):
     assert {tensor.type.multiArrayType.dataType for tensor in [*description.input, *description.output]} == {FLOAT}
 
 
+@pytest.mark.slow
 def test_constant_reshapes_are_no_dynamic_batch(tmp_path):
     path = exported(tmp_path, 'test_mobilevitv2').path
     model = to_coreml._reload(path)

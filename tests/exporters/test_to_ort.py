@@ -3,6 +3,7 @@ import json
 
 import pytest
 from digits_exports import check_accuracy, digits_subject
+from pairwise import slow
 
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnx')
@@ -27,7 +28,7 @@ def convert_and_check(made, options, path, shapes=((1, None), (1, None))):
     return conversion
 
 
-@pytest.mark.parametrize('name', TEST_MODELS)
+@pytest.mark.parametrize('name', ['test_mobilevitv2', *slow('test_ppma', 'test_myo', 'test_lcsm')])
 def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     made, path = digits_subject(name), tmp_path / 'model.ort'
     capfd.readouterr()
