@@ -1,11 +1,13 @@
 """Generate a dataset: colored shapes on real photographs, or associative recall (mqar); nothing is downloaded."""
 import argparse
+from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError, nearest
 from .common.paths import expanded
 from .common.sizes import parse_size
 
+MOST = 100_000                     # largest number of images or sequences of a part
 DATASETS = {'shapes': 'data/shapes', 'mqar': 'data/mqar'}           # name -> default folder
 # Options of one dataset, by the name of the argument, with their defaults.
 _COUNTS = {'shapes': dict(train=1000, val=200), 'mqar': dict(train=100_000, val=3_000)}
@@ -28,17 +30,23 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
     parser.add_argument('--force', action='store_true', help='replace a dataset that this command wrote')
     args = parser.parse_args(argv)
-    from .data.shapes_files import MOST_IMAGES
     if args.name not in DATASETS:
         raise UserError(f'unknown dataset {args.name!r}{nearest(args.name, list(DATASETS))} '
                         f"(allowed: {', '.join(DATASETS)})")
     _set_defaults(args)
     for name in ('train', 'val'):
-        if not 1 <= getattr(args, name) <= MOST_IMAGES:
-            raise UserError(f'--{name} must be from 1 to {MOST_IMAGES}, got {getattr(args, name)}')
+        if not 1 <= getattr(args, name) <= MOST:
+            raise UserError(f'--{name} must be from 1 to {MOST}, got {getattr(args, name)}')
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
-    return {'shapes': _shapes, 'mqar': _mqar}[args.name](args)
+    shown = expanded(args.folder or DATASETS[args.name])
+    try:
+        folder = shown.resolve()        # a link to a folder stays one
+        written = {'shapes': _shapes, 'mqar': _mqar}[args.name](args, folder)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f'cannot read {shown} ({error})') from error
+    print(f'{shown}: {written}' if written else f'{shown} exists already with these options')
+    return 0
 
 
 def _set_defaults(args: argparse.Namespace) -> None:
@@ -52,36 +60,21 @@ def _set_defaults(args: argparse.Namespace) -> None:
             setattr(args, name, value)
 
 
-def _shapes(args: argparse.Namespace) -> int:
+def _shapes(args: argparse.Namespace, folder: Path) -> Optional[str]:
     from .data.shapes import SIZES
-    from .data.shapes_files import FORMAT, already_there, make_shapes
-    shown = expanded(args.folder or DATASETS[args.name])
+    from .data.shapes_files import make_shapes
     options = dict(train=args.train, val=args.val, size=list(parse_size(args.size, (), *SIZES)), seed=args.seed)
-    try:
-        folder = shown.resolve()        # a link to a folder stays one
-        if already_there(folder, dict(format=FORMAT, **options), args.force):
-            print(f'{shown} exists already with these options')
-            return 0
-    except (OSError, RuntimeError) as error:
-        raise UserError(f'cannot read {shown} ({error})') from error
-    counts = make_shapes(folder, options)
-    print(f'{shown}: {args.train} training images with {counts["train"]} shapes, {args.val} validation images with '
-          f'{counts["val"]} shapes')
-    return 0
+    counts = make_shapes(folder, options, args.force)
+    return counts and (f'{args.train} training images with {counts["train"]} shapes, {args.val} validation images with '
+                       f'{counts["val"]} shapes')
 
 
-def _mqar(args: argparse.Namespace) -> int:
+def _mqar(args: argparse.Namespace, folder: Path) -> Optional[str]:
     from .data.recall_files import write_recall
-    shown = expanded(args.folder or DATASETS[args.name])
     options = {name: getattr(args, name) for name in ('train', 'val', 'seed', *_OWN['mqar'])}
-    try:
-        folder = shown.resolve()
-        written = write_recall(folder, options, args.force)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f'cannot read {shown} ({error})') from error
-    print(f'{shown}: {args.train} training sequences, {args.val} validation sequences' if written else
-          f'{shown} exists already with these options')
-    return 0
+    if write_recall(folder, options, args.force):
+        return f'{args.train} training sequences, {args.val} validation sequences'
+    return None
 
 
 if __name__ == '__main__':

@@ -62,9 +62,9 @@ def test_damaged_mnist(mnist):
         return released_files.mnist_arrays(str(folder), split)
     images, answers = folder / 't10k-images.idx3-ubyte', folder / 't10k-labels-idx1-ubyte'
     for content, words in (
-            (_idx(pixels[40:])[:-1], ('truncated', '10 x 28 x 28')), (_idx(pixels[40:])[:9], ('truncated',)),
-            (b'', ('nothing',)), (b'\x89PNG1234', ('89504e47',)), (b'\0\0\x08\3' + b'\xff' * 12, ('damaged',)),
-            (_idx(pixels[40:]) + b'\0', ('more values than it declares',)), (_idx(labels), ('00000801', '00000803')),
+            (_idx(pixels[40:])[:-1], ('7839 values', '10 x 28 x 28')), (_idx(pixels[40:])[:9], ('truncated',)),
+            (b'', ('nothing',)), (b'\x89PNG1234', ('89504e47',)), (b'\0\0\x08\3' + b'\xff' * 12, ('0 values',)),
+            (_idx(pixels[40:]) + b'\0', ('7841 values',)), (_idx(labels), ('00000801', '00000803')),
             (_idx(pixels[:3]), ('3 images', '10 labels')), (_idx(pixels[:0]), ('0 images',))):
         images.write_bytes(content)
         user_error(read, str(images), *words)
@@ -148,7 +148,7 @@ def test_damaged_cifar(cifar):
         user_error(read, str(file), 'download it again')
     for change in (dict(labels=[1, 10]), dict(labels=np.array([1, 2])), dict(labels=[True, 2]), dict(data=[1, 2]),
                    dict(data=good['data'].astype(np.float32)), dict(data=good['data'][:, :-1]),
-                   dict(data=np.asfortranarray(good['data'])), dict(data=np.array([None, None]))):
+                   dict(data=np.array([None, None]))):
         file.write_bytes(pickle.dumps({**good, **change}, 2))
         user_error(read, str(file), 'is not a CIFAR-10 batch')
     file.write_bytes(pickle.dumps([1, 2]))
@@ -218,7 +218,7 @@ def test_damaged_lra_listops(tables):
             ('\t3', 'brackets'),
             ('[MAX 2 3 ]\t13', 'Target'), ('[MAX 2 3 ]\tx', 'Target'), ('[FIRST 2 3 ]\t2', 'not a digit, an operator'),
             ('[MAX 2 13 ]\t2', 'without a space'), ('2 3\t2', 'brackets'), ('[MAX 2 ] ]\t2', 'brackets'),
-            ('\1 2 ]\t2', 'control'), ('[MAX 2 3 ]\t3\t3', '3 columns')):
+            ('[MAX 2 3 ]\t3\t3', '3 columns')):
         file.write_text(head + good + line + '\n')
         user_error(read, str(file), 'line 3', words)
     file.write_text(good)
@@ -280,8 +280,6 @@ def test_damaged_lra_pathfinder(tree):
                        (whole.replace('_2.png', '_2/../../x.png'), 3), (whole.replace('png 5 ', 'png 5 7 '), 6)):
         metadata.write_text(text)
         user_error(read, str(metadata), f'line {line}')
-    np.save(metadata, np.arange(3))
-    user_error(read, 'is a NumPy array')
     for file in (folder / 'metadata').glob('*'):
         file.unlink()
     user_error(read, 'no metadata/0.npy')

@@ -73,12 +73,9 @@ def test_listops_is_repeatable():
     np.testing.assert_array_equal(few.tokens, many.tokens[:few.starts[-1]])
     np.testing.assert_array_equal(few.answers, many.answers[:5])
     assert few.lengths.tolist() != other.lengths.tolist()
-    with pytest.raises(ValueError, match='count must be an integer of at least 1, got 0'):
-        listops.listops(0)
-    with pytest.raises(ValueError, match='no length is above min_length=50 and below max_length=51'):
-        listops.listops(1, 0, 50, 51)
-    with pytest.raises(ValueError, match='has between 500 and 2000 tokens'):
-        listops.listops(1, max_depth=2)
+    user_error(lambda: listops.listops(0), 'count must be an integer of at least 1, got 0')
+    user_error(lambda: listops.listops(1, 0, 50, 51), 'no length is above min_length=50 and below max_length=51')
+    user_error(lambda: listops.listops(1, max_depth=2), 'has between 500 and 2000 tokens')
 
 
 def test_listops_data_set():
@@ -115,8 +112,7 @@ def test_pathfinder_like_is_balanced_and_repeatable(images):
     np.testing.assert_array_equal(few, pictures[:7])
     np.testing.assert_array_equal(few_labels, labels[:7])
     assert (pathfinder.pathfinder_like(7, 1)[0] != few).any()
-    with pytest.raises(ValueError, match='at least 1'):
-        pathfinder.pathfinder_like(0)
+    user_error(lambda: pathfinder.pathfinder_like(0), 'at least 1')
 
 
 def test_pathfinder_like_does_not_leak(images):

@@ -70,8 +70,7 @@ def test_recall_is_repeatable():
     for arguments, message in (((0,), 'count must be'), ((1, 0, 9), 'vocab_size must be an integer of at least 10 for'),
                                ((1, 0, 64, 15), 'length must be an integer of at least 16 for pairs=4, got 15'),
                                ((1, 0, 64, 16, 4, 0.), 'power'), ((1, 0, 64, 16, 4, 1., 'no'), "filler.*got 'no'")):
-        with pytest.raises(ValueError, match=message):
-            recall.multi_query_recall(*arguments)
+        user_error(lambda arguments=arguments: recall.multi_query_recall(*arguments), match=message)
 
 
 def test_recall_data_set():

@@ -15,6 +15,7 @@ from mmengine.registry import DATASETS
 from torch import Tensor
 
 from ..common.cli import UserError
+from .generated import check_least
 from .image_sets import IGNORED, _Classified
 from .sequences import made_by_program
 
@@ -52,18 +53,17 @@ def distant_copies(count: int, seed: Union[int, Sequence[int]] = 0, size: int = 
         distractors: number of patches that lie in no corner and do not matter; at most a quarter of all places.
 
     Raises:
-        ValueError: an argument is out of range.
+        UserError: an argument is out of range.
     """
     for name, value, least in (('count', count, 1), ('patch', patch, 1), ('size', size, 4 * patch),
                                ('classes', classes, 2), ('distractors', distractors, 0)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
+        check_least(name, value, least)
     side = size // patch
     if size % patch:
-        raise ValueError(f'size must be a multiple of patch={patch}, got {size}')
+        raise UserError(f'size must be a multiple of patch={patch}, got {size}')
     if classes > 64 or distractors > side * side // 4:
-        raise ValueError(f'classes must be at most 64 and distractors at most {side * side // 4}, got {classes} and '
-                         f'{distractors}')
+        raise UserError(f'classes must be at most 64 and distractors at most {side * side // 4}, got {classes} and '
+                        f'{distractors}')
     palette = colors(classes)
     images = np.empty((count, 3, size, size), np.uint8)
     labels = np.full((count, side, side), IGNORED, np.int64)
@@ -104,10 +104,7 @@ class DistantCopy(_Classified):
     def __init__(self, split: str, count: Optional[int] = None, size: int = 64, patch: int = 4, classes: int = 8,
                  distractors: int = 0, seed: int = 0):
         options: Dict[str, Any] = made_by_program(split, count, (2_000, 500, 500), seed)
-        try:
-            self.copies = distant_copies(**options, size=size, patch=patch, classes=classes, distractors=distractors)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self.copies = distant_copies(**options, size=size, patch=patch, classes=classes, distractors=distractors)
         self.classes = [f'hue {360 * n // classes}' for n in range(classes)]
 
     def __len__(self) -> int:

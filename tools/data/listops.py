@@ -14,6 +14,9 @@ from typing import List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
+from ..common.cli import UserError
+from .generated import check_least
+
 # As many tokens as the vocabularies of S4 and S5, which have <unk>, too; it never occurs here.
 VOCABULARY = ('<pad>', '<unk>', '<eos>', *'0123456789', '[MIN', '[MAX', '[MED', '[SM', ']')
 PAD, EOS, DIGIT, OPERATOR, CLOSE = 0, 2, 3, 13, 17
@@ -64,14 +67,13 @@ def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 5
         max_args: largest number of arguments of an operator; the smallest is 2.
 
     Raises:
-        ValueError: an argument is out of range, or no tree has a length within the bounds.
+        UserError: an argument is out of range, or no tree has a length within the bounds.
     """
     for name, value, least in (('count', count, 1), ('min_length', min_length, 1), ('max_depth', max_depth, 2),
                                ('max_args', max_args, 2)):
-        if not isinstance(value, (int, np.integer)) or value < least:
-            raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
+        check_least(name, value, least)
     if max_length < min_length + 2:
-        raise ValueError(f'no length is above min_length={min_length} and below max_length={max_length}')
+        raise UserError(f'no length is above min_length={min_length} and below max_length={max_length}')
     rng = np.random.default_rng(seed)
     parts: List[Expressions] = []
     found = in_vain = 0
@@ -80,8 +82,8 @@ def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 5
         if not len(levels[0].owner):
             in_vain += 1
             if in_vain == _PATIENCE:
-                raise ValueError(f'none of {_PATIENCE * _TREES} expressions of depth up to {max_depth} and with up to '
-                                 f'{max_args} arguments has between {min_length} and {max_length} tokens')
+                raise UserError(f'none of {_PATIENCE * _TREES} expressions of depth up to {max_depth} and with up to '
+                                f'{max_args} arguments has between {min_length} and {max_length} tokens')
             continue
         in_vain = 0
         parts.append(_lay_out(rng, levels))
@@ -188,9 +190,6 @@ def from_text(text: bytes) -> np.ndarray:
     Raises:
         ValueError: the text is not exactly one complete expression.
     """
-    for control in (b'\1', b'\2', b'\3', b'\4'):
-        if control in text:
-            raise ValueError('a control character')
     for name, code in _NAMES:
         text = text.replace(name, code)
     codes = _CODES[np.frombuffer(text.translate(_SPACED), np.uint8)]

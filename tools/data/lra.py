@@ -10,7 +10,7 @@ from typing import List, Tuple
 
 import numpy as np
 
-from ..common.cli import UserError, one_line
+from ..common.cli import UserError
 from .listops import Expressions, from_text
 from .released_files import check_split, folder_with
 
@@ -37,19 +37,16 @@ def lra_listops(root: str, split: str) -> Expressions:
         raise UserError(f'no {file.name} in {folder}')
     sequences: List[np.ndarray] = []
     answers: List[int] = []
-    try:
-        with file.open('rb') as stream:
-            if stream.readline().rstrip(b'\r\n') != b'Source\tTarget':
-                raise UserError(f'{file} does not begin with the column names Source and Target, separated by a tab')
-            for number, line in enumerate(stream, 2):
-                try:
-                    sequence, answer = _listops_line(line)
-                except ValueError as error:
-                    raise UserError(f'{file}, line {number} has {error}: the file is truncated or damaged') from error
-                sequences.append(sequence)
-                answers.append(answer)
-    except OSError as error:
-        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
+    with file.open('rb') as stream:
+        if stream.readline().rstrip(b'\r\n') != b'Source\tTarget':
+            raise UserError(f'{file} does not begin with the column names Source and Target, separated by a tab')
+        for number, line in enumerate(stream, 2):
+            try:
+                sequence, answer = _listops_line(line)
+            except ValueError as error:
+                raise UserError(f'{file}, line {number} has {error}: the file is truncated or damaged') from error
+            sequences.append(sequence)
+            answers.append(answer)
     if not sequences:
         raise UserError(f'{file} has no expressions')
     starts = np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])])
@@ -121,15 +118,9 @@ def lra_pathfinder(root: str, split: str, size: int = 32,
 
 def _metadata(file: Path) -> List[Tuple[str, int]]:
     """Return (imgs/N/sample_M.png, label) for each line of a metadata file."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
-    if content.startswith(b'\x93NUMPY'):
-        raise UserError(f'{file} is a NumPy array; in the release, the file of this name is text')
     rows: List[Tuple[str, int]] = []
     fields = 0
-    for number, line in enumerate(content.decode('ascii', 'replace').splitlines(), 1):
+    for number, line in enumerate(file.read_text('ascii', 'replace').splitlines(), 1):
         match = _METADATA.fullmatch(line)
         fields = fields or len(line.split())
         if not match or len(line.split()) != fields:

@@ -15,6 +15,8 @@ from typing import List, Sequence, Tuple, Union
 import numpy as np
 from PIL import Image, ImageDraw
 
+from .generated import check_least
+
 _IMAGES = 256                   # batch size of the sampling; changing it changes the data of a seed
 _TRIALS = 16                    # directions tried for each dash
 _TURNS = np.linspace(0.4, 1.0, _TRIALS)     # standard deviation of the turn in each trial, radians; smooth turns first
@@ -244,10 +246,9 @@ def pathfinder_like(count: int, seed: Union[int, Sequence[int]] = 0,
         images, uint8 (count, size, size), and labels, int64 (count,): 1 if both dots are on one curve.
 
     Raises:
-        ValueError: count is out of range.
+        UserError: count is out of range.
     """
-    if not isinstance(count, (int, np.integer)) or count < 1:
-        raise ValueError(f'count must be an integer of at least 1, got {count!r}')
+    check_least('count', count, 1)
     scenery, answers = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     even = answers.integers(0, 2, (count + 1) // 2)
     labels = np.stack([even, 1 - even], 1).ravel()[:count]

@@ -12,6 +12,9 @@ from typing import List, NamedTuple, Sequence, Union
 
 import numpy as np
 
+from ..common.cli import UserError
+from .generated import check_least
+
 FILLERS = ('zero', 'random')
 
 _BLOCK = 1024           # sequences that are drawn at once; changing it changes the data of a seed
@@ -45,17 +48,16 @@ def multi_query_recall(count: int, seed: Union[int, Sequence[int]] = 0, vocab_si
         filler: tokens without a role are 0 ('zero'), or any token of the vocabulary ('random'), also keys and values.
 
     Raises:
-        ValueError: an argument is out of range.
+        UserError: an argument is out of range.
     """
-    for name, value, least in (('count', count, 1), ('pairs', pairs, 1), ('length', length, 4 * pairs),
-                               ('vocab_size', vocab_size, 2 * pairs + 2)):
-        if not isinstance(value, (int, np.integer)) or value < least:
-            why = f' for pairs={pairs}' if name in ('length', 'vocab_size') else ''
-            raise ValueError(f'{name} must be an integer of at least {least}{why}, got {value!r}')
+    check_least('count', count, 1)
+    check_least('pairs', pairs, 1)
+    check_least('length', length, 4 * pairs, f' for pairs={pairs}')
+    check_least('vocab_size', vocab_size, 2 * pairs + 2, f' for pairs={pairs}')
     if not 0 < power < float('inf'):
-        raise ValueError(f'power must be a positive number, got {power!r}')
+        raise UserError(f'power must be a positive number, got {power!r}')
     if filler not in FILLERS:
-        raise ValueError(f'filler must be one of {FILLERS}, got {filler!r}')
+        raise UserError(f'filler must be one of {FILLERS}, got {filler!r}')
     rng = np.random.default_rng(seed)
     blocks: List[Recall] = [_block(rng, vocab_size, length, pairs, power, filler) for _ in range(-(-count // _BLOCK))]
     return Recall(*(np.concatenate(parts)[:count] for parts in zip(*blocks)))

@@ -1,15 +1,15 @@
 """Read MNIST and CIFAR-10 from local files in the format of their release.
 
-Nothing is downloaded, and no pickle is executed: only plain values and the bytes of an array are read from a CIFAR-10
-batch.
+Nothing is downloaded. The pickle of a CIFAR-10 batch may hold arrays and plain values, and no other objects.
 """
+import codecs
 import gzip
 import math
 import pickle
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, Optional, Sequence, Tuple
+from typing import Any, Sequence, Tuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from ..common.cli import UserError, one_line
 from ..common.paths import expanded
 
 _IDX_NAMES = {'train': 'train', 'test': 't10k'}
-_LARGEST = 1 << 30              # largest array that a file may declare, in bytes; MNIST's have 47 million
 
 
 def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
@@ -76,8 +75,6 @@ def mnist_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
     images, labels = _read_idx(images_file, 3), _read_idx(labels_file, 1)
     if len(images) != len(labels):
         raise UserError(f'{images_file} has {len(images)} images, but {labels_file.name} {len(labels)} labels')
-    if not len(images) or not images[0].size:
-        raise UserError(f'{images_file} has no images')
     if labels.max() > 9:
         raise UserError(f'{labels_file} has the label {labels.max()}: digits are 0 to 9')
     chosen = slice(None) if split == 'test' else part_of(len(images), split)
@@ -100,29 +97,18 @@ def _read_idx(file: Path, dimensions: int) -> np.ndarray:
     integers, and the values.
     """
     try:
-        with (gzip.open if file.suffix == '.gz' else open)(file, 'rb') as stream:
-            return _read_idx_stream(stream, file, dimensions)
+        content = gzip.decompress(file.read_bytes()) if file.suffix == '.gz' else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f'{file} cannot be read ({one_line(error)}): download it again') from error
-
-
-def _read_idx_stream(stream: BinaryIO, file: Path, dimensions: int) -> np.ndarray:
-    magic = stream.read(4)
-    if magic != bytes([0, 0, 8, dimensions]):
-        raise UserError(f'{file} is not an idx file of bytes in {dimensions} dimensions: it begins with '
-                        f"{magic.hex() or 'nothing'}, not 00000{800 + dimensions}")
-    sizes = stream.read(4 * dimensions)
-    if len(sizes) < 4 * dimensions:
-        raise UserError(f'{file} is truncated: download it again')
-    shape = struct.unpack(f'>{dimensions}I', sizes)
-    size = math.prod(shape)
-    if size > _LARGEST:
-        raise UserError(f"{file} declares {' x '.join(map(str, shape))} values, which is too large; download it again")
-    values = stream.read(size + 1)
-    if len(values) != size:
-        problem = 'is truncated' if len(values) < size else 'has more values than it declares'
-        raise UserError(f"{file} {problem} ({' x '.join(map(str, shape))}): download it again")
-    return np.frombuffer(values, np.uint8).reshape(shape)
+    start = 4 + 4 * dimensions
+    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
+        raise UserError(f'{file} is not an idx file of bytes in {dimensions} dimensions, or is truncated: it begins '
+                        f"with {content[:4].hex() or 'nothing'}, not 00000{800 + dimensions}")
+    shape = struct.unpack(f'>{dimensions}I', content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise UserError(f"{file} has {len(content) - start} values but declares {' x '.join(map(str, shape))}: "
+                        'download it again')
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 CIFAR10_CLASSES = ['airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck']
@@ -157,19 +143,17 @@ def _read_cifar_batch(file: Path) -> Tuple[np.ndarray, np.ndarray]:
         raise UserError(f'no {file.name} in {file.parent} (unpack cifar-10-python.tar.gz there)')
     try:
         with file.open('rb') as stream:
-            batch = _PlainUnpickler(stream, encoding='latin1').load()
+            batch = _ArrayUnpickler(stream, encoding='latin1').load()
     except UserError as error:
         raise UserError(f'{file} {error}') from error
-    except OSError as error:
-        raise UserError(f'{file} cannot be read ({one_line(error)})') from error
     except Exception as error:                      # a damaged pickle can raise anything
         raise UserError(f'{file} is truncated or not a CIFAR-10 batch ({one_line(error)}): '
                         'download it again') from error
     batch = batch if isinstance(batch, dict) else {}
     # Keys are bytes if the batch was loaded with encoding='bytes' and saved again.
-    images, labels = (batch.get(key, batch.get(key.encode())) for key in ('data', 'labels'))
-    pixels = images.values() if isinstance(images, _Array) else None
-    if pixels is None or not isinstance(labels, list) or not all(type(n) is int and 0 <= n <= 9 for n in labels):
+    pixels, labels = (batch.get(key, batch.get(key.encode())) for key in ('data', 'labels'))
+    if (getattr(pixels, 'dtype', None) != np.uint8 or pixels.shape[1:] != (3072,) or not isinstance(labels, list)
+            or not all(type(n) is int and 0 <= n <= 9 for n in labels)):
         raise UserError(f'{file} is not a CIFAR-10 batch: expected `data`, uint8 (n, 3072), and `labels`, n integers '
                         'from 0 to 9')
     if len(pixels) != len(labels):
@@ -177,67 +161,13 @@ def _read_cifar_batch(file: Path) -> Tuple[np.ndarray, np.ndarray]:
     return pixels, np.array(labels, np.int64)
 
 
-class _Dtype:
-    """Stand-in for numpy.dtype(name, ...)."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickler of NumPy arrays and plain values; it refuses everything else."""
 
-    def __init__(self, name: Any = None, *rest: Any):
-        self.name = name
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Array:
-    """Stand-in for numpy.ndarray, whose state is (version, shape, dtype, Fortran order, bytes)."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def values(self) -> Optional[np.ndarray]:
-        """Return the array, uint8 (n, 3072), or None if the state is that of another array."""
-        if not isinstance(self.state, tuple) or len(self.state) != 5:
-            return None
-        _, shape, dtype, fortran, content = self.state
-        if isinstance(content, str):                # a string of Python 2
-            content = content.encode('latin1', 'replace')
-        fits = (isinstance(dtype, _Dtype) and dtype.name in ('u1', '|u1') and not fortran
-                and isinstance(content, (bytes, bytearray)) and isinstance(shape, tuple)
-                and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape) and shape[1] == 3072
-                and len(content) == shape[0] * shape[1])
-        return np.frombuffer(content, np.uint8).reshape(shape) if fits else None
-
-
-class _BufferArray(_Array):
-    """Stand-in for NumPy's _frombuffer, which pickles of Python 3.8 and later call."""
-
-    def __init__(self, content: Any, dtype: Any, shape: Any, order: Any):
-        self.state = (1, shape, dtype, order != 'C', content)
-
-
-class _Bytes(bytes):
-    """Stand-in for _codecs.encode, with which Python 3 writes bytes for Python 2."""
-
-    def __new__(cls, text: Any = '', encoding: Any = 'latin1'):
-        return super().__new__(cls, str(text), 'latin1')
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler that maps NumPy's constructors to inert stand-ins and refuses everything else.
-
-    Each stand-in is a class with `__setstate__`, so that a pickle cannot set attributes on it.
-    """
-
-    _KNOWN = {('numpy', 'ndarray'): _Array, ('numpy', 'dtype'): _Dtype, ('_codecs', 'encode'): _Bytes,
-              **{(f'numpy.{core}.multiarray', '_reconstruct'): _Array for core in ('core', '_core')},
-              **{(f'numpy.{core}.numeric', '_frombuffer'): _BufferArray for core in ('core', '_core')}}
+    _CORE = [f'numpy.{core}.{module}' for core in ('core', '_core') for module in ('multiarray', 'numeric')]
+    _KNOWN = {('numpy', 'ndarray'): np.ndarray, ('numpy', 'dtype'): np.dtype, ('_codecs', 'encode'): codecs.encode,
+              **{(module, '_reconstruct'): np.zeros(0).__reduce__()[0] for module in _CORE},
+              **{(module, '_frombuffer'): np.zeros(0).__reduce_ex__(5)[0] for module in _CORE}}
 
     def find_class(self, module: str, name: str) -> Any:
         try:

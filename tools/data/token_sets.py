@@ -50,11 +50,8 @@ class MQAR(_Tokens):
     def __init__(self, split: str, count: Optional[int] = None, vocab_size: int = 8192, length: int = 64,
                  pairs: int = 4, power: float = 0.01, filler: str = 'zero', seed: int = 0):
         options = made_by_program(split, count, (100_000, 3_000, 3_000), seed)
-        try:
-            self.recall = multi_query_recall(**options, vocab_size=vocab_size, length=length, pairs=pairs, power=power,
-                                             filler=filler)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self.recall = multi_query_recall(**options, vocab_size=vocab_size, length=length, pairs=pairs, power=power,
+                                         filler=filler)
         self.label = labels(self.recall)
         self.classes = [str(token) for token in range(vocab_size)]
 
