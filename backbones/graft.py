@@ -10,8 +10,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from .mixers import EosMixer, TreeMixer
-from .mixers.choices import SeparableMixer, find_mixer
+from .mixers.choices import find_mixer
 from .mixers.grafted import MIXER, POLYLINE, Grid, NeutralDecay
+from .mixers.separable import SeparableMixer
 from .timm_interface import init_linear
 
 Model = TypeVar('Model', bound=nn.Module)

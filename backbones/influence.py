@@ -24,8 +24,8 @@ from .mixers import (
     SeparableSelfAttention,
     TreeMixer,
 )
-from .mixers.choices import SeparableMixer
 from .mixers.polyline import ATTENTIONS
+from .mixers.separable import SeparableMixer
 from .mixers.wide import at_least_float
 from .mobilevitv2_blocks import PATCH, MobileViTv2Block, as_maps, to_even_size
 from .observation import check_images, check_model, observe_inputs

@@ -2,60 +2,19 @@
 import inspect
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
-from timm.models import register_notrace_module
-from torch import Tensor, nn
+from torch import nn
 
-from ..blocks import DepthwiseConv
-from ..inference import GELU, linear
 from ..options import Option
+from .depthwise import DepthwiseMixer
 from .eos import EosMixer
 from .eos_codes import parse
 from .polyline import PolylineMixer
-from .separable import SeparableSelfAttention
+from .separable import SeparableMixer
 from .tree import TreeMixer
 
 # Called as build(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...).
 Build = Callable[..., nn.Module]
 Names = Union[None, str, Sequence[Optional[str]]]
-
-
-@register_notrace_module
-class SeparableMixer(SeparableSelfAttention):
-    """Separable self-attention with one group of all tokens: (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
-
-    See `SeparableSelfAttention`, which takes channels first. There are no heads.
-
-    Args:
-        dim: channels C.
-        device, dtype: device and dtype of the parameters.
-    """
-
-    def __init__(self, dim: int, device=None, dtype=None):
-        super().__init__(dim, patch_size=1, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-
-
-@register_notrace_module
-class DepthwiseMixer(nn.Module):
-    """out(DWConv(GELU(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
-
-    Args:
-        dim: channels C.
-        kernel_size: size of the depthwise convolution's window, an odd number.
-        device, dtype: device and dtype of the parameters.
-    """
-
-    def __init__(self, dim: int, kernel_size: int = 7, device=None, dtype=None):
-        super().__init__()
-        dd = {'device': device, 'dtype': dtype}
-        self.value = nn.Linear(dim, dim, **dd)
-        self.conv = DepthwiseConv(dim, kernel_size, **dd)
-        self.out = nn.Linear(dim, dim, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(self.out, self.conv(linear(self.value, x, GELU)))
 
 
 def _polyline(**options: Any) -> Build:

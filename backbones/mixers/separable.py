@@ -135,6 +135,24 @@ class SeparableSelfAttention(nn.Module):
 
 
 @register_notrace_module
+class SeparableMixer(SeparableSelfAttention):
+    """Separable self-attention with one group of all tokens: (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
+
+    See `SeparableSelfAttention`, which has channels first. There are no heads.
+
+    Args:
+        dim: channels C.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None):
+        super().__init__(dim, patch_size=1, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+@register_notrace_module
 class MultiHeadSelfAttention(nn.Module):
     """Softmax attention between the N tokens of each of P groups (Figure 3a): O(N^2). Maps (B, C, P, N) to the same."""
 

@@ -13,14 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from subquad.backbones import Myo
 from subquad.backbones.hierarchical import HierarchicalBackbone
 from subquad.backbones.mixers import EosMixer, PolylineMixer, TreeMixer
-from subquad.backbones.mixers.choices import (
-    MIXERS,
-    DepthwiseMixer,
-    SeparableMixer,
-    attention_blocks,
-    find_mixer,
-)
+from subquad.backbones.mixers.choices import MIXERS, attention_blocks, find_mixer
+from subquad.backbones.mixers.depthwise import DepthwiseMixer
 from subquad.backbones.mixers.eos_codes import ACTIVATIONS, PRESETS
+from subquad.backbones.mixers.separable import SeparableMixer
 from subquad.backbones.weights import WeightsError, check_options, load_weights
 
 FAMILIES = ('test_ppma', 'test_myo', 'test_lcsm')

@@ -73,7 +73,7 @@ def _masked_attention(layer: Any, token: Tuple[int, int]) -> Found:
 
 
 def _context(layer: Any, token: Tuple[int, int]) -> Found:
-    from ....backbones.mixers.choices import SeparableMixer
+    from ....backbones.mixers.separable import SeparableMixer
     x = layer.x.permute(0, 3, 1, 2) if isinstance(layer.mixer, SeparableMixer) else layer.x
     scores, groups = layer.mixer.scores(x)[0].mean(0, keepdim=True), layer.mixer.patch_size ** 2
     uniform = groups / (layer.size[0] * layer.size[1])
@@ -119,7 +119,7 @@ def _of_mixer(draw: Callable[[Any, Any], Found], layer: Any, token: Tuple[int, i
 def kinds() -> Dict[type, Kind]:
     """Return what can be drawn, by the type of the mixer."""
     from ....backbones import mixers
-    from ....backbones.mixers.choices import SeparableMixer
+    from ....backbones.mixers.separable import SeparableMixer
     separable = Kind(dict(context=_context, influence=_influence), ('context',))
     attention = Kind(dict(influence=_influence), ('influence',))
     return {
