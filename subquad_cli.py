@@ -17,36 +17,41 @@ import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NoReturn, Optional, Union
 
-# In the order in which a newcomer meets them.
-TOOLS = {
-    'models': 'list models with parameters and descriptions',
-    'configs': 'list the configs that the package contains',
-    'weights': 'list, download, check, convert and publish weights',
-    'stats': 'count parameters and MACs of a timm model, or of a detection or segmentation config',
-    'make-dataset': 'generate a small dataset for detection and segmentation',
-    'train': 'train a classifier, detector or segmenter from a config',
-    'test': 'evaluate a checkpoint on the test data of a config',
-    'logs': 'draw the curves of training runs',
-    'reproduce': 'compare a published classifier with its reported accuracy',
-    'predict': 'run a classifier, detector or segmenter on images',
-    'visualize': 'draw attention, decays, influences or class activations of images',
-    'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
-    'demo': 'train a small model on real images in minutes, without a GPU',
-    'benchmark': 'measure time and memory of operators and models',
-    'compare': 'train the same network with different mixers, and compare accuracy and cost',
-    'kernels': 'show which operators run on Triton kernels here',
-    'tables': 'write the tables of README, docs and model cards (for developers)',
+# The table of contents: headings, commands and what they do.
+_CONTENTS = {
+    'models and weights': {
+        'models': 'list models with parameters and descriptions',
+        'weights': 'list, download, check, convert and publish weights',
+        'stats': 'count parameters and MACs of a timm model, or of a detection or segmentation config',
+    },
+    'training and evaluation': {
+        'configs': 'list the configs that the package contains',
+        'make-dataset': 'generate a small dataset for detection and segmentation',
+        'train': 'train a classifier, detector or segmenter from a config',
+        'test': 'evaluate a checkpoint on the test data of a config',
+        'logs': 'draw the curves of training runs',
+        'reproduce': 'compare a published classifier with its reported accuracy',
+        'demo': 'train a small model on real images in minutes, without a GPU',
+    },
+    'use': {
+        'predict': 'run a classifier, detector or segmenter on images',
+        'visualize': 'draw attention, decays, influences or class activations of images',
+        'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
+    },
+    'this machine': {
+        'kernels': 'show which operators run on Triton kernels here',
+        'benchmark': 'measure time and memory of operators and models',
+    },
 }
-
-# Where a command's module lies in subquad.tools, if not under the command's own name.
-MODULES = {'make-dataset': 'make_dataset', 'tables': 'bench.tables'}
+TOOLS = {name: what for commands in _CONTENTS.values() for name, what in commands.items()}
 
 
 def usage() -> str:
-    commands = [f'  {name:12s} {what}' for name, what in TOOLS.items()]
+    commands = []
+    for heading, group in _CONTENTS.items():
+        commands += ['', f'{heading}:', *(f'  {name:12s} {what}' for name, what in group.items())]
     return '\n'.join(['usage: subquad COMMAND [options]', '',
-                      'Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation.', '',
-                      'commands:', *commands, '',
+                      'Sub-quadratic vision backbones for timm, MMDetection and MMSegmentation.', *commands, '',
                       'subquad COMMAND --help        show the options of a command',
                       'subquad COMMAND --traceback   show where an error was raised',
                       'subquad --version             show the version', '',
@@ -115,7 +120,7 @@ def options_of(tool: str) -> List[str]:
 
     def path(module: str) -> Path:
         return folder.joinpath(*module.split('.')).with_suffix('.py')
-    tree = parsed(MODULES.get(tool, tool))
+    tree = parsed(tool.replace('-', '_'))
     found = {'--help', *_options_in(tree)}
     for node in ast.walk(tree):                   # the options that an imported function adds
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and path(node.module).is_file():
@@ -224,7 +229,7 @@ def _dispatch(argv: List[str]) -> int:
     # This warning is for users' scripts; no command needs torchvision's compiled operators.
     warnings.filterwarnings('ignore', 'torchvision was built for another torch')
     run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
-    run(lambda argv: importlib.import_module(f"subquad.tools.{MODULES.get(name, name)}").main(argv), rest)
+    run(lambda argv: importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main(argv), rest)
 
 
 def version() -> str:

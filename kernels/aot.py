@@ -1,4 +1,4 @@
-"""Compile the Triton kernels ahead of time, for a GPU that this machine need not have, and read their resource use."""
+"""Compile the Triton kernels ahead of time, for a GPU that this machine need not have."""
 import re
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .common.launch import interpreted
 from .eos_elementwise.custom_op import triton_chunk
-from .machine_code import MachineCode, analyze
 from .trees import quadtree_levels
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
@@ -30,7 +29,7 @@ def _elements(constants: Mapping[str, int]) -> int:
 
 
 # What a kernel works on, and how many of these its programs take in one pass of each innermost loop (or in all, without
-# loops), as functions of its constants. `MachineCode.per_item` takes the number.
+# loops), as functions of its constants.
 ITEMS: Dict[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
     **{f'polyline_attention_{part}': ('pair', _grid_pairs) for part in ('fwd', 'bwd_query', 'bwd_key')},
     **{f'polyline_attention_running_{part}': ('pair', _pairs) for part in ('fwd', 'bwd')},
@@ -101,30 +100,6 @@ def compiling_for(target: str) -> Iterator[List]:
     finally:
         triton.runtime.jit.JITFunction.run = launch
         triton.runtime.driver.set_active(None)          # the next launch looks for it again
-
-
-def compile_all(calls: Mapping[str, Callable[[], Tensor]], target: str) -> Dict[str, List[MachineCode]]:
-    """Compile every kernel that the calls launch on meta tensors, and return their machine code by name of the call.
-
-    Raises:
-        Exception: a kernel does not compile (Triton's own exceptions).
-    """
-    result: Dict[str, List[MachineCode]] = {}
-    for name, call in calls.items():
-        with compiling_for(target) as kernels:
-            call()
-        result[name] = [analyze(kernel) for kernel in kernels]
-    return result
-
-
-def per_item(code: MachineCode) -> Tuple[List[float], str]:
-    """Return thread-instructions per item of a kernel (see `ITEMS`), one number per loop, and the name of the item.
-
-    Both are empty for kernels without an entry in ITEMS and for targets whose tools do not report instructions."""
-    if code.name not in ITEMS or code.instructions is None:
-        return [], ''
-    item, count = ITEMS[code.name]
-    return code.per_item(count(code.constants)), item
 
 
 def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:

@@ -6,12 +6,12 @@ from collections import defaultdict
 import pytest
 from helpers import ROOT
 
-PACKAGES = ('kernels', 'backbones', 'tools')
+PACKAGES = ('kernels', 'backbones', 'tools', 'lab')
 OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
 # Kernels of one operator apart from triton.py, and functions that several kernels call.
 MORE_KERNELS = {'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
-KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.machine_code': 1, 'kernels.trees': 2,
+KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2,
                  'kernels.eos_scan': 2, 'kernels.tiling': 4}
 OPERATOR_LAYER, TOP_LAYER = 3, 4
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
@@ -19,7 +19,7 @@ TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exp
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.
 SHARED_NAMES = OPERATOR_FILES | MORE_KERNELS | {'evaluation', 'prediction', 'registry', 'runner'}
 # Their names are what users type, so 'kernels' and 'test' stay although a package and a standard module have them.
-COMMANDS = {'benchmark', 'compare', 'demo', 'export', 'kernels', 'logs', 'make_dataset', 'models', 'predict',
+COMMANDS = {'benchmark', 'demo', 'export', 'kernels', 'logs', 'make_dataset', 'models', 'predict',
             'reproduce', 'stats', 'test', 'train', 'visualize', 'weights'}
 
 
@@ -118,7 +118,8 @@ def test_every_operator_has_the_same_five_files():
         assert {file.name for file in path.iterdir()} <= {f'{name}.py' for name in found} | {'__pycache__'}
 
 
-@pytest.mark.parametrize('package, above', [('kernels', {'backbones', 'tools'}), ('backbones', {'tools'})])
+@pytest.mark.parametrize('package, above', [
+    ('kernels', {'backbones', 'tools', 'lab'}), ('backbones', {'tools', 'lab'}), ('tools', {'lab'})])
 def test_no_package_imports_one_above_it(package, above):
     upwards = [(module, name) for module in MODULES if module.split('.')[0] == package
                for name in imports(module) if name.split('.')[0] in above]

@@ -105,7 +105,7 @@ def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
     Raises:
         UserError: Model or weights are unknown or do not match, or the model does not take images of this size.
     """
-    from .engine.counting_configs import is_config
+    from .engine.counting.counting_configs import is_config
     from .exporters.subject import classifier_from, classifier_subject, with_normalization
     model, checkpoint = _named(args.model, args.checkpoint)
     size = args.size and parse_size(args.size, smallest=32, largest=8192)

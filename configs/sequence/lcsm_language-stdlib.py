@@ -1,7 +1,7 @@
 # A tiny language model of the bytes of Python's standard library, minutes on one CPU core. Compare recurrences with
 #   subquad train lcsm_language-stdlib --cfg-options model.mixer=1-10-1-0
 # or in one go with
-#   python -m subquad.tools.bench.config_sweeps language --record language.jsonl
+#   python -m lab.config_sweeps language --record language.jsonl
 _base_ = 'lcsm_language.py'
 
 warmup = 50

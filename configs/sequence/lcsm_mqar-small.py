@@ -1,8 +1,8 @@
 # Multi-query associative recall at a small size: minutes on one CPU core. A vocabulary of 256, 16,000 sequences, and a
 # convolution of three tokens before each recurrence, as in Mamba. Without it, the paper's network needs many more steps
 # to learn that a value belongs to the token before it. The sweeps of recurrences and learning rates are in
-# tools/bench/config_sweeps.py:
-#   python -m subquad.tools.bench.config_sweeps recall --record recall.jsonl
+# lab/config_sweeps.py:
+#   python -m lab.config_sweeps recall --record recall.jsonl
 _base_ = 'lcsm_mqar.py'
 
 _data = dict(vocab_size=256)

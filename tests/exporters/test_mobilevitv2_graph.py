@@ -8,9 +8,9 @@ from export_cases import subject_of
 from helpers import assert_close
 from torch import nn
 
+from lab.export_matrix import randomize_norms
 from subquad.backbones.mobilevitv2_blocks import MobileViTv2Block
 from subquad.backbones.mobilevitv2_export import ExportBlock, ImageNorm, prepare_for_export
-from subquad.tools.bench.export_matrix import randomize_norms
 from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import export_program
 

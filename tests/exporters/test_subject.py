@@ -9,7 +9,7 @@ from helpers import assert_close
 from pairwise import slow
 from torch import nn
 
-from subquad.tools.bench.export_matrix import randomize_norms
+from lab.export_matrix import randomize_norms
 from subquad.tools.common.cli import UserError
 from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import check_program, export_program

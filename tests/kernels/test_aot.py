@@ -7,8 +7,8 @@ pytest.importorskip('triton')
 
 
 def _compiled(python, target, *only):
-    script = ('import sys; from subquad.tools import kernels\n'
-              f'sys.exit(kernels.main(["--compile", "{target}", "--json", "--only", *{only!r}]))')
+    script = ('import sys; from lab import machine_code\n'
+              f'sys.exit(machine_code.main(["{target}", "--json", "--only", *{only!r}]))')
     done = python(script, TRITON_INTERPRET='0')
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
@@ -69,8 +69,8 @@ def test_no_shipped_configuration_spills_or_repeats_work(target, python):
 
 
 def test_wrong_targets_are_refused(python):
-    script = ('from subquad.tools import kernels\nfrom subquad.tools.common import cli\n'
-              'cli.run(kernels.main, ["--compile", "{}", "--only", "{}"])')
+    script = ('from lab import machine_code\nfrom subquad.tools.common import cli\n'
+              'cli.run(machine_code.main, ["{}", "--only", "{}"])')
     for target, only, message in (('sm90', 'additive', 'target must be like cuda:90'),
                                   ('cuda:999', 'additive', 'target must be like cuda:90'),
                                   ('hip:nonsense', 'additive', 'target must be like cuda:90'),

@@ -300,7 +300,8 @@ def test_results_do_not_depend_on_saving():
 COMPILE = '''
 import json, sys
 import torch
-from subquad.kernels import aot, machine_code
+from lab import machine_code
+from subquad.kernels import aot
 from subquad.kernels.crisscross_attention import triton as crisscross
 from subquad.kernels.decay_attention import triton as decay, triton_backward
 

@@ -7,12 +7,12 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+from lab.line_memory import FORMS, both_passes
 from subquad import kernels
 from subquad.kernels import eos_elementwise, eos_matmul
 from subquad.kernels.common import checks
 from subquad.kernels.eos_elementwise.custom_op import triton_chunk
 from subquad.kernels.eos_scan import DecayGenerator, fla
-from subquad.tools.bench.line_memory import FORMS, both_passes
 
 ops = torch.ops.subquad
 

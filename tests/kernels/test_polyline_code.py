@@ -4,11 +4,12 @@ import json
 import pytest
 
 pytest.importorskip('triton')
-pytest.importorskip('subquad.kernels.machine_code')
+pytest.importorskip('lab.machine_code')
 
 SCRIPT = '''
 import json, torch
-from subquad.kernels import aot, machine_code
+from lab import machine_code
+from subquad.kernels import aot
 from subquad.kernels.polyline_attention import triton
 
 found = []

@@ -1,7 +1,7 @@
 """Subjects of exports for tests."""
 from typing import Any, Dict, Optional
 
-from subquad.tools.bench.export_matrix import randomize_norms
+from lab.export_matrix import randomize_norms
 from subquad.tools.exporters.subject import Subject, classifier_subject, random_classifier
 
 

@@ -1,23 +1,17 @@
-"""The benchmark tool: meters, implementations, presets, records and the command line. No test asserts a time."""
+"""The benchmark tool: meters, implementations, records and the command line. No test asserts a time."""
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from subquad import kernels
 from subquad.tools import benchmark
-from subquad.tools.bench import baselines, comparisons, jobs, measure, metrics, operators, plots, presets, processes
-from subquad.tools.bench.attention_units import attention_units
+from subquad.tools.bench import baselines, comparisons, measure, metrics, operators
 from subquad.tools.bench.comparisons import compare_models, compare_operator
-from subquad.tools.bench.polyline_growth import scan_against_mask, scan_growth
 from subquad.tools.common import cli
 from subquad.tools.engine import records
 
-PRESETS = presets.DEFAULTS
-NAME = 'polyline_attention-14x14'
 MB = 1_000_000
 
 
@@ -29,19 +23,6 @@ def _record(preset, threads=2, repeats=None):
             'metrics': [metrics.metric('slow', 3.0, 'x', at_most=2), metrics.metric('quick', 3.0, 'x', at_least=2),
                         metrics.metric('blind', None, 'MB', at_most=2)],
             'other_cpus': 1.5, **records.environment(), 'threads': threads, 'cpus': 2}
-
-
-@pytest.fixture
-def without_measuring(monkeypatch):
-    """Replace the measuring process; return the list of (preset, threads) that it was asked for."""
-    asked = []
-
-    def fake(preset, argv, threads):
-        asked.append((preset, threads))
-        return _record(preset, threads)
-
-    monkeypatch.setattr(processes, 'measure_in_fresh_process', fake)
-    return asked
 
 
 # --- meters
@@ -176,15 +157,9 @@ MEASUREMENTS = {
     'backward': (lambda: compare_operator(1, op='polyline_scan', grid=(3, 4), heads=1, dim=2, backward=True,
                                           names=('portable', 'reference')),
                  {'portable', 'reference', 'gemm', 'copy'}, [None] * 7),
-    'scan': (lambda: scan_growth(2, sides=(2, 3, 4), heads=1, dim=2, max_exponent=1.1),
-             {'2x2', '3x3', '4x4'}, ['at most', None]),
-    'figure10': (lambda: scan_against_mask(1, sides=(2, 3, 4), dim=2, dense_until=3),
-                 {'portable 2x2', 'dense 2x2', 'portable 3x3', 'dense 3x3', 'portable 4x4'}, [None] * 6),
     'separable': (lambda: compare_operator(2, op='separable_attention', grid=(4, 2), heads=1, dim=4,
                                            names=('portable', 'eager', 'matmul'), min_speedup={'eager': 1}),
                   {'portable', 'eager', 'matmul', 'gemm', 'copy'}, ['at least'] + [None] * 8),
-    'figure1': (lambda: attention_units(1, tokens=(4, 8), profiled=4, dim=16, heads=2, projected=4),
-                {f'{unit} 1x{n}' for unit in ('separable', 'mha', 'linformer') for n in (4, 8)}, [None] * 4),
     'model': (lambda: compare_models(1, names=('test_ppma', 'test_ppma@reference'), size=(64, 96), batch=2,
                                     max_over_floor=5),
               {'test_ppma', 'test_ppma@reference', 'gemm'}, [None, 'at most', None, None, None, None]),
@@ -194,29 +169,21 @@ MEASUREMENTS = {
 
 
 @pytest.mark.parametrize('kind', MEASUREMENTS)
-def test_measurement_gives_a_record(kind, tmp_path):
+def test_measurement_gives_a_record(kind):
     make, names, bounds = MEASUREMENTS[kind]
     record = json.loads(json.dumps(make(), allow_nan=False))
-    assert set(record) - {'operators'} == {'times_ms', 'peak_mb', 'floor', 'metrics'}
+    assert set(record) == {'times_ms', 'peak_mb', 'floor', 'metrics'}
     assert set(record['times_ms']) == names
     assert all(0 < t['p20'] <= t['p50'] <= t['p80'] for t in record['times_ms'].values())
     assert all(m['value'] is None or math.isfinite(m['value']) for m in record['metrics'])
     assert [m['bound'] for m in record['metrics']] == bounds
     assert all((m['met'] is None) == (m['target'] is None or m['value'] is None) for m in record['metrics'])
     floor = record['floor']
-    if kind in ('scan', 'figure10', 'figure1'):
-        assert floor is None
-    elif floor.get('binds') != 'memory':
+    if floor.get('binds') != 'memory':
         assert floor['ms'] == pytest.approx(2e-6 * floor['macs'] / floor['gemm_gflops'])
     if kind == 'operator':
         assert floor['macs'] == 2 * 12 ** 2 * (4 + 4)                  # q k' and the product with v
         assert record['metrics'][0]['met'] is False
-    if kind.startswith('figure'):
-        plots.plot({**_record(kind), **record}, tmp_path / 'figure.png')
-        assert (tmp_path / 'figure.png').read_bytes()[1:4] == b'PNG'
-    if kind == 'figure1':
-        assert all(len(rows) == 5 and sum(row['share'] for row in rows) <= 1 for rows in record['operators'].values())
-        assert any(name == 'mha: slowest operators' for name, *_ in metrics.time_rows({**_record(kind), **record}))
 
 
 def test_equal_architectures_get_equal_weights():
@@ -265,32 +232,9 @@ def test_metric_meets_its_target(value, bounds, met):
 
 # --- command line
 
-def test_list_prints_presets_and_operators(capsys):
+def test_list_prints_operators(capsys):
     assert benchmark.main(['--list']) is None
-    first = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
-    assert first == [*presets.PRESETS, '--operator', *operators.OPERATORS]
-    assert set(PRESETS + presets.GPU_DEFAULTS) <= set(presets.PRESETS)
-    assert all((presets.PRESETS[name].device == 'cuda') == name.startswith('gpu-') for name in presets.PRESETS)
-
-
-def test_default_presets_run_and_lines_are_appended(without_measuring, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert not benchmark.main([])
-    measured = [(name, 2) for name in PRESETS for _ in range(presets.PRESETS[name].processes)]
-    assert without_measuring == measured
-    assert not benchmark.main([NAME, NAME, '--threads', '1', '--repeats', '3'])
-    assert without_measuring[len(measured):] == [(NAME, 1)]
-    lines = (tmp_path / 'benchmarks' / 'cpu.jsonl').read_text().splitlines()
-    assert [json.loads(line)['preset'] for line in lines] == [*PRESETS, NAME]
-    out = capsys.readouterr().out
-    assert 'at most 2 x' in out and 'yes' in out and 'no' in out and 'not measured' in out
-    assert 'other programs used 1.5 of 2 CPUs' in out
-
-
-def test_no_save_writes_no_file(without_measuring, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert not benchmark.main([NAME, '--no-save'])
-    assert NAME in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(operators.OPERATORS)
 
 
 def test_append_after_a_truncated_line(tmp_path):
@@ -302,92 +246,61 @@ def test_append_after_a_truncated_line(tmp_path):
 
 
 @pytest.mark.parametrize('argv, message', [
-    (['polyline_atention-14x14'], 'did you mean polyline_attention-14x14'),
-    (['zzz'], '--list'),
     (['--threads', '0'], '--threads must be at least 1'),
     (['--repeats', '-1'], '--repeats must be at least 1'),
-    (['--size', '14x', '--operator', 'polyline_scan'], "--size must be imagenet, coco, .* got '14x'"),
-    (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
-    (['--operator', 'polyline_scan', '--implementations', 'portabel'], 'did you mean portable'),
-    (['--operator', 'polyline_scan', '--contestants', 'portable'], '--contestants has a new name: --implementations'),
-    (['--operator', 'polyline_scan', '--contestants'], '--contestants has a new name: --implementations'),
-    (['--model', 'ppma_tinny'], 'did you mean ppma_tiny'),
-    (['--model', 'ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
-    (['--model', 'ppma_tiny+autocast', '--dtype', 'bfloat16'], 'starts from float32 images, and these are bfloat16'),
-    (['--model', 'ppma_tiny', '--operator', 'polyline_scan'], 'give one of the three'),
-    ([NAME, '--operator', 'polyline_scan'], 'give one of the three'),
     (['--batch', '0'], '--batch must be at least 1'),
-    (['--operator', 'polyline_scan', '--train'], '--train has no effect on --operator'),
-    (['--model', 'ppma_tiny', '--backward'], '--backward has no effect on --model'),
-    ([NAME, '--dtype', 'float16'], '--dtype has no effect on presets'),
-    pytest.param(['gpu-figure10'], 'torch finds no GPU here',
+    (['--size', '14x'], "--size must be imagenet, coco, .* got '14x'"),
+    (['--implementations', 'portabel'], 'did you mean portable'),
+    (['--operator', 'polyline_scn'], 'did you mean polyline_scan'),
+])
+def test_wrong_arguments(argv, message):
+    with pytest.raises(cli.UserError, match=message):
+        benchmark.main(['--operator', 'polyline_scan', *argv])
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['ppma_tinny'], 'did you mean ppma_tiny'),
+    (['ppma_tiny@cuda'], 'a model is NAME, NAME@BACKEND'),
+    (['ppma_tiny+autocast', '--dtype', 'bfloat16'], 'starts from float32 images, and these are bfloat16'),
+    pytest.param(['ppma_tiny', '--device', 'cuda'], 'torch finds no GPU here',
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')),
 ])
-def test_wrong_arguments(argv, message, without_measuring, tmp_path):
+def test_wrong_models(argv, message):
     with pytest.raises(cli.UserError, match=message):
-        benchmark.main([*argv, '--out', str(tmp_path / 'out')])
-    assert not without_measuring and not (tmp_path / 'out').exists()
+        benchmark.main(['--model', *argv])
 
 
-def test_unwritable_folder_fails_before_measuring(without_measuring, tmp_path):
+def test_unwritable_folder_fails_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, 'measured', None)
     (tmp_path / 'file').touch()
     (tmp_path / 'folder' / 'cpu.jsonl').mkdir(parents=True)
     for out in ('file', 'file/below', 'folder'):
         with pytest.raises(cli.UserError, match='--out'):
-            benchmark.main([NAME, '--out', str(tmp_path / out)])
-    assert not without_measuring
+            benchmark.main(['--operator', 'polyline_scan', '--out', str(tmp_path / out)])
 
 
-def test_other_presets_run_after_a_failure(tmp_path, capsys, monkeypatch):
-    def fake(preset, argv, threads):
-        if preset == NAME:
-            raise cli.UserError('no memory')
-        return _record(preset)
-
-    monkeypatch.setattr(processes, 'measure_in_fresh_process', fake)
-    with pytest.raises(cli.UserError, match='no memory'):
-        benchmark.main(['--out', str(tmp_path)])
-    assert len((tmp_path / 'cpu.jsonl').read_text().splitlines()) == len(PRESETS) - 1
-    assert 'polyline_scan-growth' in capsys.readouterr().out
-
-
-def test_failing_process_is_a_user_error(monkeypatch, capfd):
-    script = 'import sys; sys.exit("out of paper")'
-    run = subprocess.run
-    monkeypatch.setattr(processes.subprocess, 'run', lambda command, **kw: run([sys.executable, '-c', script], **kw))
-    with pytest.raises(cli.UserError, match=NAME):
-        processes.measure_in_fresh_process(NAME, [NAME], 1)
-    assert 'out of paper' in capfd.readouterr().err
-
-
-def test_fresh_process_measures_a_preset(tmp_path, monkeypatch):
-    """The working directory holds files with the names of imported modules."""
-    monkeypatch.chdir(tmp_path)
-    for decoy in ('torch.py', 'json.py', 'timm.py'):
-        (tmp_path / decoy).write_text('raise RuntimeError("the wrong file")')
-    monkeypatch.setattr(sys, 'path', [p for p in sys.path if p])
-    if sys.version_info < (3, 11):                              # no PYTHONSAFEPATH
-        monkeypatch.chdir('/')
-    assert not benchmark.main([NAME, '--threads', '1', '--repeats', '1', '--out', str(tmp_path / 'out')])
-    record = json.loads((tmp_path / 'out' / 'cpu.jsonl').read_text())
-    assert record['preset'] == NAME and record['threads'] == 1 and record['repeats'] == 1
-    assert record['torch'] == torch.__version__ and record['cpu'] and record['date'].endswith('+00:00')
-    assert set(record) == {'preset', 'description', 'repeats', 'times_ms', 'peak_mb', 'floor', 'metrics', 'other_cpus',
-                           'device', 'cpu', 'cpus', 'threads', 'torch', 'timm', 'subquad', 'python', 'commit',
-                           'modified', 'date'}
-    assert [m['target'] for m in record['metrics']] == [1.0] + [None] * 6
-
-
-def test_operator_and_model_options(without_measuring, tmp_path):
-    out = ['--out', str(tmp_path)]
-    assert not benchmark.main(['--operator', 'polyline_scan', '--size', 'coco', '--backward', *out])
-    assert not benchmark.main(['--model', 'test_ppma@portable', 'mobilevitv2_050', '--size', '64x96', '--train', *out])
-    assert [name for name, _ in without_measuring] == ['polyline_scan-50x80-float32-backward',
-                                                       'test_ppma@portable-64x96-float32-train']
+def test_an_operator_and_models_are_measured(tmp_path, capsys):
+    out = ['--threads', '1', '--repeats', '1', '--out', str(tmp_path / 'out')]
+    before = torch.get_num_threads()
+    try:
+        benchmark.main(['--operator', 'polyline_scan', '--size', '3x4', '--heads', '1', '--dim', '2', '--backward',
+                        '--implementations', 'portable', 'dense', *out])
+        benchmark.main(['--model', 'test_ppma@portable', 'test_mobilevitv2', '--size', '64x96', '--train', *out])
+        benchmark.main(['--model', 'test_ppma', '--size', '64', '--threads', '1', '--repeats', '1'])
+    finally:
+        torch.set_num_threads(before)
+    first, second = map(json.loads, (tmp_path / 'out' / 'cpu.jsonl').read_text().splitlines())
+    assert first['preset'] == 'polyline_scan-3x4-float32-backward'
+    assert second['preset'] == 'test_ppma@portable-64x96-float32-train'
+    assert set(first['times_ms']) == {'portable', 'dense', 'gemm', 'copy'} and first['threads'] == 1
+    assert set(first) == {'preset', 'description', 'repeats', 'times_ms', 'peak_mb', 'floor', 'metrics', 'other_cpus',
+                          'device', 'cpu', 'cpus', 'threads', 'torch', 'timm', 'subquad', 'python', 'commit',
+                          'modified', 'date'}
+    assert capsys.readouterr().out.count('throughput') == 3
 
 
 @pytest.mark.parametrize('text, tokens, expected', [
     ('coco', False, (800, 1280)), ('coco', True, (50, 80)), ('imagenet', True, (14, 14)), ('long', True, (256, 256)),
     ('800x1280', False, (800, 1280)), ('800x1280', True, (800, 1280)), ('64', True, (64, 64))])
 def test_named_sizes_are_images_and_numbers_are_tokens_for_operators(text, tokens, expected):
-    assert jobs.size(text, tokens) == expected
+    assert benchmark.size(text, tokens) == expected

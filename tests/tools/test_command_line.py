@@ -179,16 +179,11 @@ def test_records_without_a_measured_value():
 
 
 def test_kernels_json(capsys):
-    assert kernels.main(['--json']) == 0
+    kernels.main(['--json'])
     found = _strict(capsys.readouterr().out)
     from subquad.kernels import why_not
     from subquad.kernels.dispatch import OPERATORS
     assert found == {op: dict(triton=why_not(op) is None, why_not=why_not(op)) for op in OPERATORS}
-    for arguments in (['--compile', 'sm90', '--json'], ['--compile', 'cuda:90', '--only', 'nonsense', '--json']):
-        with pytest.raises(SystemExit) as caught:
-            cli.run(kernels.main, arguments)
-        text = capsys.readouterr()
-        assert caught.value.code == 2 and not text.out and text.err.startswith('error: ') and text.err.count('\n') == 1
 
 
 # ---- progress
@@ -223,8 +218,6 @@ def test_errors_take_one_line(capsys):
 
 
 @pytest.mark.parametrize('main, arguments, message', [
-    (kernels.main, ['--only', 'additive'], '--only needs --compile'),
-    (kernels.main, ['--compile', ''], '(target must be like cuda:90|TRITON_INTERPRET is set)'),
     (stats.main, ['test_ppma', '--size', '9' * 30], '--size must be .* with sides from 1 to 100,000'),
     (stats.main, ['[red]x[/blue]'], r"no config file '\[red\]x\[/blue\]'.*subquad configs lists them"),
     (train.main, ['x' * 5000], 'File name too long'),

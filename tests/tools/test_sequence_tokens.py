@@ -8,11 +8,12 @@ from mmengine.registry import DATASETS
 from torch.utils.data import DataLoader, default_collate
 from user_errors import user_error
 
+from lab import config_sweeps as sweeps
+from lab import sweep_tables
+from lab.documents import read_records
+from lab.sweep_tables import LEARNING_RATE
 from subquad.tools import make_dataset, train
 from subquad.tools import test as test_tool
-from subquad.tools.bench import config_sweeps as sweeps
-from subquad.tools.bench import sweep_tables
-from subquad.tools.bench.sweep_tables import LEARNING_RATE
 from subquad.tools.data import recall, token_sets
 from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier
 from subquad.tools.engine.config import load
@@ -244,7 +245,7 @@ def test_a_sweep_trains_what_the_file_lacks(tmp_path, monkeypatch, capsys):
     assert trained == rates
     sweeps.main(['tau', '--record', file, '--set', f'{LEARNING_RATE}=0.5', 'model.tau=4'])
     assert trained[4:] == [{'model.mixer': '1-1-1-0', LEARNING_RATE: 0.5, 'model.tau': 4}]
-    lines = sweep_tables.records(tmp_path / 'r.jsonl')
+    lines = read_records(tmp_path / 'r.jsonl')
     assert len(lines) == 5 and lines[0]['config'] == 'lcsm_mqar-small' and lines[0]['torch'] == torch.__version__
     user_error(lambda: sweeps.main(['code', '--record', file]), "unknown sweep 'code'", 'codes')
     user_error(lambda: sweeps.main(['tau', '--set', 'model.tau']), '--set takes KEY=VALUE')

@@ -11,6 +11,8 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..engine.records import environment
+
 Call = Callable[[], Any]
 
 # The floor takes its rates from a product of two square matrices of this side, and from a copy of this many bytes.
@@ -256,3 +258,24 @@ class OtherLoad:
         if busy is None or self.busy is None or wall <= 0:
             return None
         return max(0.0, busy - self.busy - (self._own() - self.own)) / wall
+
+
+def measured(name: str, description: str, measure: Callable[[int], Dict[str, Any]], repeats: int,
+             threads: int, device: str = 'cpu') -> Dict[str, Any]:
+    """Measure in this process, and return the record with its metadata.
+
+    Args:
+        name, description: What is measured, for the record.
+        measure: Function of the number of rounds that returns a record without metadata.
+        repeats: Rounds of timing.
+        threads: CPU threads of torch.
+        device: 'cpu' or 'cuda'.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    if device == 'cpu':                         # workers that compile would be taken for other programs
+        os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+    others = OtherLoad()
+    found = measure(repeats)
+    return {'preset': name, 'description': description, 'repeats': repeats, **found, 'other_cpus': others.cpus(),
+            **environment(device)}

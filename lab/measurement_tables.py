@@ -1,0 +1,170 @@
+"""Tables of committed benchmark records and of the resources that compiled kernels take."""
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from subquad.tools.bench.metrics import conditions, metric_rows, time_rows, with_unit
+from subquad.tools.common.cli import UserError
+
+from .documents import RECORDS, markdown
+from .presets import GPU_DEFAULTS, PRESETS, Preset
+
+Row = Tuple[str, str, str, str]
+# The rows of the summary: preset, metric, and a description for readers who do not know the presets. Two more elements
+# describe and name a metric of the same preset for comparison.
+_SUMMARY = (
+    ('polyline_attention-50x80', 'speed-up of portable over dense',
+     '`polyline_attention`, 50 x 80 tokens: speed-up over the dense formula'),
+    ('polyline_attention-50x80', 'portable: peak memory',
+     '`polyline_attention`, 50 x 80 tokens: peak memory', 'dense formula', 'dense: peak memory'),
+    ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
+     "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
+    ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
+     '`quadtree_solve`: time per token at 224 x 224, relative to 28 x 28'),
+)
+# From this time on, the order of the timed calls changes from round to round (commit 27ba197e02).
+_RANDOM_ORDER_SINCE = '2026-11-21T12:09'
+
+
+def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]:
+    """The newest record of each preset on each processor or GPU, oldest first."""
+    newest: Dict[Any, Dict[str, Any]] = {}
+    for path in sorted((root / RECORDS).glob(pattern)):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            record = _record(line, f'{path}, line {number}')
+            key = record['preset'], record.get('gpu') or record['cpu']
+            newest.pop(key, None)
+            newest[key] = record
+    return [record for record in newest.values() if not family or PRESETS[record['preset']].family == family]
+
+
+def _record(line: str, place: str) -> Dict[str, Any]:
+    """Read one record.
+
+    Raises:
+        UserError: The line is damaged, or its preset does not exist.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f'{place}: the record is damaged ({error})') from error
+    if record['preset'] not in PRESETS:
+        raise UserError(f"{place}: there is no preset {record['preset']!r} (python -m lab.benchmark --list)")
+    return record
+
+
+def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
+    """Records measured on the same processor with the same number of threads."""
+    records = _records(root, 'cpu*.jsonl', family)
+    if not records:
+        raise UserError(f'no benchmark records cpu*.jsonl in {root / RECORDS}')
+    groups: Dict[Any, List[Dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record['cpu'], record['threads']), []).append(record)
+    return list(groups.values())
+
+
+def _table(records: Sequence[Dict[str, Any]], rows_of: Callable[[Dict[str, Any]], Sequence[Row]]) -> str:
+    """Rows of records from one GPU, or one processor and number of threads, below a line that names both and commits.
+
+    An asterisk marks records whose calls were timed in a fixed order.
+    """
+    rows = [[f"`{record['preset']}`" + ' *' * fixed_order(record), *row]
+            for record in records for row in rows_of(record)]
+    head = ['preset', 'metric', 'value', 'target', 'met']
+    if not any(row[3] for row in rows):
+        head, rows = head[:3], [row[:3] for row in rows]
+    commits = ', '.join(dict.fromkeys(str(record['commit'])[:10] for record in records))
+    note = '; presets with an asterisk were timed in a fixed order' * any(map(fixed_order, records))
+    above = f"{conditions(records[-1])}, commit {commits}, {records[-1]['date'][:10]}{note}:"
+    return f'{above}\n\n{markdown(head, rows)}'
+
+
+def fixed_order(record: Dict[str, Any]) -> bool:
+    """Whether the calls of a record were timed in the same order in every round."""
+    return record['date'] < _RANDOM_ORDER_SINCE
+
+
+def cpu_table(root: Path, family: str) -> str:
+    """The newest metrics of the CPU presets, one table per processor and number of threads.
+
+    Raises:
+        UserError: There are no records.
+    """
+    return '\n'.join(_table(records, metric_rows) for records in _by_cpu(root, family))
+
+
+def cpu_times_table(root: Path, family: str) -> str:
+    """The newest times and floors of the CPU presets, one table per processor and number of threads.
+
+    Raises:
+        UserError: There are no records.
+    """
+    timed = ([record for record in records if record['times_ms']] for records in _by_cpu(root, family))
+    return '\n'.join(_table(records, time_rows) for records in timed if records)
+
+
+def newest_records(root: Path, presets: Sequence[str]) -> Dict[str, Dict[str, Any]]:
+    """The newest records of some CPU presets, from the processor on which one of them was measured last."""
+    records = [record for record in _records(root, 'cpu*.jsonl') if record['preset'] in presets]
+    cpu = max(records, key=lambda record: record['date'])['cpu'] if records else None
+    return {record['preset']: record for record in records if record['cpu'] == cpu}
+
+
+def summary_table(root: Path) -> str:
+    """Four metrics of the processor on which their presets were measured last, in words.
+
+    Raises:
+        UserError: A record or metric is missing.
+    """
+    newest, rows = newest_records(root, [preset for preset, *_ in _SUMMARY]), []
+    for preset, name, words, *comparison in _SUMMARY:
+        metrics = {m['name']: with_unit(m) for m in newest.get(preset, {'metrics': ()})['metrics']}
+        if name not in metrics:
+            raise UserError(f'the summary needs a record of {preset} with {name!r} in {root / RECORDS}')
+        if comparison:
+            words += f' ({comparison[0]}: {metrics[comparison[1]]})'
+        rows.append([words, metrics[name]])
+    threads = sorted({newest[preset]['threads'] for preset, *_ in _SUMMARY})
+    cpu = newest[_SUMMARY[0][0]]['cpu']
+    return markdown([f"measurement ({cpu}, {' or '.join(map(str, threads))} threads)", 'result'], rows)
+
+
+def gpu_table(root: Path) -> str:
+    """The newest metrics of the GPU presets; presets without a record are "not measured yet"."""
+    records = _records(root, 'gpu*.jsonl')
+    missing = [name for name in GPU_DEFAULTS if name not in {record['preset'] for record in records}]
+    text = _table(records, lambda record: [*time_rows(record), *metric_rows(record)]) if records else ''
+    if missing:
+        text += '\n' if text else ''
+        rows = [[f'`{name}`', PRESETS[name].description, targets(PRESETS[name]), 'not measured yet']
+                for name in missing]
+        text += markdown(['preset', 'description', 'target', 'measured'], rows)
+    return text
+
+
+def targets(preset: Preset) -> str:
+    """The targets of an operator's or a model's preset in words."""
+    words = [f'{least:g} x as fast as {name}' for name, least in preset.targets.get('min_speedup', {}).items()]
+    words += [f'1/{least:g} of the memory of {name}'
+              for name, least in preset.targets.get('min_memory_saving', {}).items()]
+    if 'min_bandwidth_share' in preset.targets:
+        words.append(f"{preset.targets['min_bandwidth_share']:.0%} of the copy bandwidth")
+    return ', '.join(words) or '-'
+
+
+def resources_table(root: Path) -> str:
+    """Registers and memory of the kernels on sm_90, for bfloat16 and heads of 32 channels.
+
+    Of several launches of one kernel in a case, the one with the most registers is shown.
+    """
+    rows, kind = [], ', bfloat16, 32 channels'
+    for case, kernels in json.loads((root / RECORDS / 'resources_cuda-90.json').read_text()).items():
+        if case.endswith(kind) and not any(word in case for word in ('multiplicative', '8 latent')):
+            largest: Dict[str, Dict[str, Any]] = {}
+            for k in sorted(kernels, key=lambda k: (k['stack'], k['registers'])):
+                largest[k['kernel']] = k
+            rows += [[case.removesuffix(kind), f'`{name}`', *(str(largest[name][key]) for key in
+                      ('warps', 'registers', 'stack', 'shared'))]
+                     for name in dict.fromkeys(k['kernel'] for k in kernels) if 'row_products' not in name]
+    return markdown(['case', 'kernel', 'warps', 'registers', 'stack, bytes', 'shared memory, bytes'], rows)

@@ -1,0 +1,251 @@
+"""The tables of README, docs and model cards are those that `lab.tables` writes."""
+import json
+import re
+
+import pytest
+from helpers import ROOT
+
+import subquad_cli
+from lab import choice, claims, tables
+from lab.documents import RECORDS, read_records
+from subquad.tools import stats
+from subquad.tools.common.cli import UserError
+from subquad.tools.engine.config import find
+
+END = '\n<!-- end of table -->\n'
+
+
+def test_committed_tables_are_up_to_date(capsys):
+    assert tables.main(['--check']) == 0, capsys.readouterr().out
+
+
+def test_outdated_table_is_written_again(tmp_path):
+    text = f'<!-- table: counts ppma -->\nold{END}'
+    new = tables.updated(text, tmp_path)
+    assert '14,335,272' in new and 'old' not in new and 'myo' not in new and tables.updated(new, tmp_path) == new
+
+
+def test_models_table_leaves_test_models_out(tmp_path):
+    rows = tables.content('models', tmp_path).splitlines()[2:]
+    assert not any('test_' in row for row in rows)
+    assert '| `ppma_tiny` | 224 | 14.3 | 2.70 | 82.6 |' in rows and len(rows) == len(set(rows)) > 10
+    families = [tables.content(f'models {family}', tmp_path).splitlines()[2:] for family in tables.FAMILIES]
+    assert [row for family in families for row in family] == rows
+
+
+@pytest.mark.parametrize('marker, message', [
+    ('modles', "unknown table 'modles'; did you mean models"),
+    ('models resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
+    ('claims resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
+    ('gpu ppma', "'gpu' takes no family"), ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
+def test_wrong_marker_raises(marker, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        tables.updated(f'<!-- table: {marker} -->\nold{END}', tmp_path)
+
+
+@pytest.mark.parametrize('text', ['<!-- table: models -->\n', '<!-- end of table -->\n',
+                                  f'<!-- table: models -->\n<!-- table: gpu -->\n{END}'])
+def test_unpaired_marker_raises(text, tmp_path):
+    with pytest.raises(UserError, match='needs its own'):
+        tables.updated(text, tmp_path)
+
+
+def test_newest_record_of_a_preset_is_shown(tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    record = {'preset': 'ppma_tiny-224', 'times_ms': {}, 'floor': None, 'cpu': 'C', 'threads': 2, 'torch': '2',
+              'commit': 'abc', 'date': '2026-12-01'}
+    lines = [{**record, 'metrics': [dict(name='m', value=value, unit='x', bound=None, target=None, met=None)]}
+             for value in (1.0, 2.0)]
+    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+    text = tables.content('cpu ppma', tmp_path)
+    assert '| `ppma_tiny-224` | m | 2 x |' in text and '1 x' not in text and 'C, 2 threads, torch 2, commit abc' in text
+
+
+def test_records_with_another_number_of_threads_have_a_table_of_their_own(tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    record = {'times_ms': {}, 'floor': None, 'cpu': 'C', 'torch': '2', 'commit': 'abc', 'date': '2026-12-01',
+              'metrics': [dict(name='m', value=1.0, unit='x', bound=None, target=None, met=None)]}
+    lines = [{**record, 'preset': preset, 'threads': threads}
+             for preset, threads in (('ppma_tiny-224', 2), ('ppma_tiny-800x1280', 1))]
+    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+    two, one = tables.content('cpu ppma', tmp_path).split('C, 1 thread, torch 2')
+    assert 'C, 2 threads, torch 2' in two and '`ppma_tiny-224`' in two and '800x1280' not in two
+    assert '`ppma_tiny-800x1280`' in one and '`ppma_tiny-224`' not in one
+
+
+def test_choice_table_shows_only_what_was_measured(tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    records = [{'preset': preset.name, 'peak_mb': {'resnet50': 30.4, 'myo_tiny': 20.0}, 'cpu': 'C', 'threads': 2,
+                'times_ms': {name: {'p50': n + 1.0} for n, name in enumerate((*choice.TIMM, *choice.OURS))},
+                'torch': '2', 'commit': 'abc', 'date': '2026-12-01'} for preset in choice.PRESETS]
+    del records[1]['times_ms']['resnet50']
+    (folder / 'cpu.jsonl').write_text(json.dumps(records[0]) + '\n')
+    with pytest.raises(UserError, match='no records of choice-512, choice-1024'):
+        tables.content('choice', tmp_path)
+    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
+    rows = [line.split(' | ') for line in tables.content('choice', tmp_path).splitlines() if line.startswith('| `')]
+    assert [row[0] for row in rows] == [f'| `{name}`' for name in (*choice.TIMM, *choice.OURS)]      # by time
+    assert rows[3] == ['| `resnet50`', '25.6', '80.7', '4', '30', 'not measured', '30', '4', '30 |']
+    assert rows[-2][2:5] == ['no weights', '12', '20'] and rows[-1][4] == 'not measured'
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{"preset": "ppma_ti', 'cpu.jsonl, line 1: the record is damaged'),
+    ('{"preset": "ppma_tiny-225"}', "there is no preset 'ppma_tiny-225'")])
+def test_record_that_no_table_can_show_raises(line, message, tmp_path):
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    (folder / 'cpu.jsonl').write_text(line + '\n')
+    with pytest.raises(UserError, match=message):
+        tables.content('cpu ppma', tmp_path)
+
+
+def own_claims():
+    """(paper, title, row) of every row about a network of this package, in the committed files."""
+    for paper in claims.PAPERS:
+        for table in claims.tables(ROOT, paper):
+            for row in claims.rows(ROOT, table):
+                if row.own:
+                    yield paper, table['title'].split(':')[0], row
+
+
+def test_counts_of_reported_networks_agree_except_for_known_rows():
+    """Figures that are marked as checked here are compared here. Four MACs are known to differ."""
+    differing, checked = set(), 0
+    for paper, title, row in own_claims():
+        checked += sum(claim.mark == claims.CHECKED for claim in row.claims)
+        differing |= {(paper, title, row.name.split(':')[0], claim.column) for claim in row.claims
+                      if claim.mark == claims.DIFFERS}
+    assert checked > 100
+    assert differing == {(*row, 'GFLOPs') for row in (
+        ('ppma', 'Table 9', 'cross scan'), ('ppma', 'Table 9', 'V2H polyline path'),
+        ('mobilevitv2', 'Table 2', 'R11'), ('mobilevitv2', 'Table 2', 'R15'))}
+
+
+def test_every_figure_has_a_mark_with_a_command_or_a_reason():
+    for _, title, row in own_claims():
+        for claim in row.claims:
+            assert claim.mark in claims.MARKS
+            if claim.mark in (claims.CHECKED, claims.DIFFERS):
+                assert claim.detail.startswith('subquad stats '), (title, row.name)
+            elif claim.mark == claims.CANNOT:
+                assert claim.detail and 'subquad' not in claim.detail, (title, row.name)
+
+
+def test_commands_on_the_claims_page_exist(capsys):
+    """Commands, configs, models, published weights and options."""
+    import timm
+
+    from subquad.backbones.weights.registry import find as published
+    commands = set(re.findall(r'`subquad ([^`]*)`', (ROOT / 'model_cards' / 'CLAIMS.md').read_text()))
+    assert {words.split()[0] for words in commands} == {'reproduce', 'stats', 'test', 'train'}
+    options = {}
+    for words in commands:
+        command, *rest = words.split()
+        if command not in options:
+            with pytest.raises(SystemExit):
+                subquad_cli.main([command, '--help'])
+            options[command] = capsys.readouterr().out
+        assert all(word in options[command] for word in rest if word.startswith('--')), words
+        if command in ('stats', 'test', 'train') and rest:
+            assert timm.is_model(rest[0]) or find(rest[0]).is_file()
+        if command == 'reproduce':
+            assert published(rest[0]).reported
+        if '--model' in rest:
+            assert timm.is_model(rest[rest.index('--model') + 1])
+
+
+@pytest.mark.parametrize('paper, row, gmacs', [('mobilevitv2', 'R2: width 0.50, 384 x 384', 1.045),
+                                               ('mobilevitv2', 'width 1.50', 4.05), ('ppma', 'without mask', 2.65)])
+def test_command_of_a_row_counts_what_the_mark_says(paper, row, gmacs, capsys):
+    claim = next(claim for _, _, each in own_claims() if each.name == row
+                 for claim in each.claims if claim.column == 'GFLOPs')
+    assert claim.mark == claims.CHECKED
+    stats.main([*claim.detail.removeprefix('subquad stats ').split(), '--json'])
+    counted, = json.loads(capsys.readouterr().out)
+    assert counted['macs'] / 1e9 == pytest.approx(gmacs, rel=0.005)
+    counts = (counted[key] / 1e9 for key in ('macs', 'macs_without_attention', 'macs_with_norms'))
+    assert any(claims.agree(claim.figure, count) for count in counts)
+
+
+def test_no_figure_that_the_package_has_is_written_again():
+    for paper in claims.PAPERS:
+        for table in claims.tables(ROOT, paper):
+            for entry in table['rows']:
+                if isinstance(entry, dict) and 'subject' in entry and not {'size', 'options'} & set(entry):
+                    for column, figure in zip(table['columns'], entry.get('figures', [])):
+                        spec = table['columns'][column]
+                        if 'from' in spec and figure != '=':
+                            assert figure != claims.known_figure(ROOT, entry['subject'], spec), (entry['row'], column)
+
+
+@pytest.mark.parametrize('figure, count, agrees', [
+    ('2.7', 2.704, True), ('1.0', 1.0450, True), ('1.0', 1.0551, False), ('18.5', 18.449, True), ('7.5', 7.22, False),
+    ('374', 373.4, True), ('43', 43.6, False), ('983', 982.15, True)])
+def test_agreement_is_rounding_or_one_percent(figure, count, agrees):
+    assert claims.agree(figure, count) == agrees
+
+
+def claims_file(root, rows, columns='{top-1 (%): {from: top1, check: data}, ms: {cannot: a phone}}', more=''):
+    folder = root / claims.CLAIMS
+    folder.mkdir(parents=True)
+    (folder / 'lcsm.yml').write_text(f"- title: 'Table 1: T'\n  columns: {columns}\n{more}  rows:\n{rows}")
+
+
+def test_claims_table_follows_its_file(tmp_path):
+    claims_file(tmp_path, "  - [A, 1.50, '-']\n  - {row: B, subject: ppma_tiny, figures: ['=', 7]}\n",
+                more='  test: subquad test x --model {subject}\n  data: D\n  note: N.\n')
+    lines = tables.content('claims lcsm', tmp_path).splitlines()
+    assert '**Table 1: T.** N. The data are D.' in lines
+    assert '| A | 1.50 | - | cannot be checked (another network) |' in lines
+    assert ('| B | 82.6 | 7 | can be checked with the data: top-1 (`subquad test x --model ppma_tiny`); '
+            'cannot be checked: ms (a phone) |') in lines
+    assert not any('| A |' in line for line in tables.content('own_claims lcsm', tmp_path).splitlines())
+    assert '| LCSM | 0 | 0 | 1 | 1 | 1 |' in tables.content('claims_summary lcsm', tmp_path)
+
+
+@pytest.mark.parametrize('row, message', [
+    ('[A, 1]', 'Table 1: T: A needs 2 figures, got 1'), ('{row: B, subject: ppma_tiny, figures: [1, 2, 3]}', 'got 3'),
+    ("{row: B, subject: test_ppma, figures: ['=', 2]}", "test_ppma has no figure 'top1'"),
+    ('[A, 1', 'lcsm.yml: while parsing')])
+def test_wrong_claim_raises(row, message, tmp_path):
+    claims_file(tmp_path, f'  - {row}\n')
+    with pytest.raises(UserError, match=message):
+        tables.content('claims lcsm', tmp_path)
+
+
+def test_table_of_exports(tmp_path):
+    from lab.export_matrix import MODELS, Cell
+    folder = tmp_path / tables.measurements.RECORDS
+    folder.mkdir(parents=True)
+    static, batch = frozenset(), frozenset({'batch'})
+    records = {
+        Cell(MODELS[0], False, 'onnx', 'fp32', static).key: dict(relative_error=1.26e-6, passed=True, bytes=5_500_000),
+        Cell(MODELS[0], False, 'onnx', 'fp32', batch).key: dict(relative_error=2e-3, passed=False, bytes=1),
+        Cell(MODELS[0], False, 'coreml', 'fp32', static).key: dict(relative_error=None, passed=True, bytes=1),
+        Cell(MODELS[0], False, 'ncnn', 'fp32', static).key: dict(error='no such operator')}
+    (folder / 'exports.json').write_text(json.dumps(records))
+    rows = {row.split(' | ')[0]: row.split(' | ')[1:] for row in tables.content('exports', tmp_path).splitlines()}
+    assert rows['| file'][0] == f'`{MODELS[0]}`' and len(rows['| file']) == len(MODELS)
+    found = {name: cells[0] for name, cells in rows.items()}
+    assert found['| `onnx`'] == '1e-06' and found['| `onnx`, dynamic batch'] == '2e-03 (too large)'
+    assert found['| `coreml`'] == 'converted' and found['| `ncnn`'] == 'refused'
+    assert found['| `ncnn`, fp16'] == 'not measured'
+    assert '| `litert`, feature maps' in rows and '| `litert`, feature maps, fp16' not in rows
+    summary = tables.content('exports_summary', tmp_path)
+    assert '| `onnx` | ONNX Runtime | 5.50 | 1e-06 |' in summary
+    assert '| `litert` | LiteRT | - | not measured |' in summary
+
+
+def test_readme_states_the_best_recall_of_the_records():
+    def best(code):
+        return max(run['accuracy/top1'] for run in read_records(ROOT / RECORDS / 'sweeps.jsonl')
+                   if run['config'] == 'lcsm_mqar-small' and run['options']['model.mixer'] == code)
+
+    first, second, *constant = map(best, ('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'))
+    assert f'{first:.1f}' == f'{second:.1f}'
+    assert (f'`1-0-1-0` and `1-1-1-0` (states of the token) at best reach {first:.1f} %, `0-0-0-0` and '
+            f'`0-1-0-0` (constants) {max(constant):.0f} %') in (ROOT / 'README.md').read_text()
