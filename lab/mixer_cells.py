@@ -15,9 +15,8 @@ from subquad.tools.common.cli import UserError, one_line
 from subquad.tools.common.output import dumps
 from subquad.tools.data.shapes_files import make_shapes
 from subquad.tools.engine.classification.weight_files import WRAPPER_ARGUMENTS
-from subquad.tools.engine.config_arguments import config_with_options, is_classifier
+from subquad.tools.engine.config import config_with_options, is_classifier, scale_schedule
 from subquad.tools.engine.counting.counts import three_counts
-from subquad.tools.engine.training.schedule import scale_schedule
 from subquad.tools.engine.zoo import create
 
 from .mixer_tasks import COMPARED, SEEDS, SHAPES, TASKS, Cell

@@ -11,9 +11,8 @@ from mmengine.runner import Runner
 from subquad.tools.bench.measure import peak_memory
 from subquad.tools.common.cli import quiet
 from subquad.tools.engine.classification import runner as classifiers
-from subquad.tools.engine.config_arguments import is_classifier
+from subquad.tools.engine.config import check_training, is_classifier
 from subquad.tools.engine.training import building
-from subquad.tools.engine.training.schedule import check_length
 
 # Entries of a validation during training, which the result does not need.
 _VALIDATION = ('val_dataloader', 'val_cfg', 'val_evaluator')
@@ -60,7 +59,7 @@ def train_and_test(config: Any, see_inputs: Optional[Callable[[Any], None]] = No
     Raises:
         UserError: the config is wrong, or the loss is not finite.
     """
-    check_length(config)
+    check_training(config)
     build_runner, kept = _builder(config), StepHook()
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=True, hooks=[kept])

@@ -82,8 +82,7 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
 def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
     """Detect or segment, write pictures and predictions.json, and print a table unless --json is given:
     (results, exit code)."""
-    from .engine.config import load
-    from .engine.config_arguments import is_classifier
+    from .engine.config import is_classifier, load
     if args.model:
         raise UserError('--model is for classifiers; a detection or segmentation config defines its model')
     if args.topk is not None:

@@ -10,7 +10,7 @@ from .common import images
 from .common.cli import UserError, quiet
 from .common.output import dumps
 from .common.paths import expanded, writable_folder
-from .engine.config_arguments import add_config_arguments, config_with_options, is_classifier
+from .engine.config import add_config_arguments, config_with_options, is_classifier
 
 _VIEWS = ('flip', 'five-crop', 'ten-crop')
 _CLASSIFIERS_ONLY = ('weights', 'labels', 'report', 'out', 'throughput')

@@ -7,9 +7,7 @@ from typing import List, Optional
 
 from .common.cli import UserError
 from .common.paths import expanded
-from .engine.config import find
-from .engine.config_arguments import add_config_arguments, config_with_options
-from .engine.training.loggers import LOGGERS, use_loggers
+from .engine.config import LOGGERS, add_config_arguments, config_with_options, find, use_loggers
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -17,9 +15,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     args = _parser().parse_args(argv)
     _check(args)
     config = config_with_options(args)
+    from .engine.config import scale_schedule, use_mixed_precision
     from .engine.training.messages import resume_command
     from .engine.training.run import run_training
-    from .engine.training.schedule import scale_schedule, use_mixed_precision
     if args.epochs:
         scale_schedule(config, args.epochs)
     if args.seed is not None:
@@ -122,7 +120,7 @@ def _check(args: argparse.Namespace) -> None:
 def _show(config, args: argparse.Namespace) -> None:
     """Print what the config would train."""
     from .common.output import dumps
-    from .engine.config_arguments import is_classifier
+    from .engine.config import is_classifier
     from .engine.training.dry_run import dry_run, print_dry_run
     if not is_classifier(config):
         raise UserError(f'--dry-run is for classifiers, and {args.config} trains a detector or segmenter')

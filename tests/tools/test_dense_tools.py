@@ -22,9 +22,8 @@ from user_errors import command_error
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import make_dataset, predict, test, train
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.config import find, known_configs, load
+from subquad.tools.engine.config import find, known_configs, load, scale_schedule
 from subquad.tools.engine.dense.runner import build_runner
-from subquad.tools.engine.training.schedule import scale_schedule
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']

@@ -1,14 +1,12 @@
-"""--cfg-options and the keys of config files: keys without effect are reported."""
+"""--cfg-options and the keys of config files: keys that nothing reads are reported."""
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from user_errors import command_error
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.config import find, load
-from subquad.tools.engine.training.config_options import check_options
+from subquad.tools.engine.config import check_options, find, load
 
 DIGITS, MASK_RCNN, UPERNET = 'test-ppma_digits', 'mask-rcnn_ppma-t_fpn_1x_coco', 'upernet_test-ppma_shapes'
 
@@ -19,51 +17,27 @@ def digits():
 
 
 @pytest.mark.parametrize('key, message', [
-    ('epochs', "'epochs' is only used while .* is read, .* did you mean train_cfg.max_epochs?"),
-    ('epocs', "no 'epocs' in test-ppma_digits.py; did you mean train_cfg.max_epochs"),
-    ('size', 'did you mean train_dataloader.dataset.transform.input_size?'),
-    ('norm', "'norm' is only used while"),
-    ('work_dir', 'give --work-dir'),
-    ('custom_imports.imports', 'acts while the config file is read'),
-    ('default_hooks.checkpoint.intervall', 'did you mean .*interval'), ('tta_model.foo', "has no 'tta_model'"),
-    ('param_scheduler.0.endd', 'accepts no .endd.; did you mean end'), ('custom_hooks.0.type', "has no 'custom_hooks'"),
-    ('nonsense.deep', "no 'nonsense' in test-ppma_digits.py; valid keys: entries of the config"),
-    ('default_hooks.chekpoint', "default_hooks accepts no 'chekpoint'; did you mean checkpoint?"),
-    ('default_hooks.chekpoint.interval', "did you mean checkpoint?"),
+    ('epochs', "'epochs' is only used while .* is read; did you mean train_cfg.max_epochs"),
+    ('epocs', "'epocs' is no entry of test-ppma_digits.py; did you mean train_cfg.max_epochs"),
+    ('work_dir', 'give --work-dir'), ('nonsense.deep', "'nonsense' is no entry of test-ppma_digits.py$"),
+    ('default_hooks.checkpoint.intervall', 'did you mean interval'),
+    ('param_scheduler.0.endd', "param_scheduler.0 has no 'endd'; did you mean end"),
+    ('default_hooks.chekpoint.interval', 'did you mean checkpoint'),
     ('train_cfg.max_epoch', 'did you mean max_epochs'),
-    ('train_cfg.max_iters', "train_cfg accepts no 'max_iters'"),
     ('train_cfg.by_epoch.x', 'train_cfg.by_epoch is True, which has no entries'),
     ('train_dataloader.batchsize', 'did you mean batch_size'),
     ('train_dataloader.dataset.splt', 'did you mean split'),
-    ('train_dataloader.dataset.transform.vflp', 'did you mean vflip'),
-    ('val_cfg.intervall', "val_cfg accepts no 'intervall'"),
-    ('optim_wrapper.clip_grad.max_nrm', 'did you mean max_norm'),
-    ('param_scheduler.2.begin', 'param_scheduler is a list of 2 entries, from param_scheduler.0 on'),
-    ('randomness.sed', 'did you mean seed'),
-    ('auto_scale_lr.enabled', 'did you mean enable'),
-])
+    ('param_scheduler.2.begin', 'param_scheduler is a list of 2 entries, from param_scheduler.0 on')])
 def test_an_option_without_effect_is_an_error(digits, key, message):
     with pytest.raises(UserError, match=message):
         check_options(digits, {key: 1}, 'test-ppma_digits.py')
 
 
-@pytest.mark.parametrize('key', ['resume', 'strict_images', 'train_dataloader.sampler.shuffle'])
-def test_text_for_a_boolean_entry_is_an_error(digits, key):
+def test_text_for_a_boolean_entry_is_an_error(digits):
+    key = 'train_dataloader.sampler.shuffle'
     with pytest.raises(UserError, match=f"{key} must be True or False, got 'Tru'"):
         check_options(digits, {key: 'Tru'}, 'test-ppma_digits.py')
     check_options(digits, {key: False}, 'test-ppma_digits.py')
-
-
-@pytest.mark.parametrize('option, bound', [
-    ('optim_wrapper.optimizer.lr=0', 'more than 0, got 0'), ('optim_wrapper.optimizer.layer_decay=-0.5', 'more than 0'),
-    ('optim_wrapper.optimizer.weight_decay=-0.1', '0 or more, got -0.1'),
-    ('optim_wrapper.clip_grad.max_norm=-1', 'more than 0, got -1'),
-    ('test_dataloader.dataset.transform.crop_pct=0', 'more than 0, got 0')])
-def test_a_number_out_of_its_bounds_is_an_error(option, bound, tmp_path):
-    from subquad.tools import train
-    command_error(train.main, [DIGITS, '--work-dir', tmp_path / 'run', '--cfg-options', option],
-                  f"{option.split('=')[0]} must be {bound}")
-    assert not (tmp_path / 'run').exists()
 
 
 def test_options_are_checked_when_a_config_is_read():
@@ -94,15 +68,12 @@ def test_options_of_dense_configs(capsys):
         'train_dataloader.dataset.pipeline.2.scale': (640, 480), 'train_dataloader.sampler.seed': 3,
         'val_evaluator.classwise': True, 'model.roi_head.bbox_head.num_classes': 3})
     assert config.model.backbone.init_cfg == dict(type='Pretrained', checkpoint='x.pth')
-    for key, message in (('train_pipeline.2.scale', 'did you mean train_dataloader.dataset.pipeline'),
-                         ('data_root', 'give --data'), ('val_evaluator.claswise', 'did you mean classwise'),
-                         ('model.test_cfg.rcnn.scor_thr', "did you mean 'score_thr'?")):
+    for key, message in (('train_pipeline.2.scale', "'train_pipeline' is only used while"),
+                         ('data_root', 'give --data'), ('model.test_cfg.rcnn.scor_thr', 'did you mean score_thr')):
         with pytest.raises(UserError, match=message):
             load(MASK_RCNN, {key: 1})
-    capsys.readouterr()
-    # A dict without a type: what reads it is not known, and that is said.
     assert load(UPERNET, {'model.test_cfg.crop_size': (64, 64)}).model.test_cfg.crop_size == (64, 64)
-    assert 'model.test_cfg.crop_size: the key is not in the config and is added' in capsys.readouterr().err
+    assert capsys.readouterr().err == ''
 
 
 def test_config_files_may_have_own_variables(tmp_path, capsys):
@@ -114,21 +85,10 @@ def test_config_files_may_have_own_variables(tmp_path, capsys):
     assert capsys.readouterr().err == ''
 
 
-@pytest.mark.parametrize('text, message', [
-    ('train_dataloder = dict(batch_size=3)', "nothing uses 'train_dataloder'; did you mean 'train_dataloader'?"),
-    ('train_dataloader = dict(batchsize=3)', "train_dataloader accepts no 'batchsize'; did you mean batch_size"),
-    ('train_dataloader = dict(dataset=dict(transform=dict(vflp=0.5)))', "accepts no 'vflp'; did you mean vflip"),
-    ('optim_wrapper = dict(acumulative_counts=2)', "accepts no 'acumulative_counts'; did you mean accumulative_counts"),
-    ('train_cfg = dict(max_epoch=2)', "train_cfg accepts no 'max_epoch'; did you mean max_epochs"),
-    ('default_hooks = dict(chekpoint=dict(interval=2))', "accepts no 'chekpoint'; did you mean checkpoint"),
-    ('custom_hooks = [dict(type="ModelEMAHook", decy=0.5)]', "custom_hooks.0 accepts no 'decy'; did you mean decay"),
-    ('model = dict(data_preprocessor=dict(type="MixupPreprocessor", mixup=1))', "data_preprocessor accepts no 'mixup'"),
-    ('auto_scale_lr = dict(base_batch=512)', "accepts no 'base_batch'; did you mean base_batch_size"),
-    ('param_scheduler = [dict(type="LinearLR", start=0.1)]', "param_scheduler.0 accepts no 'start'")])
-def test_a_misspelled_key_of_a_classifiers_config_is_one_error(text, message, tmp_path):
+def test_a_misspelled_entry_of_a_classifiers_config_is_one_error(tmp_path):
     path = tmp_path / 'config.py'
-    path.write_text(f'_base_ = {str(find(DIGITS))!r}\n{text}\n')
-    with pytest.raises(UserError, match=f'{re.escape(str(path))}: .*{re.escape(message)}'):
+    path.write_text(f'_base_ = {str(find(DIGITS))!r}\ntrain_dataloder = dict(batch_size=3)\n')
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}: nothing uses 'train_dataloder'; did you mean"):
         load(str(path))
 
 
@@ -162,14 +122,6 @@ def test_stock_configs_load(library, name, capsys):
     pytest.importorskip(library)
     assert 'model' in load(str(_stock(library) / name))
     assert capsys.readouterr().err == ''
-
-
-def test_help_says_which_keys_are_allowed(capsys):
-    from subquad.tools import train
-    with pytest.raises(SystemExit):
-        train.main(['--help'])
-    text = ' '.join(capsys.readouterr().out.split())
-    assert "KEY is an entry of the config, an argument of MMEngine's Runner, or an argument of the class" in text
 
 
 @pytest.mark.slow

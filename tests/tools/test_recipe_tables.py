@@ -19,8 +19,7 @@ from torchvision.transforms import RandAugment as TorchvisionRandAugment
 
 from subquad.tools.data.image_sets import build_transform
 from subquad.tools.engine.classification.runner import build_model, build_optimizer
-from subquad.tools.engine.config import load
-from subquad.tools.engine.training.schedule import scale_schedule
+from subquad.tools.engine.config import load, scale_schedule
 
 STEPS = ['RandomResizedCropAndInterpolation', 'RandomHorizontalFlip', 'RandAugment', 'NormalizedTensor',
          'RandomErasing']

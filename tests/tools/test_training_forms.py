@@ -144,7 +144,6 @@ def test_a_compiled_network_has_the_same_losses_and_names(monkeypatch, tmp_path)
 
 def test_compile_options_that_do_not_exist_are_refused(tmp_path):
     work = tmp_path / 'run'
-    fails(_arguments('test-ppma_digits', work, 'compile.backnd=eager'), "compile accepts no 'backnd'; did you mean")
     fails(_arguments('test-ppma_digits', work, 'compile=yes'), "compile must be True, False or a dict .* got 'yes'")
     with pytest.raises(Exception, match='egger'):                  # an error of PyTorch
         train.main(_arguments('test-ppma_digits', work, 'compile.backend=egger'))
@@ -238,7 +237,7 @@ def test_losses_and_metrics_that_do_not_fit_the_labels_are_errors():
         model(LOGITS, torch.eye(3)[[0, 1, 2, 2]], mode='loss')
     with pytest.raises(UserError, match='need the metric .*MultiLabelMetric'):
         AccuracyMetric().process(None, model(LOGITS, torch.ones(4, 3), mode='predict'))
-    fails(['test-ppma_digits', '--cfg-options', 'model.bce.sum_class=True'], "model.bce accepts no 'sum_class'; did")
+    fails(['test-ppma_digits', '--cfg-options', 'model.bce.sum_class=True'], "model: .*'sum_class'")
 
 
 # ---- the config in the folder of a run

@@ -11,7 +11,8 @@ from PIL import Image
 from training_cases import fails, folder_arguments, make_images
 
 from subquad.tools import train
-from subquad.tools.engine.training import loggers, step_times
+from subquad.tools.engine import config as settings
+from subquad.tools.engine.training import step_times
 from subquad.tools.engine.training.step_times import StepTimesHook
 
 
@@ -122,10 +123,10 @@ def test_the_table_of_normalized_values_is_exact():
 
 # ---- loggers
 
-@pytest.mark.parametrize('name', loggers.LOGGERS)
+@pytest.mark.parametrize('name', settings.LOGGERS)
 def test_a_missing_package_is_one_error_before_anything_is_written(name, images, tmp_path, monkeypatch):
-    kind, package = loggers.LOGGERS[name]
-    monkeypatch.setattr(loggers, 'find_spec', lambda _: None)
+    kind, package = settings.LOGGERS[name]
+    monkeypatch.setattr(settings, 'find_spec', lambda _: None)
     work = tmp_path / 'run'
     fails([*folder_arguments(images, work), '--log-to', name], f'^{kind} needs {package}, which is not installed: '
           f'pip install {package}$')

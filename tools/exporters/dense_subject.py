@@ -15,7 +15,7 @@ from ...backbones.mm.ssdlite import SSDLiteJointHead
 from ...backbones.mobilevitv2_export import prepare_for_export
 from ...backbones.weights import NonFiniteError, WeightsError
 from ..common.cli import UserError, one_line, quiet
-from ..engine.config_arguments import is_classifier
+from ..engine.config import is_classifier
 from ..engine.dense.runner import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools

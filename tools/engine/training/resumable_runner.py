@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from ....backbones.weights.metadata import class_difference, dataset_classes
 from ...common.cli import UserError
 from ..checkpoints.interruptions import start_worker
-from ..config_arguments import is_classifier
+from ..config import is_classifier, read_entries
 from ..weights.starting_weights import say
 from .building import close_log
 from .changed_settings import changed_settings
-from .config_options import read_entries
 from .learning_rate import scale_learning_rate
 from .scalars import ScalarHub, StepLogProcessor, noted
 

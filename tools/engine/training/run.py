@@ -10,10 +10,8 @@ from typing import Any, Dict, Iterator, Optional
 from ...common import images
 from ...common.cli import UserError, quiet
 from ..checkpoints.earlier_runs import EARLIER
-from ..config_arguments import is_classifier
+from ..config import check_training, is_classifier
 from .lock import locked
-from .loggers import check_loggers
-from .schedule import check_length
 
 
 def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optional[str] = None,
@@ -40,8 +38,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     if weights and not is_classifier(config):
         config.load_from = None
         without_pretrained(config.model)
-    check_length(config)
-    check_loggers(config)
+    check_training(config)
     vet_pretrained(config)
     first = int(os.environ.get('RANK', 0)) == 0
     with locked(folder) if first else contextlib.nullcontext():

@@ -204,7 +204,7 @@ def _dense_target(name: str, content: Any) -> Target:
     with quiet():                                        # for what imported modules print
         from mmengine.registry import MODELS, init_default_scope
 
-        from ..config_arguments import is_classifier
+        from ..config import is_classifier
         from ..dense.runner import metadata
         from ..training.building import build
     if is_classifier(config):
