@@ -1,10 +1,12 @@
 import functools
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 
+import fork_server as fork_server_script
 import numpy as np
 import pytest
 import torch
@@ -53,12 +55,33 @@ def sigint():
     signal.signal(signal.SIGINT, before)
 
 
+def _environment(more):
+    """This process's environment, in which another one finds what this one finds."""
+    return {**os.environ, 'PYTHONPATH': os.pathsep.join(entry or os.getcwd() for entry in sys.path), **more}
+
+
+@pytest.fixture(scope='session')
+def fork_server():
+    """A process that has imported PyTorch, which takes seconds, and runs scripts in copies of itself."""
+    command = [sys.executable, '-W', 'ignore', fork_server_script.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env=_environment({})) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.fixture
-def python():
-    """Runs a script in a process of its own, which finds what this one finds: python(script, VARIABLE=value)."""
-    def run(script, **environment):
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = {**os.environ, 'PYTHONPATH': path, **environment}
-        return subprocess.run([sys.executable, '-W', 'ignore', '-c', script], env=environment, capture_output=True,
-                              text=True)
+def python(request):
+    """Runs a script in a process of its own, which finds what this one finds: python(script, VARIABLE=value).
+
+    It begins with PyTorch imported, unless it is to be `fresh`: for memory, and for threads by OMP_NUM_THREADS.
+    """
+    def run(script, fresh=False, **environment):
+        command = [sys.executable, '-W', 'ignore', '-c', script]
+        if fresh:
+            return subprocess.run(command, env=_environment(environment), capture_output=True, text=True)
+        server = request.getfixturevalue('fork_server')
+        server.stdin.write(json.dumps(dict(script=script, environment=_environment(environment))) + '\n')
+        server.stdin.flush()
+        return subprocess.CompletedProcess(command, *json.loads(server.stdout.readline()))
     return run

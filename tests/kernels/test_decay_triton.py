@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -85,6 +86,7 @@ def test_crisscross_of_long_lines(name, grid, short_tiles):
     _check(name, _inputs(*grid))
 
 
+@pytest.mark.slow
 def test_crisscross_of_long_rows_and_columns(short_tiles):
     _check('crisscross-additive-both', _inputs(17, 18))
 
@@ -240,7 +242,7 @@ def _op_arguments(grid, paths, mask_mode='additive'):
             (ops.crisscross_attention_bwd, (v, [q, k, v, a, b], list(saved), mask_mode, paths))]
 
 
-@pytest.mark.parametrize('paths, grid', [('both', (2, 3)), ('both', (2, 17)), ('v2h', (2, 3)), ('h2v', (2, 17))])
+@pairwise('paths, grid', ['both', 'v2h', 'h2v'], [(2, 3), (2, 17)], together=1)
 def test_opcheck(paths, grid, short_tiles):
     for op, arguments in _op_arguments(grid, paths):
         torch.library.opcheck(op.default, arguments)
@@ -340,7 +342,7 @@ def compiled(python, tmp_path):
 RUNNING_SOFTMAX = {16: 24.0, 32: 27.2}
 
 
-@pytest.mark.parametrize('channels', RUNNING_SOFTMAX)
+@pytest.mark.parametrize('channels', [32, *slow(16)])
 def test_whole_lines_take_few_instructions(channels, compiled):
     """At most 60 % of those with the running softmax; no loop, no spilled register, no work done twice."""
     forward, *others = compiled(('cuda:90', 56, channels))
@@ -351,6 +353,7 @@ def test_whole_lines_take_few_instructions(channels, compiled):
         assert (code['stack'], code['duplicates'], code['loops']) == (0, 1, 0), code
 
 
+@pytest.mark.slow
 def test_small_tiles_and_long_lines_do_no_work_twice(compiled):
     codes = compiled(('cuda:90', 14, 32), ('cuda:90', 28, 32), ('cuda:90', 100, 32))
     assert {code['name'] for code in codes} >= {f'decay_attention_{name}{line}' for line in ('', '_line')

@@ -4,6 +4,7 @@ import pytest
 import torch
 from eos_cases import DELTA, FULL_RANK, call, inputs, values_and_gradients
 from operator_cases import DEVICE, TOLERANCE
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -48,16 +49,14 @@ def _state(tensors, keys, requires_grad=False):
     return state.requires_grad_(requires_grad)
 
 
-@pytest.mark.parametrize('direction', ['forward', 'reverse', 'both'])
-@pytest.mark.parametrize('name', NAMES)
+@pairwise('name, direction', NAMES, ['forward', 'reverse', 'both'], together=1)
 def test_values_and_gradients(name, direction):
     """Lines of one token, and with a part of a chunk of stored memories."""
     for length in (1, 7):
         _check(name, _inputs(name, length, batch=2 if length == 1 else 1), direction)
 
 
-@pytest.mark.parametrize('direction', ['forward', 'reverse'])
-@pytest.mark.parametrize('name', NAMES)
+@pairwise('name, direction', NAMES, ['forward', 'reverse'], together=1)
 def test_initial_and_final_state(name, direction):
     tensors = _inputs(name, 6)
     _check(name, tensors, direction, initial_state=_state(tensors, 4), output_state=True)
@@ -75,13 +74,12 @@ def test_gradients_of_the_initial_state(name):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('length, keys, dim, direction', [
-    (2, 1, 1, 'both'), (14, 3, 8, 'reverse'), (33, 8, 3, 'forward'), (64, 1, 16, 'reverse'), (65, 16, 1, 'forward'),
-    (70, 8, 8, 'both'), (3, 128, 64, 'both'), (2, 64, 128, 'reverse'), (3, 32, 32, 'forward')])
-@pytest.mark.parametrize('name', ['delta k', 'sigmoid d'])
-def test_sizes(name, length, keys, dim, direction):
+@pairwise('name, size, direction', ['delta k', 'sigmoid d'], [
+    (2, 1, 1), (14, 3, 8), (33, 8, 3), (64, 1, 16), (65, 16, 1), (70, 8, 8), (3, 128, 64), (2, 64, 128), (3, 32, 32)],
+    ['forward', 'reverse', 'both'], together=1)
+def test_sizes(name, size, direction):
     """Lines around a chunk, memories with rows and columns that fill no tile, and of several tiles."""
-    _check(name, _inputs(name, length, keys, dim, heads=1, decay=0.3), direction)
+    _check(name, _inputs(name, *size, heads=1, decay=0.3), direction)
 
 
 @pytest.mark.long
@@ -95,8 +93,7 @@ def test_all_sizes(name, length, keys):
             _check(name, _inputs(name, length, keys, dim, heads=1, dtype=dtype, decay=0.1), direction)
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('name', NAMES)
+@pairwise('name, dtype', NAMES, [torch.float16, torch.bfloat16], together=1)
 def test_half_types(name, dtype):
     _check(name, _inputs(name, 9, 8, 8, heads=1, dtype=dtype, decay=0.2), 'both')
 

@@ -5,6 +5,7 @@ import torch
 from eos_cases import inputs, values_and_gradients
 from helpers import assert_close
 from operator_cases import DEVICE, TOLERANCE
+from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -44,8 +45,7 @@ def _inputs(name, length, keys=4, dim=5, dtype=torch.float32, batch=1, heads=2, 
 
 # --- values and gradients
 
-@pytest.mark.parametrize('direction', DIRECTIONS)
-@pytest.mark.parametrize('name', STEPS)
+@pairwise('name, direction', STEPS, DIRECTIONS, together=1)
 def test_values_and_gradients(name, direction):
     """A tile with several lines, and a line of several chunks with a part of one at the end."""
     _check(name, _inputs(name, 7, batch=3), direction)
@@ -58,7 +58,7 @@ def test_lengths(length):
     _check('kd', _inputs('kd', length), 'both')
 
 
-@pytest.mark.parametrize('direction, length', [('forward', 5), ('reverse', 5), ('forward', 70), ('reverse', 70)])
+@pairwise('direction, length', ['forward', 'reverse'], [5, 70], together=1)
 def test_initial_and_final_state(direction, length):
     tensors, state = _inputs('kd', length, batch=2, heads=1), torch.randn(2, 1, 4, 5)
     _check('kd', tensors, direction, chunk=32, initial_state=state, output_state=True)
@@ -88,11 +88,11 @@ def test_half_types(name, dtype):
     _check(name, _inputs(name, 66, 8, 8, dtype, heads=1, decay=0.2), 'reverse', chunk=64)
 
 
-@pytest.mark.parametrize('keys, dim', [(1, 1), (16, 3), (1, 130), (130, 1)])
-def test_widths(keys, dim):
+@pytest.mark.parametrize('width', [(16, 3), (130, 1), *slow((1, 1), (1, 130))], ids=str)
+def test_widths(width):
     """One block of channels, and several blocks along either axis, within chunks and across them."""
-    _check('kd', _inputs('kd', 6, keys, dim, heads=1), 'both')
-    _check('kd', _inputs('kd', 20, keys, dim, heads=1), 'forward', output_state=True)
+    _check('kd', _inputs('kd', 6, *width, heads=1), 'both')
+    _check('kd', _inputs('kd', 20, *width, heads=1), 'forward', output_state=True)
 
 
 @pytest.mark.parametrize('direction', DIRECTIONS)

@@ -42,6 +42,7 @@ def test_instructions_of_a_pair(python):
         assert 0 < instructions <= AT_MOST[name] and stack == 0 and duplicates == 1, (name, instructions, stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('target', ['cuda:80', 'hip:gfx942'])
 def test_other_targets(target, python):
     found = _compiled(python, target, [(14, 14)], False)

@@ -105,7 +105,7 @@ for n in (row, row + 1):
 @pytest.mark.parametrize('side, bound', [SMALL, LARGE])
 @pytest.mark.parametrize('script', [POLYLINE, EOS, TREE], ids=['polyline', 'eos', 'tree'])
 def test_peak_memory_and_values(script, side, bound, python, tmp_path):
-    done = python(BEGIN.format(side=side, folder=str(tmp_path)) + script + END, OMP_NUM_THREADS='1')
+    done = python(BEGIN.format(side=side, folder=str(tmp_path)) + script + END, fresh=True, OMP_NUM_THREADS='1')
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
