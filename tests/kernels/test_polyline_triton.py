@@ -2,6 +2,7 @@
 import pytest
 import torch
 from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from pairwise import pairwise
 
 from subquad import kernels
 from subquad.kernels.common import launch
@@ -67,16 +68,17 @@ def _exceeding(nats, dtype=torch.float32, step=-0.01):
     return q, k, v, torch.full_like(a, step), torch.full_like(b, step)
 
 
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('grid', [(3, 5), (2, 18)])
+@pairwise('name, grid', NAMES, [(3, 5), (2, 18)], together=1)
 def test_running_maximum_alone(name, grid, monkeypatch):
     """The kernels that float16 and wide heads take, in float32."""
     monkeypatch.setattr(launch, 'own_logit_reference', lambda *_: False)
     _check(name, _inputs(*grid))
 
 
-@pytest.mark.parametrize('name, grid', [*((name, (7, 7)) for name in NAMES), (BOTH[0], (9, 20)), (BOTH[1], (20, 5)),
-                                        (BOTH[0], (17, 9)), (BOTH[0], (2, 33)), (BOTH[0], (1, 8)), (BOTH[1], (8, 1))])
+@pytest.mark.parametrize('name, grid', [
+    *((name, (7, 7)) for name in NAMES), (BOTH[0], (1, 8)), (BOTH[1], (8, 1)),
+    *(pytest.param(name, grid, marks=pytest.mark.slow) for name, grid in (
+        (BOTH[0], (9, 20)), (BOTH[1], (20, 5)), (BOTH[0], (17, 9)), (BOTH[0], (2, 33))))])
 def test_tiles_of_several_rows(name, grid, replaced):
     """Tiles of 8 and 16 columns, rows that end inside a tile, and grids that are read by columns."""
     _check(name, _inputs(*grid))
@@ -107,8 +109,7 @@ def test_bfloat16(name, replaced):
     assert replaced and not any(replaced)
 
 
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('nats', [30, 79, 81, 500])
+@pairwise('name, nats', NAMES, [30, 79, 81, 500], together=1)
 def test_logits_that_exceed_the_own_one(name, nats, replaced):
     """80 above the own logit is the limit. No group but the one with this logit is computed again."""
     _check(name, _exceeding(float(nats)), 2e-5)
@@ -154,8 +155,7 @@ def test_values_that_overflow_with_their_weights(replaced):
     assert replaced == [[1]]
 
 
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('grid', [(4, 7), (1, 20)])
+@pairwise('name, grid', NAMES, [(4, 7), (1, 20)], together=1)
 def test_large_steps_everywhere(name, grid, replaced):
     """Masks of -80 a step leave each query its own key."""
     q, k, v, a, b = _inputs(*grid)

@@ -3,6 +3,7 @@ their registration with PyTorch. They run on a GPU, or without one in Triton's i
 import pytest
 import torch
 from operator_cases import DEVICE, TOLERANCE, weighted_sum
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve
@@ -70,16 +71,14 @@ def test_trees_in_one_tile(parametrization, grid, shift):
     _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
 
 
-@pytest.mark.parametrize('parametrization, grid, shift', [
-    ('laplacian', (14, 14), (5, 3)), ('symmetric', (20, 31), (0, 0)), ('skew', (20, 31), (5, 3)),
-    ('laplacian', (33, 17), (5, 3)), ('skew', (33, 17), (0, 0))], ids=str)
+@pairwise('parametrization, grid, shift', PARAMETRIZATIONS, [(14, 14), (20, 31), (33, 17)], [(0, 0), (5, 3)],
+          together=1)
 def test_trees_of_several_tiles(parametrization, grid, shift):
     _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
 
 
-@pytest.mark.parametrize('sides, dtype', [((2,), torch.float32), ((2, 4), torch.bfloat16), ((4,), torch.float16)],
-                         ids=str)
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+@pairwise('parametrization, sides, dtype', PARAMETRIZATIONS, [(2,), (2, 4), (4,)],
+          [torch.float32, torch.bfloat16, torch.float16], together=1)
 def test_tiles_of_tiles(parametrization, sides, dtype, monkeypatch):
     """The kernels sweep up and down several times, with float32 between the launches."""
     from subquad.kernels.quadtree_solve import triton
@@ -112,8 +111,7 @@ def test_dtypes(parametrization, dtype, edge_dtype):
     _check(*_inputs(7, 6, parametrization, dtype=dtype, edge_dtype=edge_dtype), parametrization=parametrization)
 
 
-@pytest.mark.parametrize('dim', [1, 16, 20, 32, 70])
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
+@pairwise('parametrization, dim', PARAMETRIZATIONS, [1, 16, 20, 32, 70], together=1)
 def test_head_dimensions(parametrization, dim):
     """Heads of one channel, of a power of two or not, and of more channels than a tile takes."""
     _check(*_inputs(5, 3, parametrization, dim=dim, batch=2, heads=3), parametrization=parametrization)
@@ -128,8 +126,7 @@ def test_heads_that_need_smaller_tiles():
     _check(*_inputs(1, 14, dim=64))
 
 
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-@pytest.mark.parametrize('order', [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], ids=str)
+@pairwise('parametrization, order', PARAMETRIZATIONS, [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], together=1)
 def test_strides(order, parametrization):
     """Tensors with channels last, channels first or all dimensions reversed in memory need no copy."""
     def layout(x):

@@ -3,6 +3,7 @@ registration with PyTorch. Kernels run on a GPU, or without one in Triton's inte
 import pytest
 import torch
 from operator_cases import DEVICE, TOLERANCE, weighted_sum
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -105,8 +106,7 @@ def _set_blocks(monkeypatch, **sizes):
     monkeypatch.setattr(launch, 'options', lambda *_: {'num_warps': 4})
 
 
-@pytest.mark.parametrize('mapped', [None, 6])
-@pytest.mark.parametrize('size', [(9, 20), (1, 150)])
+@pairwise('mapped, size', [None, 6], [(9, 20), (1, 150)], together=1)
 def test_several_chunks(size, mapped, monkeypatch):
     """Keys, values and logits take several chunks or blocks, with more keys than values and the reverse."""
     _needs_triton('triton')

@@ -3,6 +3,7 @@ registration with PyTorch. They run on a GPU, or without one in Triton's interpr
 import pytest
 import torch
 from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -50,21 +51,18 @@ def test_values_and_gradients(name):
     _check(CALLS[name], _inputs(*((2, 3) if name == 'linear-both' else (3, 5))))
 
 
-@pytest.mark.parametrize('grid', [(7, 3), (1, 9), (5, 1), (1, 1), (2, 18)])
-@pytest.mark.parametrize('name', EVERY_OPERATOR)
+@pairwise('name, grid', EVERY_OPERATOR, [(7, 3), (1, 9), (5, 1), (1, 1), (2, 18)], together=1)
 def test_grids(name, grid):
     """Grids that are tall, of one row, of one column, of one token, and with two tiles per row."""
     _check(CALLS[name], _inputs(*grid, heads=1))
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('name', EVERY_OPERATOR)
+@pairwise('name, dtype', EVERY_OPERATOR, [torch.float16, torch.bfloat16], together=1)
 def test_half_types(name, dtype):
     _check(CALLS[name], _inputs(3, 4, dtype, heads=1))
 
 
-@pytest.mark.parametrize('tiles', [1, 2])
-@pytest.mark.parametrize('name', EVERY_OPERATOR)
+@pairwise('name, tiles', EVERY_OPERATOR, [1, 2], together=1)
 def test_gradients_of_step_logs_of_zero(name, tiles, monkeypatch):
     if tiles > 1:
         monkeypatch.setattr(launch, 'LARGEST_TILE', {kernel: {4: (16,) * 3} for kernel in launch.LARGEST_TILE})
@@ -73,8 +71,8 @@ def test_gradients_of_step_logs_of_zero(name, tiles, monkeypatch):
     _check(CALLS[name], [q, k, v, a * (a < -0.5), torch.zeros_like(b)])
 
 
-@pytest.mark.parametrize('dims', [(16, 8), (24, 40), (128, 96)])
-@pytest.mark.parametrize('name', ['polyline-additive-both', 'decay-additive-row', 'scan-v2h'])
+@pairwise('name, dims', ['polyline-additive-both', 'decay-additive-row', 'scan-v2h'], [(16, 8), (24, 40), (128, 96)],
+          together=1)
 def test_head_dimensions(name, dims):
     _check(CALLS[name], _inputs(2, 3, heads=1, dim=dims[0], dim_v=dims[1]))
 
@@ -105,6 +103,7 @@ def test_scan_in_three_dimensions():
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_long_scan():
     """A line of 65,536 tokens is exact, because kernels multiply decays and never sum their logs."""
     x, a = torch.randn(1, 1, 1, 65536, 1, device=DEVICE), -torch.rand(1, 1, 1, 65536, device=DEVICE)
