@@ -6,6 +6,7 @@ from typing import Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Unio
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .common.launch import interpreted
 from .common.tracing import exporting, forward_mode, transforming
@@ -82,6 +83,11 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         ValueError: the backend is unknown, it is Triton and Triton cannot run these tensors, or it would drop the
             tangents of forward-mode differentiation.
     """
+    # First the common case: neither a graph nor a transform, on a CPU.
+    if backend == _active == 'auto' and tensors[0].is_cpu and not (
+            torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+            or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
+        return OPERATORS[op].implementations['portable']
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
         objection = _objection(op, *tensors)

@@ -30,6 +30,13 @@ def flag(op: str, name: str, value: bool) -> None:
         raise TypeError(f'{op}: {name} must be True or False, got {value!r}')
 
 
+def flags(op: str, **given: bool) -> None:
+    """Check several flags."""
+    for name, value in given.items():
+        if value is not True and value is not False:
+            flag(op, name, value)
+
+
 def number(op: str, name: str, value: float, positive: bool = False) -> None:
     """Check that a value is a finite real number, and above 0 if `positive`."""
     kind = 'a positive finite number' if positive else 'a finite number'
@@ -43,10 +50,13 @@ def number(op: str, name: str, value: float, positive: bool = False) -> None:
 def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:
     """Check that all tensors are dense, on one device, of the ranks given, of an allowed dtype, and fit into memory."""
     device = None
+    # A comparison of sizes that may be symbolic would specialize a graph.
+    symbolic = torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f'{op}: {name} must be a tensor, got {type(tensor).__name__}')
-        dense(op, name, tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            dense(op, name, tensor)
         if tensor.ndim != ranks[name]:
             raise ValueError(f'{op}: {name} must have {ranks[name]} dimensions, got shape {tuple(tensor.shape)}')
         if tensor.dtype not in DTYPES:
@@ -55,10 +65,8 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
         device = device or tensor.device
         if tensor.device != device:
             raise ValueError(f'{op}: {name} is on {tensor.device}, the other arguments on {device}')
-    if not _symbolic():
-        for name, tensor in given.items():
-            if tensor.numel() > _LARGE:
-                fits(op, name, tensor, tensor.shape)
+        if not symbolic and tensor.numel() > _LARGE:
+            fits(op, name, tensor, tensor.shape)
 
 
 def _symbolic() -> bool:
@@ -133,9 +141,12 @@ def boolean(op: str, name: str, mask: Tensor, like: Tensor) -> None:
 
 def same_dtype(op: str, **given: Tensor) -> None:
     """Check that all tensors have one dtype."""
-    kinds = [tensor.dtype for tensor in given.values()]
-    if any(kind != kinds[0] for kind in kinds):
-        raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {', '.join(map(str, kinds))}")
+    first = None
+    for tensor in given.values():
+        first = first or tensor.dtype
+        if tensor.dtype != first:
+            kinds = ', '.join(str(tensor.dtype) for tensor in given.values())
+            raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {kinds}")
 
 
 def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
@@ -144,14 +155,23 @@ def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str)
         raise ValueError(f'{op}: {name} must have shape {tuple(expected)} ({why}), got {tuple(tensor.shape)}')
 
 
-def attention(op: str, q: Tensor, k: Tensor, v: Tensor, **logs: Tensor) -> None:
-    """Check the tensors of an attention: q, k (B, heads, H, W, D), v (B, heads, H, W, Dv), logs (B, heads, H, W)."""
-    tensors(op, {'q': 5, 'k': 5, 'v': 5, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
+def attention(op: str, q: Tensor, k: Tensor, v: Tensor, *, tokens: bool = False, **logs: Tensor) -> None:
+    """Check the tensors of an attention: q, k (B, heads, H, W, D), v (B, heads, H, W, Dv), logs (B, heads, H, W).
+
+    With `tokens`, q, k and v may also have H * W in place of H, W.
+    """
+    tokens = tokens and isinstance(q, Tensor) and q.ndim == 4
+    rank = 4 if tokens else 5
+    tensors(op, {'q': rank, 'k': rank, 'v': rank, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
     same_dtype(op, q=q, k=k, v=v)
     if q.shape[-1] < 1:
         raise ValueError(f'{op}: q and k must have at least one channel, got shape {tuple(q.shape)}')
     shape(op, 'k', k, q.shape, 'as q')
     shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'the shape of q except the last dimension')
     for name, log in logs.items():
-        shape(op, name, log, q.shape[:-1], 'a step log for each token and head of q')
+        if not tokens:
+            shape(op, name, log, q.shape[:-1], 'a step log for each token and head of q')
+        elif log.shape[:2] != q.shape[:2] or log.shape[2] * log.shape[3] != q.shape[2]:
+            raise ValueError(f'{op}: {name} must have shape {(*q.shape[:2], "H", "W")} with H * W = {q.shape[2]} (a '
+                             f'step log for each token and head of q), got {tuple(log.shape)}')
     step_logs(op, **logs)

@@ -21,5 +21,5 @@ def transforming() -> bool:
 
 def is_traced_or_wrapped(x: Tensor) -> bool:
     """True for traced or functorch-wrapped tensors; do not cache, mutate or read them."""
-    return (torch.compiler.is_compiling() or exporting() or type(x) is not Tensor
-            or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    return (torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+            or type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x))

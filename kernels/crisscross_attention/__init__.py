@@ -33,21 +33,26 @@ def crisscross_attention(
         paths='both':  1/2 P_w (P_h v) + 1/2 P_h (P_w v)
 
     Args:
-        q, k: shape (B, heads, H, W, D); float32, float64, float16 or bfloat16; any strides.
-        v: shape (B, heads, H, W, Dv), dtype of q.
+        q, k: shape (B, heads, H, W, D), or (B, heads, H * W, D); float32, float64, float16 or
+            bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), or (B, heads, H * W, Dv), dtype of q.
         log_alpha, log_beta: horizontal and vertical step logs, <= 0, shape (B, heads, H, W), as for `decay_attention`.
         mask_mode: 'additive' (published weights) or 'multiplicative' (paper).
         paths: 'both', 'v2h' or 'h2v'.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
+        A tensor of the shape and the dtype of v.
 
     Raises:
         ValueError, TypeError: as for `decay_attention`.
     """
-    checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.attention('crisscross_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta, tokens=True)
     checks.one_of('crisscross_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     checks.one_of('crisscross_attention', 'paths', paths, checks.PATHS)
     run = choose('crisscross_attention', backend, q, k, v, log_alpha, log_beta)
-    return run(q, k, v, log_alpha, log_beta, mask_mode, paths)
+    if q.ndim == 5 or run is portable.crisscross_attention_export:
+        return run(q, k, v, log_alpha, log_beta, mask_mode, paths)
+    grid = log_alpha.shape[2:]
+    q, k, v = q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid)
+    return run(q, k, v, log_alpha, log_beta, mask_mode, paths).flatten(2, 3)

@@ -27,9 +27,9 @@ class _Axes:
 
     def __init__(self, q: Tensor, k: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, space: Workspace,
                  fast: bool = False):
-        self.rows = LineWeights(*(x.flatten(0, 1) for x in (q, k, sa)), mask_mode, space, 'rows', fast=fast)
-        self.columns = LineWeights(*(_swap(x).flatten(0, 1) for x in (q, k, sb)), mask_mode, space, 'columns',
-                                   fast=fast)
+        self.rows = LineWeights(q.flatten(0, 1), k.flatten(0, 1), sa.flatten(0, 1), mask_mode, space, 'rows', fast=fast)
+        self.columns = LineWeights(_swap(q).flatten(0, 1), _swap(k).flatten(0, 1), _swap(sb).flatten(0, 1), mask_mode,
+                                   space, 'columns', fast=fast)
 
     def chain(self, v: Tensor, paths: str) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """Return the output (G, H, W, D), P_w v (G, H, W, D) and P_h v (G, W, H, D), or None if no path needs them."""
@@ -108,17 +108,11 @@ def _outer(pairs: Sequence[Tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def crisscross_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-                                paths: str) -> Tensor:
-    """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
-    q, k, values = (x.flatten(2, 3) for x in (q, k, v))
-    return crisscross_attention_tokens(q, k, values, log_alpha, log_beta, mask_mode, paths).reshape(v.shape)
+                                  paths: str) -> Tensor:
+    """Compute the dense formula without loops, for q, k, v on a grid or as tokens (B, heads, H * W, D).
 
-
-def crisscross_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-                                paths: str) -> Tensor:
-    """Compute `crisscross_attention_export` for tokens q, k, v (B, heads, H * W, D), with tensors of rank 4 at most.
-
-    Returns (B, heads, H * W, Dv)."""
+    For tokens, every tensor has rank 4 at most.
+    """
     batch, heads, height, width = log_alpha.shape
     groups, dtype, dim = batch * heads, compute_dtype(q.dtype), v.shape[-1]
 

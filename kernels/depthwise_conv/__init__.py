@@ -65,8 +65,11 @@ def depthwise_conv(
     """
     op, extra = 'depthwise_conv', {} if add is None else {'add': add}
     checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), x=x, weight=weight, bias=bias, **extra)
-    x, extra = cast_for_autocast(x), {name: cast_for_autocast(tensor) for name, tensor in extra.items()}
-    checks.same_dtype(op, x=x, **extra)
+    x = cast_for_autocast(x)
+    if add is not None:
+        add = cast_for_autocast(add)
+        checks.same_dtype(op, x=x, add=add)
+        checks.shape(op, 'add', add, x.shape, 'the shape of x')
     checks.same_dtype(op, weight=weight, bias=bias)
     if weight.dtype != x.dtype and weight.dtype != torch.float32:
         raise TypeError(f'{op}: weight must have the dtype of x ({x.dtype}) or torch.float32, got {weight.dtype}')
@@ -75,9 +78,6 @@ def depthwise_conv(
     checks.shape(op, 'bias', bias, (channels,), 'the channels of x')
     if side % 2 == 0:
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
-    if extra:
-        checks.shape(op, 'add', add, x.shape, 'the shape of x')
-    checks.flag(op, 'gelu', gelu)
-    checks.flag(op, 'residual', residual)
+    checks.flags(op, gelu=gelu, residual=residual)
     run = choose(op, backend, x, weight, bias)
-    return run(x, weight, bias, extra.get('add'), gelu, residual)
+    return run(x, weight, bias, add, gelu, residual)

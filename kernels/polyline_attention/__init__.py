@@ -35,8 +35,9 @@ def polyline_attention(
     With paths='v2h' or 'h2v' only that mask remains, without the factor 1/2. The operator does not scale q k'.
 
     Args:
-        q, k: shape (B, heads, H, W, D); float32, float64, float16 or bfloat16; any strides.
-        v: shape (B, heads, H, W, Dv), dtype of q.
+        q, k: shape (B, heads, H, W, D), or (B, heads, H * W, D); float32, float64, float16 or
+            bfloat16; any strides.
+        v: shape (B, heads, H, W, Dv), or (B, heads, H * W, Dv), dtype of q.
         log_alpha: horizontal step logs, <= 0, shape (B, heads, H, W); log_alpha[..., 0] is not used. They are clamped
             to [-80, 0] (positive ones raise an error where they can be read), and clamped values have no gradient.
         log_beta: vertical step logs, <= 0, shape (B, heads, H, W); log_beta[..., 0, :] is not used.
@@ -45,15 +46,19 @@ def polyline_attention(
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
     Returns:
-        A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
+        A tensor of the shape and the dtype of v.
 
     Raises:
         ValueError: a shape, device, mask mode, path or backend is not allowed, or the tensors exceed the memory. On a
             CPU, outside of graphs, also a positive step log.
         TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
     """
-    checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta)
+    checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta, tokens=True)
     checks.one_of('polyline_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     checks.one_of('polyline_attention', 'paths', paths, checks.PATHS)
     run = choose('polyline_attention', backend, q, k, v, log_alpha, log_beta)
-    return run(q, k, v, log_alpha, log_beta, mask_mode, paths)
+    if q.ndim == 5 or run is portable.polyline_attention_export:
+        return run(q, k, v, log_alpha, log_beta, mask_mode, paths)
+    grid = log_alpha.shape[2:]
+    q, k, v = q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid)
+    return run(q, k, v, log_alpha, log_beta, mask_mode, paths).flatten(2, 3)

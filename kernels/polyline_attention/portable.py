@@ -221,17 +221,11 @@ def _backward_block(inputs, grad: Tensor, rows: slice, mask_mode: str, paths: st
 
 
 def polyline_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-                              paths: str) -> Tensor:
-    """Compute the dense formula without loops; every tensor but the arguments has rank 4 at most."""
-    q, k, values = (x.flatten(2, 3) for x in (q, k, v))
-    return polyline_attention_tokens(q, k, values, log_alpha, log_beta, mask_mode, paths).reshape(v.shape)
+                                paths: str) -> Tensor:
+    """Compute the dense formula without loops, for q, k, v on a grid or as tokens (B, heads, H * W, D).
 
-
-def polyline_attention_tokens(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-                              paths: str) -> Tensor:
-    """Compute `polyline_attention_export` for tokens q, k, v (B, heads, H * W, D), with tensors of rank 4 at most.
-
-    Returns (B, heads, H * W, Dv)."""
+    For tokens, every tensor has rank 4 at most.
+    """
     batch, heads, height, width = log_alpha.shape
     groups, tokens, dtype = batch * heads, height * width, compute_dtype(q.dtype)
     q, k, values = (x.to(dtype).reshape(groups, tokens, x.shape[-1]) for x in (q, k, v))

@@ -38,35 +38,25 @@ class Nodes(NamedTuple):
     Attributes:
         batch: number of images.
         levels: grids of the levels.
+        leaves: the number of leaves.
+        edges: the number of nodes with a parent.
         starts: the first row of each level, then the number of rows.
+        rows: for each level, its rows.
+        inner: for each level, its rows in a tensor of inner nodes.
         parents: for each row but the roots', the row of its parent, counted from the first inner node.
         places: for each row but the roots', 4 times its level plus its place among its siblings.
         counts: numbers of leaves below the inner nodes, (rows - leaves, 1).
     """
     batch: int
     levels: Sequence[Level]
+    leaves: int
+    edges: int
     starts: List[int]
+    rows: List[slice]
+    inner: List[slice]
     parents: Tensor
     places: Tensor
     counts: Tensor
-
-    @property
-    def leaves(self) -> int:
-        """The number of leaves."""
-        return self.starts[1]
-
-    @property
-    def edges(self) -> int:
-        """The number of nodes with a parent."""
-        return self.starts[-2]
-
-    def rows(self, n: int) -> slice:
-        """Return the rows of level n."""
-        return slice(self.starts[n], self.starts[n + 1])
-
-    def inner(self, n: int) -> slice:
-        """Return the rows of level n in a tensor of inner nodes."""
-        return slice(self.starts[n] - self.leaves, self.starts[n + 1] - self.leaves)
 
     def maps(self, x: Tensor, n: int) -> Tensor:
         """Return rows of level n as maps: (B * H_n * W_n, C) -> (B, C, H_n, W_n), a view."""
@@ -74,7 +64,9 @@ class Nodes(NamedTuple):
 
     def sum_children(self, x: Tensor, n: int) -> Tensor:
         """Sum rows of level n over the children of each node of level n + 1."""
-        return sum_children(self.maps(x, n), self.levels[n]).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+        level = self.levels[n]
+        maps = x.unflatten(0, (self.batch, *level[:2])).permute(0, 3, 1, 2)
+        return sum_children(maps, level).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 @lru_cache(maxsize=32)
@@ -91,8 +83,11 @@ def nodes_of(batch: int, levels: Tuple[Level, ...], device: torch.device) -> Nod
         places.append((row[:, None] % 2 * 2 + column % 2 + 4 * n).flatten().repeat(batch))
     none = torch.empty(0, dtype=torch.float32)
     counts = [count.expand(batch, -1, -1, -1).flatten() for count in leaf_counts(levels, none)[1:]]
-    return Nodes(batch, levels, starts, torch.cat(parents).to(device), torch.cat(places).to(device),
-                 torch.cat([none, *counts])[:, None].to(device))
+    first = starts[1]
+    rows = [slice(start, stop) for start, stop in zip(starts, starts[1:])]
+    inner = [slice(0, 0), *(slice(own.start - first, own.stop - first) for own in rows[1:])]
+    return Nodes(batch, levels, first, starts[-2], starts, rows, inner, torch.cat(parents).to(device),
+                 torch.cat(places).to(device), torch.cat([none, *counts])[:, None].to(device))
 
 
 class _Layer:
@@ -136,9 +131,9 @@ class _Layer:
         sums = leaves[0].new_empty(len(self.counts), sum(widths))
         for n in range(len(nodes.levels) - 1):
             if n:
-                sums[nodes.inner(n + 1)] = nodes.sum_children(sums[nodes.inner(n)], n)
+                sums[nodes.inner[n + 1]] = nodes.sum_children(sums[nodes.inner[n]], n)
             else:
-                for part, x in zip(sums[nodes.inner(1)].split(widths, 1), leaves):
+                for part, x in zip(sums[nodes.inner[1]].split(widths, 1), leaves):
                     part.copy_(nodes.sum_children(x, 0))
         return sums.div_(self.counts)
 
@@ -146,9 +141,9 @@ class _Layer:
         """Add to the gradients of `leaves` what follows from that of their means, which is overwritten."""
         grad.div_(self.counts)
         for n in reversed(range(1, len(self.nodes.levels) - 1)):
-            grad[self.nodes.inner(n)] += self.above(grad, self.nodes.rows(n))
+            grad[self.nodes.inner[n]] += self.above(grad, self.nodes.rows[n])
         if len(grad):
-            parts = self.above(grad, self.nodes.rows(0)).split([x.shape[1] for x in leaves], 1)
+            parts = self.above(grad, self.nodes.rows[0]).split([x.shape[1] for x in leaves], 1)
             for x, part in zip(leaves, parts):
                 x.add_(part)
 
@@ -184,15 +179,15 @@ class _Layer:
     def grown(self, x: Tensor) -> Tensor:
         """Multiply the rows of each level in place by 4^level."""
         for n in range(1, len(self.nodes.levels) - 1):
-            x[self.nodes.rows(n)].mul_(4.0 ** n)
+            x[self.nodes.rows[n]].mul_(4.0 ** n)
         return x
 
     def each_level(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply function(*maps, level, rho) to the maps of each level."""
         nodes, result = self.nodes, torch.empty_like(tensors[0])
         for n, level in enumerate(nodes.levels[:-1]):
-            maps = function(*(nodes.maps(x[nodes.rows(n)], n) for x in tensors), level, self.options.rho)
-            nodes.maps(result[nodes.rows(n)], n).copy_(maps)
+            maps = function(*(nodes.maps(x[nodes.rows[n]], n) for x in tensors), level, self.options.rho)
+            nodes.maps(result[nodes.rows[n]], n).copy_(maps)
         return result
 
     def factors(self, weights: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +196,7 @@ class _Layer:
         scale, up = weights.new_ones(nodes.starts[-1], weights.shape[1]), torch.empty_like(weights)
         carried = None                   # e of the Laplacian, S of the others; None for 1
         for n in range(len(nodes.levels) - 1):
-            edge, inverse, factor = weights[nodes.rows(n)], scale[nodes.rows(n)], up[nodes.rows(n)]
+            edge, inverse, factor = weights[nodes.rows[n]], scale[nodes.rows[n]], up[nodes.rows[n]]
             if laplacian:
                 torch.add(edge, 1.0 if carried is None else carried, out=inverse).reciprocal_()
                 torch.mul(edge, inverse, out=factor)
@@ -224,14 +219,14 @@ class _Layer:
         first, out: (leaves, C); inner: (rows - leaves, C); the others (rows, heads)."""
         nodes, right = self.nodes, first
         for n in range(len(nodes.levels) - 1):
-            pushed = (self.split(right) * up[nodes.rows(n), :, None]).flatten(1)
-            right = inner[nodes.inner(n + 1)].add_(nodes.sum_children(pushed, n))
+            pushed = (self.split(right) * up[nodes.rows[n], :, None]).flatten(1)
+            right = inner[nodes.inner[n + 1]].add_(nodes.sum_children(pushed, n))
         torch.mul(self.split(first), scale[:nodes.leaves, :, None], out=self.split(out))
         self.split(inner).mul_(scale[nodes.leaves:, :, None])
         for n in reversed(range(len(nodes.levels) - 1)):
-            x = inner[nodes.inner(n)] if n else out
-            above = self.split(self.above(inner, nodes.rows(n)))
-            self.split(x).addcmul_(down[nodes.rows(n), :, None], above)
+            x = inner[nodes.inner[n]] if n else out
+            above = self.split(self.above(inner, nodes.rows[n]))
+            self.split(x).addcmul_(down[nodes.rows[n], :, None], above)
 
     def edge_gradients(self, adjoint: Tensor, adjoint_inner: Tensor, x: Tensor, x_inner: Tensor) -> Tensor:
         """Return the gradients of the weights, given the adjoint and x of the leaves and of the inner nodes."""
@@ -257,7 +252,7 @@ class _Layer:
         """Return the gradient of the biases given that of the logits: sums over the cells of a level and place."""
         result = torch.zeros_like(bias, dtype=self.dtype)
         for n, level in enumerate(self.nodes.levels[:-1]):
-            cells = self.nodes.maps(grad[self.nodes.rows(n)], n).sum(0)                      # (heads, H_n, W_n)
+            cells = self.nodes.maps(grad[self.nodes.rows[n]], n).sum(0)                      # (heads, H_n, W_n)
             for row in (0, 1):
                 for column in (0, 1):
                     places = cells[:, (row - level.top) % 2::2, (column - level.left) % 2::2]
@@ -276,8 +271,8 @@ class _Layer:
         self.split(dqueries).mul_(grad)
         dmeans[:nodes.edges - nodes.leaves, :dim] += dqueries[nodes.leaves:]
         for n in range(len(nodes.levels) - 1):
-            queries = self.split(means[nodes.inner(n), :dim] if n else q)
-            dmeans[nodes.inner(n + 1), dim:] += nodes.sum_children((queries * grad[nodes.rows(n)]).flatten(1), n)
+            queries = self.split(means[nodes.inner[n], :dim] if n else q)
+            dmeans[nodes.inner[n + 1], dim:] += nodes.sum_children((queries * grad[nodes.rows[n]]).flatten(1), n)
         return dqueries[:nodes.leaves]
 
 
@@ -313,8 +308,8 @@ def forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, m
     logits = layer.logits(None if q is None else leaves[1], inner[:, channels:], bias)
     weights = layer.weights(logits)
     layer.solve(leaves[0], inner[:, :channels], *layer.factors(weights), out)
-    if has_nonfinite(inner[nodes.inner(len(nodes.levels) - 1), :channels]):
-        edges = [nodes.maps(weights[nodes.rows(n)], n) for n in range(len(nodes.levels) - 1)]
+    if has_nonfinite(inner[nodes.inner[len(nodes.levels) - 1], :channels]):
+        edges = [nodes.maps(weights[nodes.rows[n]], n) for n in range(len(nodes.levels) - 1)]
         raise_for_singular_quadtree('quadtree_attention', edges, nodes.levels, options.parametrization)
     return _as_heads(out, v), inner, logits
 

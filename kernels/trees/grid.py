@@ -3,6 +3,7 @@
 Height and width are arbitrary: a parent at the border has fewer children. A shift moves the grid down and to the right
 of the tree's origin, so that other cells share a parent. Nothing is padded.
 """
+from functools import lru_cache
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -40,6 +41,13 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
     """
     if torch.jit.is_tracing():
         height, width = int(height), int(width)          # the trace is valid for these levels only
+    if type(height) is type(width) is int and not torch.compiler.is_compiling() and isinstance(shift, (list, tuple)):
+        return list(_kept_levels(height, width, max_levels, tuple(shift)))
+    return _levels(height, width, max_levels, shift)
+
+
+def _levels(height: int, width: int, max_levels: Optional[int], shift: Sequence[int]) -> List[Level]:
+    """Compute `quadtree_levels`."""
     if not all(isinstance(n, (int, torch.SymInt)) and n >= 1 for n in (height, width)):
         raise ValueError(f'quadtree_levels: height and width must be integers of at least 1, got {height!r}, {width!r}')
     if max_levels is not None and (type(max_levels) is not int or max_levels < 1):
@@ -50,6 +58,9 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
     while levels[-1][:2] != (1, 1) and len(levels) != max_levels:
         levels.append(levels[-1].parent())
     return levels
+
+
+_kept_levels = lru_cache(maxsize=256, typed=True)(_levels)
 
 
 def third_of_coarsest_cell(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[int, int]:
@@ -92,7 +103,7 @@ def quarters(level: Level) -> List[Tuple[Tuple, Tuple]]:
 
 def sum_children(x: Tensor, level: Level) -> Tensor:
     """Sum over the children of each parent: (B, C, H, W) on `level` -> (B, C, H', W') on the next level."""
-    if exporting():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return mean_children(x, level) * 4.0
     padding = (level.top % 2, level.left % 2)
     # A row or column is added before the first if that is a second child. The pooling pads both sides, and drops a last
