@@ -1,17 +1,14 @@
 """Layers that the backbones share: convolutions, stem, feed-forward layer, block and head."""
-from functools import lru_cache
 from typing import Callable, Optional
 
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale
 from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..kernels import depthwise_conv
-from ..kernels.common.tracing import is_traced_or_wrapped
-from .inference import GELU, convolution, forward_in_parts, is_cpu_inference, linear
+from ..kernels.common.checks import readable
 from .options import MIN_SIZE
 
 
@@ -45,50 +42,11 @@ def check_tokens(x: Tensor, vocab_size: int) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 2 or not x.shape[1] or x.dtype not in (torch.int32, torch.int64):
         came = f'{x.dtype} of shape {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f'the input must be integer tokens (B, T) of int32 or int64 with T >= 1, got {came}')
-    if x.device.type == 'cpu' and x.numel() and not is_traced_or_wrapped(x):
+    if readable(x):
         low, high = (int(bound) for bound in x.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f'tokens must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}')
     return x
-
-
-def can_bypass_forward(*modules: nn.Module) -> bool:
-    """True if the modules are PyTorch's own convolutions, linear layers and norms without adapter, parametrization or
-    hook.
-
-    Then a layer may use their weights directly instead of calling them.
-    """
-    return all(
-        type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) and not m._forward_hooks and not m._forward_pre_hooks
-        for m in modules
-    )
-
-
-@lru_cache(maxsize=64)
-def _kept_zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):            # training could not save a tensor made in inference mode
-        return torch.zeros(size, device=device, dtype=dtype)
-
-
-def conv_norm_act_folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, act: nn.Module, x: Tensor) -> Tensor:
-    """Return act(norm(conv(x))) in evaluation mode, with the norm's statistics folded into the convolution.
-
-    This saves a pass over the output of the convolution. The folded weight is not kept, because a parameter can change
-    without a trace (`parameter.data.copy_`, as averages of weights do).
-    """
-    if isinstance(x, Proxy) or is_traced_or_wrapped(x) or conv.weight.is_cpu:
-        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
-        weight, bias = conv.weight * scale[:, None, None, None], norm.bias - mean * scale
-    else:
-        # The norm of the weight without a mean, and of the bias: two launches on a GPU instead of seven.
-        zeros = _kept_zeros(len(norm.weight), norm.weight.device, norm.running_mean.dtype)
-        bias = zeros.to(conv.weight.dtype) if conv.bias is None else conv.bias
-        weight = F.batch_norm(conv.weight.flatten(1)[None], zeros, norm.running_var, norm.weight, zeros, False, 0.0,
-                              norm.eps).view_as(conv.weight)
-        bias = F.batch_norm(bias[None], norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0,
-                            norm.eps)[0]
-    return convolution(conv, x, act, (weight, bias))
 
 
 class ConvNorm(nn.Module):
@@ -109,9 +67,7 @@ class ConvNorm(nn.Module):
         self.act = nn.GELU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.norm.training or not can_bypass_forward(self.conv, self.norm):
-            return self.act(self.norm(self.conv(x)))
-        return conv_norm_act_folded(self.conv, self.norm, self.act, x)
+        return self.act(self.norm(self.conv(x)))
 
 
 class Stem(nn.Module):
@@ -129,10 +85,6 @@ class Stem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # All layers after this one work on channels-last memory, where tokens (B, H, W, C) are a view of images.
         x = check_image(x, self.in_chans).contiguous(memory_format=torch.channels_last)
-        elements = x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels
-        return forward_in_parts(self, self._forward, x, elements)
-
-    def _forward(self, x: Tensor) -> Tensor:
         return self.conv4(self.conv3(self.conv2(self.conv1(x))))
 
 
@@ -167,12 +119,9 @@ class DepthwiseConv(nn.Module):
         """Initialize as PyTorch's convolutions, like the published network."""
         nn.Conv2d.reset_parameters(self)
 
-    def forward(self, x: Tensor, add: Optional[Tensor] = None, activated: bool = False) -> Tensor:
-        """Convolve x (B, H, W, C), and add a tensor of its shape to the result if there is one.
-
-        `activated`: x is a result of GELU, which is not applied again."""
-        gelu = self.gelu and not activated
-        return depthwise_conv(x, self.weight, self.bias, add, gelu=gelu, residual=self.residual)
+    def forward(self, x: Tensor, add: Optional[Tensor] = None) -> Tensor:
+        """Convolve x (B, H, W, C), and add a tensor of its shape to the result if there is one."""
+        return depthwise_conv(x, self.weight, self.bias, add, gelu=self.gelu, residual=self.residual)
 
 
 class FeedForward(nn.Module):
@@ -186,8 +135,6 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_cpu_inference(x):
-            return linear(self.fc2, self.dwconv(linear(self.fc1, x, GELU), activated=True))
         return self.fc2(self.dwconv(self.fc1(x)))
 
 

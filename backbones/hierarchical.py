@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
-from .inference import forward_in_parts
 from .mixers.choices import Names, choose_mixers, mixer_name, refuse_unused
 from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, one_or_each_stage, or_none
 from .timm_interface import TimmInterface, init_linear
@@ -47,11 +46,8 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.downsample(x)
-        return forward_in_parts(self, self._forward, x, x.shape[1] * x.shape[2] * x.shape[3])
-
-    def _forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1)                        # (B, H, W, C): a view, the memory is channels-last
+        # (B, H, W, C): a view, because the memory is channels-last.
+        x = self.downsample(x).permute(0, 2, 3, 1)
         if self.grad_checkpointing and not torch.jit.is_tracing():
             x = checkpoint_seq(self.blocks, x)
         else:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..kernels import separable_attention
 from ..kernels.common.decay import cumulative
 from ..kernels.common.patches import fold_patches, unfold_patches
-from .inference import linear
 from .mixers import (
     EosMixer,
     LinformerSelfAttention,
@@ -65,14 +64,14 @@ def _polyline_row(mixer: PolylineMixer, x: Tensor, row: int, column: int, log_al
                   log_beta: Tensor) -> Tensor:
     """Return the row of polyline attention with other step logs than the mixer's own, (B, heads, H, W)."""
     height, width = x.shape[1:3]
-    q, k = (at_least_float(y) for y in mixer._queries_and_keys(linear(mixer.q, x), linear(mixer.k, x), export=False))
+    q, k = (at_least_float(y) for y in mixer.queries_and_keys(mixer.q(x), mixer.k(x)))
     # PyTorch's attention avoids an N x N matrix only if values are as wide as queries. Other operators take any width.
     copies = mixer.head_dim if mixer.attention == 'full' and mixer.paths == 'none' else 1
 
     def mix(values: Tensor) -> Tensor:
         return ATTENTIONS[mixer.attention](
             q, k, values.expand(-1, -1, -1, copies).contiguous(), log_alpha, log_beta, mask_mode=mixer.mask_mode,
-            paths=mixer.paths, backend='auto')[..., 0]
+            paths=mixer.paths)[..., 0]
 
     weights = _gradient(mix, q.new_zeros(*q.shape[:3], 1), lambda y: y[:, :, row * width + column])
     return weights.reshape(len(x), -1, height, width)
@@ -128,7 +127,7 @@ def _tree(mixer: TreeMixer, x: Tensor, row: int, column: int) -> Tensor:
 
 def _eos(mixer: EosMixer, x: Tensor, row: int, column: int) -> Tensor:
     tokens = mixer.recurrence.tokens(x)
-    values, scale = at_least_float(linear(mixer.value, x)), None
+    values, scale = at_least_float(mixer.value(x)), None
     if mixer.mode == 'axis':
         variance = mixer._run(values, tokens, 1).var(-1, correction=0, keepdim=True)          # (B, W, H, 1)
         scale = (variance + mixer.norm.eps).rsqrt()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..kernels.common.patches import fold_patches, unfold_patches
 from ..kernels.common.tracing import exporting
 from ._timm import checkpoint_seq
-from .blocks import can_bypass_forward, check_image, conv_norm_act_folded
-from .inference import convolution, forward_in_parts, is_cpu_inference
+from .blocks import check_image
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import check_source
 
@@ -72,9 +71,7 @@ class ConvNormAct(nn.Module):
         self.act = nn.SiLU(inplace=True) if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bn.training or not can_bypass_forward(self.conv, self.bn):
-            return self.act(self.bn(self.conv(x)))
-        return conv_norm_act_folded(self.conv, self.bn, self.act, x)
+        return self.act(self.bn(self.conv(x)))
 
 
 class InvertedResidual(nn.Module):
@@ -136,14 +133,7 @@ class TransformerLayer(nn.Module):
         not normalized.
         """
         x = x + self.drop_path1(self.attn(self.norm1(x), source, grouped))
-        return x + self.drop_path2(self._feed_forward(self.norm2(x)))
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        mlp = self.mlp
-        if not is_cpu_inference(x) or mlp._forward_hooks or mlp._forward_pre_hooks:
-            return mlp(x)
-        x = mlp.norm(convolution(mlp.fc1, x, mlp.act))
-        return mlp.fc2(mlp.drop(x))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 def to_even_size(x: Tensor) -> Tensor:
@@ -232,9 +222,6 @@ class Stage(nn.Sequential):
     grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return forward_in_parts(self, self._forward, x, x.shape[1] * x.shape[2] * x.shape[3])
-
-    def _forward(self, x: Tensor) -> Tensor:
         if self.grad_checkpointing and not torch.jit.is_tracing():
             return checkpoint_seq(self, x)
         return super().forward(x)

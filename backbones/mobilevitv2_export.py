@@ -3,18 +3,27 @@
 `exportable=True` alone gives a correct graph. `prepare_for_export` gives a faster one, with fewer operators that
 ExecuTorch cannot delegate to XNNPACK. It changes results by rounding only.
 """
-from typing import List, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from .blocks import can_bypass_forward
-from .mixers import SeparableSelfAttention
+from ..kernels.quadtree_solve.portable import quadtree_solve_maps
+from ..kernels.trees import Level, level_means_export, repeat_to_children, sibling_normalized
+from ..kernels.trees.edges import edge_biases
+from .mixers import SeparableSelfAttention, TreeMixer
+from .mixers.tree import EDGE_DIM
 from .mobilevitv2_blocks import PATCH, ConvNormAct, MobileViTv2Block, TransformerLayer, to_even_size
+from .prepare import has_hooks, is_plain
 
 GROUPS = PATCH[0] * PATCH[1]
+
+
+def _bypass(*layers: nn.Module) -> bool:
+    return is_plain(*layers) and not any(map(has_hooks, layers))
 
 
 class ImageNorm(nn.Module):
@@ -119,11 +128,60 @@ def to_grid(x: Tensor, sampling: str, height: int, width: int) -> Tensor:
     return x.reshape(-1, height, width, dim)
 
 
+@register_notrace_module
+class ExportTreeMixer(TreeMixer):
+    """TreeMixer in evaluation mode on maps (B, C, H, W), with tensors of rank 4 at most.
+
+    A padded batch has no export form.
+    """
+
+    @staticmethod
+    def convert(mixer: TreeMixer) -> None:
+        """Give a mixer the export form, in place."""
+        mixer.__class__ = ExportTreeMixer
+        like = mixer.value.weight
+        # Weights of convolutions, which exporters need as constants.
+        mixer.register_buffer('head_to_channels', like.new_ones(len(like), 1, 1, 1), persistent=False)
+        mixer.register_buffer('dots', like.new_full((mixer.num_heads, EDGE_DIM, 1, 1), EDGE_DIM ** -0.5),
+                              persistent=False)
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None, depth: Optional[int] = None,
+                shift: Optional[Tuple[int, int]] = None) -> Tensor:
+        if mask is not None:
+            return super().forward(x, mask, depth, shift)
+        y = self.solve_maps(x, self.levels(*x.shape[1:3])).permute(0, 2, 3, 1)
+        return self.out(F.silu(self.gate(x)) * y)
+
+    def solve_maps(self, x: Tensor, levels: Sequence[Level]) -> Tensor:
+        """Return the solution at the leaves, (B, C, H, W), computed with channels-first maps for exporters."""
+        values = level_means_export(self.value(x).permute(0, 3, 1, 2), levels)
+        bias = self._biases()
+        logits: List[Tensor] = [edge_biases(bias, n, level) for n, level in enumerate(levels[:-1])]
+        if self.query is not None:
+            query, key = (level_means_export(linear(x).permute(0, 3, 1, 2), levels)
+                          for linear in (self.query, self.key))
+            products = (query[n] * repeat_to_children(key[n + 1], level) for n, level in enumerate(levels[:-1]))
+            logits = [F.conv2d(product, self.dots, groups=self.num_heads) + bias
+                      for product, bias in zip(products, logits)]
+        if self.parametrization == 'laplacian':
+            edges = [F.softplus(logit) for logit in logits]
+        elif self.parametrization == 'symmetric':
+            edges = [sibling_normalized(logit, level, self.rho) for logit, level in zip(logits, levels)]
+        else:
+            edges = logits
+
+        def spread(numbers: Tensor) -> Tensor:
+            """Repeat a head's number for each of its channels."""
+            return F.conv2d(numbers, self.head_to_channels, groups=self.num_heads)
+
+        return quadtree_solve_maps(values, edges, self.parametrization, levels, spread)[0]
+
+
 def prepare_for_export(model: nn.Module) -> List[str]:
-    """Replace the MobileViTv2 blocks of a model by their export form, in place.
+    """Replace the MobileViTv2 blocks and the quad-tree mixers of a model by their export form, in place.
 
     Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: their own
-    export form works for every option. A model without such blocks is not changed.
+    export form works for every option. A model without such blocks or mixers is not changed.
 
     Args:
         model: any module in evaluation mode, with BatchNorm fused or not.
@@ -136,6 +194,9 @@ def prepare_for_export(model: nn.Module) -> List[str]:
     """
     if any(isinstance(module, MobileViTv2Block) and module.training for module in model.modules()):
         raise ValueError('the export form is for evaluation mode only; call model.eval() first')
+    for module in model.modules():
+        if type(module) is TreeMixer:
+            ExportTreeMixer.convert(module)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()) if not isinstance(parent, ExportBlock) else ():
             if isinstance(child, MobileViTv2Block) and _is_supported(child):
@@ -144,11 +205,11 @@ def prepare_for_export(model: nn.Module) -> List[str]:
 
 
 def _is_supported(block: MobileViTv2Block) -> bool:
-    if block.exact_size or not can_bypass_forward(block.conv_proj.conv):
+    if block.exact_size or not _bypass(block.conv_proj.conv):
         return False
     return all(
         type(layer) is TransformerLayer and type(layer.attn) is SeparableSelfAttention
-        and can_bypass_forward(layer.attn.qkv_proj, layer.attn.out_proj, layer.mlp.fc1, layer.mlp.fc2)
+        and _bypass(layer.attn.qkv_proj, layer.attn.out_proj, layer.mlp.fc1, layer.mlp.fc2)
         for layer in block.transformer
     )
 

@@ -4,9 +4,21 @@ A module's own `forward` is the equation. What inference can change about a netw
 changing its results (norms folded into layers, products joined, layouts, parts of a batch) stands
 here, as modules that replace others.
 """
-from typing import Callable, Dict, Type
+import platform
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Type
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils.flop_counter import register_flop_formula
+
+from ..kernels.common.tracing import exporting
+from ..kernels.common.workspace import keep_freed_memory, packed
+from .blocks import ConvNorm, FeedForward, Stem, check_image
+from .hierarchical import Stage
+from .mixers import EosMixer, PolylineMixer, TreeMixer
 
 # Class of a module -> what replaces an instance of it. A subclass is not replaced.
 REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
@@ -29,16 +41,309 @@ def prepare(model: nn.Module) -> nn.Module:
     """
     if model.training:
         raise ValueError('prepare is for inference: call model.eval() first')
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) in REPLACEMENTS:
-                setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
+    with torch.no_grad():
+        # Inner modules first: a stage is replaced with its blocks already prepared.
+        for parent in reversed(list(model.modules())):
+            for name, child in list(parent.named_children()):
+                if type(child) in REPLACEMENTS and not child.training and not has_hooks(child):
+                    setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
     return model
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def is_plain(*layers: Optional[nn.Module]) -> bool:
+    """True if the layers are PyTorch's own, without adapter or parametrization: their weights may be used directly."""
+    return all(type(layer) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) for layer in layers)
+
+
+# ---- layers with an activation on oneDNN, which torch.compile uses on CPUs too
+
+# The names that oneDNN has for activations.
+_ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
+_ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
+    hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
+# oneDNN has no bfloat16 on CPUs without AVX-512.
+_DTYPES = (torch.float32, torch.bfloat16) if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else (
+    torch.float32,)
+
+
+class _JoinedLayer:
+    """A layer of PyTorch with an activation, which oneDNN applies while a block is in the cache."""
+
+    act: nn.Module
+
+    def runs_on_onednn(self, x: Tensor) -> bool:
+        """True if oneDNN can compute the layer and nobody would miss PyTorch's own operator.
+
+        It has no gradients. Modes such as a counter of operations know PyTorch's operators only.
+        """
+        dtype = _dtype(x)
+        return (type(x) is Tensor and x.device.type == 'cpu' and not torch.is_grad_enabled()
+                and not exporting() and x.numel() > 0
+                and (type(self.act) is not nn.SiLU or dtype == torch.bfloat16)    # no faster in float32
+                and self.weight.dtype in _DTYPES and dtype in _DTYPES
+                and (torch.is_autocast_enabled('cpu') or x.dtype == self.weight.dtype)
+                and (torch.compiler.is_compiling() or _is_unseen(x)))
+
+
+def _is_unseen(x: Tensor) -> bool:
+    """True if no switch, mode or transform of PyTorch wants to see an operator on x."""
+    return (torch._C._get_mkldnn_enabled() and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else x.dtype
+
+
+def _in_one_dtype(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
+    """Cast as autocast would."""
+    dtype = _dtype(tensors[0])
+    return [None if x is None else x.to(dtype) for x in tensors]
+
+
+@register_notrace_module
+class JoinedLinear(_JoinedLayer, nn.Linear):
+    """act(linear(x)): (..., C) -> (..., C')."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.runs_on_onednn(x):
+            return self.act(super().forward(x))
+        run = _compiled_linear if torch.compiler.is_compiling() else _linear
+        return run(*_in_one_dtype(x, self.weight, self.bias), _ACTIVATIONS[type(self.act)])
+
+
+@register_notrace_module
+class JoinedConv2d(_JoinedLayer, nn.Conv2d):
+    """act(conv(x)): (B, C, H, W) -> (B, C', H', W')."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.runs_on_onednn(x):
+            return self.act(super().forward(x))
+        run = _compiled_convolution if torch.compiler.is_compiling() else _convolution
+        return run(*_in_one_dtype(x, self.weight, self.bias), self.padding, self.stride, self.dilation,
+                   self.groups, _ACTIVATIONS[type(self.act)])
+
+
+def join(layer: nn.Module, act: nn.Module) -> bool:
+    """Let a layer apply an activation, in place. Return False if it cannot: oneDNN has no such layer.
+
+    Layers with adapters and layers on other devices stay as they are.
+    """
+    known = type(act) in _ACTIVATIONS and getattr(act, 'approximate', 'none') == 'none'
+    if not (_ONEDNN and known and is_plain(layer) and layer.weight.is_cpu):
+        return False
+    layer.__class__ = {nn.Linear: JoinedLinear, nn.Conv2d: JoinedConv2d}[type(layer)]
+    layer.act = act
+    return True
+
+
+def join_linears(module: nn.Module) -> nn.Module:
+    """Let the linear layers of a module run on oneDNN, in place, and return the module."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            join(layer, nn.Identity())
+    return module
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, act, [], 'none')
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: Sequence[int], stride: Sequence[int],
+                 dilation: Sequence[int], groups: int, act: str) -> Tensor:
+    return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, act, [], 'none')
+
+
+# Inductor takes oneDNN's layers with constant weights only. These operators are closed to it.
+
+@torch.library.custom_op('subquad::onednn_linear_fwd', mutates_args=())
+def _compiled_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
+    keep_freed_memory()
+    return _linear(x, weight, bias, act)
+
+
+@torch.library.custom_op('subquad::onednn_convolution_fwd', mutates_args=())
+def _compiled_convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: List[int], stride: List[int],
+                          dilation: List[int], groups: int, act: str) -> Tensor:
+    """x and the result are channels-last."""
+    keep_freed_memory()
+    return _convolution(x, weight, bias, padding, stride, dilation, groups, act)
+
+
+@_compiled_linear.register_fake
+def _(x, weight, bias, act):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_compiled_convolution.register_fake
+def _(x, weight, bias, padding, stride, dilation, groups, act):
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups).contiguous(memory_format=torch.channels_last)
+
+
+@register_flop_formula(torch.ops.subquad.onednn_linear_fwd)
+def _(x, weight, bias, act, out_shape=None, **kwargs) -> int:
+    return 2 * torch.Size(x).numel() * weight[0]
+
+
+@register_flop_formula(torch.ops.subquad.onednn_convolution_fwd)
+def _(x, weight, *args, out_shape=None, **kwargs) -> int:
+    batch, _, height, width = out_shape
+    return 2 * batch * height * width * torch.Size(weight).numel()
+
+
+# ---- parts of a batch
+
+# Bytes of the token map that run at a time: in float32, 3 images of 224 x 224 at PPMA-T's stride 4.
+PART_BYTES = 3_200_000
+
+
+def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, elements: int) -> Tensor:
+    """Return forward(x), computed for a few images of the batch at a time in eager inference on a CPU.
+
+    On a CPU, fresh memory and cache misses cost more than arithmetic (measured with PPMA-T: a fifth
+    of the time of a batch of 32). In all other cases the batch stays whole: a graph must not
+    contain the loop, and a GPU is fastest with large batches.
+
+    The stem and each stage split the batch by themselves, because their maps differ in size: late
+    stages run whole batches.
+
+    Args:
+        module: the module whose `forward` runs. If a part of it has a hook, the batch stays whole.
+        forward: maps (B, ...) to (B, ...), each image independently of the others.
+        x: (B, ...).
+        elements: the number of elements of the token map of one image.
+    """
+    if (x.device.type != 'cpu' or torch.is_grad_enabled() or exporting() or torch.compiler.is_compiling()
+            or module.training or has_hooks(module)):
+        return forward(x)
+    keep_freed_memory()
+    images = max(1, PART_BYTES // max(1, elements * _dtype(x).itemsize))
+    return forward(x) if len(x) <= images else torch.cat([forward(part) for part in x.split(images)])
 
 
 # ---- the four-stage skeleton and its mixers
 
+@register_notrace_module
+class StemInParts(Stem):
+    """Stem that runs a batch in parts on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = check_image(x, self.in_chans)
+        elements = x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels
+        return forward_in_parts(self, super().forward, x, elements)
+
+
+@register_notrace_module
+class StageInParts(Stage):
+    """Stage whose blocks run a batch in parts on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x).permute(0, 2, 3, 1)
+        return forward_in_parts(self, self.blocks, x, x[0].numel()).permute(0, 3, 1, 2)
+
+
+@register_notrace_module
+class HeadsInPlaceMixer(PolylineMixer):
+    """PolylineMixer on a CPU, which adds LePE to the heads where they lie, without a copy in the order of the grid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, q, k = self.v(x), self.q(x), self.k(x)
+        y = self.attend(q, k, v, *self.decay_logs(x)).transpose(1, 2)             # (B, N, heads, D)
+        y = self.lepe(v).reshape(y.shape) + packed(y)
+        return self.out(y.reshape(x.shape))
+
+
+@register_notrace_module
+class OneProductMixer(PolylineMixer):
+    """PolylineMixer on a GPU, where one product gives q, k, v and the decay.
+
+    The heads of the decay are rows of the product. Its width is padded to a multiple of 16, so that
+    kernels load whole vectors.
+    """
+
+    @staticmethod
+    def convert(mixer: PolylineMixer) -> PolylineMixer:
+        """Join the layers of a mixer, in place, and return it."""
+        layers, decay = [mixer.q, mixer.k, mixer.v], mixer.decay
+        if not is_plain(*layers) or decay is not None and not is_plain(decay.proj):
+            return mixer
+        weights, biases = [[getattr(layer, name) for layer in layers] for name in ('weight', 'bias')]
+        like = weights[0]
+        if decay is not None:
+            heads = torch.eye(mixer.num_heads, device=like.device, dtype=like.dtype)
+            weights += [torch.kron(heads, row[None]) for row in decay.proj.weight]    # (heads, C) each
+            biases += [decay.dt_bias] * len(decay.proj.weight)
+        rows = -sum(map(len, weights)) % 16
+        weights, biases = [*weights, like.new_zeros(rows, like.shape[1])], [*biases, like.new_zeros(rows)]
+        weight, bias = torch.cat(weights), torch.cat(biases)
+        mixer.__class__ = OneProductMixer
+        mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=like.device, dtype=like.dtype)
+        mixer.joined.weight.copy_(weight)
+        mixer.joined.bias.copy_(bias)
+        return mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, dim = self.joined(x), x.shape[3]
+        q, k, v = y[..., :3 * dim].split(dim, -1)
+        y = self.attend(q, k, v, *self.logs(x, y[..., 3 * dim:])).transpose(1, 2)
+        return self.out(self.lepe(v, y.reshape(x.shape)))
+
+    def logs(self, x: Tensor, steps: Tensor) -> Tuple[Tensor, Tensor]:
+        """Return the step logs (B, heads, H, W) from the last channels of the product."""
+        if self.decay is None:
+            return self.decay_logs(x)
+        directions = len(self.decay.proj.weight)
+        steps = F.softplus(steps[..., :directions * self.num_heads]) * -self.decay.A_log.exp().repeat(directions)
+        steps = steps.permute(0, 3, 1, 2)
+        return self.scaled(steps[:, :self.num_heads], steps[:, -self.num_heads:])
+
+
+def fold_norm(layer: ConvNorm) -> ConvNorm:
+    """Fold the norm of a layer into its convolution, in place, and return the layer."""
+    if is_plain(layer.conv, layer.norm):
+        conv = fuse_conv_bn_eval(layer.conv, layer.norm)
+        layer.conv, layer.norm = conv.to(memory_format=torch.channels_last), nn.Identity()
+        if join(layer.conv, layer.act):
+            layer.act = nn.Identity()
+    return layer
+
+
+def prepare_feed_forward(layer: FeedForward) -> FeedForward:
+    """Move GELU from the depthwise convolution into the linear layer before it, on a CPU."""
+    if join(layer.fc1, nn.GELU()):
+        layer.dwconv.gelu = False
+    return join_linears(layer)
+
+
+def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
+    """Choose the form of a mixer for its device, in place, and return the mixer."""
+    if mixer.q.weight.is_cuda:
+        return OneProductMixer.convert(mixer)
+    mixer.__class__ = HeadsInPlaceMixer
+    return join_linears(mixer)
+
+
+def _with_class(cls: Type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    def swap(module: nn.Module) -> nn.Module:
+        module.__class__ = cls
+        return module
+    return swap
+
+
+REPLACEMENTS.update({
+    ConvNorm: fold_norm,
+    Stem: _with_class(StemInParts),
+    Stage: _with_class(StageInParts),
+    FeedForward: prepare_feed_forward,
+    PolylineMixer: prepare_polyline,
+    TreeMixer: join_linears,
+    EosMixer: join_linears,
+})
+
 
 # ---- MobileViTv2
-
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from subquad import kernels
-from subquad.backbones.mixers.rotary import rotary_table
 from subquad.kernels.common import launch_table
 from subquad.kernels.common.launch_table import Launch
 from subquad.kernels.dispatch import OPERATORS
+from subquad.kernels.rotary_embedding.angles import rotary_table
 from subquad.kernels.trees import quadtree_levels
 from subquad.tools.bench import operators as ops
 from subquad.tools.common.output import dumps

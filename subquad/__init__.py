@@ -16,5 +16,6 @@ from . import backbones, kernels  # noqa: E402, F401  (timm, which they import, 
 from .backbones.graft import graft, ungraft  # noqa: E402, F401
 from .backbones.influence import influence  # noqa: E402, F401
 from .backbones.padding import exact_padding, forward_padded, pad_images  # noqa: E402, F401
+from .backbones.prepare import prepare  # noqa: E402, F401
 from .backbones.resolution import set_decay_scale  # noqa: E402, F401
 from .backbones.saliency import class_activation, effective_receptive_field  # noqa: E402, F401

@@ -8,12 +8,9 @@ from typing import Any, Callable, ClassVar, Dict, Optional
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exportable
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ...kernels.common.tracing import exporting
-from .. import inference
 from ..options import Option, Options, check, flag, integer, one_of, or_none
 from . import eos_linear as linear
 from . import eos_systems as systems
@@ -205,7 +202,6 @@ class EosMixer(nn.Module):
         self.out = nn.Linear(dim, dim, **dd)
         # Sums over an image, or over a line without decay, can exceed the range of float16.
         self.long_sums = mode != 'axis' or not self.recurrence.fades
-        self.exportable = is_exportable()
 
     @property
     def decay_scale(self) -> float:
@@ -245,10 +241,10 @@ class EosMixer(nn.Module):
         if mask is not None and not self.takes_mask:
             raise ValueError(f'mixer={self.mixer!r} with mode={self.mode!r} does not take a mask; use '
                              'subquad.exact_padding')
-        y = self._normalize(self.mix(inference.linear(self.value, x), x, mask))
+        y = self._normalize(self.mix(self.value(x), x, mask))
         if self.gate is not None:
-            y = inference.linear(self.gate, x, inference.SILU) * y
-        return inference.linear(self.out, y)
+            y = F.silu(self.gate(x)) * y
+        return self.out(y)
 
     def _normalize(self, y: Tensor) -> Tensor:
         """Apply the norm, in float32 if y has this dtype, and return the dtype of the norm's weight."""
@@ -286,9 +282,8 @@ class EosMixer(nn.Module):
             shape = {0: (batch, height * width), 1: (batch * width, height), 2: (batch * height, width)}[axis]
             return y.reshape(*shape, self.num_heads, y.shape[3] // self.num_heads).transpose(1, 2)
 
-        backend = 'export' if self.exportable or exporting() else 'auto'
         y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()},
-                                 bidirectional=self.mode != 'forward', backend=backend)
+                                 bidirectional=self.mode != 'forward')
         size = (width, height) if axis == 1 else (height, width)
         return y.transpose(1, 2).reshape(batch, *size, values.shape[3])
 

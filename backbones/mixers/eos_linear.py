@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ...kernels import eos_elementwise, eos_matmul
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
-from ..inference import linear
 from .activations import ACTIVATE
 from .wide import WideModule, at_least_float, wide
 
@@ -160,7 +159,7 @@ class TokenGates(Oscillation):
 
     def tokens(self, x: Tensor) -> Tokens:
         gates = {'log_o_k': self.gate_k, 'log_o_d': self.gate_d}
-        return {name: gate_log(linear(gate, x), self.tau) for name, gate in gates.items() if gate is not None}
+        return {name: gate_log(gate(x), self.tau) for name, gate in gates.items() if gate is not None}
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
         return {name: tokens[name] for name in ('log_o_k', 'log_o_d') if name in tokens}
@@ -184,7 +183,7 @@ class GatedProduct(Oscillation):
         nn.init.normal_(self.factor)
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'z': at_least_float(linear(self.z, x))}
+        return {'z': at_least_float(self.z(x))}
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
         factor = self.factor.to(tokens['z'].dtype)
@@ -231,7 +230,7 @@ class TurningGates(Oscillation):
         self.gate_k, self.angle = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) for _ in range(2))
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'log_o_k': gate_log(linear(self.gate_k, x), self.tau), 'theta': at_least_float(linear(self.angle, x))}
+        return {'log_o_k': gate_log(self.gate_k(x), self.tau), 'theta': at_least_float(self.angle(x))}
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
         return {name: tokens[name] for name in ('log_o_k', 'theta')}
@@ -266,7 +265,7 @@ class Elementwise(Recurrence):
                 nn.init.normal_(matrix, std=0.1)
 
     def tokens(self, x: Tensor) -> Tokens:
-        found = {name: self.activate(linear(layer, x)) for name, layer in (('e', self.expand), ('s', self.shrink))
+        found = {name: self.activate(layer(x)) for name, layer in (('e', self.expand), ('s', self.shrink))
                  if layer is not None}
         return {**found, **self.oscillation.tokens(x)}
 
@@ -306,8 +305,8 @@ class ComplementKeys(Recurrence):
         self.gate_k, self.shrink = (nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd) for _ in range(2))
 
     def tokens(self, x: Tensor) -> Tokens:
-        log = self.per_scale(gate_log(linear(self.gate_k, x), self.tau))
-        return {'log_o_k': log, 'e': -torch.expm1(log), 's': linear(self.shrink, x)}
+        log = self.per_scale(gate_log(self.gate_k(x), self.tau))
+        return {'log_o_k': log, 'e': -torch.expm1(log), 's': self.shrink(x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         return eos_elementwise(i, tokens['e'].to(i.dtype), tokens['s'].to(i.dtype), **self.decays(tokens), **run)
@@ -330,7 +329,7 @@ class RunningSoftmax(Elementwise):
         self.logit = nn.Linear(sizes.dim, sizes.heads * sizes.keys, **dd)
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {**super().tokens(x), 'logit': at_least_float(linear(self.logit, x)).clamp(-_LOGIT_BOUND, _LOGIT_BOUND)}
+        return {**super().tokens(x), 'logit': at_least_float(self.logit(x)).clamp(-_LOGIT_BOUND, _LOGIT_BOUND)}
 
     def scan(self, i: Tensor, tokens: Tokens, bidirectional: bool = False, reverse: bool = False, **run: Any) -> Tensor:
         y, own = zip(*(self._pass(i, tokens, back, **run)
@@ -377,7 +376,7 @@ class Delta(Recurrence):
     def tokens(self, x: Tensor) -> Tokens:
         found: Dict[str, Optional[nn.Module]] = dict(key=self.key, query=self.query, second=self.second_key,
                                                      rate=self.rate)
-        return {name: linear(layer, x) for name, layer in found.items() if layer is not None}
+        return {name: layer(x) for name, layer in found.items() if layer is not None}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         with without_autocast(i):

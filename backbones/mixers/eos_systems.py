@@ -10,7 +10,6 @@ from ...kernels import eos_elementwise
 from ...kernels.common.autocast import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ...kernels.eos_scan.problem import phases
-from ..inference import linear
 from .activations import ACTIVATE
 from .eos_linear import Recurrence, Sizes, Tokens, gate_log
 from .scan import hippo_normal_eigenvalues
@@ -179,7 +178,7 @@ class Selective(Recurrence):
 
     def tokens(self, x: Tensor) -> Tokens:
         step = self.per_scale(F.softplus(at_least_float(self.step(x)) + self.step_bias))
-        return {'e': self.activate(linear(self.expand, x)), 's': self.activate(linear(self.shrink, x)), 'step': step}
+        return {'e': self.activate(self.expand(x)), 's': self.activate(self.shrink(x)), 'step': step}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         y = eos_elementwise((i * tokens['step']).to(i.dtype), tokens['e'].to(i.dtype), tokens['s'].to(i.dtype),
@@ -209,7 +208,7 @@ class WeightedMean(Recurrence):
         self.bonus = nn.Parameter(torch.full((sizes.dim,), math.log(0.3), **own))
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'key': linear(self.key, x), 'receptance': linear(self.receptance, x)}
+        return {'key': self.key(x), 'receptance': self.receptance(x)}
 
     def scan(self, i: Tensor, tokens: Tokens, bidirectional: bool = False, **run: Any) -> Tensor:
         values, key = _split(at_least_float(i)), _split(at_least_float(tokens['key']))
@@ -242,7 +241,7 @@ class GatedChannels(Recurrence):
         self.theta = nn.Parameter(angles.to(**wide(device, dtype))) if turning else None
 
     def tokens(self, x: Tensor) -> Tokens:
-        return {'log': self.per_scale(gate_log(linear(self.forget, x), self.tau)), 'shrink': linear(self.shrink, x)}
+        return {'log': self.per_scale(gate_log(self.forget(x), self.tau)), 'shrink': self.shrink(x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:
         log = tokens['log']

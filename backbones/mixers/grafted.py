@@ -161,8 +161,7 @@ def polyline_softmax(
     """
     prefix = q.shape[2] - log_alpha.shape[2] * log_alpha.shape[3]
     if not prefix and bias is None and not dropout:
-        return attend_full(q, k, v, log_alpha, log_beta, mask_mode='additive', paths='both',
-                           backend='export' if exporting() else 'auto')
+        return attend_full(q, k, v, log_alpha, log_beta, mask_mode='additive', paths='both')
     row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
     mask = (row[:, :, :, :, None] + column[:, :, :, None]).flatten(4).flatten(2, 3)                # (B, heads, HW, HW)
     y = 0

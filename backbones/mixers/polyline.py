@@ -5,32 +5,29 @@ the code adds the logarithm of the mask to the logits (`mask_mode='additive'`, w
 trained), and the paper multiplies the softmax by the mask (`mask_mode='multiplicative'`). The default follows the code.
 """
 import math
-from functools import lru_cache
-from typing import Callable, ClassVar, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, ClassVar, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exportable
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ...kernels import crisscross_attention, decay_attention, polyline_attention, polyline_linear_attention
+from ...kernels import (
+    crisscross_attention,
+    decay_attention,
+    polyline_attention,
+    polyline_linear_attention,
+    rotary_embedding,
+)
 from ...kernels.common.checks import MASK_MODES
-from ...kernels.common.tracing import exporting
-from ...kernels.common.workspace import packed
-from ...kernels.crisscross_attention.portable import crisscross_attention_tokens
-from ...kernels.dispatch import chosen_backend
-from ...kernels.polyline_attention.portable import polyline_attention_tokens
-from ..blocks import DepthwiseConv, can_bypass_forward
-from ..inference import linear
+from ..blocks import DepthwiseConv
 from ..options import Options, check, flag, one_of
-from .rotary import rotate, rotate_flat
 
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
 
-# The functions `attend_*` map q, k, v (B, heads, N, D) and step logs (B, heads, H, W) to (B, heads, N, D). Their own
-# arithmetic stays at rank 4 for exporters; the operators split N into H and W, and their forms for exporters do not.
+# The functions `attend_*` map q, k, v (B, heads, H * W, D) and step logs (B, heads, H, W) to
+# (B, heads, H * W, D).
 
 def attend_full(
         q: Tensor,
@@ -40,22 +37,17 @@ def attend_full(
         log_beta: Tensor,
         mask_mode: str,
         paths: str,
-        backend: str,
 ) -> Tensor:
     """Softmax attention between all tokens (PPMVA)."""
     if paths == 'none':
         return F.scaled_dot_product_attention(q, k, v, scale=1.0)
     if paths == 'cross_scan':
         def along_lines(q, k, v, log_decay):
-            return decay_attention(q, k, v, log_decay, mask_mode=mask_mode, backend=backend)
+            return decay_attention(q, k, v, log_decay, mask_mode=mask_mode)
         y = _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
         return y * (0.5 if mask_mode == 'additive' else 1.0)
     paths = 'both' if paths == 'both' else 'v2h'         # for 'rmt' the V2H mask equals the H2V mask
-    if backend == 'export':
-        return polyline_attention_tokens(q, k, v, log_alpha, log_beta, mask_mode, paths)
-    q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
-    return polyline_attention(
-        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
+    return polyline_attention(q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths)
 
 
 def attend_crisscross(
@@ -66,16 +58,11 @@ def attend_crisscross(
         log_beta: Tensor,
         mask_mode: str,
         paths: str,
-        backend: str,
 ) -> Tensor:
     """Softmax attention along columns and along rows (PPMCCA): RMT goes along rows first."""
     mask_mode = 'additive' if paths == 'none' else mask_mode
     paths = {'cross_scan': 'both', 'rmt': 'h2v', 'none': 'v2h'}.get(paths, paths)
-    if backend == 'export':
-        return crisscross_attention_tokens(q, k, v, log_alpha, log_beta, mask_mode, paths)
-    q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
-    return crisscross_attention(
-        q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths, backend=backend).flatten(2, 3)
+    return crisscross_attention(q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths)
 
 
 def attend_linear(
@@ -86,11 +73,10 @@ def attend_linear(
         log_beta: Tensor,
         mask_mode: str,
         paths: str,
-        backend: str,
 ) -> Tensor:
     """Normalized linear attention with the feature map elu + 1 (PPMLA). `mask_mode` has no effect."""
     v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel sums the weights
-    y = _masked_linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, log_alpha, log_beta, paths, backend)
+    y = _masked_linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, log_alpha, log_beta, paths)
     return y[..., :-1] / y[..., -1:]
 
 
@@ -102,14 +88,13 @@ def attend_decomposed(
         log_beta: Tensor,
         mask_mode: str,
         paths: str,
-        backend: str,
 ) -> Tensor:
     """Softmax attention to and from 16 pooled queries (PPMDA). `mask_mode` has no effect."""
     grid = q.flatten(0, 1).transpose(1, 2).unflatten(2, log_alpha.shape[2:])         # (B * heads, D, H, W)
     agents = F.adaptive_avg_pool2d(grid, 4).flatten(2).unflatten(0, q.shape[:2])     # (B, heads, D, 16)
     to_agents = ((q * q.shape[-1] ** -0.5) @ agents).softmax(-1)                     # S1: (B, heads, N, 16)
     from_tokens = (k @ agents).softmax(-2)                                           # S2', over the tokens
-    return _masked_linear_attention(to_agents, from_tokens, v, log_alpha, log_beta, paths, backend)
+    return _masked_linear_attention(to_agents, from_tokens, v, log_alpha, log_beta, paths)
 
 
 def _masked_linear_attention(
@@ -119,16 +104,15 @@ def _masked_linear_attention(
         log_alpha: Tensor,
         log_beta: Tensor,
         paths: str,
-        backend: str,
 ) -> Tensor:
     """(q k' * mask) v without softmax."""
     if paths == 'cross_scan':
         def along_lines(q, k, v, log_decay):
-            return polyline_linear_attention(q, k, v, log_decay, log_decay, paths='v2h', backend=backend)
+            return polyline_linear_attention(q, k, v, log_decay, log_decay, paths='v2h')
         return _sum_of_scans(along_lines, q, k, v, log_alpha, log_beta)
     paths = 'both' if paths == 'both' else 'v2h'
     q, k, v = (x.unflatten(2, log_alpha.shape[2:]) for x in (q, k, v))
-    return polyline_linear_attention(q, k, v, log_alpha, log_beta, paths=paths, backend=backend).flatten(2, 3)
+    return polyline_linear_attention(q, k, v, log_alpha, log_beta, paths=paths).flatten(2, 3)
 
 
 def _sum_of_scans(
@@ -202,40 +186,8 @@ class PathDecay(nn.Module):
         x = self.proj(x)                                                                 # (B, N, heads, 1 or 2)
         x = x.permute(0, 3, 2, 1).contiguous()                                           # (B, 1 or 2, heads, N)
         logs = F.softplus(x + self.dt_bias[:, None]) * -self.A_log.exp()[:, None]
-        log_alpha, log_beta = (logs[:, n].reshape(batch, self.num_heads, height, width) for n in (0, -1))
-        return log_alpha, log_beta
-
-    def rows(self) -> Tuple[Tensor, List[Tensor]]:
-        """Return the projection as rows of one linear layer on all channels, for use by `logs`.
-
-        The number of heads is padded, so that the layer's output has a multiple of 16 channels, which lets kernels load
-        whole vectors.
-
-        Returns:
-            The weight, (1 or 2 times the padded heads, C), and the parts of the bias, to be concatenated.
-        """
-        weight = self.proj.weight                                                        # (1 or 2, head_dim)
-        heads, padded = _kept_heads(self.num_heads, 16 // len(weight), weight.device, weight.dtype)
-        rows = heads[None, :, :, None] * weight[:, None, None]                           # (1 or 2, padded, heads, D)
-        return rows.reshape(len(weight) * len(heads), -1), [self.dt_bias, padded] * len(weight)
-
-    def logs(self, x: Tensor, height: int, width: int) -> Tuple[Tensor, Tensor]:
-        """Return log_alpha and log_beta, (B, heads, H, W) each, for the product x (B, N, rows) with `rows`."""
-        directions = len(self.proj.weight)
-        steps = F.softplus(x.unflatten(2, (directions, -1))[..., :self.num_heads])
-        logs = steps.new_empty(len(steps), directions, self.num_heads, height * width)
-        torch.mul(steps.permute(0, 2, 3, 1), -self.A_log.exp()[:, None], out=logs)
-        logs = logs.unflatten(3, (height, width))
-        return logs[:, 0], logs[:, -1]
-
-
-@lru_cache(maxsize=64)
-def _kept_heads(heads: int, multiple: int, device: torch.device, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
-    """Return the identity (padded heads, heads), and a zero for each head that pads it."""
-    padded = -(-heads // multiple) * multiple
-    with torch.inference_mode(False):                    # training could not save a tensor made in inference mode
-        return (torch.eye(padded, heads, device=device, dtype=dtype),
-                torch.zeros(padded - heads, device=device, dtype=dtype))
+        grid = batch, self.num_heads, height, width
+        return logs[:, 0].reshape(grid), logs[:, -1].reshape(grid)
 
 
 @register_notrace_module
@@ -297,65 +249,17 @@ class PolylineMixer(nn.Module):
         self.decay = PathDecay(self.head_dim, num_heads, shared_decay, **dd) if paths not in ('rmt', 'none') else None
         self.lepe = DepthwiseConv(dim, lepe_kernel, **dd)
         self.out = nn.Linear(dim, dim, **dd)
-        self.exportable = is_exportable()
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, height, width, dim = x.shape
-        export = self.exportable or exporting()
-        if self._takes_one_product(x, export):
-            q, k, v, log_alpha, log_beta = self._one_product(x)
-        else:
-            v, q, k = (linear(layer, x) for layer in (self.v, self.q, self.k))
-            log_alpha, log_beta = self.decay_logs(x)
-        q, k = self._queries_and_keys(q, k, export)
-        attend = ATTENTIONS[self.attention]
-        y = attend(
-            q,
-            k,
-            self._split_heads(v),
-            log_alpha,
-            log_beta,
-            mask_mode=self.mask_mode,
-            paths=self.paths,
-            backend='export' if export else 'auto',
-        )
-        y = y.transpose(1, 2)                                                            # (B, N, heads, D)
-        if y.is_contiguous() and not export:             # the order of the Triton kernels: a view of the grid
-            y = self.lepe(v, y.reshape(v.shape))
-        else:
-            y = self.lepe(v).reshape(y.shape) + packed(y)
-        return linear(self.out, y.reshape(batch, height, width, dim))
+        v, q, k = self.v(x), self.q(x), self.k(x)
+        y = self.attend(q, k, v, *self.decay_logs(x)).transpose(1, 2)             # (B, N, heads, D)
+        return self.out(self.lepe(v, y.reshape(x.shape)))
 
-    def _linears(self) -> List[nn.Module]:
-        return [self.q, self.k, self.v, *([] if self.decay is None else [self.decay.proj])]
-
-    def _takes_one_product(self, x: Tensor, export: bool) -> bool:
-        """True if q, k, v and the decay are one product: in inference, where the operators run on Triton.
-
-        Elsewhere the layers stay apart: a CPU gains nothing, and MACs are counted by the definition.
-        """
-        linears = self._linears()
-        return (not export and not torch.is_grad_enabled() and can_bypass_forward(*linears)
-                and chosen_backend('rotary_embedding', 'auto', x) == 'triton'
-                and len({linear.weight.dtype for linear in linears}) == 1)
-
-    def _one_product(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v (B, H, W, C) and the step logs (B, heads, H, W) from one product, as views of it.
-
-        The joined weights are not kept. A parameter can change without a trace (`parameter.data.copy_`, as averages of
-        weights do), and joining them takes two launches over a few megabytes at most.
-        """
-        height, width, dim = x.shape[1:]
-        weights, biases = ([getattr(linear, name) for linear in (self.q, self.k, self.v)]
-                           for name in ('weight', 'bias'))
-        if self.decay is not None:
-            rows, row_biases = self.decay.rows()
-            weights, biases = [*weights, rows], biases + row_biases
-        y = F.linear(x, torch.cat(weights), torch.cat(biases))
-        q, k, v = y[..., :3 * dim].split(dim, -1)
-        if self.decay is None:
-            return q, k, v, *self.decay_logs(x)
-        return q, k, v, *self._scaled(*self.decay.logs(y[..., 3 * dim:].flatten(1, 2), height, width))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor) -> Tensor:
+        """Return masked attention, (B, heads, N, D), of q, k, v (B, H, W, C) under step logs (B, heads, H, W)."""
+        q, k = self.queries_and_keys(q, k)
+        return ATTENTIONS[self.attention](
+            q, k, self._split_heads(v), log_alpha, log_beta, self.mask_mode, self.paths)
 
     def decay_logs(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Return the step logs for the mixer's input x (B, H, W, C).
@@ -364,14 +268,14 @@ class PolylineMixer(nn.Module):
             log_alpha (horizontal) and log_beta (vertical), (B, heads, H, W) each.
         """
         if self.decay is not None:
-            return self._scaled(*self.decay(x))
+            return self.scaled(*self.decay(x))
         logs = x.new_zeros(x.shape[0], self.num_heads, *x.shape[1:3])
         if self.paths == 'rmt':
             head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)[:, None, None]
             logs = logs + torch.log1p(-2.0 ** (-2 - self.rmt_range * head / self.num_heads)).to(x.dtype)
-        return self._scaled(logs, logs)
+        return self.scaled(logs, logs)
 
-    def _scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:
+    def scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:
         """Divide step logs by the scale."""
         scale = self.decay_scale
         return (log_alpha, log_beta) if scale == 1 else (log_alpha / scale, log_beta / scale)
@@ -388,13 +292,14 @@ class PolylineMixer(nn.Module):
         batch, height, width, _ = x.shape                # no size is -1, which an empty batch leaves open
         return x.reshape(batch, height * width, self.num_heads, self.head_dim).transpose(1, 2)
 
-    def _queries_and_keys(self, q: Tensor, k: Tensor, export: bool) -> Tuple[Tensor, Tensor]:
-        """Split q and k (B, H, W, C) into heads, (B, heads, N, D) each, with k scaled by head_dim^-1/2.
+    def queries_and_keys(self, q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
+        """Split q and k (B, H, W, C) into heads, (B, heads, N, D), with k scaled by head_dim^-1/2.
 
-        Softmax attention rotates them. Linear and decomposed attention do not.
+        Softmax attention rotates them by the index of their token. Linear and decomposed
+        attention do not.
         """
         scale = self.head_dim ** -0.5
         q, k = self._split_heads(q), self._split_heads(k)
         if self.attention in ('linear', 'decomposed'):
             return q, k * scale
-        return (rotate_flat if export else rotate)(q, k, scale)
+        return rotary_embedding(q, k, scale=scale)

@@ -8,28 +8,22 @@ from typing import ClassVar, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exportable
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import quadtree_attention, quadtree_solve
-from ...kernels.quadtree_solve.portable import quadtree_solve_maps
 from ...kernels.trees import (
     PARAMETRIZATIONS,
     RHO,
     Level,
     Tree,
     level_means,
-    level_means_export,
     quadtree_levels,
-    repeat_to_children,
-    sibling_normalized,
     third_of_coarsest_cell,
     tree_blocks,
     tree_marginal_variances,
 )
-from ...kernels.trees.edges import edge_biases, edge_logits, edges_of
-from ..inference import linear
+from ...kernels.trees.edges import edge_logits, edges_of
 from ..options import Options, check, flag, integer, number, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
@@ -106,11 +100,6 @@ class TreeMixer(nn.Module):
             None if static_edges else nn.Linear(dim, num_heads * EDGE_DIM, bias=False, **dd) for _ in range(2))
         self.edge_bias = nn.Parameter(torch.empty(BIASED_LEVELS, 2, 2, num_heads, **dd))
         self.out = nn.Linear(dim, dim, **dd)
-        self.exportable = is_exportable()
-        if self.exportable:              # weights of convolutions; exporters need them as constants
-            self.register_buffer('head_to_channels', torch.ones(dim, 1, 1, 1, **dd), persistent=False)
-            self.register_buffer('dots', torch.full((num_heads, EDGE_DIM, 1, 1), EDGE_DIM ** -0.5, **dd),
-                                 persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -139,12 +128,9 @@ class TreeMixer(nn.Module):
                 those of the map's size.
         """
         levels = self.levels(*x.shape[1:3]) if depth is None else quadtree_levels(*x.shape[1:3], depth, shift)
-        if self.exportable and mask is None:
-            y = self._solve_maps(x, levels).permute(0, 2, 3, 1)
-            return self.out(F.silu(self.gate(x)) * y)
         y = quadtree_attention(
             *self._queries_and_keys(x),
-            self._split_heads(linear(self.value, x)),
+            self._split_heads(self.value(x)),
             self._biases(),
             parametrization=self.parametrization,
             rho=self.rho,
@@ -153,31 +139,7 @@ class TreeMixer(nn.Module):
             max_levels=self._max_levels() if depth is None else depth,
         )
         y = y.permute(0, 2, 3, 1, 4).reshape(x.shape)
-        return linear(self.out, F.silu(linear(self.gate, x)) * y)
-
-    def _solve_maps(self, x: Tensor, levels: Sequence[Level]) -> Tensor:
-        """Return the solution at the leaves, (B, C, H, W), computed with channels-first maps for exporters."""
-        values = level_means_export(self.value(x).permute(0, 3, 1, 2), levels)
-        bias = self._biases()
-        logits: List[Tensor] = [edge_biases(bias, n, level) for n, level in enumerate(levels[:-1])]
-        if self.query is not None:
-            query, key = (level_means_export(linear(x).permute(0, 3, 1, 2), levels)
-                          for linear in (self.query, self.key))
-            products = (query[n] * repeat_to_children(key[n + 1], level) for n, level in enumerate(levels[:-1]))
-            logits = [F.conv2d(product, self.dots, groups=self.num_heads) + bias
-                      for product, bias in zip(products, logits)]
-        if self.parametrization == 'laplacian':
-            edges = [F.softplus(logit) for logit in logits]
-        elif self.parametrization == 'symmetric':
-            edges = [sibling_normalized(logit, level, self.rho) for logit, level in zip(logits, levels)]
-        else:
-            edges = logits
-
-        def spread(numbers: Tensor) -> Tensor:
-            """Repeat a head's number for each of its channels."""
-            return F.conv2d(numbers, self.head_to_channels, groups=self.num_heads)
-
-        return quadtree_solve_maps(values, edges, self.parametrization, levels, spread)[0]
+        return self.out(F.silu(self.gate(x)) * y)
 
     def levels(self, height: int, width: int) -> List[Level]:
         """The grids of all levels of the tree over a map of this size."""
@@ -274,7 +236,7 @@ class TreeMixer(nn.Module):
         """Return queries and keys, (B, heads, H, W, 8), or None for static edges."""
         if self.query is None:
             return None, None
-        return self._split_heads(linear(self.query, x)), self._split_heads(linear(self.key, x))
+        return self._split_heads(self.query(x)), self._split_heads(self.key(x))
 
     def edges(self, x: Tensor, levels: Sequence[Level], mask: Optional[Tensor] = None) -> List[Tensor]:
         """Return the edges for `quadtree_solve`.

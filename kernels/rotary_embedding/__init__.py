@@ -1,25 +1,25 @@
-"""Rotary position embedding of queries and keys (Su et al., "RoFormer", arXiv 2104.09864), from a table of angles."""
-from typing import Tuple
+"""Rotary position embedding of queries and keys (Su et al., "RoFormer", arXiv 2104.09864)."""
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common import checks
 from ..dispatch import choose, register
-from . import custom_op, portable, reference
+from . import angles, custom_op, portable, reference
 
 register('rotary_embedding', {
     'reference': reference.rotary_embedding,
     'portable': portable.rotary_embedding,
     'triton': custom_op.rotary_embedding_triton,
-    'export': portable.rotary_embedding_real,
+    'export': portable.rotary_embedding_export,
 })
 
 
 def rotary_embedding(
         q: Tensor,
         k: Tensor,
-        table: Tensor,
+        table: Optional[Tensor] = None,
         scale: float = 1.0,
         *,
         backend: str = 'auto',
@@ -33,7 +33,7 @@ def rotary_embedding(
     Args:
         q, k: shape (B, heads, N, D) with an even D; float32, float64, float16 or bfloat16; any strides.
         table: cosines and sines of the angles a[n, m], shape (N, D / 2, 2); float64 for float64 q and k, and float32
-            otherwise. It has no gradient.
+            otherwise. It has no gradient. None for the angles n * 10000^(-linspace(0, 1, D / 2)) of token n.
         scale: factor of k.
         backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
 
@@ -45,14 +45,20 @@ def rotary_embedding(
         TypeError: a dtype is not allowed, a tensor is not dense, or the scale is not a number.
     """
     op = 'rotary_embedding'
-    checks.tensors(op, dict(q=4, k=4, table=3), q=q, k=k, table=table)
+    given = {} if table is None else {'table': table}
+    checks.tensors(op, dict(q=4, k=4, table=3), q=q, k=k, **given)
     checks.same_dtype(op, q=q, k=k)
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if table.dtype != kind:
-        raise TypeError(f'{op}: table must have dtype {kind} for q of dtype {q.dtype}, got {table.dtype}')
     checks.shape(op, 'k', k, q.shape, 'as q')
     if q.shape[3] < 2 or q.shape[3] % 2:
         raise ValueError(f'{op}: q must have an even number of channels, got shape {tuple(q.shape)}')
-    checks.shape(op, 'table', table, (q.shape[2], q.shape[3] // 2, 2), 'cosine and sine for each token and pair of q')
+    if given:
+        kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if table.dtype != kind:
+            raise TypeError(f'{op}: table must have dtype {kind} for q of dtype {q.dtype}, got {table.dtype}')
+        checks.shape(op, 'table', table, (q.shape[2], q.shape[3] // 2, 2),
+                     'cosine and sine for each token and pair of q')
     checks.number(op, 'scale', scale)
-    return choose(op, backend, q, k, table)(q, k, table, float(scale))
+    run = choose(op, backend, q, k, *given.values())
+    if table is None and run is not portable.rotary_embedding_export:
+        table = angles.table_for(q)
+    return run(q, k, table, float(scale))

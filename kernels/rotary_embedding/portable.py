@@ -1,10 +1,11 @@
 """Rotary embedding in plain PyTorch: a product of complex numbers, or of real ones for compilers and exporters."""
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common.tracing import is_traced_or_wrapped
+from .angles import rotate_flat
 
 
 def rotary_embedding(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
@@ -17,7 +18,8 @@ def rotary_embedding(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple
 def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
     """Multiply the pairs of x (B, heads, N, D), read as complex numbers, by factors (N, D / 2)."""
     numbers = x.to(factors.real.dtype)
-    if numbers.stride(-1) != 1 or numbers.storage_offset() % 2 or any(n % 2 for n in numbers.stride()[:-1]):
+    batch, head, token, channel = numbers.stride()
+    if channel != 1 or (numbers.storage_offset() | batch | head | token) % 2:
         numbers = numbers.contiguous()                          # complex numbers are aligned pairs
     pairs = torch.view_as_complex(numbers.unflatten(-1, (-1, 2)))
     # In inference the result is contiguous for each head, the layout that the operators need. This saves a pass.
@@ -36,3 +38,8 @@ def rotary_embedding_real(q: Tensor, k: Tensor, table: Tensor, scale: float) -> 
         return (pairs * factor).flatten(-2).to(x.dtype)
 
     return rotated(q, 1.0), rotated(k, scale)
+
+
+def rotary_embedding_export(q: Tensor, k: Tensor, table: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    """Rotate by constants of the graph if there is no table."""
+    return rotate_flat(q, k, scale) if table is None else rotary_embedding_real(q, k, table, scale)

@@ -1,12 +1,15 @@
 """The mixers in their export form give the values of the ordinary ones, on odd grids and in exported graphs."""
+import copy
+
 import pytest
 import torch
 from helpers import assert_close
 from pairwise import pairwise
-from timm.layers import set_exportable
 
 from subquad.backbones.mixers import PolylineMixer, TreeMixer
-from subquad.backbones.mixers.rotary import _frequencies, rotary_angles, rotate, rotate_flat
+from subquad.backbones.mobilevitv2_export import prepare_for_export
+from subquad.kernels import rotary_embedding
+from subquad.kernels.rotary_embedding.angles import _frequencies, rotary_angles, rotate_flat
 from subquad.kernels.trees import level_means, level_means_export, quadtree_levels
 
 
@@ -16,9 +19,8 @@ def pair(mixer, *args, **options):
     ordinary = mixer(*args, **options).eval()
     for parameter in ordinary.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    with set_exportable(True):
-        exportable = mixer(*args, **options).eval()
-    exportable.load_state_dict(ordinary.state_dict())
+    exportable = copy.deepcopy(ordinary)
+    prepare_for_export(exportable)
     return ordinary, exportable
 
 
@@ -73,5 +75,5 @@ def test_rotation_of_many_tokens():
         assert torch.equal(torch.from_numpy(_frequencies(dim // 2, torch.float32)),
                            rotary_angles(2, dim, torch.device('cpu'), torch.float32)[1])
     q, k = torch.randn(2, 1, 2, 3136, 16)
-    for actual, expected in zip(rotate_flat(q, k, 0.25), rotate(q, k, 0.25)):
+    for actual, expected in zip(rotate_flat(q, k, 0.25), rotary_embedding(q, k, scale=0.25)):
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)

@@ -99,7 +99,7 @@ def test_attention_is_softmax_attention_with_the_layers_projections_and_lepe():
     torch.manual_seed(0)
     mixer = find_mixer('attention')(stage=0, block=0, dim=8, num_heads=1)
     x = torch.randn(1, 3, 2, 8)
-    rope = PolylineMixer(8, 1, paths='none')._queries_and_keys(mixer.q(x), mixer.k(x), False)
+    rope = PolylineMixer(8, 1, paths='none').queries_and_keys(mixer.q(x), mixer.k(x))
     v = mixer.v(x)
     weights = (rope[0] @ rope[1].transpose(2, 3)).softmax(-1)
     y = (weights @ v.reshape(1, 1, 6, 8)).reshape(x.shape) + mixer.lepe(v)

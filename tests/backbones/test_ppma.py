@@ -75,11 +75,6 @@ def test_outputs_and_gradients_equal_those_of_the_published_network(name, dtype,
     golden, config = _golden(DATA / name)
     model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
     model = model.to(device, dtype)
-    if backend == 'export':
-        for module in model.modules():
-            if hasattr(module, 'exportable'):
-                module.exportable = True          # the export form of the rotation too, not only of the operators
-
     image = golden['input'].to(device, dtype).requires_grad_()
     with kernels.use_backend(backend):
         _, stages = model.forward_intermediates(image)
@@ -221,15 +216,6 @@ def test_feature_maps_of_any_image_size(size):
     assert all(m.isfinite().all() for m in maps)
 
 
-def test_a_hook_sees_the_whole_batch(monkeypatch):
-    monkeypatch.setattr('subquad.backbones.inference.PART_BYTES', 1)
-    model, seen = timm.create_model('test_ppma').eval(), []
-    model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-    with torch.no_grad():
-        model(torch.randn(3, 3, 32, 32))
-    assert seen == [3]
-
-
 def test_features_only_applies_output_norms():
     torch.manual_seed(0)
     model = timm.create_model('test_ppma', output_norms=True, features_only=True).eval()
@@ -239,12 +225,11 @@ def test_features_only_applies_output_norms():
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_the_exported_rotation_is_precise_in_half_precision(dtype):
-    from subquad.backbones.mixers.rotary import rotate, rotate_flat
     x = torch.randn(1, 2, 3000, 8)
-    exact = rotate(x, x, 1.0)[0]
-    half = rotate_flat(x.to(dtype), x.to(dtype), 1.0)[0]
+    exact = kernels.rotary_embedding(x, x)[0]
+    half = kernels.rotary_embedding(x.to(dtype), x.to(dtype), backend='export')[0]
     assert (half.float() - exact).abs().max() < (0.05 if dtype == torch.bfloat16 else 0.01)
-    torch.testing.assert_close(rotate_flat(x, x, 1.0)[0], exact, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(kernels.rotary_embedding(x, x, backend='export')[0], exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -260,16 +245,6 @@ def test_half_precision_and_autocast_stay_close_to_float32(dtype):
     assert actual.dtype == dtype
     for y in (actual, mixed):
         assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max() + 1e-2
-
-
-def test_inference_in_parts_equals_inference_of_the_whole_batch(monkeypatch):
-    model = timm.create_model('test_ppma').eval()
-    x = torch.randn(5, 3, 64, 48)
-    whole = model(x)                                   # with gradients the batch stays whole
-    for elements in (1, 3000):
-        monkeypatch.setattr('subquad.backbones.inference.PART_BYTES', 4 * elements)
-        with torch.no_grad():
-            assert_close(model(x), whole)
 
 
 @pytest.mark.parametrize('kwargs, message', [

@@ -9,6 +9,8 @@ from helpers import assert_close
 from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
+from subquad.backbones.mobilevitv2_export import prepare_for_export
+
 PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96],
                        small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',
                                              'stages.2.blocks.1.mixer.q.weight', 'head.fc.weight'))
@@ -178,6 +180,7 @@ def test_flop_counter_counts_the_operators():
                          ids=lambda x: getattr(x, 'name', str(x)))
 def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
     model = timm.create_model(family.name, exportable=True, num_classes=7, **options).eval()
+    prepare_for_export(model)
     x = torch.randn(1, 3, 64, 96)
     program = torch.export.export(model, (x,))
     assert_close(program.module()(x), model(x), 1e-4)

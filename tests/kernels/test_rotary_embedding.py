@@ -7,8 +7,8 @@ import torch
 from operator_cases import DEVICE, TOLERANCE, weighted_sum
 
 from subquad import kernels
-from subquad.backbones.mixers import rotary
 from subquad.kernels.common import launch
+from subquad.kernels.rotary_embedding import angles
 
 BACKENDS = ['portable', 'export', 'triton']
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -25,7 +25,7 @@ def _inputs(batch, heads, tokens, dim, dtype=torch.float32):
     x = torch.randn(batch, tokens, 2 * heads * dim, generator=g).to(DEVICE, dtype)
     q, k = (y.unflatten(2, (heads, dim)).transpose(1, 2) for y in x.chunk(2, -1))
     kind = torch.float64 if dtype == torch.float64 else torch.float32
-    return q, k, rotary.rotary_table(tokens, dim, x.device, kind)
+    return q, k, angles.rotary_table(tokens, dim, x.device, kind)
 
 
 def _run(q, k, table, backend):
@@ -91,36 +91,37 @@ def test_compiles_to_one_graph(backend):
     _needs_triton(backend)
     q, k, _ = _inputs(1, 2, 6, 4)
     with kernels.use_backend(backend):
-        compiled = torch.compile(lambda q, k: rotary.rotate(q, k, 0.5), backend='aot_eager', fullgraph=True)
-        for actual, exact in zip(compiled(q, k), rotary.rotate(q, k, 0.5)):
+        compiled = torch.compile(lambda q, k: kernels.rotary_embedding(q, k, scale=0.5),
+                                 backend='aot_eager', fullgraph=True)
+        for actual, exact in zip(compiled(q, k), kernels.rotary_embedding(q, k, scale=0.5)):
             torch.testing.assert_close(actual, exact)
 
 
 def test_tables_are_made_once_and_serve_training_after_inference_mode(monkeypatch):
-    rotary._kept_table.cache_clear()
-    (q, k, _), made, make = _inputs(1, 2, 6, 4), [], rotary.rotary_table
-    monkeypatch.setattr(rotary, 'rotary_table', lambda *key: made.append(key) or make(*key))
+    angles._kept_table.cache_clear()
+    (q, k, _), made, make = _inputs(1, 2, 6, 4), [], angles.rotary_table
+    monkeypatch.setattr(angles, 'rotary_table', lambda *key: made.append(key) or make(*key))
     with torch.inference_mode():
-        rotary.rotate(q, k, 0.5)
+        kernels.rotary_embedding(q, k, scale=0.5)
     for _ in range(2):
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-        sum(y.square().sum() for y in rotary.rotate(q, k, 0.5)).backward()
+        sum(y.square().sum() for y in kernels.rotary_embedding(q, k, scale=0.5)).backward()
         assert q.grad is not None
     assert len(made) == 1
-    rotary.rotate(q.double(), k.double(), 0.5)                                     # another dtype, another table
-    rotary.rotate(*(x.to('meta') for x in (q, k)), 0.5)                            # another device
-    rotary.rotate(q.detach()[:, :, :5], k.detach()[:, :, :5], 0.5)                 # another size
+    kernels.rotary_embedding(q.double(), k.double(), scale=0.5)          # another dtype, another table
+    kernels.rotary_embedding(*(x.to('meta') for x in (q, k)), scale=0.5)          # another device
+    kernels.rotary_embedding(q.detach()[:, :, :5], k.detach()[:, :, :5], scale=0.5)          # another size
     assert len(made) == 4 and len(set(made)) == 4
-    assert rotary._kept_table.cache_parameters()['maxsize'] == 16
+    assert angles._kept_table.cache_parameters()['maxsize'] == 16
 
 
 def test_traces_do_not_keep_tables():
-    rotary._kept_table.cache_clear()
+    angles._kept_table.cache_clear()
     q, k, _ = _inputs(1, 2, 6, 4)
-    torch.compile(lambda q, k: rotary.rotate(q, k, 0.5), backend='eager')(q, k)
+    torch.compile(lambda q, k: kernels.rotary_embedding(q, k, scale=0.5), backend='eager')(q, k)
     with torch.no_grad():
-        torch.vmap(lambda q, k: rotary.rotate(q[None], k[None], 0.5))(q, k)
-    assert rotary._kept_table.cache_info().currsize == 0
+        torch.vmap(lambda q, k: kernels.rotary_embedding(q[None], k[None], scale=0.5))(q, k)
+    assert angles._kept_table.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize('change, error, message', [

@@ -1,4 +1,4 @@
-"""Rotary position embedding over the flattened token index, as in the published PPMA."""
+"""Angles of the rotary embedding over the flattened token index, as in the published PPMA."""
 from functools import lru_cache
 from typing import Tuple
 
@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels import rotary_embedding
-from ...kernels.common.tracing import is_traced_or_wrapped
+from ..common.tracing import is_traced_or_wrapped
 
 
 def rotary_angles(tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -29,26 +28,23 @@ def _kept_table(*key) -> Tensor:
         return rotary_table(*key)
 
 
-def rotate(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
-    """Rotate the pairs (x[2m], x[2m+1]) of q and k by the angles of their token, and scale k.
+def table_for(q: Tensor) -> Tensor:
+    """Return the table for q (B, heads, N, D), kept for each size, device and dtype.
 
-    Tables are kept for each size, device and dtype. A graph makes its own, because a tensor of a trace or of the memory
-    of a CUDA graph must not outlive it.
-
-    Args:
-        q, k: (B, heads, N, D).
-        scale: factor of k.
+    A graph makes its own, because a tensor of a trace or of the memory of a CUDA graph must not
+    outlive it.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     make = rotary_table if capturing or is_traced_or_wrapped(q) else _kept_table
-    return rotary_embedding(q, k, make(q.shape[2], q.shape[3], q.device, dtype), scale)
+    return make(q.shape[2], q.shape[3], q.device, dtype)
 
 
 def rotate_flat(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
-    """Compute `rotate` for exporters: without complex numbers and strided slices, with tensors of rank 4 or less.
+    """Rotate by the angles of `rotary_table` for exporters, with tensors of rank 4 or less.
 
-    The tables are literals, which become constants of the graph, unless the number of tokens is dynamic.
+    There are no complex numbers and no strided slices. The tables are literals, which become
+    constants of the graph, unless the number of tokens is dynamic.
 
     Args:
         q, k: (B, heads, N, D).

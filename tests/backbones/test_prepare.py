@@ -1,0 +1,149 @@
+"""Prepared models: the same outputs as their eager equation, with gradients, autocast, hooks and adapters too."""
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from helpers import relative_error
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import subquad
+from subquad.backbones import prepare as forms
+from subquad.backbones.mixers import PolylineMixer
+
+NEEDS_ONEDNN = pytest.mark.skipif(not forms._ONEDNN, reason='PyTorch has no oneDNN here, or this is no x86 CPU')
+ACTS = [nn.Identity(), nn.GELU(), nn.SiLU()]
+
+
+def _model(name, **options):
+    """A model in evaluation mode whose norms have statistics of their own."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=7, **options).eval()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_(std=0.3)
+            norm.running_var.uniform_(0.5, 2)
+    return model
+
+
+@pytest.mark.parametrize('name, options', [
+    ('test_ppma', {}), ('test_ppma', dict(attention='linear')), ('test_ppma', dict(paths='none')),
+    ('test_myo', {}), ('test_lcsm', {}), ('test_lcsm', dict(mixer='mamba'))], ids=str)
+def test_outputs_stay(name, options, monkeypatch):
+    model = _model(name, **options)
+    prepared, x = subquad.prepare(copy.deepcopy(model)), torch.randn(3, 3, 64, 80)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in prepared.stages.modules())
+    with torch.inference_mode():
+        expected = model(x)
+        assert relative_error(prepared(x), expected) <= 1e-6
+        half = copy.deepcopy(prepared).bfloat16()(x.bfloat16())
+        with torch.autocast('cpu', torch.bfloat16):
+            mixed = prepared(x)
+        monkeypatch.setattr(forms, 'PART_BYTES', 1)                   # image by image
+        assert relative_error(prepared(x), expected) <= 1e-6
+    for y in (half, mixed):
+        assert y.dtype == torch.bfloat16 and relative_error(y.float(), expected) <= 3e-2
+    y = prepared(x)                                                   # with gradients
+    y.sum().backward()
+    assert relative_error(y.detach(), expected) <= 1e-6
+
+
+def test_a_counter_of_operations_sees_every_layer():
+    model, x, counts = _model('test_ppma'), torch.randn(1, 3, 64, 64), []
+    for prepared in (model, subquad.prepare(copy.deepcopy(model))):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            prepared(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_prepared_model_compiles_and_exports():
+    prepared, x = subquad.prepare(_model('test_ppma')), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        compiled = torch.compile(prepared, backend='aot_eager', fullgraph=True)
+        assert relative_error(compiled(x), prepared(x)) <= 1e-6
+        program = torch.export.export(prepared, (x,))
+        assert relative_error(program.module()(x), prepared(x)) <= 1e-5
+
+
+def test_training_mode_is_refused():
+    with pytest.raises(ValueError, match='call model.eval'):
+        subquad.prepare(timm.create_model('test_ppma').train())
+
+
+def test_preparing_twice_changes_nothing():
+    prepared = subquad.prepare(_model('test_ppma'))
+    before = str(prepared)
+    assert 'JoinedLinear' in before or not forms._ONEDNN
+    assert str(subquad.prepare(prepared)) == before
+
+
+def test_hooks_and_adapters_keep_their_modules(monkeypatch):
+    class Adapter(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model, x = _model('test_ppma'), torch.randn(3, 3, 32, 32)
+    mixer, seen = model.stages[0].blocks[0].mixer, []
+    mixer.q.__class__ = Adapter
+    model.stages[1].blocks[0].ffn.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    model.stages[2].downsample.conv.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with torch.no_grad():
+        expected = model(x)
+        subquad.prepare(model)
+        assert type(mixer.q) is Adapter and isinstance(model.stages[2].downsample.norm, nn.BatchNorm2d)
+        # A hook that comes later sees the whole batch, too.
+        monkeypatch.setattr(forms, 'PART_BYTES', 1)
+        model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+        assert relative_error(model(x), expected) <= 1e-6
+    assert seen == [3, 3, 3]
+
+
+@NEEDS_ONEDNN
+@pytest.mark.parametrize('act', ACTS, ids=repr)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize('autocast', [False, True])
+def test_values_of_joined_layers(act, dtype, tolerance, autocast):
+    if (autocast or dtype == torch.bfloat16) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip('oneDNN has no bfloat16 on this CPU')
+    torch.manual_seed(0)
+    layer, conv, x = nn.Linear(24, 40), nn.Conv2d(24, 40, 3, 2, 1), torch.randn(2, 9, 7, 24)
+    kept = dtype if not autocast else torch.float32
+    with torch.inference_mode():
+        expected = act(layer(x)), act(conv(x.permute(0, 3, 1, 2)))
+        layer, conv, x = layer.to(kept), conv.to(kept), x.to(kept)
+        assert forms.join(layer, act) and forms.join(conv, act)
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            outputs = layer(x), conv(x.permute(0, 3, 1, 2))
+    for actual, wanted in zip(outputs, expected):
+        assert actual.dtype == (torch.bfloat16 if autocast else dtype)
+        assert relative_error(actual.float(), wanted) <= (2e-2 if autocast else tolerance)
+
+
+@NEEDS_ONEDNN
+def test_joined_layers_run_in_every_mode():
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    expected = F.gelu(layer(x)).detach()
+    assert not forms.join(layer, nn.GELU('tanh')) and not forms.join(layer, nn.ReLU())
+    assert forms.join(layer, nn.GELU())
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
+        assert layer(x[:0]).shape == (0, 4)
+        torch.testing.assert_close(copy.deepcopy(layer).double()(x.double()).float(), expected)
+
+
+@pytest.mark.parametrize('options', [{}, dict(shared_decay=True), dict(paths='rmt'), dict(paths='none')], ids=str)
+def test_one_product_for_queries_keys_values_and_decay(options):
+    mixer, x = PolylineMixer(12, 3, attention='crisscross', **options).eval(), torch.randn(2, 3, 5, 12)
+    for parameter in mixer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    mixer.decay_scale = 2.0
+    with torch.no_grad():
+        expected = mixer(x)
+        joined = forms.OneProductMixer.convert(mixer)
+        assert joined.joined.out_features % 16 == 0
+        assert relative_error(joined(x), expected) <= 1e-5
