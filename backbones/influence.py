@@ -26,7 +26,7 @@ from .mixers import (
 from .mixers.polyline import ATTENTIONS
 from .mixers.separable import SeparableMixer
 from .mixers.wide import at_least_float
-from .mobilevitv2_blocks import PATCH, MobileViTv2Block, as_maps, to_even_size
+from .mobilevitv2 import PATCH, MobileViTv2Block, to_even_size
 from .observation import check_images, check_model, observe_inputs
 
 __all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
@@ -298,7 +298,7 @@ def observed_mixers(model: nn.Module, x: Tensor, layers: Layers = None) -> Dict[
         size = tokens.shape[2:] if type(module) in _CHANNELS_FIRST else tokens.shape[1:3]
         return ObservedMixer(module, tokens, tuple(size))
 
-    with torch.inference_mode(False), torch.no_grad(), as_maps(model):
+    with torch.inference_mode(False), torch.no_grad():
         observed = observe_inputs(model, {**blocks, **wanted}, x.detach().clone(), observe)
     for name in wanted:
         if name not in observed:

@@ -4,30 +4,24 @@ Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TM
 authors' library cvnets. The parameter names are timm's, so that timm's weights on the Hugging Face Hub load unchanged.
 The keys of the authors' files are translated.
 
-The differences from timm's model do not change the published networks: tokens are regrouped for exporters only, keys
-are computed from the weighted sum of inputs, stochastic depth acts on residual branches only, and new networks are
-initialized differently (`weight_init`).
+The differences from timm's model do not change the published networks: separable attention works on the map, without
+regrouping its tokens, stochastic depth acts on residual branches only, and new networks are initialized differently
+(`weight_init`).
 """
-from typing import Any, ClassVar, Dict, Optional, Tuple, Union
+from collections import OrderedDict
+from typing import Any, Callable, ClassVar, Dict, Optional, Tuple, Union
 
 import torch
-from timm.layers import ClassifierHead, calculate_drop_path_rates, make_divisible
-from timm.models import generate_default_cfgs, register_model
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, calculate_drop_path_rates, make_divisible
+from timm.models import generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
-from ._timm import pooled_width
-from .blocks import check_pool
-from .mixers import LinformerSelfAttention, SeparableSelfAttention
-from .mobilevitv2_blocks import (
-    ATTENTIONS,
-    PATCH,
-    InvertedResidual,
-    MobileViTv2Block,
-    Stage,
-    Stem,
-    TransformerLayer,
-    as_maps,
-)
+from ..kernels.common.patches import fold_patches, unfold_patches
+from ._timm import checkpoint_seq, pooled_width
+from .blocks import check_image, check_pool
+from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
+from .mixers.separable import check_source
 from .observation import observe_inputs
 from .options import COMMON, Options, check, flag, number, one_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
@@ -39,11 +33,219 @@ POOLINGS = ('avg', 'max', 'avgmax', 'catavgmax', '')
 WIDTHS = (0.25, 2.5)
 WEIGHT_INITS = ('kaiming', 'authors')
 CHANNELS = (64, 128, 256, 384, 512)
+PATCH = (2, 2)
 # The authors' networks by the ending of their names, and a small one for tests.
 ARCHS: Dict[str, Dict[str, Any]] = {
     **{f'{width:03d}': dict(width=width / 100) for width in range(50, 225, 25)},
     'test': dict(width=0.25),
 }
+
+
+def _separable(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
+    return SeparableSelfAttention(dim, num_latent_tokens, PATCH[0], sampling, **dd)
+
+
+def _multi_head(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
+    return MultiHeadSelfAttention(dim, **dd)
+
+
+def _linformer(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
+    return LinformerSelfAttention(dim, tokens, **dd)
+
+
+# Builders of the attention units, by the value of the option `attention`, with the same arguments.
+ATTENTION_UNITS: Dict[str, Callable[..., nn.Module]] = {
+    'separable': _separable,
+    'mha': _multi_head,
+    'linformer': _linformer,
+}
+
+
+class ConvNormAct(nn.Module):
+    """Convolution without bias, BatchNorm and, with `act`, SiLU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
+
+    def __init__(
+            self,
+            in_chs: int,
+            out_chs: int,
+            kernel_size: int = 1,
+            stride: int = 1,
+            dilation: int = 1,
+            groups: int = 1,
+            act: bool = True,
+            device=None,
+            dtype=None,
+    ):
+        super().__init__()
+        self.conv = nn.Conv2d(
+            in_chs,
+            out_chs,
+            kernel_size,
+            stride,
+            padding=kernel_size // 2 * dilation,
+            dilation=dilation,
+            groups=groups,
+            bias=False,
+            device=device,
+            dtype=dtype,
+        )
+        self.bn = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
+        self.act = nn.SiLU(inplace=True) if act else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x)))
+
+
+class MobileStem(ConvNormAct):
+    """3 x 3 convolution of stride 2: (B, in_chans, H, W) -> (B, C, ceil(H/2), ceil(W/2)), channels-last in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = check_image(x, self.conv.in_channels)
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetV2's block: 1 x 1 to twice the channels, depthwise 3 x 3, linear 1 x 1.
+
+    The block adds its input if the shapes match.
+    """
+
+    def __init__(
+            self,
+            in_chs: int,
+            out_chs: int,
+            stride: int = 1,
+            dilation: int = 1,
+            drop_path: float = 0.,
+            device=None,
+            dtype=None,
+    ):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.residual = stride == 1 and in_chs == out_chs
+        middle = make_divisible(2 * in_chs)
+        self.conv1_1x1 = ConvNormAct(in_chs, middle, **dd)
+        self.conv2_kxk = ConvNormAct(middle, middle, 3, stride, dilation, groups=middle, **dd)
+        self.conv3_1x1 = ConvNormAct(middle, out_chs, act=False, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path and self.residual else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop_path(self.conv3_1x1(self.conv2_kxk(self.conv1_1x1(x))))
+        return x + y if self.residual else y
+
+
+class TransformerLayer(nn.Module):
+    """Transformer layer: x + attention(norm(x)), then x + FFN(norm(x)).
+
+    The norms are over all channels and tokens of an image.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            attention: nn.Module,
+            drop_path: float = 0.,
+            device=None,
+            dtype=None,
+    ):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.norm1 = nn.GroupNorm(1, dim, **dd)
+        self.attn = attention
+        self.norm2 = nn.GroupNorm(1, dim, **dd)
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=nn.Conv2d(dim, 2 * dim, 1, **dd),
+            act=nn.SiLU(inplace=True),
+            fc2=nn.Conv2d(2 * dim, dim, 1, **dd),
+        ))
+        self.drop_path1, self.drop_path2 = (DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        """Map x to its shape: (B, C, H, W), or (B, C, 4, N) for softmax attention, whose rows are groups of tokens.
+
+        `source` is an argument of the attention. As in the authors' code, the source of cross-attention is not
+        normalized.
+        """
+        x = x + self.drop_path1(self.attn(self.norm1(x), source))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+def to_even_size(x: Tensor) -> Tensor:
+    """Resize (B, C, H, W) to the next even height and width, as the authors' code does."""
+    height, width = x.shape[2:]
+    if height % PATCH[0] == 0 and width % PATCH[1] == 0:
+        return x
+    size = (height + -height % PATCH[0], width + -width % PATCH[1])
+    return F.interpolate(x, size=size, mode='bilinear', align_corners=True)
+
+
+@register_notrace_module
+class MobileViTv2Block(nn.Module):
+    """Depthwise 3 x 3, linear map to the layers' width, transformer layers, norm, linear map back.
+
+    The output has the shape of the input (B, C, H, W). Odd sides grow by one, as in the authors' code, unless
+    `exact_size` is set.
+
+    Attributes:
+        grouped: whether the layers get a row of tokens for each group, (B, dim, 4, N), as softmax attention needs them.
+    """
+
+    def __init__(
+            self,
+            chs: int,
+            dim: int,
+            attentions: Tuple[nn.Module, ...],
+            dilation: int = 1,
+            drop_path: float = 0.,
+            sampling: str = 'pixel',
+            exact_size: bool = False,
+            device=None,
+            dtype=None,
+    ):
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.conv_kxk = ConvNormAct(chs, chs, 3, dilation=dilation, groups=chs, **dd)
+        self.conv_1x1 = nn.Conv2d(chs, dim, 1, bias=False, **dd)
+        self.transformer = nn.Sequential(*(TransformerLayer(dim, unit, drop_path, **dd) for unit in attentions))
+        self.norm = nn.GroupNorm(1, dim, **dd)
+        self.conv_proj = ConvNormAct(dim, chs, act=False, **dd)
+        self.sampling, self.exact_size = sampling, exact_size
+        self.grouped = not isinstance(attentions[0], SeparableSelfAttention)
+
+    def forward_tokens(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        """Return the tokens (B, dim, H, W) after the last norm.
+
+        Args:
+            x: feature map (B, C, H, W).
+            source: tokens (B, dim, H', W') of another image, such as the previous frame. Every layer takes its context
+                from them (cross-attention).
+        """
+        x = self.conv_1x1(self.conv_kxk(x if self.exact_size else to_even_size(x)))
+        rows, columns = x.shape[2:]
+        context = x if source is None else check_source(x, source)
+        if isinstance(self.transformer[0].attn, LinformerSelfAttention):
+            self.transformer[0].attn.check_grid(*(-(-n // p) for n, p in zip(context.shape[2:], PATCH)))
+        if self.grouped:
+            x = fold_patches(x, PATCH, self.sampling)
+            source = None if source is None else fold_patches(source, PATCH, self.sampling)
+        for layer in self.transformer:
+            x = layer(x, source)
+        x = self.norm(x)
+        return unfold_patches(x, PATCH, self.sampling, rows, columns) if self.grouped else x
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        return self.conv_proj(self.forward_tokens(x, source))
+
+
+class MobileStage(nn.Sequential):
+    """Sequence of blocks."""
+
+    grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grad_checkpointing and not torch.jit.is_tracing():
+            return checkpoint_seq(self, x)
+        return super().forward(x)
 
 
 class MobileViTv2(TimmInterface):
@@ -79,7 +281,7 @@ class MobileViTv2(TimmInterface):
         **COMMON,
         **SeparableSelfAttention.OPTIONS,
         'width': number(*WIDTHS),
-        'attention': one_of(*ATTENTIONS),
+        'attention': one_of(*ATTENTION_UNITS),
         'exact_size': flag(),
         'output_stride': one_of(8, 16, 32),
         'global_pool': one_of(*POOLINGS),
@@ -153,7 +355,7 @@ class MobileViTv2(TimmInterface):
         """Set `stem`, `stages` and `feature_info`."""
         # The authors' rounding, which has no effect at the published widths.
         in_chs = make_divisible(min(max(32 * width, 16), 64), 8)
-        self.stem = Stem(in_chans, in_chs, kernel_size=3, stride=2, **dd)
+        self.stem = MobileStem(in_chans, in_chs, kernel_size=3, stride=2, **dd)
         dims = [make_divisible(c * width, 8 if n else 16) for n, c in enumerate(CHANNELS)]
         rates = calculate_drop_path_rates(drop_path_rate, [1, 2, 2, 2, 2], stagewise=True)
         stages, stride, dilation = [], 2, 1
@@ -169,7 +371,7 @@ class MobileViTv2(TimmInterface):
             if n >= 2:
                 dim = make_divisible(CHANNELS[n] // 2 * width, 8)
                 tokens = tuple(-(-side // (stride * p)) for side, p in zip(img_size, PATCH))
-                make_attention = ATTENTIONS[attention]
+                make_attention = ATTENTION_UNITS[attention]
                 blocks.append(MobileViTv2Block(
                     chs,
                     dim,
@@ -181,7 +383,7 @@ class MobileViTv2(TimmInterface):
                     exact_size=exact_size,
                     **dd,
                 ))
-            stages.append(Stage(*blocks))
+            stages.append(MobileStage(*blocks))
             self.feature_info.append(dict(num_chs=chs, reduction=stride, module=f'stages.{n}'))
             in_chs = chs
         self.stages = nn.Sequential(*stages)
@@ -235,8 +437,7 @@ class MobileViTv2(TimmInterface):
         layers = {name: layer.attn for name, layer in self.named_modules() if isinstance(layer, TransformerLayer)}
         if not all(isinstance(attention, SeparableSelfAttention) for attention in layers.values()):
             raise ValueError("context scores require attention='separable'; this model has another attention")
-        with as_maps(self):                              # scores refer to the map, not to grouped tokens
-            return observe_inputs(self, layers, x, SeparableSelfAttention.scores)
+        return observe_inputs(self, layers, x, SeparableSelfAttention.scores)
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename the keys of the authors' files to timm's.

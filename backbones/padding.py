@@ -22,9 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .blocks import Block, ProjectionHead, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, TreeMixer
-from .mobilevitv2_blocks import PATCH, InvertedResidual
-from .mobilevitv2_blocks import Stage as MobileViTv2Stage
-from .mobilevitv2_blocks import Stem as MobileViTv2Stem
+from .mobilevitv2 import PATCH, InvertedResidual, MobileStage, MobileStem
 from .options import MIN_SIZE
 from .timm_interface import TimmInterface
 
@@ -172,12 +170,12 @@ def _pad_stage(hooks: _Hooks, stage: Stage, regions: Regions) -> Regions:
     return regions
 
 
-def _pad_mobilevitv2_stem(hooks: _Hooks, stem: MobileViTv2Stem, regions: Regions) -> Regions:
+def _pad_mobilevitv2_stem(hooks: _Hooks, stem: MobileStem, regions: Regions) -> Regions:
     hooks.clear_input(stem, regions, 2)
     return regions.strided(stem.conv.stride[0])
 
 
-def _pad_mobilevitv2_stage(hooks: _Hooks, stage: MobileViTv2Stage, regions: Regions) -> Regions:
+def _pad_mobilevitv2_stage(hooks: _Hooks, stage: MobileStage, regions: Regions) -> Regions:
     for block in stage:
         if isinstance(block, InvertedResidual):
             hooks.clear_input(block.conv2_kxk, regions, 2)
@@ -190,8 +188,8 @@ def _pad_mobilevitv2_stage(hooks: _Hooks, stage: MobileViTv2Stage, regions: Regi
 
 
 Prepare = Callable[[_Hooks, Any, Regions], Regions]
-STEMS: Dict[type, Prepare] = {Stem: _pad_stem, MobileViTv2Stem: _pad_mobilevitv2_stem}
-STAGES: Dict[type, Prepare] = {Stage: _pad_stage, MobileViTv2Stage: _pad_mobilevitv2_stage}
+STEMS: Dict[type, Prepare] = {Stem: _pad_stem, MobileStem: _pad_mobilevitv2_stem}
+STAGES: Dict[type, Prepare] = {Stage: _pad_stage, MobileStage: _pad_mobilevitv2_stage}
 # The stems of the networks that are in a context.
 _ACTIVE: WeakSet = WeakSet()
 

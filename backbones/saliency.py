@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .blocks import Block
 from .influence import check_place, token_of
 from .mixers import SeparableSelfAttention
-from .mobilevitv2_blocks import MobileViTv2Block, as_maps
+from .mobilevitv2 import MobileViTv2Block
 from .observation import check_images, check_model, dtypes_named
 
 __all__ = ['ClassActivation', 'NoFeatureMap', 'class_activation', 'effective_receptive_field']
@@ -104,7 +104,7 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         raise ValueError(f'the model has no layer {layer!r}: give the name of one of its modules, such as '
                          f"{list(modules)[-1]!r}")
     seen: List[Any] = []
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), as_maps(model), dtypes_named(model, x):
+    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), dtypes_named(model, x):
         images = x.detach().clone().requires_grad_()
         handle = modules[layer].register_forward_hook(partial(_keep, seen))
         try:
@@ -203,7 +203,7 @@ def _channels_first(y: Tensor) -> Tensor:
 
 def _is_grouped(model: nn.Module, layer: str) -> bool:
     """Whether a layer of MobileViTv2 sees groups of tokens, (B, C, 4, N), as softmax attention does."""
-    return any(isinstance(block, MobileViTv2Block) and not isinstance(block.transformer[0].attn, SeparableSelfAttention)
+    return any(isinstance(block, MobileViTv2Block) and block.grouped
                and f'{layer}.'.startswith((f'{name}.transformer.', f'{name}.norm.'))
                for name, block in model.named_modules())
 

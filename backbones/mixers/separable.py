@@ -6,22 +6,15 @@ other mixers, these take channels first, (B, C, H, W), because they consist of 1
 from typing import ClassVar, Optional, Tuple, Union
 
 import torch.nn.functional as F
-from timm.layers import is_exportable
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import separable_attention
-from ...kernels.common.autocast import cast_for_autocast
-from ...kernels.common.tracing import exporting
 from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
 from ..options import Options, check, integer, one_of
 
 MAX_LATENT_TOKENS = 64
-
-
-def can_bypass_forward(m: nn.Module) -> bool:
-    return type(m) is nn.Conv2d and not m._forward_hooks and not m._forward_pre_hooks
 
 
 def check_source(x: Tensor, source: Tensor) -> Tensor:
@@ -50,7 +43,7 @@ class SeparableSelfAttention(nn.Module):
         dim: channels C.
         num_latent_tokens: L, from 1 to 64; the published networks have 1.
         patch_size: p. For 'pixel' sampling the side of a patch; for 'patch' sampling the number of patches along each
-            side.
+            side. A pair stands for height and width.
         sampling: 'pixel' groups the tokens at one place of their p x p patch; 'patch' groups the tokens of one of p x p
             patches of the map.
         device, dtype: device and dtype of the parameters.
@@ -68,7 +61,7 @@ class SeparableSelfAttention(nn.Module):
             self,
             dim: int,
             num_latent_tokens: int = 1,
-            patch_size: int = 2,
+            patch_size: Union[int, Tuple[int, int]] = 2,
             sampling: str = 'pixel',
             device=None,
             dtype=None,
@@ -79,61 +72,37 @@ class SeparableSelfAttention(nn.Module):
         self.num_latent_tokens, self.patch_size, self.sampling = num_latent_tokens, patch_size, sampling
         self.qkv_proj = nn.Conv2d(dim, num_latent_tokens + 2 * dim, 1, device=device, dtype=dtype)
         self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)
-        self.exportable = is_exportable()
 
     def query(self, x: Tensor) -> Tensor:
         """Return the logits of the context scores, (B, H, W, L), for x (B, C, H, W)."""
-        count = self.num_latent_tokens
-        if not can_bypass_forward(self.qkv_proj):
-            return self.qkv_proj(x)[:, :count].permute(0, 2, 3, 1)
-        weight, bias = self.qkv_proj.weight[:count].flatten(1), self.qkv_proj.bias[:count]
-        return F.linear(x.permute(0, 2, 3, 1), weight, bias)
+        return self.qkv_proj(x)[:, :self.num_latent_tokens].permute(0, 2, 3, 1)
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the context scores (B, L, H, W) for x (B, C, H, W), at least float32. They sum to 1 in each group."""
-        return context_scores(self.query(x), (self.patch_size,) * 2, self.sampling).permute(0, 3, 1, 2)
+        patch = (self.patch_size, self.patch_size) if isinstance(self.patch_size, int) else self.patch_size
+        return context_scores(self.query(x), patch, self.sampling).permute(0, 3, 1, 2)
 
-    def forward(self, x: Tensor, source: Optional[Tensor] = None, grouped: bool = False) -> Tensor:
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
         """Attend from the tokens of x to those of `source`.
 
         Args:
             x: (B, C, H, W), the input of values.
             source: (B, C, H', W'), the input of queries and keys in cross-attention; None for x.
-            grouped: x and source have the shape (B, C, P, N), where each row is a group of tokens.
 
         Returns:
             A tensor of the shape of x.
         """
-        x = cast_for_autocast(x)
-        source = x if source is None else cast_for_autocast(check_source(x, source))
-        if grouped:
-            groups = dict(patch_size=(self.patch_size ** 2, 1))
-        else:
-            groups = dict(patch_size=self.patch_size, sampling=self.sampling)
-        count, dim = self.num_latent_tokens, x.shape[1]
-        export = self.exportable or exporting()
-        if export or not can_bypass_forward(self.qkv_proj):
-            query, key, value = self.qkv_proj(source).split([count, dim, dim], 1)
-            if source is not x:
-                value = self.qkv_proj(x)[:, count + dim:]
-            y = separable_attention(
-                *(y.permute(0, 2, 3, 1) for y in (query, key, value)),
-                backend='export' if export else 'auto',
-                **groups,
-            )
-        else:
-            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            # The keys are not computed: their map is linear, so the operator applies it to the weighted sum of inputs.
-            query = self.query(source)
-            value = F.conv2d(x, weight[count + dim:], bias[count + dim:])
-            y = separable_attention(
-                query,
-                source.permute(0, 2, 3, 1),
-                value.permute(0, 2, 3, 1),
-                key_weight=weight.flatten(1)[count:count + dim].to(query.dtype),
-                key_bias=bias[count:count + dim].to(query.dtype),
-                **groups,
-            )
+        parts = [self.num_latent_tokens, x.shape[1], x.shape[1]]
+        query, key, value = self.qkv_proj(x).split(parts, 1)
+        if source is not None:
+            query, key, _ = self.qkv_proj(check_source(x, source)).split(parts, 1)
+        y = separable_attention(
+            query.permute(0, 2, 3, 1),
+            key.permute(0, 2, 3, 1),
+            value.permute(0, 2, 3, 1),
+            patch_size=self.patch_size,
+            sampling=self.sampling,
+        )
         return self.out_proj(y.permute(0, 3, 1, 2))
 
 
@@ -177,13 +146,12 @@ class MultiHeadSelfAttention(nn.Module):
         """Return keys and values (B, C, P, N) unchanged. Linformer reduces their number."""
         return key, value
 
-    def forward(self, x: Tensor, source: Optional[Tensor] = None, grouped: bool = True) -> Tensor:
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
         """Attend from the tokens of x to those of `source`.
 
         Args:
             x: (B, C, P, N), the input of queries.
             source: (B, C, P, M), the input of keys and values in cross-attention; None for x.
-            grouped: always treated as True, because this attention has no other layout.
 
         Returns:
             A tensor of the shape of x.

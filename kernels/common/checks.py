@@ -12,7 +12,7 @@ from .tracing import exporting, is_traced_or_wrapped
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Tensors of at most this many elements are not compared with the size of the memory.
-_LARGE = 1 << 30
+LARGE = 1 << 30
 # What several operators allow: how the decay enters the softmax, and which polylines the mask follows.
 MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'h2v')
@@ -65,7 +65,7 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
         device = device or tensor.device
         if tensor.device != device:
             raise ValueError(f'{op}: {name} is on {tensor.device}, the other arguments on {device}')
-        if not symbolic and tensor.numel() > _LARGE:
+        if not symbolic and tensor.numel() > LARGE:
             fits(op, name, tensor, tensor.shape)
 
 
@@ -88,7 +88,7 @@ def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
     if _symbolic():
         return
     elements = torch.Size(shape).numel()
-    if not isinstance(elements, int) or elements <= _LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
+    if not isinstance(elements, int) or elements <= LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
         return
     needed, room = elements * like.element_size(), _memory(like.device)
     if room is not None and needed > room:

@@ -52,28 +52,28 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
             there are no tokens.
         TypeError: a dtype or a flag is not allowed, or a tensor is not dense.
     """
-    patch = patches.patch('separable_attention', patch_size)
-    checks.flag('separable_attention', 'return_scores', return_scores)
     # A tracer would record the checks or warn about each.
-    if not torch.jit.is_tracing() and not _is_valid_self_attention(query, key, value, sampling, key_weight, key_bias):
-        _check(query, key, value, patch, sampling, key_weight, key_bias)
-    checks.fits('separable_attention', 'value', value, value.shape)
+    if not torch.jit.is_tracing() and not _is_plain_call(
+            query, key, value, patch_size, sampling, key_weight, key_bias, return_scores):
+        _check(query, key, value, patch_size, sampling, key_weight, key_bias, return_scores)
+    patch = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
     y = choose('separable_attention', backend, query, key, value)(
         query, key, value, key_weight, key_bias, patch, sampling)
     return (y, portable.context_scores(query, patch, sampling)) if return_scores else y
 
 
-def _is_valid_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling: str, key_weight: Optional[Tensor],
-                             key_bias: Optional[Tensor]) -> bool:
-    """Whether these are valid arguments of MobileViTv2's self-attention, so that `_check`, which would take as long as
-    the arithmetic on a small map, can be skipped."""
+def _is_plain_call(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tuple[int, int]], sampling: str,
+                   key_weight: Optional[Tensor], key_bias: Optional[Tensor], return_scores: bool) -> bool:
+    """Whether these are valid arguments as MobileViTv2's self-attention passes them, so that `_check`, which would take
+    as long as the arithmetic on a small map, can be skipped."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or value.ndim != 4:
         return False
-    if query.is_nested or key.is_nested or value.is_nested:
+    if query.is_nested or key.is_nested or value.is_nested or value.numel() > checks.LARGE:
         return False
     batch, height, width, dim = value.shape
-    return (query.layout is key.layout is value.layout is torch.strided
-            and query.dtype == key.dtype == value.dtype and value.dtype in checks.DTYPES and sampling in SAMPLINGS
+    return (query.layout is key.layout is value.layout is torch.strided and type(return_scores) is bool
+            and type(patch_size) is int and patch_size > 0 and sampling in SAMPLINGS
+            and query.dtype == key.dtype == value.dtype and value.dtype in checks.DTYPES
             and query.device == key.device == value.device and height > 0 and width > 0 and query.ndim == 4
             and key.shape == value.shape and query.shape[:3] == value.shape[:3] and query.shape[3] > 0
             and (key_weight is None if key_bias is None else
@@ -82,10 +82,12 @@ def _is_valid_self_attention(query: Tensor, key: Tensor, value: Tensor, sampling
                  and key_weight.device == key_bias.device == value.device))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, patch: patches.Patch, sampling: str, key_weight: Optional[Tensor],
-           key_bias: Optional[Tensor]) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tuple[int, int]], sampling: str,
+           key_weight: Optional[Tensor], key_bias: Optional[Tensor], return_scores: bool) -> None:
     """Check all arguments; errors name the argument, its value and what is allowed."""
     op = 'separable_attention'
+    patch = patches.patch(op, patch_size)
+    checks.flag(op, 'return_scores', return_scores)
     weights = {name: x for name, x in (('key_weight', key_weight), ('key_bias', key_bias)) if x is not None}
     checks.tensors(op, dict(query=4, key=4, value=4, key_weight=2, key_bias=1), query=query, key=key, value=value,
                    **weights)

@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import compute_dtype
 from ..common.patches import Patch, fold_patches, group_count, group_index, unfold_patches
 from ..common.tracing import is_traced_or_wrapped
-from ..common.workspace import keep_freed_memory
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:
@@ -29,29 +27,34 @@ def _kept_outside(*key) -> Tensor:
         return _outside(*key)
 
 
-def _group_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
-    """Return scores (B, groups, L, H * W), which sum to 1 in a group and are 0 outside, in at least float32."""
-    dtype = compute_dtype(query.dtype)
+def _group_scores(query: Tensor, patch: Patch, sampling: str, plain: bool) -> Tensor:
+    """Return scores (B, groups, L, H * W), which sum to 1 in a group and are 0 outside, in at least float32.
+
+    `plain`: the mask of the groups may be kept, because no trace or transform is in progress."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
     logits = query.to(dtype).flatten(1, 2).transpose(1, 2)[:, None]
     if patch == (1, 1):
         return logits.softmax(-1)
-    outside = _outside if is_traced_or_wrapped(query) else _kept_outside
-    outside = outside(*query.shape[1:3], patch, sampling, dtype, query.device)
+    outside = (_kept_outside if plain else _outside)(*query.shape[1:3], patch, sampling, dtype, query.device)
     return (logits + outside).softmax(-1)
 
 
 def context_scores(query: Tensor, patch: Patch, sampling: str) -> Tensor:
     """Return the weight (B, H, W, L) of each token in its group's context. query: as for the public function."""
-    return _group_scores(query, patch, sampling).sum(1).transpose(1, 2).reshape(query.shape)
+    scores = _group_scores(query, patch, sampling, not is_traced_or_wrapped(query))
+    return scores.sum(1).transpose(1, 2).reshape(query.shape)
 
 
-def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, columns: int) -> Tuple[Tensor, Tensor]:
+def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, width_of_keys: int
+                   ) -> Tuple[Tensor, Tensor]:
     """Reshape context (B, groups, D) and value (B, H, W, D) to rank 4 so that they broadcast against each other.
 
-    `columns` is the number of groups in a row. Only copies of the size of a grid row or two are made."""
+    Only copies of the size of a grid row or two are made."""
     batch, height, width, dim = value.shape
     if context.shape[1] == 1:
         return context.reshape(batch, 1, 1, dim), value
+    whole = width_of_keys % patch[1] == 0
+    columns = patch[1] if whole else group_count(width_of_keys, patch[1], sampling)            # groups in a row
     table = context.reshape(batch, context.shape[1] // columns, columns, dim)  # (B, rows of groups, columns, D)
     if height % patch[0] or width % patch[1]:
         for axis in (1, 2):
@@ -70,26 +73,17 @@ def _broadcastable(context: Tensor, value: Tensor, patch: Patch, sampling: str, 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                         key_bias: Optional[Tensor], patch: Patch, sampling: str) -> Tensor:
-    if value.device.type == 'cpu' and not torch.is_grad_enabled() and not is_traced_or_wrapped(value):
-        keep_freed_memory()
-    if key_weight is not None and key.is_meta:
-        # On the meta device only operation counts matter, and these are those of the definition.
-        key, key_weight = F.linear(key, key_weight, key_bias), None
     if patch[1] == 1 and (patch[0] == 1 or patch[0] >= max(query.shape[1], value.shape[1])):
         return _by_rows(query, key, value, key_weight, key_bias, whole=patch[0] == 1)
-    scores = _group_scores(query, patch, sampling)
+    plain = not is_traced_or_wrapped(value)
+    scores = _group_scores(query, patch, sampling, plain)
     scores = scores.mean(2) if query.shape[-1] > 1 else scores[:, :, 0]
     context = (scores @ key.flatten(1, 2).to(scores.dtype)).to(value.dtype)    # (B, groups, C)
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
-    active = value.relu()
-    context, parts = _broadcastable(context, active, patch, sampling, group_count(query.shape[2], patch[1], sampling))
-    return _product(parts, context).reshape(value.shape)
-
-
-def _product(active: Tensor, context: Tensor) -> Tensor:
-    """Return active * context, computed in place if nothing else needs `active`."""
-    return active * context if torch.is_grad_enabled() or is_traced_or_wrapped(active) else active.mul_(context)
+    context, active = _broadcastable(context, value.relu(), patch, sampling, query.shape[2])
+    in_place = plain and not torch.is_grad_enabled()                           # nothing else needs `active`
+    return (active.mul_(context) if in_place else active * context).reshape(value.shape)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
@@ -101,7 +95,7 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Ten
     key = key.flatten(axis, axis + 1)
     # Logits of one latent token are contiguous: a softmax along the last, dense dimension takes half the time.
     query = query.reshape(len(key), 1, key.shape[1]) if latent == 1 else query.flatten(axis, axis + 1).mT
-    scores = query.softmax(2, compute_dtype(query.dtype))                      # (B rows, L, N)
+    scores = query.softmax(2, torch.promote_types(query.dtype, torch.float32))  # (B rows, L, N)
     if latent > 1:
         scores = scores.mean(1, keepdim=True)
     context = torch.bmm(scores, key if key.dtype == scores.dtype else key.to(scores.dtype))
@@ -110,7 +104,7 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Ten
     if key_weight is not None:
         context = F.linear(context, key_weight, key_bias)
     context = context[:, None] if whole else context.view(batch, rows, 1, context.shape[-1])[:, :value.shape[1]]
-    return _product(value.relu(), context)
+    return value.relu() * context
 
 
 def separable_attention_export(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],

@@ -6,8 +6,8 @@ import torch
 from helpers import assert_close
 from pairwise import pairwise
 
+from subquad.backbones.export import prepare_for_export
 from subquad.backbones.mixers import PolylineMixer, TreeMixer
-from subquad.backbones.mobilevitv2_export import prepare_for_export
 from subquad.kernels import rotary_embedding
 from subquad.kernels.rotary_embedding.angles import _frequencies, rotary_angles, rotate_flat
 from subquad.kernels.trees import level_means, level_means_export, quadtree_levels

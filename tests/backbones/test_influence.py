@@ -174,7 +174,7 @@ def test_polyline_masks(paths):
 
 @pytest.mark.parametrize('name, options', [
     ('test_ppma', {}), ('test_myo', {}), ('test_lcsm', {}), ('test_mobilevitv2', {}),
-    ('test_mobilevitv2', dict(exportable=True)), ('test_mobilevitv2', dict(attention='mha')),
+    ('test_mobilevitv2', dict(attention='mha')),
     ('test_mobilevitv2', dict(attention='linformer', img_size=(64, 96)))])
 def test_influence_in_models(name, options):
     """Each layer's row equals that of its mixer for the mixer's own input, at the token that contains the pixel."""

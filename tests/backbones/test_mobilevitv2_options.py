@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subquad.backbones.mixers import SeparableSelfAttention
+from subquad.kernels import use_backend
 
 
 def _parameters(name, **options):
@@ -31,10 +32,10 @@ def test_networks_with_options_train_and_have_an_export_form(options):
     model(torch.rand(2, 3, 96, 128)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     model.eval()
-    exportable = timm.create_model('test_mobilevitv2', num_classes=5, exportable=True, **options).eval()
-    exportable.load_state_dict(model.state_dict())
     x = torch.rand(2, 3, 96, 128)
-    assert_close(exportable(x), model(x))
+    expected = model(x)
+    with use_backend('export'):
+        assert_close(model(x), expected)
 
 
 def test_each_latent_token_adds_a_row():
@@ -129,19 +130,15 @@ def test_context_scores(size, latents):
 
 
 def test_context_scores_leave_the_model_as_it_was():
-    """Its mode, its export form and its weights stay the same, also after an error."""
-    reference = timm.create_model('test_mobilevitv2')
-    model = timm.create_model('test_mobilevitv2', exportable=True).train()
-    model.load_state_dict(reference.state_dict())
+    """Its mode and its weights stay the same, also after an error."""
+    model = timm.create_model('test_mobilevitv2').train()
     model.stem.eval()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     x = torch.rand(2, 3, 64, 96)
-    expected_scores = reference.eval().context_scores(x)
-    for found, expected in zip(model.context_scores(x).values(), expected_scores.values(), strict=True):
-        assert_close(found, expected)
+    model.context_scores(x)
     with pytest.raises(ValueError):
         model.context_scores(x[0])
-    assert model.training and model.stages.training and not model.stem.training and model.stages[2][1].exportable
+    assert model.training and model.stages.training and not model.stem.training
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert not any(m._forward_pre_hooks for m in model.modules())
 
@@ -168,12 +165,11 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize('options', [{}, dict(exportable=True), dict(exact_size=True), dict(sampling='patch'),
-                                     dict(attention='mha')], ids=str)
+@pytest.mark.parametrize('options', [{}, dict(exact_size=True), dict(sampling='patch'), dict(attention='mha')], ids=str)
 def test_no_tensor_above_rank_4_and_no_im2col(options):
     model = timm.create_model('test_mobilevitv2', **options)
-    for training in (True, False):
-        with _Watch() as watch:
+    for training, backend in ((True, 'auto'), (False, 'auto'), (False, 'export')):
+        with _Watch() as watch, use_backend(backend):
             model.train(training)(torch.rand(2, 3, 72, 104))
         assert max(watch.ranks.values()) == 4 and not [name for name in watch.ranks if 'im2col' in name]
 
@@ -292,12 +288,12 @@ def test_autocast_keeps_double_precision():
         assert model(torch.rand(1, 3, 64, 64, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_an_odd_source_for_an_exportable_block():
-    blocks = [timm.create_model('test_mobilevitv2', exact_size=True, exportable=on).eval().stages[2][1]
-              for on in (True, False)]
-    blocks[0].load_state_dict(blocks[1].state_dict())
+def test_an_odd_source_in_the_export_form():
+    block = timm.create_model('test_mobilevitv2', exact_size=True).eval().stages[2][1]
     x, source = torch.randn(1, 64, 4, 6), torch.randn(1, 32, 5, 6)
-    assert_close(blocks[0](x, source), blocks[1](x, source))
+    expected = block(x, source)
+    with use_backend('export'):
+        assert_close(block(x, source), expected)
 
 
 def test_exact_size_traces_at_odd_sizes():

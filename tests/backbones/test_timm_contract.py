@@ -9,7 +9,7 @@ from helpers import assert_close
 from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
-from subquad.backbones.mobilevitv2_export import prepare_for_export
+from subquad.backbones.export import prepare_for_export
 
 PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96],
                        small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',

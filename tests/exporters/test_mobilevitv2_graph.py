@@ -9,8 +9,8 @@ from helpers import assert_close
 from torch import nn
 
 from lab.export_matrix import randomize_norms
-from subquad.backbones.mobilevitv2_blocks import MobileViTv2Block
-from subquad.backbones.mobilevitv2_export import ExportBlock, ImageNorm, prepare_for_export
+from subquad.backbones.export import ExportBlock, ImageNorm, prepare_for_export
+from subquad.backbones.mobilevitv2 import MobileViTv2Block
 from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import export_program
 
@@ -20,7 +20,7 @@ NAME = 'test_mobilevitv2'
 def pair(fuse=True, **options):
     """The ordinary model and its export form with the same weights."""
     eager = randomize_norms(timm.create_model(NAME, **options).eval())
-    form = timm.create_model(NAME, exportable=True, **options).eval()
+    form = timm.create_model(NAME, **options).eval()
     form.load_state_dict(eager.state_dict())
     prepared = prepare_for_export(fuse_norms(form) if fuse else form)
     return eager, form, prepared
@@ -50,14 +50,14 @@ def test_blocks_that_the_form_does_not_cover_are_kept(options):
 
 
 def test_blocks_with_an_adapter_are_kept():
-    model = timm.create_model(NAME, exportable=True).eval()
+    model = timm.create_model(NAME).eval()
     attention = model.stages[2][1].transformer[0].attn
     attention.qkv_proj.register_forward_hook(lambda module, args, y: y + 1)
     assert prepare_for_export(model) == ['stages.3.1', 'stages.4.1']
 
 
 def test_models_of_other_families_are_not_changed():
-    model = timm.create_model('test_ppma', exportable=True).eval()
+    model = timm.create_model('test_ppma').eval()
     before = [id(module) for module in model.modules()]
     assert prepare_for_export(model) == [] and [id(module) for module in model.modules()] == before
 

@@ -10,9 +10,9 @@ from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from timm.layers import set_exportable
 from torch import Tensor, nn
 
+from ...backbones.export import prepare_for_export
 from ...backbones.mm.checkpoints import load_checkpoint
 from ...backbones.mm.ssdlite import SSDLiteJointHead
-from ...backbones.mobilevitv2_export import prepare_for_export
 from ...backbones.weights import NonFiniteError, WeightsError
 from ..common.cli import UserError, one_line, quiet
 from ..engine.config import is_classifier

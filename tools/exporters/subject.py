@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import __version__
-from ...backbones.mobilevitv2_export import prepare_for_export
+from ...backbones.export import prepare_for_export
 from ..common.cli import UserError, one_line
 from ..common.images import LeftOut, UnreadableImage, image_files, open_image
 from ..common.output import progress

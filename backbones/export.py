@@ -1,7 +1,10 @@
-"""The export form of MobileViTv2's blocks: linear layers on tokens in rows, with all weights rewritten beforehand.
+"""Prepare a finished model for exporters: `prepare_for_export` swaps modules for their export forms.
 
-`exportable=True` alone gives a correct graph. `prepare_for_export` gives a faster one, with fewer operators that
-ExecuTorch cannot delegate to XNNPACK. It changes results by rounding only.
+Exporters take the models as they are, because operators choose their export form while a graph is recorded. The pass
+gives faster graphs, with fewer operators that ExecuTorch cannot delegate to XNNPACK. It changes results by rounding
+only.
+
+MobileViTv2's blocks become linear layers on tokens in rows, with all weights rewritten beforehand.
 """
 from typing import List, Optional, Sequence, Tuple
 
@@ -16,7 +19,7 @@ from ..kernels.trees import Level, level_means_export, repeat_to_children, sibli
 from ..kernels.trees.edges import edge_biases
 from .mixers import SeparableSelfAttention, TreeMixer
 from .mixers.tree import EDGE_DIM
-from .mobilevitv2_blocks import PATCH, ConvNormAct, MobileViTv2Block, TransformerLayer, to_even_size
+from .mobilevitv2 import PATCH, ConvNormAct, MobileViTv2Block, TransformerLayer, to_even_size
 from .prepare import has_hooks, is_plain
 
 GROUPS = PATCH[0] * PATCH[1]
@@ -78,13 +81,17 @@ class ExportBlock(nn.Module):
     Tokens are brought once into the order (image, group, token of the group). Between, they are the rows of a matrix,
     so that 1 x 1 convolutions are linear layers without a change of layout.
 
-    While torch.export records a graph of dynamic height or width, the block runs in its ordinary export form, because
-    torch.export cannot check the reshapes of this form with unknown sizes in acceptable time.
+    While torch.export records a graph of dynamic height or width, the ordinary block runs, because torch.export cannot
+    check the reshapes of this form with unknown sizes in acceptable time. It groups its tokens once, where separable
+    attention would group those of each layer.
     """
 
     def __init__(self, block: MobileViTv2Block):
         super().__init__()
         self.ordinary = block
+        block.grouped = True
+        for layer in block.transformer:
+            layer.attn.patch_size = (GROUPS, 1)              # every row of tokens is a group
         self.transformer = nn.ModuleList(map(ExportLayer, block.transformer))
         self.norm = ImageNorm(block.norm)
         self.proj = _linear(*_fold_affine(block.norm, _without_batch_norm(block.conv_proj)))
@@ -180,8 +187,8 @@ class ExportTreeMixer(TreeMixer):
 def prepare_for_export(model: nn.Module) -> List[str]:
     """Replace the MobileViTv2 blocks and the quad-tree mixers of a model by their export form, in place.
 
-    Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: their own
-    export form works for every option. A model without such blocks or mixers is not changed.
+    Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: they can be
+    exported as they are. A model without such blocks or mixers is not changed.
 
     Args:
         model: any module in evaluation mode, with BatchNorm fused or not.
