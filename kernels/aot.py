@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .common.launch import interpreted
-from .eos_elementwise.custom_op import triton_chunk
+from .eos_scan.tile_limits import triton_chunk
 from .trees import quadtree_levels
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')

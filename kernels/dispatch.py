@@ -2,7 +2,8 @@
 import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Union
+from types import ModuleType
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -17,11 +18,24 @@ Objection = Union[None, str, Callable[..., Optional[str]]]
 
 
 class Operator(NamedTuple):
-    """The implementations of an operator by backend, and what keeps it from Triton."""
+    """The declaration of an operator.
+
+    Attributes:
+        implementations: functions by backend. All are called with the same arguments.
+        plain: whether `portable` is PyTorch operations, as `reference` and `export` are: these have
+            all derivatives. Others have a gradient written by hand, and no forward mode.
+        objection: returns why the Triton kernels cannot run on the tensors that the operator is
+            called with, or None; a sentence if there are no kernels.
+        kernels: returns the module of the operator's own kernels, imported at the first call; None
+            if it has none.
+    """
     implementations: Dict[str, Callable]
-    objection: Objection
+    plain: bool = False
+    objection: Objection = None
+    kernels: Optional[Callable[[], ModuleType]] = None
 
 
+# Filled by the operators' modules, which `kernels/__init__.py` lists.
 OPERATORS: Dict[str, Operator] = {}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Look for Triton without importing it: no module imports it before a kernel runs.
@@ -59,18 +73,6 @@ def use_backend(backend: str) -> Iterator[None]:
         _active = previous
 
 
-def register(op: str, implementations: Mapping[str, Callable], objection: Objection = None) -> None:
-    """Make an operator known to `choose` and `why_not`.
-
-    Args:
-        op: the operator's name.
-        implementations: backend name -> function.
-        objection: returns why the operator's Triton kernels cannot take the tensors it is called with, or None; a
-            sentence where the operator has no Triton kernel.
-    """
-    OPERATORS[op] = Operator(dict(implementations), objection)
-
-
 def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
     """Return the implementation of `op` for `backend`.
 
@@ -93,16 +95,11 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         objection = _objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
-    implementation = OPERATORS[op].implementations[backend]
-    if forward_mode() and not _is_plain(implementation):
+    plain = backend in ('reference', 'export') or backend == 'portable' and OPERATORS[op].plain
+    if forward_mode() and not plain:
         raise ValueError(f"{op}: backend {backend!r} has no forward-mode derivatives (jvp, jacfwd, forward_ad): use "
                          "backend='auto' or use_backend('export')")
-    return implementation
-
-
-def _is_plain(implementation: Callable) -> bool:
-    """True if an implementation is PyTorch operations; others call operators with a reverse-mode gradient."""
-    return implementation.__module__.endswith(('.portable', '.reference'))
+    return OPERATORS[op].implementations[backend]
 
 
 def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
@@ -121,7 +118,7 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
     if _known(backend, op) == 'auto':
         backend = _active
     if backend == 'auto':
-        if exporting() or transforming() and not _is_plain(OPERATORS[op].implementations['portable']):
+        if exporting() or transforming() and not OPERATORS[op].plain:
             return 'export'
         on_gpu = not transforming() and tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
         backend = 'triton' if on_gpu else 'portable'

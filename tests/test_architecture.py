@@ -7,9 +7,9 @@ import pytest
 from helpers import ROOT
 
 PACKAGES = ('kernels', 'backbones', 'tools', 'lab')
-OPERATOR_FILES = {'__init__', 'reference', 'portable', 'custom_op', 'triton'}
-# Kernels of one operator apart from triton.py, and functions that several kernels call.
-MORE_KERNELS = {'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
+OPERATOR_FILES = {'__init__', 'reference', 'portable'}
+# Kernels, and functions that several kernels call.
+MORE_KERNELS = {'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2,
                  'kernels.eos_scan': 2, 'kernels.tiling': 4}
@@ -108,8 +108,8 @@ def test_relative_imports_name_modules_that_exist():
     assert missing == []
 
 
-def test_every_operator_has_the_same_five_files():
-    """Long kernels have a sixth file, such as `triton_backward`."""
+def test_every_operator_has_the_same_three_files():
+    """Those with kernels have `triton`, and long ones another file, such as `triton_backward`."""
     from subquad import kernels
     assert {path.name for path in operators()} == set(kernels.__all__) - {'use_backend', 'why_not'}
     for path in operators():

@@ -1,16 +1,21 @@
 """Criss-cross attention: decay attention within rows and within columns, chained (PPMA, section 3.4)."""
+from typing import List, Sequence, Tuple
+
+import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
-
-register('crisscross_attention', {
-    'reference': reference.crisscross_attention,
-    'portable': custom_op.crisscross_attention_portable,
-    'triton': custom_op.crisscross_attention_triton,
-    'export': portable.crisscross_attention_export,
-}, launch.head_too_wide)
+from ..common.decay import (
+    compute_dtype,
+    cumulative,
+    empty_result,
+    needs_gradient,
+    portable_bfloat16,
+)
+from ..common.declare import differentiate, node
+from ..decay_attention import statistics_shape
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 
 def crisscross_attention(
@@ -56,3 +61,104 @@ def crisscross_attention(
     grid = log_alpha.shape[2:]
     q, k, v = q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths).flatten(2, 3)
+
+
+# --- what PyTorch sees
+
+def _pairs(q: Sequence[int]) -> int:
+    """Return the number of query-key pairs of all rows and all columns. q: (..., H, W, D)."""
+    *groups, height, width, _ = q
+    return torch.Size(groups).numel() * height * width * (height + width)
+
+
+def _flops(q, k, v, log_alpha, log_beta, mask_mode, paths, *_) -> int:
+    return 2 * _pairs(q) * (q[-1] + v[-1] * (2 if paths == 'both' else 1))
+
+
+@node('crisscross_attention_portable_fwd', portable.forward, _flops)
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+                      paths: str) -> Tensor:
+    return torch.empty_like(v)
+
+
+@node('crisscross_attention_portable_bwd', portable.backward,
+      lambda grad, q, k, v, sa, sb, mask_mode, paths: (
+          2 * _pairs(q) * (3 * q[-1] + v[-1] * (5 if paths == 'both' else 3))))
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor,
+                       mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(x) for x in (q, k, v, sa, sb))
+
+
+differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
+
+
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+              paths: str) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_alpha, log_beta)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
+    sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
+    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *sums)]
+    return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+@node('crisscross_attention_fwd', lambda *args: _kernels().forward(*args), _flops)
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
+                    mask_mode: str, paths: str, save: bool
+                    ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
+    shapes = [statistics_shape(q, v, axis, save) for axis in ('row', 'column')]
+    statistics = [log_alpha.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    long = any(len(shape) > 1 for shape in shapes)
+    needed = paths != 'h2v', paths != 'v2h', paths == 'both' and long
+    down, along, first = (launch.token_major(v.shape, v) if save and x else v.new_empty(0)
+                          for x in needed)
+    return launch.token_major(v.shape, v), down, along, first, *statistics
+
+
+def _backward_flops(grad, inputs, saved, mask_mode, paths) -> int:
+    q, _, v, *_ = inputs
+    return 2 * _pairs(q) * (3 * q[-1] + v[-1] * (4 if paths == 'both' else 2))
+
+
+@node('crisscross_attention_bwd', lambda *args: _kernels().backward(*args), _backward_flops)
+def _triton_backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode: str,
+                     paths: str) -> List[Tensor]:
+    return [*(launch.token_major(x.shape, x) for x in inputs[:3]),
+            *map(launch.heads_last, inputs[3:])]
+
+
+def _kept(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Keep the output alive for long lines only, where the backward pass needs it."""
+    out, *others, rows, columns = outputs
+    return out if rows.numel() or columns.numel() else rows, *others, rows, columns
+
+
+differentiate(
+    _triton_forward,
+    lambda grad, *saved: _triton_backward(grad, saved[:5], saved[5:-2], *saved[-2:]), _kept)
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+            paths: str) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_alpha, log_beta)
+    return _triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,
+                           needs_gradient(q, k, v, log_alpha, log_beta))[0]
+
+
+OPERATORS['crisscross_attention'] = Operator(
+    implementations={
+        'reference': reference.crisscross_attention,
+        'portable': _portable,
+        'triton': _triton,
+        'export': portable.crisscross_attention_export,
+    },
+    objection=launch.head_too_wide,
+    kernels=_kernels,
+)

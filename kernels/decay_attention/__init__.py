@@ -1,17 +1,22 @@
 """Softmax attention along one grid axis, decayed with distance (PPMA, section 3.4)."""
+from typing import Sequence, Tuple
+
+import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
+from ..common.decay import (
+    compute_dtype,
+    cumulative,
+    empty_result,
+    needs_gradient,
+    portable_bfloat16,
+)
+from ..common.declare import differentiate, node
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 AXES = ('row', 'column')
-register('decay_attention', {
-    'reference': reference.decay_attention,
-    'portable': custom_op.decay_attention_portable,
-    'triton': custom_op.decay_attention_triton,
-    'export': portable.decay_attention_export,
-}, launch.head_too_wide)
 
 
 def decay_attention(
@@ -53,3 +58,110 @@ def decay_attention(
     checks.one_of('decay_attention', 'mask_mode', mask_mode, checks.MASK_MODES)
     run = choose('decay_attention', backend, q, k, v, log_decay)
     return run(q, k, v, log_decay, axis, mask_mode)
+
+
+# --- what PyTorch sees
+
+Four = Tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@node('decay_attention_portable_fwd', portable.forward,
+      lambda q, k, v, *_: 2 * q[0] * q[1] ** 2 * (q[2] + v[2]))
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Tensor:
+    return torch.empty_like(v)
+
+
+@node('decay_attention_portable_bwd', portable.backward,
+      lambda grad, q, k, v, *_: 2 * q[0] * q[1] ** 2 * (3 * q[2] + 2 * v[2]))
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str
+                       ) -> Four:
+    return tuple(torch.empty_like(x) for x in (q, k, v, sums))
+
+
+differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
+
+
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str
+              ) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_decay)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_decay) else compute_dtype(q.dtype)
+    sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
+    inputs = [*(x.to(dtype) for x in (q, k, v)), sums]
+    inputs = [x.transpose(2, 3) for x in inputs] if axis == 'column' else inputs
+    y = _portable_forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask_mode)
+    y = y.view(inputs[2].shape)
+    return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
+
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+def _backward_kernels():
+    from . import triton_backward
+    return triton_backward
+
+
+def _length(q: Sequence[int], axis: str) -> int:
+    return q[3] if axis == 'row' else q[2]
+
+
+def _pairs(q: Sequence[int], axis: str) -> int:
+    """Return the number of query-key pairs of all lines."""
+    batch, heads, height, width, _ = q
+    return batch * heads * height * width * _length(q, axis)
+
+
+def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, ...]:
+    """Return the shape of `triton.Lines.statistics`."""
+    whole = launch.fits_tile('decay_attention', q.dtype, _length(q.shape, axis), q.shape[-1],
+                             v.shape[-1])
+    return (2, *q.shape[:4]) if save and not whole else (0,)
+
+
+@node('decay_attention_fwd', lambda *args: _kernels().forward(*args),
+      lambda q, k, v, steps, axis, *_: 2 * _pairs(q, axis) * (q[-1] + v[-1]))
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str,
+                    save: bool) -> Tuple[Tensor, Tensor]:
+    """The output and, with `save`, what the backward pass needs of long lines: `triton.Lines`."""
+    statistics = steps.new_empty(statistics_shape(q, v, axis, save), dtype=torch.float32)
+    return launch.token_major(v.shape, v), statistics
+
+
+@node('decay_attention_bwd', lambda *args: _backward_kernels().backward(*args),
+      lambda grad, q, k, v, steps, out, statistics, axis, *_: (
+          2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])))
+def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: Tensor,
+                     statistics: Tensor, axis: str, mask_mode: str) -> Four:
+    return (*(launch.token_major(x.shape, x) for x in (q, k, v)), launch.heads_last(steps))
+
+
+def _kept(outputs: Tuple[Tensor, Tensor]) -> Tuple[Tensor, Tensor]:
+    """Keep the output alive for long lines only, where the backward pass needs it."""
+    out, statistics = outputs
+    return out if statistics.numel() else statistics, statistics
+
+
+differentiate(_triton_forward, _triton_backward, _kept)
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str
+            ) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_decay)
+    save = needs_gradient(q, k, v, log_decay)
+    return _triton_forward(q, k, v, log_decay, axis, mask_mode, save)[0]
+
+
+OPERATORS['decay_attention'] = Operator(
+    implementations={
+        'reference': reference.decay_attention,
+        'portable': _portable,
+        'triton': _triton,
+        'export': portable.decay_attention_export,
+    },
+    objection=launch.head_too_wide,
+    kernels=_kernels,
+)

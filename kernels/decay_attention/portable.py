@@ -1,8 +1,8 @@
 """Decay attention in plain PyTorch: many lines at a time; the backward pass recomputes the weights.
 
 A line is a row or a column. Lines have shape (n, L, D), and the cumulative sums S of their step logs (n, L). The log
-mask -|S[j] - S[l]| is computed block by block. `custom_op.py` wraps the blocked loops as operators, whose operation
-counts are those of the definition.
+mask -|S[j] - S[l]| is computed block by block. `__init__.py` makes operators of the blocked loops,
+whose operation counts are those of the definition.
 """
 from typing import List, Tuple
 

@@ -1,31 +1,18 @@
 """Depthwise convolution of channels-last tokens, with activation, residual and sum in the same pass."""
-from typing import Optional
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common import checks
 from ..common.autocast import cast_for_autocast
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
+from ..common.decay import empty_result
+from ..common.declare import node
+from ..common.launch import dense_like
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 LARGEST_KERNEL = 7
-
-
-def _too_large(x: Tensor, weight: Tensor, *_: Tensor) -> Optional[str]:
-    """Return why the kernels, which hold a window of each channel in registers, cannot take the weight."""
-    if weight.shape[-1] > LARGEST_KERNEL:
-        return (f'the kernels take windows of at most {LARGEST_KERNEL} x {LARGEST_KERNEL}, and this one is '
-                f'{weight.shape[-1]} x {weight.shape[-1]}.')
-    return None
-
-
-register('depthwise_conv', {
-    'reference': reference.depthwise_conv,
-    'portable': portable.depthwise_conv,
-    'triton': custom_op.depthwise_conv_triton,
-    'export': portable.depthwise_conv,
-}, _too_large)
 
 
 def depthwise_conv(
@@ -81,3 +68,77 @@ def depthwise_conv(
     checks.flags(op, gelu=gelu, residual=residual)
     run = choose(op, backend, x, weight, bias)
     return run(x, weight, bias, add, gelu, residual)
+
+
+# --- Triton
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+def _too_large(x: Tensor, weight: Tensor, *_: Tensor) -> Optional[str]:
+    """Return why the kernels, which hold windows in registers, cannot take the weight."""
+    side, most = weight.shape[-1], LARGEST_KERNEL
+    if side <= most:
+        return None
+    return f'the kernels take windows of at most {most} x {most}, and this one is {side} x {side}.'
+
+
+def _products(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Return the floating-point operations of the windows, as torch counts a convolution."""
+    return 2 * torch.Size(x).numel() * weight[-1] ** 2
+
+
+@node('depthwise_conv_fwd', lambda *args: _kernels().forward(*args),
+      lambda x, weight, *_: _products(x, weight))
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
+             residual: bool) -> Tensor:
+    return dense_like(x)
+
+
+@node('depthwise_conv_bwd', lambda *args: _kernels().backward(*args),
+      lambda grad, x, weight, gelu, residual, *wanted: _products(x, weight) * sum(wanted))
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool,
+              with_weight: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; those that are not wanted are empty."""
+    empty = x.new_empty(0)
+    return (dense_like(x) if with_input else empty,
+            dense_like(weight) if with_weight else weight.new_empty(0),
+            weight.new_empty(weight.shape[0] if with_weight else 0))
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, _, _, ctx.gelu, ctx.residual = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate(ctx, grad: Tensor):
+    with_input, with_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
+    dx, dweight, dbias = _backward(grad, *ctx.saved_tensors, ctx.gelu, ctx.residual, with_input,
+                                   with_weight)
+    return (dx if with_input else None, *((dweight, dbias) if with_weight else (None, None)),
+            grad if ctx.needs_input_grad[3] else None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
+            residual: bool) -> Tensor:
+    if x.numel() == 0:
+        return empty_result(x, weight, bias, add)
+    return _forward(x, weight, bias, add, gelu, residual)
+
+
+OPERATORS['depthwise_conv'] = Operator(
+    implementations={
+        'reference': reference.depthwise_conv,
+        'portable': portable.depthwise_conv,
+        'triton': _triton,
+        'export': portable.depthwise_conv,
+    },
+    plain=True,
+    objection=_too_large,
+    kernels=_kernels,
+)

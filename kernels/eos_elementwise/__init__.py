@@ -1,23 +1,28 @@
 """Expand-oscillation-shrink recurrence with an elementwise oscillation (LCSM, Qin et al., 2024, section 3)."""
-from typing import Optional, Tuple, Union
+from functools import partial
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
+import torch
 from torch import Tensor
 
+from ..common import launch
 from ..common.autocast import without_autocast
-from ..dispatch import choose, register
-from ..eos_scan import DecayGenerator, fla
+from ..common.decay import compute_dtype, needs_gradient
+from ..common.declare import node
+from ..dispatch import OPERATORS, Operator, choose
+from ..eos_scan import DecayGenerator, fla, full_rank, small_memories
+from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
-from ..eos_scan.problem import Oscillation, direction_name
-from ..eos_scan.registration import unchanged
-from . import custom_op, portable, reference
-
-register('eos_elementwise', {
-    'reference': reference.eos_elementwise,
-    'portable': custom_op.eos_elementwise_portable,
-    'triton': custom_op.eos_elementwise_triton,
-    'export': portable.eos_elementwise_export,
-    'fla': fla.eos_elementwise_fla,
-}, custom_op.unsupported)
+from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, direction_name, solve
+from ..eos_scan.registration import (
+    differentiate,
+    empty_gradient,
+    empty_output,
+    in_dtypes,
+    unchanged,
+)
+from ..eos_scan.tile_limits import SPACING, memory_too_large, triton_chunk
+from . import portable, reference
 
 
 def eos_elementwise(
@@ -96,3 +101,228 @@ def eos_elementwise(
             y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,
                            output_state, chunk)
     return (y, state) if output_state else y
+
+
+# --- what PyTorch sees of oscillations of rank one
+
+Three = Tuple[Tensor, Tensor, Tensor]
+Six = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _keys(e: Tensor) -> int:
+    return e.shape[1 if e.ndim == 3 else 3]
+
+
+def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Three:
+    dtype = compute_dtype(i.dtype)
+    final = (*i.shape[:2], _keys(e), i.shape[3]) if last else (0,)
+    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+
+
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int
+                 ) -> Tuple[int, int]:
+    """Return the operations of the products within chunks, and of one product with memories.
+
+    `small_memories` needs fewer, but whether it runs depends on device and batch, which a count of
+    a network does not.
+
+    single: tokens of the longest line that is one chunk."""
+    batch, heads, length, dim = i
+    tokens = batch * heads * length * len(DIRECTIONS[direction])
+    inside = 2 * tokens * min(length, chunk) * (keys + dim)
+    return inside, 2 * tokens * keys * dim if length > single else 0
+
+
+def _flops(i, e, direction: str, chunk: int, single: int) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, single)
+    return inside + 2 * memory
+
+
+def _backward_flops(i, e, direction: str, chunk: int, single: int) -> int:
+    inside, memory = _chunk_flops(i, e[3], direction, chunk, single)
+    return 5 * inside // 2 + 4 * memory
+
+
+@node('eos_elementwise_portable_fwd', portable.forward,
+      lambda i, e, s, log_k, log_d, state, direction, chunk, *_: (
+          _flops(i, e, direction, chunk, SINGLE_CHUNK)))
+def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                      log_d: Optional[Tensor], state: Optional[Tensor], direction: str, chunk: int,
+                      save: bool, last: bool) -> Three:
+    states = boundary_shape(i, _keys(e), state, direction, chunk, save, last)
+    # Asked last: it guards the batch of exported programs.
+    if len(states) > 1 and small_memories.chosen(i, e):
+        states = (0,)
+    return _results(i, e, empty_output(i), states, last)
+
+
+@node('eos_elementwise_portable_bwd', lambda *args: in_dtypes(portable.backward, *args),
+      lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], SINGLE_CHUNK))
+def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
+                       log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
+                       states: Tensor, direction: str, chunk: int) -> Six:
+    return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, state))
+
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+def _backward_kernels():
+    from . import triton_backward
+    return triton_backward
+
+
+@node('eos_elementwise_fwd', lambda *args: _kernels().forward(*args),
+      lambda i, e, s, log_k, log_d, state, direction, chunk, *_: (
+          _flops(i, e, direction, chunk, chunk)))
+def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                    log_d: Optional[Tensor], state: Optional[Tensor], direction: str, chunk: int,
+                    save: bool, last: bool) -> Three:
+    carried = save and (i.shape[2] > chunk or state is not None or last)
+    count = -(-i.shape[2] // chunk) + 1
+    states = (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3])
+    states = states if carried else (0,)
+    return _results(i, e, launch.token_order(i), states, last)
+
+
+@node('eos_elementwise_bwd', lambda *args: in_dtypes(_backward_kernels().backward, *args),
+      lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], others[-1]))
+def _triton_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
+                     log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
+                     states: Tensor, direction: str, chunk: int) -> Six:
+    return (*(launch.token_order(x) for x in (i, e, s)),
+            *(empty_gradient(x, i) for x in (log_k, log_d, state)))
+
+
+# --- what PyTorch sees of oscillations of full rank
+
+Eight = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _full_kernels():
+    from . import triton_full_rank
+    return triton_full_rank
+
+
+def _loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
+    """Return the operations of a multiplication and addition for each element of each memory."""
+    return 2 * torch.Size(i).numel() * e[1 if len(e) == 3 else 3] * len(DIRECTIONS[direction])
+
+
+def _full_flops(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, *_) -> int:
+    return 3 * _loop_flops(i, e, direction)     # the oscillation, the memory, the output
+
+
+def _full_backward_flops(dy, dfinal, i, e, *others) -> int:
+    return 8 * _loop_flops(i, e, others[-1])    # both again, the adjoint, and five gradients
+
+
+def _full_forward(forward: Callable, i, e, s, log_k, log_d, z, weight, state, form, tau, *options
+                  ) -> Three:
+    return forward(RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state), *options)
+
+
+def _full_backward(backward: Callable, dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states,
+                   form, tau, direction) -> Sequence[Tensor]:
+    problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
+    grads, dstate = backward(dy, dfinal, problem, states, direction)
+    return *grads, dstate
+
+
+def _full_states(i: Tensor, e: Tensor, direction: str, spacing: int, save: bool) -> Tuple[int, ...]:
+    """Return the shape of the memories before every `spacing` tokens."""
+    count = -(-i.shape[2] // spacing)
+    return (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3]) if save else (0,)
+
+
+@node('eos_elementwise_full_portable_fwd', partial(_full_forward, full_rank.forward), _full_flops)
+def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                           log_d: Optional[Tensor], z: Optional[Tensor], weight: Optional[Tensor],
+                           state: Optional[Tensor], form: str, tau: float, direction: str,
+                           save: bool, last: bool) -> Three:
+    states = _full_states(i, e, direction, full_rank.CHUNK, save)
+    return _results(i, e, empty_output(i), states, last)
+
+
+@node('eos_elementwise_full_fwd',
+      lambda *args: _full_forward(_full_kernels().forward, *args), _full_flops)
+def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
+                         log_d: Optional[Tensor], z: Optional[Tensor], weight: Optional[Tensor],
+                         state: Optional[Tensor], form: str, tau: float, direction: str, save: bool,
+                         last: bool) -> Three:
+    return _results(i, e, i.new_empty(i.shape), _full_states(i, e, direction, SPACING, save), last)
+
+
+def _full_gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
+                    log_k: Optional[Tensor], log_d: Optional[Tensor], z: Optional[Tensor],
+                    weight: Optional[Tensor], state: Optional[Tensor], states: Tensor, form: str,
+                    tau: float, direction: str) -> Eight:
+    return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, z, weight, state))
+
+
+_portable_full_backward = node(
+    'eos_elementwise_full_portable_bwd',
+    lambda *args: in_dtypes(partial(_full_backward, full_rank.backward), *args),
+    _full_backward_flops)(_full_gradients)
+_triton_full_backward = node(
+    'eos_elementwise_full_bwd',
+    lambda *args: in_dtypes(partial(_full_backward, _full_kernels().backward), *args),
+    _full_backward_flops)(_full_gradients)
+
+differentiate(_portable_forward, _portable_backward, 6)
+differentiate(_triton_forward, _triton_backward, 6)
+differentiate(_portable_full_forward, _portable_full_backward, 8)
+differentiate(_triton_full_forward, _triton_full_backward, 8)
+
+
+# --- implementations
+
+def _full_attention(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
+    """Return the output of both directions without decay: all tokens share one memory, e' i."""
+    i, e, s, dtype = *(x.to(compute_dtype(x.dtype)) for x in (i, e, s)), i.dtype
+    return (s @ (e.mT @ i)).to(dtype)
+
+
+def _run(problem: RealProblem, direction: str, output_state: bool, chunk: int, forward: Any,
+         full_forward: Any) -> Output:
+    """Run the operator for oscillations of rank one, or that for full rank."""
+    i, e, s, log_k, log_d, _, weight, _, form, tau, state = problem
+    save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    if problem.full_rank:
+        y, _, final = full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form,
+                                   tau, direction, save, output_state)
+    elif direction == 'both' and log_k is log_d is None:
+        return _full_attention(i, e, s), None
+    else:
+        y, _, final = forward(i, e, s, log_k, log_d, state, direction, chunk, save, output_state)
+    return y, final if output_state else None
+
+
+def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    return _run(problem, direction, output_state, chunk, _portable_forward, _portable_full_forward)
+
+
+def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    chunk = triton_chunk(problem.i.dtype, problem.i.shape[2], chunk)
+    return _run(problem, direction, output_state, chunk, _triton_forward, _triton_full_forward)
+
+
+def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
+    """Return why the Triton kernels cannot take these arguments; None if they can."""
+    # Weights (H, K, D) and step logs for all of (B, H, T, K, D) make an oscillation of full rank.
+    return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(_keys(e))
+
+
+OPERATORS['eos_elementwise'] = Operator(
+    implementations={
+        'reference': reference.eos_elementwise,
+        'portable': partial(solve, run_portable),
+        'triton': partial(solve, run_triton),
+        'export': portable.eos_elementwise_export,
+        'fla': fla.eos_elementwise_fla,
+    },
+    objection=_unsupported,
+    kernels=_kernels,
+)

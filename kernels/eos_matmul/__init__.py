@@ -1,23 +1,27 @@
 """Expand-oscillation-shrink recurrence whose oscillation is a diagonal plus a matrix of rank one (LCSM, section 3)."""
-from typing import Optional, Tuple, Union
+from functools import partial
+from typing import Any, Optional, Sequence, Tuple, Union
 
+import torch
 from torch import Tensor
 
 from ..common.autocast import without_autocast
-from ..dispatch import choose, register
+from ..common.decay import compute_dtype, needs_gradient
+from ..common.declare import node
+from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import fla
+from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
 from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_of
-from ..eos_scan.problem import direction_name
-from ..eos_scan.registration import unchanged
-from . import custom_op, portable, reference
-
-register('eos_matmul', {
-    'reference': reference.eos_matmul,
-    'portable': custom_op.eos_matmul_portable,
-    'triton': custom_op.eos_matmul_triton,
-    'export': portable.eos_matmul_export,
-    'fla': fla.eos_matmul_fla,
-}, custom_op.unsupported)
+from ..eos_scan.problem import DIRECTIONS, Output, direction_name, steps_of
+from ..eos_scan.registration import (
+    differentiate,
+    empty_gradient,
+    empty_output,
+    in_dtypes,
+    unchanged,
+)
+from ..eos_scan.tile_limits import memory_too_large
+from . import portable, reference
 
 
 def eos_matmul(
@@ -86,3 +90,97 @@ def eos_matmul(
             y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state,
                            output_state, chunk)
     return (y, state) if output_state else y
+
+
+# --- what PyTorch sees
+
+Three = Tuple[Tensor, Tensor, Tensor]
+
+
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, inside: int, memory: int
+                 ) -> int:
+    """Return the operations of so many products inside of chunks and with a memory."""
+    tokens = torch.Size(i[:3]).numel() * len(DIRECTIONS[direction])
+    return (inside * tokens * min(i[2], chunk) * (keys + i[3])
+            + (memory * 2 * tokens * keys * i[3] if i[2] > SINGLE_CHUNK else 0))
+
+
+def _loop_flops(i: Sequence[int], keys: int, direction: str) -> int:
+    """Return the operations of a multiplication and addition for each element of each memory."""
+    return 2 * torch.Size(i).numel() * keys * len(DIRECTIONS[direction])
+
+
+def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Three:
+    dtype = compute_dtype(i.dtype)
+    final = (*i.shape[:2], e.shape[3], i.shape[3]) if last else (0,)
+    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
+
+
+def _gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor, a: Tensor,
+               b: Tensor, gk: Optional[Tensor], state: Optional[Tensor], states: Tensor,
+               direction: str, chunk: int
+               ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(empty_gradient(x, i) for x in (i, e, s, a, b, gk, state))
+
+
+@node('eos_matmul_portable_fwd', portable.forward,
+      lambda i, e, s, a, b, gk, state, direction, chunk, *_: (
+          _chunk_flops(i, e[3], direction, chunk, inside=8, memory=4)))
+def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
+                      state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
+                      ) -> Three:
+    states = boundary_shape(i, e.shape[3], state, direction, chunk, save, last)
+    return _results(i, e, empty_output(i), states, last)
+
+
+_portable_backward = node(
+    'eos_matmul_portable_bwd', lambda *args: in_dtypes(portable.backward, *args),
+    lambda dy, dfinal, i, e, *others: (
+        _chunk_flops(i, e[3], *others[-2:], inside=20, memory=10)))(_gradients)
+
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+# The kernels go token by token and have no chunks. The operations are w, the decay, b w', e i' and
+# the output.
+@node('eos_matmul_fwd', lambda *args: _kernels().forward(*args[:8], *args[9:]),
+      lambda i, e, s, a, b, gk, state, direction, *_: 5 * _loop_flops(i, e[3], direction))
+def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
+                    state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
+                    ) -> Three:
+    states = (len(DIRECTIONS[direction]), *i.shape) if save else (0,)
+    return _results(i, e, i.new_empty(i.shape), states, last)
+
+
+# The memory again, four for its gradient, five gradients.
+_triton_backward = node(
+    'eos_matmul_bwd', lambda *args: in_dtypes(_kernels().backward, *args[:-1]),
+    lambda dy, dfinal, i, e, *others: 12 * _loop_flops(i, e[3], others[-2]))(_gradients)
+
+differentiate(_portable_forward, _portable_backward, 7)
+differentiate(_triton_forward, _triton_backward, 7)
+
+
+def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
+         scale: float, direction: str, initial_state: Optional[Tensor], output_state: bool,
+         chunk: int) -> Output:
+    save = needs_gradient(*(x for x in (i, e, s, a, b, gk, initial_state) if x is not None))
+    y, _, final = forward(i, e, s if scale == 1 else s * scale, a, b, steps_of(gk, i.dtype),
+                          initial_state, direction, chunk, save, output_state)
+    return y, final if output_state else None
+
+
+OPERATORS['eos_matmul'] = Operator(
+    implementations={
+        'reference': reference.eos_matmul,
+        'portable': partial(_run, _portable_forward),
+        'triton': partial(_run, _triton_forward),
+        'export': portable.eos_matmul_export,
+        'fla': fla.eos_matmul_fla,
+    },
+    objection=lambda i, e, *_: memory_too_large(e.shape[3]),
+    kernels=_kernels,
+)

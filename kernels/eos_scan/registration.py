@@ -1,15 +1,17 @@
 """What the registrations of the recurrences share: gradients of forward operators, and results without elements."""
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common.decay import compute_dtype, empty_result
+from ..common.declare import check_saved
 
 
-def in_dtype(grad: Tensor, x: Optional[Tensor]) -> Tensor:
-    """Return the gradient of x in the dtype of x; the one of None as it is."""
-    return grad if x is None else grad.to(x.dtype)
+def in_dtypes(backward: Callable[..., Sequence[Tensor]], *args: Any) -> Tuple[Tensor, ...]:
+    """Return backward(dy, dfinal, *tensors, ...), each gradient in the dtype of its tensor."""
+    grads = backward(*args)
+    return tuple(grad if x is None else grad.to(x.dtype) for grad, x in zip(grads, args[2:]))
 
 
 def empty_gradient(x: Optional[Tensor], like: Tensor) -> Tensor:
@@ -44,8 +46,7 @@ def differentiate(forward: Any, backward: Any, tensors: int) -> None:
         ctx.set_materialize_grads(False)
 
     def gradient(ctx, dy, _, dfinal):
-        if not ctx.saved:
-            raise RuntimeError(f'{forward._qualname} ran with save=False: it has no gradient')
+        check_saved(forward, ctx.saved)
         *inputs, states = ctx.saved_tensors
         none = (None,) * (len(ctx.options) + 2)
         if dy is None and dfinal is None:

@@ -1,16 +1,22 @@
 """Softmax attention over a whole grid under the polyline path mask (PPMA, section 3, and the published code)."""
+from typing import Sequence, Tuple
+
+import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
-
-register('polyline_attention', {
-    'reference': reference.polyline_attention,
-    'portable': custom_op.polyline_attention_portable,
-    'triton': custom_op.polyline_attention_triton,
-    'export': portable.polyline_attention_export,
-}, launch.head_too_wide)
+from ..common.decay import (
+    column_log_decay,
+    compute_dtype,
+    empty_result,
+    needs_gradient,
+    portable_bfloat16,
+    rounded_sums,
+    row_log_decay,
+)
+from ..common.declare import differentiate, node
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 
 def polyline_attention(
@@ -62,3 +68,95 @@ def polyline_attention(
     grid = log_alpha.shape[2:]
     q, k, v = q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid)
     return run(q, k, v, log_alpha, log_beta, mask_mode, paths).flatten(2, 3)
+
+
+# --- what PyTorch sees
+
+def _products(q: Sequence[int], v: Sequence[int]) -> int:
+    """Return the operations of one product with K and one with V. q: (..., H, W, D)."""
+    *groups, height, width, dim = q
+    return 2 * torch.Size(groups).numel() * (height * width) ** 2 * (dim + v[-1])
+
+
+def _flops(q, k, v, *_) -> int:
+    return _products(q, v)
+
+
+def _backward_flops(grad, q, k, v, *_) -> int:
+    # As torch counts attention: the logits are computed again.
+    return 2 * _products(q, v) + _products(q, [0])
+
+
+Five = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@node('polyline_attention_portable_fwd', portable.forward, _flops)
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
+                      paths: str) -> Tensor:
+    return torch.empty_like(v)
+
+
+@node('polyline_attention_portable_bwd', portable.backward, _backward_flops)
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor,
+                       mask_mode: str, paths: str) -> Five:
+    return tuple(torch.empty_like(x) for x in (q, k, v, row, column))
+
+
+differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
+
+
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+              paths: str) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_alpha, log_beta)
+    tables = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
+    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
+    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *tables)]
+    return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+@node('polyline_attention_fwd', lambda *args: _kernels().forward(*args), _flops)
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
+                    paths: str, save: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
+    two = mask_mode == 'additive' and paths == 'both'
+    first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
+    rows = 1 + two + launch.own_logit_reference(q.dtype, q.shape[-1], v.shape[-1])
+    lse = sa.new_empty((rows, *q.shape[:2], q.shape[2] * q.shape[3]) if save else (0,))
+    return launch.token_major(v.shape, v), first, lse
+
+
+@node('polyline_attention_bwd', lambda *args: _kernels().backward(*args), _backward_flops)
+def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor,
+                     out: Tensor, first: Tensor, lse: Tensor, mask_mode: str, paths: str) -> Five:
+    return (*(launch.token_major(x.shape, x) for x in (q, k, v)),
+            *(torch.empty_like(x) for x in (sa, sb)))
+
+
+differentiate(_triton_forward, _triton_backward, kept=lambda outputs: outputs)
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+            paths: str) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, log_alpha, log_beta)
+    sums = rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2)
+    save = needs_gradient(q, k, v, log_alpha, log_beta)
+    return _triton_forward(q, k, v, *sums, mask_mode, paths, save)[0]
+
+
+OPERATORS['polyline_attention'] = Operator(
+    implementations={
+        'reference': reference.polyline_attention,
+        'portable': _portable,
+        'triton': _triton,
+        'export': portable.polyline_attention_export,
+    },
+    objection=launch.head_too_wide,
+    kernels=_kernels,
+)

@@ -6,8 +6,8 @@ For the queries of grid row i, the two log masks are sums of two small tables, r
     log L  [(i, j), (k, l)] = row[i, j, l] + column[i, k, l]
     log L~ [(i, j), (k, l)] = row[k, j, l] + column[i, k, j]
 
-`custom_op.py` wraps the blocked loops as operators. A flop counter sees the operations of the definition, without those
-that this implementation repeats to save passes over memory.
+`__init__.py` makes operators of the blocked loops. A flop counter sees the operations of the
+definition, without those that this implementation repeats to save passes over memory.
 """
 from typing import List, Optional, Tuple
 

@@ -2,15 +2,8 @@
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose, register
+from ..dispatch import OPERATORS, Operator, choose
 from . import portable, reference, triton
-
-register('polyline_linear_attention', {
-    'reference': reference.polyline_linear_attention,
-    'portable': portable.polyline_linear_attention,
-    'triton': triton.polyline_linear_attention,
-    'export': portable.polyline_linear_attention_export,
-})
 
 
 def polyline_linear_attention(
@@ -45,3 +38,14 @@ def polyline_linear_attention(
     checks.one_of('polyline_linear_attention', 'paths', paths, checks.PATHS)
     run = choose('polyline_linear_attention', backend, q, k, v, log_alpha, log_beta)
     return run(q, k, v, log_alpha, log_beta, paths)
+
+
+OPERATORS['polyline_linear_attention'] = Operator(
+    implementations={
+        'reference': reference.polyline_linear_attention,
+        'portable': portable.polyline_linear_attention,
+        'triton': triton.polyline_linear_attention,
+        'export': portable.polyline_linear_attention_export,
+    },
+    plain=True,
+)

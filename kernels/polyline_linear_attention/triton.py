@@ -4,7 +4,7 @@ This module imports no Triton: the operators of `polyline_scan` do, at their fir
 from torch import Tensor
 
 from ..common.decay import empty_result
-from ..polyline_scan.custom_op import polyline_scan_triton
+from ..polyline_scan import polyline_scan_triton
 
 # State elements (tokens x R x Dv) that are scanned at a time: 512 MB in float32.
 GPU_STATE_ELEMENTS = 1 << 27

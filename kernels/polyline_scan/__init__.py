@@ -1,18 +1,14 @@
 """Product of the decay mask and a tensor in O(N), without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2)."""
-from typing import Optional
+from typing import List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
-
-register('polyline_scan', {
-    'reference': reference.polyline_scan,
-    'portable': portable.polyline_scan,
-    'triton': custom_op.polyline_scan_triton,
-    'export': portable.polyline_scan_export,
-})
+from ..common.decay import bounded, empty_result
+from ..common.declare import differentiate, node
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 
 def polyline_scan(
@@ -58,3 +54,62 @@ def polyline_scan(
     checks.step_logs('polyline_scan', **logs)
     checks.one_of('polyline_scan', 'paths', paths, checks.PATHS)
     return choose('polyline_scan', backend, x, *logs.values())(x, list(logs.values()), paths)
+
+
+# --- Triton: a scan is a chain of operators for one axis each
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+# Two recurrences of a multiplication and an addition, and their sum.
+@node('polyline_scan_fwd', lambda *args: _kernels().forward(*args),
+      lambda x, *_: 6 * torch.Size(x).numel())
+def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The scan of x (..., D) along its dimension `dim` >= 0, in `dtype`.
+
+    steps: step logs of the shape of x without D, float32, dense."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype)
+
+
+# Four recurrences, their sum, and two products summed over channels.
+@node('polyline_scan_bwd', lambda *args: _kernels().backward(*args),
+      lambda grad, x, *_: 16 * torch.Size(x).numel())
+def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(steps)
+
+
+differentiate(_forward, lambda grad, x, steps, dim, dtype: _backward(grad, x, steps, dim))
+
+
+def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
+    if x.numel() == 0:
+        return empty_result(x, *logs)
+    steps = [bounded(log.float()).contiguous() for log in logs]
+    passes = [(s, x.ndim - 2 - n) for n, s in enumerate(steps)]
+    results = []
+    for name, sequence in (('v2h', passes[::-1]), ('h2v', passes)):
+        if paths in (name, 'both'):
+            y = x
+            # A line of one token is its own scan. A step log that requires a gradient must stay in
+            # the graph.
+            needed = [(s, dim) for s, dim in sequence if x.shape[dim] > 1 or s.requires_grad]
+            sequence = needed or sequence[:1]
+            for n, (s, dim) in enumerate(sequence):
+                # Data between passes is float32, so half types are rounded only once.
+                y = _forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
+            results.append(y)
+    return results[0] + results[1] if len(results) == 2 else results[0]
+
+
+OPERATORS['polyline_scan'] = Operator(
+    implementations={
+        'reference': reference.polyline_scan,
+        'portable': portable.polyline_scan,
+        'triton': polyline_scan_triton,
+        'export': portable.polyline_scan_export,
+    },
+    plain=True,
+    kernels=_kernels,
+)

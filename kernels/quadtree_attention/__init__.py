@@ -1,19 +1,20 @@
 """A layer like attention that mixes tokens by a solve on a quad tree (Myosotis, arXiv 2509.20503)."""
-from typing import Optional, Sequence
+from functools import partial
+from typing import List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose, register
+from ..common.decay import empty_result, needs_gradient
+from ..common.declare import check_saved, node
+from ..common.launch import token_major
+from ..dispatch import OPERATORS, Operator, choose
+from ..quadtree_solve import quadtree_solve
 from ..trees import PARAMETRIZATIONS, RHO, quadtree_levels
-from . import custom_op, portable, reference, triton
-
-register('quadtree_attention', {
-    'reference': reference.quadtree_attention,
-    'portable': custom_op.quadtree_attention_portable,
-    'triton': triton.quadtree_attention,
-    'export': portable.quadtree_attention_export,
-})
+from ..trees.edges import composed
+from . import portable, reference
+from .portable import Options
 
 
 def quadtree_attention(
@@ -79,4 +80,86 @@ def quadtree_attention(
         checks.boolean(op, 'mask', mask, v)
         checks.shape(op, 'mask', mask, (v.shape[0], *v.shape[2:4]), 'one for each leaf')
     run = choose(op, backend, v, bias, *products.values())
-    return run(q, k, v, bias, mask, portable.Options(parametrization, rho, tuple(shift), max_levels))
+    return run(q, k, v, bias, mask, Options(parametrization, rho, tuple(shift), max_levels))
+
+
+# --- what PyTorch sees on a CPU; on a GPU, a compiler fuses operations around `quadtree_solve`
+
+def _count(v, shift, max_levels) -> int:
+    """Return the number of channels of all nodes."""
+    batch, heads, height, width, dim = v
+    levels = quadtree_levels(height, width, max_levels, shift)
+    return batch * heads * dim * sum(level.height * level.width for level in levels)
+
+
+def _run(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+         *given) -> Tuple[Tensor, Tensor, Tensor]:
+    *options, save = given
+    out, *saved = portable.forward(q, k, v, bias, mask, Options(*options))
+    return (out, *saved) if save else (out, *(x.new_empty(0) for x in saved))
+
+
+# As many operations as `quadtree_solve`.
+@node('quadtree_attention_portable_fwd', _run,
+      lambda q, k, v, bias, mask, parametrization, rho, shift, max_levels, save: (
+          5 * _count(v, shift, max_levels)))
+def _forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
+             mask: Optional[Tensor], parametrization: str, rho: float, shift: List[int],
+             max_levels: Optional[int], save: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """The output and, with `save`, what the backward pass needs (see `portable.forward`)."""
+    options, dtype = Options(parametrization, rho, shift, max_levels), portable.exact_dtype(q, v)
+    shapes = portable.saved_shapes(q, v, options) if save else ((0,), (0,))
+    return token_major(v.shape, v), *(v.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+@node('quadtree_attention_portable_bwd',
+      lambda *args: portable.backward(*args[:8], Options(*args[8:])),
+      lambda grad, *others: 9 * _count(grad, *others[-2:]))
+def _backward(grad: Tensor, q: Optional[Tensor], k: Optional[Tensor], bias: Tensor,
+              mask: Optional[Tensor], out: Tensor, inner: Tensor, logits: Tensor,
+              parametrization: str, rho: float, shift: List[int], max_levels: Optional[int]
+              ) -> List[Tensor]:
+    """Gradients of v, bias and, unless they are None, of q and k."""
+    gradients = [token_major(x.shape, x) for x in ((out,) if q is None else (out, q, k))]
+    return [gradients[0], torch.empty_like(bias), *gradients[1:]]
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, _, bias, mask, *ctx.options, ctx.saved = inputs
+    ctx.save_for_backward(q, k, bias, mask, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, *_):
+    check_saved(_forward, ctx.saved)
+    if grad is None:
+        return (None,) * 10
+    dv, dbias, *dqk = _backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *(dqk or (None, None)), dv, dbias, *(None,) * 6
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
+              mask: Optional[Tensor], options: Options) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, bias)
+    save = needs_gradient(*(x for x in (q, k, v, bias) if x is not None))
+    return _forward(q, k, v, bias, mask, *options, save)[0]
+
+
+def _triton(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
+            mask: Optional[Tensor], options: Options) -> Tensor:
+    return composed(q, k, v, bias, mask, options.parametrization, options.levels(v),
+                    partial(quadtree_solve, rho=options.rho, backend='triton'))
+
+
+OPERATORS['quadtree_attention'] = Operator(
+    implementations={
+        'reference': reference.quadtree_attention,
+        'portable': _portable,
+        'triton': _triton,
+        'export': portable.quadtree_attention_export,
+    },
+)

@@ -1,21 +1,16 @@
 """Solves with the matrix of a quad tree over a grid in linear time (Myosotis, arXiv 2509.20503, section 3)."""
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose, register
+from ..common.declare import node
+from ..dispatch import OPERATORS, Operator, choose
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
 from ..trees.diagnose import has_nonfinite
 from ..trees.tree_arguments import check_levels
-from . import custom_op, portable, reference
-
-register('quadtree_solve', {
-    'reference': reference.quadtree_solve,
-    'portable': custom_op.quadtree_solve_portable,
-    'triton': custom_op.quadtree_solve_triton,
-    'export': portable.quadtree_solve_export,
-})
+from . import portable, reference
 
 
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
@@ -75,3 +70,73 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
     if has_nonfinite(x[-1]):
         portable.raise_for_singular_quadtree(op, edges, levels, parametrization)
     return x
+
+
+# --- what PyTorch sees
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+def _count(shapes) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _flops(values, *_) -> int:
+    """For each node and channel: multiply and add up, multiply by 1 / S, multiply and add down."""
+    return 5 * _count(values)
+
+
+def _backward_flops(grads, *_) -> int:
+    """The adjoint solve, and two differences, a product and a sum for each edge and channel."""
+    return 9 * _count(grads)
+
+
+def _forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]
+             ) -> List[Tensor]:
+    return [torch.empty_like(x) for x in values]
+
+
+def _backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor],
+              parametrization: str, shift: List[int]) -> Tuple[List[Tensor], List[Tensor]]:
+    return ([torch.empty_like(grad, dtype=x.dtype) for grad, x in zip(grads, solution)],
+            [torch.empty_like(edge) for edge in edges])
+
+
+def _save(ctx, inputs, output) -> None:
+    _, edges, ctx.parametrization, ctx.shift = inputs
+    ctx.levels = len(output)
+    ctx.save_for_backward(*output, *edges)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(forward: Any, backward: Any) -> None:
+    def gradient(ctx, grads):
+        saved = ctx.saved_tensors
+        solution, edges = list(saved[:ctx.levels]), list(saved[ctx.levels:])
+        if all(grad is None for grad in grads):
+            return [None] * ctx.levels, [None] * len(edges), None, None
+        grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, solution)]
+        return (*backward(grads, solution, edges, ctx.parametrization, ctx.shift), None, None)
+    forward.register_autograd(gradient, setup_context=_save)
+
+
+_portable = node('quadtree_solve_portable_fwd', portable.forward, _flops)(_forward)
+_portable_backward = node(
+    'quadtree_solve_portable_bwd', portable.backward, _backward_flops)(_backward)
+_triton = node('quadtree_solve_fwd', lambda *args: _kernels().forward(*args), _flops)(_forward)
+_triton_backward = node(
+    'quadtree_solve_bwd', lambda *args: _kernels().backward(*args), _backward_flops)(_backward)
+_differentiate(_portable, _portable_backward)
+_differentiate(_triton, _triton_backward)
+
+OPERATORS['quadtree_solve'] = Operator(
+    implementations={
+        'reference': reference.quadtree_solve,
+        'portable': _portable,
+        'triton': _triton,
+        'export': portable.quadtree_solve_export,
+    },
+    kernels=_kernels,
+)

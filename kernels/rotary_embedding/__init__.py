@@ -5,15 +5,10 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..dispatch import choose, register
-from . import angles, custom_op, portable, reference
-
-register('rotary_embedding', {
-    'reference': reference.rotary_embedding,
-    'portable': portable.rotary_embedding,
-    'triton': custom_op.rotary_embedding_triton,
-    'export': portable.rotary_embedding_export,
-})
+from ..common.declare import node
+from ..common.launch import token_order
+from ..dispatch import OPERATORS, Operator, choose
+from . import angles, portable, reference
 
 
 def rotary_embedding(
@@ -62,3 +57,47 @@ def rotary_embedding(
     if table is None and run is not portable.rotary_embedding_export:
         table = angles.table_for(q)
     return run(q, k, table, float(scale))
+
+
+# --- Triton
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+# No operations, like torch's counter, which leaves elementwise ones out.
+@node('rotary_embedding_fwd', lambda *args: _kernels().forward(*args), lambda *_: 0)
+def _forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool
+             ) -> Tuple[Tensor, Tensor]:
+    """Rotate q and k, or with `inverse` rotate them back; k is scaled in both cases."""
+    return token_order(q), token_order(k)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, _, table, ctx.scale, ctx.inverse = inputs
+    ctx.save_for_backward(table)
+
+
+def _differentiate(ctx, dq: Tensor, dk: Tensor):
+    dq, dk = _forward(dq, dk, ctx.saved_tensors[0], ctx.scale, not ctx.inverse)
+    return dq, dk, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _triton(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    return _forward(q, k, table.contiguous(), scale, False) if q.numel() else (q.clone(), k.clone())
+
+
+OPERATORS['rotary_embedding'] = Operator(
+    implementations={
+        'reference': reference.rotary_embedding,
+        'portable': portable.rotary_embedding,
+        'triton': _triton,
+        'export': portable.rotary_embedding_export,
+    },
+    plain=True,
+    kernels=_kernels,
+)

@@ -5,16 +5,13 @@ import torch
 from torch import Tensor
 
 from ..common import checks, patches
-from ..dispatch import choose, register
-from . import custom_op, portable, reference
+from ..common.decay import empty_result
+from ..common.declare import node
+from ..common.launch import dense_like
+from ..dispatch import OPERATORS, Operator, choose
+from . import portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
-register('separable_attention', {
-    'reference': reference.separable_attention,
-    'portable': portable.separable_attention,
-    'triton': custom_op.separable_attention_triton,
-    'export': portable.separable_attention_export,
-})
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
@@ -111,3 +108,85 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tup
     if key_bias is not None:
         checks.shape(op, 'key_bias', key_bias, (value.shape[-1],), 'the channels of value')
     patches.check_groups(op, key.shape[1:3], value.shape[1:3], patch, sampling)
+
+
+# --- Triton
+
+def _kernels():
+    from . import triton
+    return triton
+
+
+def _backward_kernels():
+    from . import triton_backward
+    return triton_backward
+
+
+def _map_count(key, key_weight) -> int:
+    """Return the multiply-adds of the keys' map by its definition, which maps every token."""
+    return torch.Size(key).numel() * key_weight[0] if key_weight is not None else 0
+
+
+@node('separable_attention_fwd', lambda *args: _kernels().forward(*args[:5], args[5:7], args[7]),
+      lambda query, key, value, key_weight, *_: 2 * _map_count(key, key_weight))
+def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+             key_bias: Optional[Tensor], patch_height: int, patch_width: int, sampling: str
+             ) -> Tuple[Tensor, Tensor, Tensor]:
+    """The output and, for P groups, softmax statistics (B, P, 2, L) and summed keys (B, P, C), both
+    in float32."""
+    table = query.shape[0], patch_height * patch_width
+    return (dense_like(value), query.new_empty(*table, 2, query.shape[-1], dtype=torch.float32),
+            query.new_empty(*table, key.shape[-1], dtype=torch.float32))
+
+
+@node('separable_attention_bwd',
+      lambda *args: _backward_kernels().backward(*args[:8], args[8:10], args[10]),
+      lambda grad, query, key, value, key_weight, *_: 4 * _map_count(key, key_weight))
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+              key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int,
+              patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, and of the context (B, P, D) in float32."""
+    return (dense_like(query), dense_like(key), dense_like(value),
+            summed.new_empty(*summed.shape[:2], value.shape[-1]))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.patch_height, ctx.patch_width, ctx.sampling = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, grad_statistics, grad_summed):
+    if grad is None:
+        return (None,) * 8
+    *_, key_weight, key_bias, _, summed = saved = ctx.saved_tensors
+    dquery, dkey, dvalue, dcontext = _backward(grad, *saved, ctx.patch_height, ctx.patch_width,
+                                               ctx.sampling)
+    dweight = dbias = None
+    if key_weight is not None and ctx.needs_input_grad[3]:
+        dweight = (dcontext.flatten(0, 1).T @ summed.flatten(0, 1)).to(key_weight.dtype)
+    if key_bias is not None and ctx.needs_input_grad[4]:
+        dbias = dcontext.sum((0, 1)).to(key_bias.dtype)
+    return dquery, dkey, dvalue, dweight, dbias, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
+            key_bias: Optional[Tensor], patch: patches.Patch, sampling: str) -> Tensor:
+    if query.numel() * value.numel() == 0:
+        return empty_result(value, query, key, key_weight, key_bias)
+    return _forward(query, key, value, key_weight, key_bias, *patch, sampling)[0]
+
+
+OPERATORS['separable_attention'] = Operator(
+    implementations={
+        'reference': reference.separable_attention,
+        'portable': portable.separable_attention,
+        'triton': _triton,
+        'export': portable.separable_attention_export,
+    },
+    plain=True,
+    kernels=_kernels,
+)

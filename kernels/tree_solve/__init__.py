@@ -6,21 +6,15 @@ import torch
 from torch import Tensor
 
 from ..common.autocast import without_autocast
-from ..dispatch import choose, register
+from ..dispatch import OPERATORS, Operator, choose
 from ..trees import Tree
 from ..trees.diagnose import has_nonfinite, raise_for_singular_tree
 from ..trees.tree_arguments import check_blocks, own_parts
-from . import custom_op, portable, reference, triton
-
-register('tree_solve', {
-    'reference': reference.tree_solve,
-    'portable': custom_op.TreeSolve.apply,
-    # A tracer takes plain operations, not an autograd Function.
-    'export': portable.tree_solve,
-}, triton.WHY_NOT)
+from . import portable, reference
 
 
-def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *, backend: str = 'auto') -> Tensor:
+def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *,
+               backend: str = 'auto') -> Tensor:
     """Solve T x = u, where row v of T is A_v x_v + B_v x_p(v) + sum over children c of C_c x_c = u_v (equation 1).
 
     Time is linear in the number of nodes, in as many steps as the tree has generations. A tree without branches (a
@@ -60,3 +54,14 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor,
     if has_nonfinite(x.index_select(-3, tree.roots.to(x.device))):
         raise_for_singular_tree('tree_solve', tree, a, b, c)
     return x
+
+
+OPERATORS['tree_solve'] = Operator(
+    implementations={
+        'reference': reference.tree_solve,
+        'portable': portable.TreeSolve.apply,
+        # A tracer takes plain operations, not an autograd Function.
+        'export': portable.tree_solve,
+    },
+    objection='it has no Triton kernel.',
+)

@@ -1,0 +1,75 @@
+"""Make functions operators of PyTorch: nodes with a schema, shapes, operation count and gradient."""
+from functools import wraps
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Callable], Any]:
+    """Register the operator `subquad::NAME`.
+
+    The decorated function is annotated with the operator's schema, and returns uninitialized tensors with the shapes,
+    strides and dtypes of the results. It becomes the operator.
+
+    Args:
+        name: the operator's name, which ends with `_fwd` or `_bwd`.
+        run: computes the results on the device of the first tensor. Where it needs Triton, it imports it.
+        flops: returns the number of floating-point operations, called with shapes in place of tensors.
+    """
+    def register(shapes: Callable) -> Any:
+        @wraps(shapes)
+        def on_device(*args):
+            with torch.cuda.device_of(_first_tensor(args)):
+                return run(*args)
+
+        operator = torch.library.custom_op(f'subquad::{name}', on_device, mutates_args=())
+        operator.register_fake(shapes)
+        register_flop_formula(operator._opoverload.overloadpacket)(
+            lambda *args, out_shape=None, **kwargs: flops(*args))
+        return operator
+    return register
+
+
+def _first_tensor(args: Iterable[Any]) -> Tensor:
+    """Return the first tensor of arguments that are tensors, lists of tensors, None and options."""
+    for x in args:
+        if isinstance(x, Tensor):
+            return x
+        if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor):
+            return x[0]
+    raise TypeError('an operator needs a tensor')
+
+
+def differentiate(forward: Any, backward: Callable[..., Sequence[Tensor]],
+                  kept: Callable[[Any], Sequence[Tensor]] = lambda outputs: ()) -> None:
+    """Register the gradient of an operator whose arguments are tensors, then options, then `save` if it has that.
+
+    Args:
+        forward: a `node`. With `save=False` it does not compute what only the backward pass needs.
+        backward: returns the gradients of the tensors. It is called with the gradient of the first output, the tensors,
+            the kept outputs and the options.
+        kept: selects the outputs that the backward pass needs, as they are or replaced by tensors without elements.
+    """
+    arguments = forward._opoverload._schema.arguments
+    tensors = sum('Tensor' in str(argument.type) for argument in arguments)
+    optional = arguments[-1].name == 'save'
+
+    def save(ctx, inputs, output) -> None:
+        ctx.options, ctx.saved = inputs[tensors:len(inputs) - optional], not optional or inputs[-1]
+        ctx.save_for_backward(*inputs[:tensors], *kept(output))
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, grad, *_):
+        check_saved(forward, ctx.saved)
+        grads = backward(grad, *ctx.saved_tensors, *ctx.options)
+        return *grads, *(None,) * (len(arguments) - tensors)
+
+    forward.register_autograd(gradient, setup_context=save)
+
+
+def check_saved(forward: Any, saved: bool) -> None:
+    """Raise a RuntimeError if an operator ran without what its gradient needs."""
+    if not saved:
+        raise RuntimeError(f'{forward._qualname} ran with save=False: it has no gradient')
