@@ -10,9 +10,9 @@ from mmengine.runner import Runner
 
 from subquad.tools.bench.measure import peak_memory
 from subquad.tools.common.cli import quiet
-from subquad.tools.engine.classification import runner as classifiers
-from subquad.tools.engine.config import check_training, is_classifier
+from subquad.tools.engine.config import check_training
 from subquad.tools.engine.training import building
+from subquad.tools.engine.training.runner import build_runner
 
 # Entries of a validation during training, which the result does not need.
 _VALIDATION = ('val_dataloader', 'val_cfg', 'val_evaluator')
@@ -60,7 +60,7 @@ def train_and_test(config: Any, see_inputs: Optional[Callable[[Any], None]] = No
         UserError: the config is wrong, or the loss is not finite.
     """
     check_training(config)
-    build_runner, kept = _builder(config), StepHook()
+    kept = StepHook()
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=True, hooks=[kept])
         start = time.perf_counter()
@@ -84,14 +84,6 @@ def without_validation(config: Any) -> None:
     """Leave the validation during training out of a config."""
     for key in _VALIDATION:
         config.pop(key, None)
-
-
-def _builder(config: Any) -> Any:
-    """Return the function that builds the Runner of a classifier, or of a detector or segmenter."""
-    if is_classifier(config):
-        return classifiers.build_runner
-    from subquad.tools.engine.dense.runner import build_runner  # needs MMDetection or MMSegmentation
-    return build_runner
 
 
 def _step_memory(runner: Runner, batch: Any) -> Optional[float]:

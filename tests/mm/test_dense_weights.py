@@ -28,7 +28,7 @@ from subquad.backbones.mm.checkpoints import NewHeadsHook, compare_weights, load
 from subquad.backbones.weights import WeightsError, read_checkpoint, save_state_dict, save_weights
 from subquad.tools import predict, test, train
 from subquad.tools.engine.config import find, load
-from subquad.tools.engine.dense.runner import metadata, network_options
+from subquad.tools.engine.dense.task import metadata, network_options
 
 CLASSES = ['circle', 'ring', 'triangle', 'square', 'star']
 

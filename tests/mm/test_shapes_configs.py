@@ -32,7 +32,7 @@ def test_sync_bn_becomes_batch_norm_on_cpus(data, tmp_path, monkeypatch):
         port = server.getsockname()[1]
     for key, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=port).items():
         monkeypatch.setenv(key, str(value))
-    from subquad.tools.engine.dense.runner import build_runner
+    from subquad.tools.engine.training.runner import build_runner
     config = load(UPERNET)
     config.merge_from_dict({'model.decode_head.norm_cfg.type': 'SyncBN',
                             **{f'{part}_dataloader.dataset.data_root': str(data) for part in ('train', 'val')}})

@@ -82,7 +82,7 @@ def preloaded_processes():
     before = {name: os.environ.get(name) for name in ('PYTHONPATH', 'OMP_NUM_THREADS')}
     os.environ.update(PYTHONPATH=os.pathsep.join(entry or os.getcwd() for entry in sys.path), OMP_NUM_THREADS='1')
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['training_cases', 'subquad.tools.engine.classification.runner',
+    context.set_forkserver_preload(['training_cases', 'subquad.tools.engine.training.runner',
                                     'subquad.tools.data.registry', 'subquad.tools.engine.registry'])
     from multiprocessing import forkserver
     forkserver.ensure_running()

@@ -21,7 +21,8 @@ from subquad.tools.common.images import UnreadableImage, open_image
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.photographs import LoadPhotograph, pixels, with_photographs
 from subquad.tools.engine.dense.prediction import Predictor
-from subquad.tools.engine.dense.runner import build_runner, metadata
+from subquad.tools.engine.dense.task import metadata
+from subquad.tools.engine.training.runner import build_runner
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 DENSE = [name for name in known_configs() if find(name).parent.name in ('detection', 'segmentation')]

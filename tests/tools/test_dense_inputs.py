@@ -21,7 +21,7 @@ from subquad.tools import make_dataset, predict, stats, test, train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.dense.inputs import Steps, accept_tiny_images, build_dataset, check_evaluator
-from subquad.tools.engine.dense.runner import check_dataset
+from subquad.tools.engine.dense.task import check_dataset
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=1']

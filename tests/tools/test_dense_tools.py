@@ -23,7 +23,7 @@ from subquad.backbones.weights import read_checkpoint
 from subquad.tools import make_dataset, predict, test, train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find, known_configs, load, scale_schedule
-from subquad.tools.engine.dense.runner import build_runner
+from subquad.tools.engine.training.runner import build_runner
 
 MASK_RCNN, UPERNET = 'mask-rcnn_test-ppma_shapes', 'upernet_test-ppma_shapes'
 SHORT = ['--cfg-options', 'randomness.seed=1']
@@ -337,7 +337,7 @@ def test_pictures_never_replace_images(data, trained, tmp_path):
 def test_classes_of_a_file_and_labels_as_training_sees_them(data, tmp_path):
     from mmengine.registry import DATASETS, init_default_scope
 
-    from subquad.tools.engine.dense.runner import check_dataset, classes_of
+    from subquad.tools.engine.dense.task import check_dataset, classes_of
     init_default_scope('mmseg')
     (tmp_path / 'classes.txt').write_text('sky\ntree\n')
     known = dict(type='BaseSegDataset', metainfo=dict(classes=str(tmp_path / 'classes.txt')))

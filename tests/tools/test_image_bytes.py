@@ -9,7 +9,7 @@ from training_cases import make_images
 
 from subquad.tools.engine.classification.model import TimmClassifier
 from subquad.tools.engine.classification.pixels import send_bytes
-from subquad.tools.engine.classification.runner import build_data
+from subquad.tools.engine.classification.task import build_data
 from subquad.tools.engine.config import load
 
 

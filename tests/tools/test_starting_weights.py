@@ -154,7 +154,7 @@ def test_a_checkpoint_of_other_classes_and_another_transform(images, tmp_path, m
     path = tmp_path / 'w.pth'
     weights = _runners_file(path, ['cat', 'dog'], dict(input_size=(3, 48, 48), mean=(0., 0., 0.)),
                             mask_mode='multiplicative')
-    from subquad.tools.engine.classification import runner as module
+    from subquad.tools.engine.classification import task as module
     seen, load_weights = [], module.load_starting_weights
 
     def load(net, *arguments):
@@ -195,7 +195,7 @@ def test_options_of_the_network_come_with_the_weights(images, tmp_path, monkeypa
     save_weights(timm.create_model('test_ppma', num_classes=10, mask_mode='multiplicative'), path,
                  dict(model='test_ppma', options=dict(num_classes=10, mask_mode='multiplicative', drop_path_rate=0.3),
                       classes=[*map(str, range(10))]))
-    from subquad.tools.engine.classification import runner as module
+    from subquad.tools.engine.classification import task as module
     seen = []
     monkeypatch.setattr(module, 'load_starting_weights',
                         lambda net, *_: seen.append(net.stages[0].blocks[0].mixer.mask_mode))

@@ -16,7 +16,7 @@ from ...backbones.mm.ssdlite import SSDLiteJointHead
 from ...backbones.weights import NonFiniteError, WeightsError
 from ..common.cli import UserError, one_line, quiet
 from ..engine.config import is_classifier
-from ..engine.dense.runner import classes_of, network_options
+from ..engine.dense.task import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools
 from .dense_preprocessing import input_size, preparation, read_image

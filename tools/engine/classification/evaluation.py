@@ -17,10 +17,11 @@ from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError
 from ..training.building import close_log, made
+from ..training.runner import build_runner
 from ..weights.starting_weights import network_options, say
 from .class_report import ClassReport
 from .prediction_metrics import CalibrationMetric
-from .runner import build_runner, timm_model
+from .task import timm_model
 from .throughput import Stopwatch, loader_rate
 from .views import EvaluatedNet, view_transform
 from .weight_files import WRAPPER_ARGUMENTS, own_metadata, recorded_transform, transform_differences, values

@@ -11,10 +11,11 @@ from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
 from ..training.building import close_log, made
+from ..training.runner import build_runner
 from .overlays import draw_sample
 from .photographs import pixels
 from .prediction import PictureNames, palette_of
-from .runner import build_runner, classes_of, network_options
+from .task import classes_of, network_options
 
 
 class PicturesHook(Hook):

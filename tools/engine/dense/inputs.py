@@ -1,6 +1,5 @@
 """Build data sets and pipelines of detectors and segmenters with errors that name the file; accept tiny images."""
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -9,12 +8,8 @@ from mmengine.dataset import Compose
 from mmengine.registry import DATASETS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from ....backbones.weights import read_checkpoint
-from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, one_line
-from ..training.resumable_runner import ResumableRunner
 
 # Required lists of a COCO annotation file.
 _COCO_KEYS = ('images', 'annotations', 'categories')
@@ -158,56 +153,12 @@ def _restored_label_map(results: Dict[str, Any]) -> Dict[str, Any]:
     return results
 
 
-class DenseRunner(ResumableRunner):
-    """ResumableRunner, with `Steps` as the pipelines of its data sets.
-
-    Raises:
-        UserError: In `train` and `test`, a batch holds images that the segmenter cannot stack.
-    """
-
-    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        """Load every file for `load_from` that `read_checkpoint` reads; resume as MMEngine does."""
-        if self._resume:
-            return super().load_checkpoint(filename, *args, **kwargs)
-        checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
-        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        getattr(self.model, 'module', self.model).load_state_dict(checkpoint['state_dict'], strict=False)
-        self._has_loaded = True
-        return checkpoint
-
-    def train(self) -> nn.Module:
-        with _batches_explained('val_dataloader'):
-            return super().train()
-
-    def test(self) -> Dict[str, float]:
-        with _batches_explained('test_dataloader'):
-            return super().test()
-
-    @staticmethod
-    def build_dataloader(*args: Any, **kwargs: Any) -> DataLoader:
-        loader = ResumableRunner.build_dataloader(*args, **kwargs)
-        for dataset in _leaves(loader.dataset):
-            if type(getattr(dataset, 'pipeline', None)) is Compose:
-                dataset.pipeline = Steps(dataset.pipeline.transforms)
-        return loader
-
-
-@contextmanager
-def _batches_explained(loader: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        if 'image size in a batch' not in str(error):
-            raise
-        raise UserError('a batch holds images of several sizes, which MMSegmentation tests one at a time: use '
-                        f'--cfg-options {loader}.batch_size=1') from error
-
-
-def _leaves(dataset: Any) -> Iterator[Any]:
-    inner = getattr(dataset, 'datasets', None) or ([dataset.dataset] if hasattr(dataset, 'dataset') else [])
-    for piece in inner:
-        yield from _leaves(piece)
-    yield dataset
+def use_steps(dataset: Any) -> None:
+    """Make `Steps` the pipeline of a data set and of those that it concatenates or repeats."""
+    for inner in getattr(dataset, 'datasets', None) or ([dataset.dataset] if hasattr(dataset, 'dataset') else []):
+        use_steps(inner)
+    if type(getattr(dataset, 'pipeline', None)) is Compose:
+        dataset.pipeline = Steps(dataset.pipeline.transforms)
 
 
 def accept_tiny_images(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from ..training.building import build
 from .inputs import accept_tiny_images
 from .overlays import draw_sample
 from .photographs import pixels, with_photographs
-from .runner import classes_of, known_metainfo, network_options
+from .task import classes_of, known_metainfo, network_options
 
 
 class Predictor:

@@ -7,8 +7,10 @@ from typing import Any, Callable, Dict, Optional
 
 import torch
 from mmengine.config import Config
+from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import Registry
 from mmengine.runner import Runner
+from torch import nn
 
 from ...common.cli import UserError, one_line
 from .sharding import is_sharded
@@ -36,6 +38,11 @@ def made(make: Callable[[], Any], name: str) -> Any:
         if isinstance(cause, UserError):
             raise UserError(f'{name}: {cause}') from error
         raise UserError(f'{name}: {one_line(error)}') from error
+
+
+def build_optimizer(config: Config, model: nn.Module) -> OptimWrapper:
+    """Build the optimizer of a config for a model, with errors as from `made`."""
+    return made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
 
 
 def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:

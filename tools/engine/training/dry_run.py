@@ -12,7 +12,8 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch import nn, optim, zeros
 
 from ...common.output import add_row, print_table
-from ..classification.runner import build_data, build_model, build_optimizer
+from ..classification.task import build_data, build_model
+from .building import build_optimizer
 from .learning_rate import describe_batch, scale_learning_rate, total_batch
 
 # Number of training images of ImageNet-1k, whose schedule is shown if there are no data.

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....backbones.weights import is_finite
 from ...common.cli import UserError
 from ..checkpoints.runner_checkpoints import latest_checkpoint
+from .scalars import READ_EVERY
 
 _SHOWN = 64                                                      # largest number of listed names of a batch
 
@@ -37,7 +38,7 @@ class FiniteHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self, every: int = 1):
+    def __init__(self, every: int = READ_EVERY):
         self.exempt: Set[str] = set()
         self.every, self.steps = every, 0
         self.unread: List[Tuple[Tensor, int, int, List[str]]] = []           # loss, iteration, batch_idx, files

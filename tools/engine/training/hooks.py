@@ -47,6 +47,9 @@ class ProgressHook(Hook):
         self.times = times
 
     def before_train(self, runner) -> None:
+        for module in runner.model.modules() if not runner._resume else ():
+            if getattr(module, 'load_summary', ''):              # of a DenseBackbone
+                self._print(f'init_cfg: {module.load_summary}')
         self._print(summary(runner, self.start))
         if is_main_process():
             self._note_start(runner)

@@ -56,16 +56,12 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from ..weights.starting_weights import StartHook
     from .hooks import ProgressHook, WeightsHook
     from .messages import resume_hint, starting_point
+    from .runner import build_runner
     from .step_times import StepTimesHook
     interruption, times = InterruptionHook(), StepTimesHook()
     hooks = [ProgressHook(starting_point(config, weights), times), WeightsHook(), interruption, times]
-    if is_classifier(config):
-        from ..classification.runner import build_runner
-    else:
-        with quiet():                              # for what MMDetection prints on import
-            from ..dense.runner import build_runner
-        if weights:
-            hooks.append(StartHook(weights))
+    if weights and not is_classifier(config):
+        hooks.append(StartHook(weights))
     progress, kept = hooks[:2]
     before = _contents(folder) if folder.is_dir() else {}
 

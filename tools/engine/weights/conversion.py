@@ -205,7 +205,7 @@ def _dense_target(name: str, content: Any) -> Target:
         from mmengine.registry import MODELS, init_default_scope
 
         from ..config import is_classifier
-        from ..dense.runner import metadata
+        from ..dense.task import metadata
         from ..training.building import build
     if is_classifier(config):
         raise UserError(f"{name} is the config of a classifier: give --model {config.model.get('name', 'NAME')}")

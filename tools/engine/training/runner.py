@@ -1,33 +1,110 @@
-"""A Runner that continues a training with the schedule of its config, whatever that was before."""
+"""Build the Runner of a config: one for classifiers, sequences, detectors and segmenters."""
+import contextlib
 import os
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import partial
-from typing import Any, Dict, List, Optional
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
 
+import torch
+from mmengine.config import Config
 from mmengine.dist import get_world_size
-from mmengine.hooks import EMAHook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner
+from mmengine.registry import init_default_scope
+from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner, set_random_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ....backbones.weights import read_checkpoint
 from ....backbones.weights.metadata import class_difference, dataset_classes
-from ...common.cli import UserError
+from ....backbones.weights.resolve import resolve
+from ...common.cli import UserError, quiet
+from ...common.paths import writable_folder
 from ..checkpoints.interruptions import start_worker
+from ..checkpoints.runner_checkpoints import atomic_checkpoints
+from ..classification.pixels import send_bytes
 from ..config import is_classifier, read_entries
-from ..weights.starting_weights import say
-from .building import close_log
+from ..weights.starting_weights import StartHook, say
+from .building import build_optimizer, close_log, made, process_options
 from .changed_settings import changed_settings
+from .finite import FiniteHook
+from .hooks import SeedHook, WeightsHook
 from .learning_rate import scale_learning_rate
+from .loops import resumable
 from .scalars import ScalarHub, StepLogProcessor, noted
+from .sharding import GatheringHook, ShardingHook, is_sharded
 
+# Entries of a config that the Runner receives as they are, beside those of its parts.
+_COMMON = ('log_processor', 'default_scope', 'randomness', 'default_hooks')
+_TRAINING = ('param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
 # Entries of schedulers that change with each step.
 _PROGRESS = ('last_step', '_global_step', '_last_value', 'verbose')
 # Entries of groups of parameters in which optimizers keep their state.
 _STATE = ('params', 'step', 'lookahead_step', 'd', 'd_max', 'd_hat', 'd_numerator', 'k', 'lr_max', 'weight_sum',
           'scheduled_lr', 'train_mode')
+
+
+def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
+                 log_level: str = 'ERROR') -> Runner:
+    """Build a Runner. Data, model and optimizer are built first, to check them before anything is written.
+
+    Args:
+        config: As `subquad.tools.engine.config.load` returns it.
+        work_dir: Folder for logs and checkpoints.
+        training: Build the training and validation parts; otherwise the test part.
+        hooks: Further hooks. A WeightsHook receives the metadata, a StartHook the model.
+        log_level: Level of MMEngine's logger.
+
+    Raises:
+        UserError: A part cannot be built, or classes or starting weights do not match the model.
+    """
+    if is_classifier(config):
+        from ..classification import task
+    else:
+        with quiet():                                # for what MMDetection prints on import
+            from ..dense import task
+    config = deepcopy(config)
+    init_default_scope(config.get('default_scope') or 'mmengine')
+    for key in ('train_dataloader', 'optim_wrapper') if training else ('test_dataloader',):
+        if config.get(key) is None:
+            raise UserError(f'the config has no {key}')
+    parts = [part for part in (('train', 'val') if training else ('test',)) if config.get(f'{part}_dataloader')]
+    arguments, classes = task.build_data(config, parts)
+    # The Runner seeds only in its constructor, which is too late for the weights.
+    set_random_seed(config.setdefault('randomness', dict(seed=0)).get('seed'))
+    model = task.build_model(config, classes, training)
+    keys = [*_COMMON, *(f'{part}_{entry}' for part in parts for entry in ('cfg', 'evaluator')),
+            *(_TRAINING if training else ())]
+    arguments.update({key: config[key] for key in keys if config.get(key) is not None})
+    hooks = [SeedHook(), *hooks]
+    if training:
+        if torch.cuda.is_available():                # a CPU normalizes faster in the workers
+            send_bytes(model, arguments)
+        for hook in hooks:
+            if isinstance(hook, StartHook):
+                hook.prepare(model, classes)
+            elif isinstance(hook, WeightsHook):
+                hook.metadata = task.metadata(config, arguments)
+        hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
+        arguments.update(optim_wrapper=build_optimizer(config, model),
+                         default_hooks=atomic_checkpoints(config.get('default_hooks')),
+                         train_cfg=resumable(config.get('train_cfg')))
+        if getattr(model, 'has_weights', False):     # MMEngine's loading would skip weights that do not match
+            arguments.pop('load_from')
+    arguments.update(process_options(config))
+    config.work_dir = str(writable_folder(work_dir))             # MLflow's backend reads it
+    # MMEngine keeps loggers and visualizers by name: a second run would write to those of the first.
+    name = config.get('experiment_name') or f"{Path(config.filename or 'config').stem}_{time.time_ns()}"
+    if config.get('visualizer'):
+        arguments['visualizer'] = {**config.visualizer, 'name': name}
+    # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
+    return made(lambda: ResumableRunner(
+        model, config.work_dir, **arguments, cfg=config, experiment_name=name, log_level=log_level,
+        custom_hooks=[*(config.get('custom_hooks') or []), *hooks]), 'the Runner cannot be built')
 
 
 class ResumableRunner(Runner):
@@ -38,7 +115,8 @@ class ResumableRunner(Runner):
     the step of the checkpoint. MMEngine alone would keep those of the checkpoint. A sentence names every setting of
     training that differs.
 
-    The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`).
+    The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`). A classifier is
+    compiled if the config has compile=True or compile=dict(...), with arguments of torch.compile.
 
     Raises:
         UserError: A checkpoint to resume has other classes, another seed, optimizer or averages than the config.
@@ -46,9 +124,27 @@ class ResumableRunner(Runner):
 
     def train(self) -> nn.Module:
         try:
-            return super().train()
+            with _batches_explained('val_dataloader'):
+                return super().train()
         finally:
             close_log(self)
+
+    def test(self) -> Dict[str, float]:
+        with _batches_explained('test_dataloader'):
+            return super().test()
+
+    def _maybe_compile(self, target: str) -> None:
+        """Compile the network of a classifier in place, so that the names of its weights stay the same.
+
+        MMEngine compiles the whole step. The numbers of its optimizer wrapper and of its logs change in each step, and
+        each change would compile them again.
+        """
+        options = self.cfg.get('compile') or False
+        net = getattr(getattr(self.model, 'module', self.model), 'net', None)
+        if net is None:
+            super()._maybe_compile(target)
+        elif options is not False:
+            net.compile(**({} if options is True else options))
 
     @staticmethod
     def build_dataloader(options: Dict[str, Any], *args: Any, **kwargs: Any) -> DataLoader:
@@ -95,11 +191,17 @@ class ResumableRunner(Runner):
                 say(sentence)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        """Load every file for `load_from` that `read_checkpoint` reads; resume as MMEngine does."""
         if self._resume:
+            checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             self._check(checkpoint, filename)
             self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
             self._resumed_config = checkpoint['meta'].get('cfg')
+            return checkpoint
+        checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
+        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        getattr(self.model, 'module', self.model).load_state_dict(checkpoint['state_dict'], strict=False)
+        self._has_loaded = True
         return checkpoint
 
     def _check(self, checkpoint: Dict[str, Any], filename: str) -> None:
@@ -185,6 +287,17 @@ class ResumableRunner(Runner):
                 for scheduler in self._schedulers():
                     if not scheduler.by_epoch or length and step % length == 0:
                         scheduler.step()
+
+
+@contextlib.contextmanager
+def _batches_explained(loader: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        if 'image size in a batch' not in str(error):
+            raise
+        raise UserError('a batch holds images of several sizes, which MMSegmentation tests one at a time: use '
+                        f'--cfg-options {loader}.batch_size=1') from error
 
 
 def _joined(found: Any) -> List[Any]:

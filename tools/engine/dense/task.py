@@ -1,24 +1,15 @@
-"""From a detection or segmentation config to a Runner: data and model are built, and found to fit, before anything is
-written."""
+"""What a Runner trains and tests for a detection or segmentation config: the data, the model and its metadata."""
 import json
-import sys
-import time
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from mmengine.config import Config
-from mmengine.dist import is_main_process
-from mmengine.hooks import Hook
 from mmengine.model import revert_sync_batchnorm
-from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DATASETS, HOOKS, MODELS, init_default_scope
-from mmengine.runner import Runner, set_random_seed
+from mmengine.registry import DATASETS, HOOKS, MODELS
 from torch import nn
 
-from ....backbones.mm.backbones import DenseBackbone
 from ....backbones.mm.checkpoints import (
     NewHeadsHook,
     compare_weights,
@@ -30,23 +21,12 @@ from ....backbones.weights import WeightsError, check_finite, read_file, some
 from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
-from ...common.paths import writable_folder
-from ..checkpoints.runner_checkpoints import atomic_checkpoints
-from ..training.building import build, check_batch_size, made, process_options
-from ..training.finite import FiniteHook
-from ..training.hooks import SeedHook, WeightsHook
-from ..training.loops import resumable
-from ..training.sharding import GatheringHook, ShardingHook, is_sharded
-from ..weights.starting_weights import StartHook
+from ..training.building import build, check_batch_size
+from ..weights.starting_weights import say
 from .channels import check_channels
-from .inputs import DenseRunner, accept_tiny_images, build_dataset, check_evaluator
+from .inputs import accept_tiny_images, build_dataset, check_evaluator, use_steps
 from .photographs import with_photographs
 
-_COMMON = ('work_dir', 'default_hooks', 'custom_hooks', 'launcher', 'env_cfg', 'log_processor', 'log_level',
-           'visualizer', 'default_scope', 'randomness')
-_TRAINING = ('train_dataloader', 'train_cfg', 'val_dataloader', 'val_cfg', 'val_evaluator', 'optim_wrapper',
-             'param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
-_TESTING = ('test_dataloader', 'test_cfg', 'test_evaluator')
 # Heads whose `num_classes` is the data set's.
 _HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head')
 # Size in bytes from which an annotation file is not read a second time (COCO's has 450 MB).
@@ -55,109 +35,73 @@ _LARGE = 100_000_000
 _CHECKED_MAPS = 20
 
 
-def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[Hook] = (),
-                 log_level: str = 'ERROR') -> Runner:
-    """Build a Runner; the model and the data sets are built first, to check them. Arguments as for classifiers
-    (`engine.classification.runner.build_runner`).
+def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
+    """Return the Runner's data loaders of these parts, with data sets already built, and the names of the classes.
+
+    Images are read with `open_image`. One that cannot be read is reported and replaced by another one in training, by
+    a black image elsewhere; `strict_images=True` makes it an error.
 
     Raises:
-        UserError: A part cannot be built, or the classes of data and model differ.
+        UserError: A data set or an evaluator's file cannot be read, or the classes of data and model differ.
     """
-    config = deepcopy(config)
-    init_default_scope(config.get('default_scope', 'mmengine'))
-    for part in ('train', 'val') if training else ('test',):
-        loader = config.get(f'{part}_dataloader')
-        if loader is None and part != 'val':
-            raise UserError(f'the config has no {part}_dataloader')
-        if loader is not None:
-            # The data set is not kept: inside the config it would be copied and written to the work folder.
-            dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
-            check_dataset(dataset, config, part)
-            check_batch_size(loader, dataset, part)
-            if config.get(f'{part}_evaluator') is not None:
-                check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
-    # The Runner seeds only in its constructor, which is too late for the weights.
-    config.setdefault('randomness', dict(seed=0))
-    set_random_seed(config.randomness.get('seed') or 0)
+    arguments = {}
+    for part in parts:
+        unreadable = 'raise' if config.get('strict_images') else 'replace' if part == 'train' else 'blank'
+        # A copy: the config is written to the work folder, as other tools expect it.
+        loader = with_photographs(config[f'{part}_dataloader'], unreadable)
+        dataset = build_dataset(loader.dataset, f'{part}_dataloader.dataset')
+        check_dataset(dataset, config, part)
+        check_batch_size(loader, dataset, part)
+        if config.get(f'{part}_evaluator') is not None:
+            check_evaluator(config[f'{part}_evaluator'], [loader.dataset])
+        if part == 'train' and loader.get('num_workers'):
+            # New workers for each epoch, seeded by torch, which SeedHook seeds. MMEngine's own function gives workers
+            # the same seeds in every epoch, and persistent workers cannot be resumed.
+            loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
+            loader['persistent_workers'] = False
+        use_steps(dataset)
+        arguments[f'{part}_dataloader'] = {**loader.to_dict(), 'dataset': dataset}
+    return arguments, classes_of(config[f'{parts[0]}_dataloader'].dataset)
+
+
+def build_model(config: Config, classes: Sequence[str], training: bool) -> nn.Module:
+    """Build the model and, in training, check that `load_from` matches it; report on stderr what it loads.
+
+    Args:
+        config: Config; its `load_from` receives the scheme of published weights.
+        classes: Names of the classes of the data.
+        training: Whether the model is for training.
+
+    Raises:
+        UserError: The model cannot be built, or the file belongs to another model.
+    """
     model = build(MODELS, config.model, 'model')
     check_channels(model)
     accept_tiny_images(model)
-    if training:
-        _check_training(config, model)
-        _seed_workers(config.train_dataloader)
-        for hook in hooks:
-            if isinstance(hook, StartHook):
-                hook.prepare(model, classes_of(config.train_dataloader.dataset))
-    config.work_dir = str(writable_folder(work_dir))
-    config.log_level = log_level
-    # MMEngine keeps loggers and visualizers by name: a second run would write to those of the first.
-    name = config.get('experiment_name') or f"{Path(config.filename or 'config').stem}_{time.time_ns()}"
-    processes = process_options(config)
-    if not torch.cuda.is_available():
-        model = revert_sync_batchnorm(model)             # CPUs have none
-    for hook in hooks:
-        if isinstance(hook, WeightsHook):
-            hook.metadata = metadata(config)
-    keys = (*_COMMON, *(_TRAINING if training else _TESTING))
-    arguments = {**{key: config[key] for key in keys if config.get(key) is not None}, **processes,
-                 'experiment_name': name}
-    if 'visualizer' in arguments:
-        arguments['visualizer'] = {**config.visualizer, 'name': name}
-    if training:
-        hooks = [FiniteHook(), *hooks, *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
-        arguments['default_hooks'] = atomic_checkpoints(config.get('default_hooks'))
-        arguments['train_cfg'] = resumable(config.get('train_cfg'))
-    # The whole cfg is written to the work folder for other tools. (Runner.from_cfg would copy the model.)
-    arguments.update(_photographs(config, arguments))
-    runner = made(lambda: DenseRunner(model, cfg=config, **arguments), 'the Runner cannot be built')
-    for hook in (SeedHook(), LoadedHook(), *hooks):
-        runner.register_hook(hook)
-    return runner
+    if training and config.get('load_from'):
+        _check_weights(config, model, classes)
+    return model if torch.cuda.is_available() else revert_sync_batchnorm(model)      # CPUs have none
 
 
-def _photographs(config: Config, arguments: Dict[str, Any]) -> Dict[str, Any]:
-    """Return data loaders that read images with `open_image`, and leave the config as other tools expect it.
-
-    An image that cannot be read is reported and, in training, replaced; `strict_images=True` makes it an error.
-    """
-    default = {'train_dataloader': 'replace', 'val_dataloader': 'blank', 'test_dataloader': 'blank'}
-    strict = config.get('strict_images', False)
-    return {key: with_photographs(arguments[key], 'raise' if strict else unreadable)
-            for key, unreadable in default.items() if key in arguments}
-
-
-def _check_training(config: Config, model: nn.Module) -> None:
-    """Check that the optimizer can be built and that `load_from` matches the model; report on stderr what it loads.
-
-    Raises:
-        UserError: The optimizer cannot be built, or the file belongs to another model.
-    """
-    if config.get('optim_wrapper') is None:
-        raise UserError('the config has no optim_wrapper')
-    made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
-    path = config.get('load_from')
-    if not path:
-        return
-    if not isinstance(path, (str, Path)):
-        raise UserError(f'load_from must be the path of a file or the name of published weights, got {path!r}')
+def _check_weights(config: Config, model: nn.Module, classes: Sequence[str]) -> None:
+    path = config.load_from
     try:
         content = read_file(resolve(path))
-        weights = content.weights
-        check_finite(weights, str(path))
+        check_finite(content.weights, str(path))
         entry = published(path)
     except WeightsError as error:
         raise UserError(f'load_from: {error}') from error
     if entry is not None:
         config.load_from = f'{SCHEME}{entry.name}'       # other tools that read the written config need the scheme
     make_loading_strict(model)                         # models of other libraries load as strictly as subquad's
-    found = compare_weights(model, weights, None if config.get('resume') else _new_heads(config))
+    found = compare_weights(model, content.weights, None if config.get('resume') else _new_heads(config))
     if found.problems:
-        raise UserError(mismatch_message(str(path), model, weights, found))
-    if is_main_process() and not config.get('resume'):
-        print(f'load_from: {type(model).__name__}: {found.summary(str(path))}', file=sys.stderr)
-        other = class_difference(content.classes, classes_of(config.train_dataloader.dataset))
+        raise UserError(mismatch_message(str(path), model, content.weights, found))
+    if not config.get('resume'):
+        say(f'load_from: {type(model).__name__}: {found.summary(str(path))}')
+        other = class_difference(content.classes, classes)
         if other:
-            print(f'load_from: {path} {other}', file=sys.stderr)
+            say(f'load_from: {path} {other}')
 
 
 def _new_heads(config: Config) -> Optional[Sequence[str]]:
@@ -165,27 +109,6 @@ def _new_heads(config: Config) -> Optional[Sequence[str]]:
     given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
                   and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
     return None if given is None else build(HOOKS, given, 'custom_hooks').missing
-
-
-class LoadedHook(Hook):
-    """Reports on stderr which weights the backbone's init_cfg has loaded, and from which file."""
-
-    def before_train(self, runner: Runner) -> None:
-        if runner._resume or not is_main_process():
-            return
-        for module in runner.model.modules():
-            if isinstance(module, DenseBackbone) and module.load_summary:
-                print(f'init_cfg: {module.load_summary}', file=sys.stderr)
-
-
-def _seed_workers(loader: Dict[str, Any]) -> None:
-    """Start new workers for each epoch, seeded by torch, which SeedHook seeds.
-
-    MMEngine's own function gives workers the same seeds in every epoch, and persistent workers cannot be resumed.
-    """
-    if loader.get('num_workers'):
-        loader.setdefault('worker_init_fn', dict(type='keep_torch_worker_seeds'))
-        loader['persistent_workers'] = False
 
 
 def check_dataset(dataset: Any, config: Config, part: str) -> None:
@@ -265,7 +188,7 @@ def heads(model: Any, path: str = 'model') -> Iterator[Tuple[str, int]]:
             yield from heads(value, f'{path}.{key}')
 
 
-def metadata(config: Config) -> Dict[str, Any]:
+def metadata(config: Config, arguments: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Return what is stored with the weights: config name, classes, and options that no shape of a weight reveals."""
     loader = next(loader for key in ('test_dataloader', 'val_dataloader', 'train_dataloader')
                   if (loader := config.get(key)) is not None)
