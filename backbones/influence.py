@@ -28,6 +28,7 @@ from .mixers.separable import SeparableMixer
 from .mixers.wide import at_least_float
 from .mobilevitv2 import PATCH, MobileViTv2Block, to_even_size
 from .observation import check_images, check_model, observe_inputs
+from .prepare import HeadsInPlaceMixer, OneProductMixer
 
 __all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
            'observed_mixers', 'pixel_of', 'polyline_mask', 'token_of']
@@ -177,6 +178,8 @@ def _multi_head(mixer: MultiHeadSelfAttention, x: Tensor, place: int, token: int
 # Mixer -> its row for a token of its input, (B, heads, H, W).
 ROWS: Dict[Type[nn.Module], Callable[..., Tensor]] = {
     PolylineMixer: _polyline,
+    HeadsInPlaceMixer: _polyline,
+    OneProductMixer: _polyline,
     TreeMixer: _tree,
     EosMixer: _eos,
     SeparableSelfAttention: _separable,

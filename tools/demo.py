@@ -53,6 +53,7 @@ def _test_and_draw(config: Any, weights: str, files: Sequence[Tuple[Path, int]],
     """Print the accuracy and the classes of a few test images, and draw the decay factors for these."""
     import torch
 
+    from ..backbones.prepare import prepare
     from .common.images import open_image
     from .data.digits import linear_accuracy
     from .engine.classification.evaluation import evaluate
@@ -62,7 +63,7 @@ def _test_and_draw(config: Any, weights: str, files: Sequence[Tuple[Path, int]],
     accuracy = evaluate(config, weights)['accuracy/top1']
     print(f'\nAccuracy on 360 test images: {accuracy:.1f} % (linear classifier: {linear_accuracy():.1f} %); {how}.\n')
     model, transform, classes = classifier_from_file(weights)
-    results = classify(model, transform, classes, [file for file, _ in files], topk=3)
+    results = classify(prepare(model), transform, classes, [file for file, _ in files], topk=3)
     print_classes(results)
     inputs = torch.stack([transform(open_image(file)) for file, _ in files])
     horizontal, vertical = decay_factors(model, inputs)['stages.0.blocks.0']

@@ -63,6 +63,7 @@ def _take_config(args: argparse.Namespace) -> bool:
 
 def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     """Classify the images, and print the classes unless --json is given: (results, exit code)."""
+    from ..backbones.prepare import prepare
     from .engine.classification.prediction import classify, print_classes
     from .engine.classification.weight_files import classifier_from_file
     for name in ('out', 'score'):
@@ -72,7 +73,7 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     files = image_files(args.images)
     left_out = LeftOut(len(files), args.strict)
     model, transform, classes = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
-    results = classify(model, transform, classes, files, args.topk or 3, left_out=left_out)
+    results = classify(prepare(model), transform, classes, files, args.topk or 3, left_out=left_out)
     code = left_out.code()
     if not args.json:
         print_classes(results)

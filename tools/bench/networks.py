@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import kernels
+from ...backbones.prepare import prepare
 from ..common.cli import UserError
 from ..engine import zoo
 from .operators import OWN_BACKENDS
@@ -70,6 +71,8 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
     half = subject.autocast or images.dtype != torch.float32
     if half and not train and not subject.autocast:
         network = network.to(images.dtype)
+    if not train:
+        network = prepare(network)
     run = torch.compile(network, dynamic=False) if subject.compile else network
     context = partial(torch.autocast, images.device.type, torch.bfloat16 if subject.autocast else images.dtype)
     labels = torch.randint(0, network.num_classes, (len(images),), device=images.device)

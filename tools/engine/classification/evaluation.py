@@ -5,6 +5,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from mmengine.runner import Runner
 
+from ....backbones.prepare import prepare
 from ....backbones.weights import (
     NonFiniteError,
     WeightsError,
@@ -82,6 +83,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
             load_state_dict(timm_model(runner), content.weights, checkpoint)
         except WeightsError as error:
             raise UserError(str(error)) from error
+        prepare(timm_model(runner).eval())
         metrics = _test(runner, config, classes, options)
         close_log(runner)
     return {name: float(value) for name, value in metrics.items()}

@@ -13,6 +13,7 @@ from pycocotools import mask as rle
 from torch import nn
 
 from ....backbones.mm.checkpoints import load_checkpoint
+from ....backbones.prepare import prepare
 from ....backbones.weights import NonFiniteError, WeightsError
 from ...common.cli import UserError, one_line, quiet, shown
 from ...common.images import LeftOut, UnreadableImage
@@ -51,7 +52,7 @@ class Predictor:
         except WeightsError as error:
             raise UserError(str(error)) from error
         accept_tiny_images(model)
-        self.model = model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval()
+        self.model = prepare(model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval())
         # Image files of a user have no annotations.
         self.pipeline = Compose(with_photographs([step for step in dataset.pipeline
                                                   if 'Annotations' not in str(step['type'])], 'raise'))
