@@ -1,5 +1,4 @@
 """Backbones for MMDetection and MMSegmentation configs, such as `dict(type='PPMA', arch='tiny')`."""
-import os
 import re
 import sys
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -12,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import lcsm, mobilevitv2, myo, ppma
-from ..weights import WeightsError, check_choice, check_finite, differences, load_state_dict, read_file, some
+from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.resolve import refuse_hybrid, resolve
 from . import cvnets
 from .checkpoints import BACKBONE, WeightsComparison, make_loading_strict
@@ -60,12 +59,18 @@ class DenseBackbone:
     archs: Dict[str, Dict[str, Any]] = {}
     load_summary: Optional[str] = None
 
-    def __init__(self, arch: Arch, out_indices: Sequence[int], output_norms: bool, frozen_stages: int = -1,
-                 norm_eval: bool = False, with_cp: bool = False, drop_path_rate: Optional[float] = None,
+    def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
+                 frozen_stages: int = -1, norm_eval: bool = False, with_cp: bool = False,
+                 drop_path_rate: Optional[float] = None,
                  init_cfg: Union[None, Dict[str, Any], List[Dict[str, Any]]] = None, **options: Any):
         if isinstance(arch, str) and arch not in self.archs:
             raise ValueError(f"arch must be one of {', '.join(map(repr, self.archs))} or a dict, got {arch!r}")
-        _check_init_cfg(init_cfg)
+        for cfg in _listed(init_cfg):             # wrong arguments are an error here, not when weights are loaded
+            if not isinstance(cfg, dict):
+                raise TypeError("init_cfg must be a dict such as dict(type='Pretrained', checkpoint=FILE) or a list of "
+                                f'them, got {init_cfg!r}')
+            if _is_pretrained(cfg):
+                _PretrainedInit(**{key: value for key, value in cfg.items() if key != 'type'})
         options = {**(self.archs[arch] if isinstance(arch, str) else arch), **options}
         if drop_path_rate is not None:
             options['drop_path_rate'] = drop_path_rate
@@ -125,8 +130,7 @@ class DenseBackbone:
         """Initialize from `init_cfg`. Without it the weights keep the initial values of the family."""
         if self.is_init:
             return
-        given = self.init_cfg
-        cfgs = [given] if isinstance(given, dict) else list(given or ())
+        given, cfgs = self.init_cfg, _listed(self.init_cfg)
         pretrained = [cfg for cfg in cfgs if _is_pretrained(cfg)]
         # Pretrained weights are loaded last, but before MMEngine logs the origin of each parameter.
         self.init_cfg = [*(cfg for cfg in cfgs if cfg not in pretrained),
@@ -223,32 +227,13 @@ class _PretrainedInit:
         backbone.load_pretrained(**self.options)
 
 
-def _check_init_cfg(init_cfg: Any) -> None:
-    """Check `init_cfg` when the backbone is built; MMEngine itself would fail later and less clearly.
-
-    Raises:
-        TypeError: it is not None, dict(type=...) or a list of such dicts, or its checkpoint is not a path.
-        ValueError: its `weights` are neither 'raw' nor 'averaged'.
-    """
-    for cfg in init_cfg if isinstance(init_cfg, (list, tuple)) else [] if init_cfg is None else [init_cfg]:
-        if not isinstance(cfg, dict) or not cfg.get('type'):
-            raise TypeError("init_cfg must be None, a dict such as dict(type='Pretrained', checkpoint=FILE) or a list "
-                            f'of them, got {init_cfg!r}')
-        if not _is_pretrained(cfg):
-            continue
-        unknown = set(cfg) - {'type', 'checkpoint', 'prefix', 'weights', 'map_location'}
-        if unknown:
-            raise TypeError('init_cfg of type Pretrained takes checkpoint, prefix and weights, got '
-                            f'{sorted(unknown)[0]!r}')
-        if not isinstance(cfg.get('checkpoint'), (str, os.PathLike)) or not str(cfg['checkpoint']):
-            raise TypeError(f"init_cfg: checkpoint must be the path of a file, got {cfg.get('checkpoint')!r}")
-        if not isinstance(cfg.get('prefix'), (str, type(None))):
-            raise TypeError(f"init_cfg: prefix must be a string or None, got {cfg['prefix']!r}")
-        check_choice(cfg.get('weights'))
+def _listed(init_cfg: Any) -> List[Any]:
+    return [init_cfg] if isinstance(init_cfg, (dict, str)) else list(init_cfg or ())
 
 
 def _is_pretrained(cfg: Dict[str, Any]) -> bool:
-    return getattr(cfg['type'], '__name__', cfg['type']) in ('Pretrained', 'PretrainedInit')
+    kind = cfg.get('type')
+    return getattr(kind, '__name__', kind) in ('Pretrained', 'PretrainedInit')
 
 
 def _check_backbone_weights(backbone: nn.Module, weights: Dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -303,10 +288,6 @@ class PPMA(DenseBackbone, ppma.PPMA, BaseModule):
 
     family, archs = ppma.PPMA, ppma.ARCHS
 
-    def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
-                 **kwargs: Any):
-        super().__init__(arch, out_indices, output_norms, **kwargs)
-
 
 @MODELS.register_module()
 class Myo(DenseBackbone, myo.Myo, BaseModule):
@@ -314,20 +295,12 @@ class Myo(DenseBackbone, myo.Myo, BaseModule):
 
     family, archs = myo.Myo, myo.ARCHS
 
-    def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
-                 **kwargs: Any):
-        super().__init__(arch, out_indices, output_norms, **kwargs)
-
 
 @MODELS.register_module()
 class LCSM(DenseBackbone, lcsm.LCSM, BaseModule):
     """LCSM backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.LCSM`."""
 
     family, archs = lcsm.LCSM, lcsm.ARCHS
-
-    def __init__(self, arch: Arch = 'tiny', out_indices: Sequence[int] = (0, 1, 2, 3), output_norms: bool = True,
-                 **kwargs: Any):
-        super().__init__(arch, out_indices, output_norms, **kwargs)
 
 
 @MODELS.register_module()

@@ -9,7 +9,6 @@ from typing import Any, Dict
 from torch import Tensor, nn
 
 from ..mobilevitv2 import MobileViTv2
-from ..weights import WeightsError, some
 from ..weights.key_table import KeyTable, conv_and_norm
 from ..weights.mobilevitv2_keys import ENCODER, TRANSFORMERS_BACKBONE, to_cvnets_keys
 
@@ -80,8 +79,5 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     """
     encoder = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
     renamed = {f'{ENCODER}{key}': value for key, value in to_cvnets_keys(encoder).items()}
-    heads = {key: _HEADS.to_theirs(key) for key in weights if not key.startswith(BACKBONE)}
-    unknown = [key for key, name in heads.items() if name is None]
-    if unknown:
-        raise WeightsError(f"the authors' library has no name for {len(unknown)} of the keys ({some(unknown)})")
+    heads = _HEADS.all_to_theirs((key for key in weights if not key.startswith(BACKBONE)), "the authors' library")
     return {**renamed, **{name: weights[key] for key, name in heads.items()}}

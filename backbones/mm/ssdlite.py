@@ -43,19 +43,13 @@ class SSDLiteExtraLayers(BaseModule):
         out_channels: channels of the new levels at strides 64, 128, 256 and of the whole image.
         norm_cfg: config of the norm layers; BatchNorm by default.
         init_cfg: config of the initialization; by default the authors' uniform Xavier initialization.
-
-    Raises:
-        ValueError: in_channels or out_channels is empty or contains anything but positive integers.
     """
 
     def __init__(self, in_channels: Sequence[int], out_channels: Sequence[int] = CHANNELS[2:], norm_cfg: ConvCfg = None,
                  init_cfg: Optional[Dict[str, Any]] = None):
         super().__init__(init_cfg or INIT)
-        for name, channels in (('in_channels', in_channels), ('out_channels', out_channels)):
-            _check_channels(name, channels)
         norm_cfg = norm_cfg or dict(type='BN')
         widths = [in_channels[-1], *out_channels]
-        self.num_inputs = len(in_channels)
         self.extra_layers = nn.ModuleList(
             DepthwiseSeparableConvModule(before, after, 3, stride=2, padding=1, norm_cfg=norm_cfg, dw_act_cfg=None)
             for before, after in zip(widths, widths[1:-1]))
@@ -63,8 +57,6 @@ class SSDLiteExtraLayers(BaseModule):
 
     def forward(self, inputs: Sequence[Tensor]) -> Tuple[Tensor, ...]:
         """Return the maps (B, C, H, W) of the backbone and one map for each new level, the last (B, C, 1, 1)."""
-        if len(inputs) != self.num_inputs:
-            raise ValueError(f'the backbone must return {self.num_inputs} levels, got {len(inputs)}')
         levels = list(inputs)
         for layer in self.extra_layers:
             levels.append(layer(levels[-1]))
@@ -86,16 +78,9 @@ class SSDLiteAnchorGenerator:
     Args:
         ratios: aspect ratios for each level.
         scale_range: the side of the small square of the first level, and the scale that follows the last level.
-
-    Raises:
-        ValueError: there are no levels, ratios or scales are not positive, or scales do not increase.
     """
 
     def __init__(self, ratios: Sequence[Sequence[float]] = RATIOS, scale_range: Tuple[float, float] = (0.1, 1.05)):
-        if not ratios or not all(ratio > 0 for level in ratios for ratio in level):
-            raise ValueError(f'ratios must be one sequence of positive numbers for each level, got {ratios!r}')
-        if len(scale_range) != 2 or not 0 < scale_range[0] < scale_range[1]:
-            raise ValueError(f'scale_range must be two positive, increasing numbers, got {scale_range!r}')
         scales = np.linspace(*scale_range, len(ratios) + 1)
         self.sizes: List[Tensor] = []                                       # (A, 2): width, height; float64
         for small, after, level in zip(scales, scales[1:], ratios):
@@ -144,12 +129,7 @@ class SSDLiteAnchorGenerator:
 
         Returns:
             For each level (H * W * A, 4): x1, y1, x2, y2, not clipped to the image.
-
-        Raises:
-            ValueError: the number of maps is not the number of levels.
         """
-        if len(featmap_sizes) != self.num_levels:
-            raise ValueError(f'featmap_sizes must have {self.num_levels} levels, got {len(featmap_sizes)}')
         scale = torch.tensor([image_size[1], image_size[0]], dtype=torch.float64)
         priors = []
         for level, size in enumerate(featmap_sizes):
@@ -240,15 +220,13 @@ class SSDLiteJointHead(SSDHead):
         init_cfg: config of the initialization; by default the authors' uniform Xavier initialization.
 
     Raises:
-        ValueError: num_classes is below 1, or the number of channels is not the number of anchor levels.
+        ValueError: the number of channels is not the number of anchor levels.
     """
 
     def __init__(self, num_classes: int = 80, in_channels: Sequence[int] = CHANNELS,
                  feat_channels: Sequence[int] = CHANNELS, norm_cfg: ConvCfg = None, anchor_generator: ConvCfg = None,
                  bbox_coder: ConvCfg = None, train_cfg: ConvCfg = None, test_cfg: ConvCfg = None,
                  init_cfg: Optional[Dict[str, Any]] = None):
-        if not isinstance(num_classes, int) or num_classes < 1:
-            raise ValueError(f'num_classes must be an integer of at least 1, got {num_classes!r}')
         super().__init__(num_classes, in_channels, feat_channels=feat_channels, norm_cfg=norm_cfg or dict(type='BN'),
                          anchor_generator=anchor_generator or dict(type='SSDLiteAnchorGenerator'),
                          bbox_coder=bbox_coder or dict(type='SSDLiteBoxCoder'), train_cfg=train_cfg, test_cfg=test_cfg,
@@ -256,11 +234,8 @@ class SSDLiteJointHead(SSDHead):
 
     def _init_layers(self) -> None:
         count = self.prior_generator.num_levels
-        for name, channels in (('in_channels', self.in_channels), ('feat_channels', self.feat_channels)):
-            _check_channels(name, channels)
-            if len(channels) != count:
-                raise ValueError(f'{name} must have {count} entries, one for each level of anchors, '
-                                 f'got {len(channels)}')
+        if not len(self.in_channels) == len(self.feat_channels) == count:
+            raise ValueError(f'in_channels and feat_channels must have {count} entries, one for each level of anchors')
         self.levels = nn.ModuleList(
             _Level(before, channels, anchors * (5 + self.num_classes), n == count - 1, self.norm_cfg)
             for n, (before, channels, anchors) in enumerate(zip(self.in_channels, self.feat_channels,
@@ -276,10 +251,8 @@ class SSDLiteJointHead(SSDHead):
             For each level the logits (B, A * (num_classes + 1), H, W), where the background follows the classes of each
             anchor, and the box codes (B, A * 4, H, W): t_x, t_y, t_w, t_h.
         """
-        if len(x) != len(self.levels):
-            raise ValueError(f'the head has {len(self.levels)} levels, got {len(x)} maps')
         scores, codes = [], []
-        for level, anchors, features in zip(self.levels, self.num_base_priors, x):
+        for level, anchors, features in zip(self.levels, self.num_base_priors, x, strict=True):
             joint = level(features).unflatten(1, (anchors, -1))             # B, A, 4 + 1 + num_classes, H, W
             code, background, classes = joint.split((4, 1, self.num_classes), 2)
             scores.append(torch.cat((classes, background), 2).flatten(1, 2))
@@ -341,12 +314,6 @@ class SSDLiteJointHead(SSDHead):
                 found.bboxes = found.bboxes / found.bboxes.new_tensor(meta['scale_factor']).repeat(2)
             results.append(found)
         return results
-
-
-def _check_channels(name: str, channels: Sequence[int]) -> None:
-    """Raise ValueError unless the channels are a sequence of at least one positive integer."""
-    if isinstance(channels, int) or not channels or not all(isinstance(c, int) and c > 0 for c in channels):
-        raise ValueError(f'{name} must be positive integers, one for each level, got {channels!r}')
 
 
 def _input_size(meta: Dict[str, Any]) -> Size:

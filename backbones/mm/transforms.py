@@ -19,14 +19,9 @@ class ResizeShortSide(Resize):
     Args:
         size: the short side in pixels.
         kwargs: arguments of mmcv's Resize: `interpolation` ('bilinear' by default) and `backend` ('cv2' by default).
-
-    Raises:
-        ValueError: the size is not a positive integer.
     """
 
     def __init__(self, size: int, **kwargs: Any):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f'size must be an integer of at least 1, got {size!r}')
         super().__init__(scale=size, keep_ratio=False, **kwargs)
         self.size = size
 
@@ -51,12 +46,10 @@ class ResizeToStride(BaseTransform):
         stride: both sides become multiples of it, and are at least one stride long.
 
     Raises:
-        ValueError: the stride is not a positive integer; or, when called, a label map has already been loaded.
+        ValueError: when called, if a label map has already been loaded.
     """
 
     def __init__(self, stride: int):
-        if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
-            raise ValueError(f'stride must be an integer of at least 1, got {stride!r}')
         self.stride = stride
 
     def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
@@ -72,9 +65,6 @@ class ResizeToStride(BaseTransform):
         before = results.get('ori_shape', image.shape)
         results['img_shape'], results['scale_factor'] = size, (size[1] / before[1], size[0] / before[0])
         return results
-
-    def __repr__(self) -> str:
-        return f'{type(self).__name__}(stride={self.stride})'
 
 
 @TRANSFORMS.register_module()

@@ -176,13 +176,9 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     check_choice(weights)
     path = Path(path)
     try:
-        path.stat()
         if not path.is_file():
-            raise WeightsError(f'{shorten_path(path)} is not a file')
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:    # ValueError: null character
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f'no weight file at {shorten_path(path)}') from error
+            raise WeightsError(f'{shorten_path(path)} is not a file' if path.exists() else
+                               f'no weight file at {shorten_path(path)}')
     except OSError as error:
         raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     if path.suffix == '.safetensors':

@@ -1,14 +1,12 @@
 """Read pickles (.pth, .pt, .bin) without running code in them."""
 import argparse
 import errno
-import io
 import pickle
-import pickletools
 import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, Iterator, List, Optional
+from typing import Any, List
 
 import numpy as np
 import torch
@@ -18,15 +16,8 @@ from .errors import WeightsError, shorten_path
 # NumPy 2 renamed this module. Files name one or the other, depending on the version that wrote them.
 _NUMPY_MODULES = ('numpy.core.multiarray', 'numpy._core.multiarray')
 _STATISTICS = ('mean', 'max', 'min', 'current')
-# Names that torch's restricted unpickler or `_harmless_types` allows. A file that cannot be read and has no other names
-# is called damaged; a file with other names is called unsafe.
-_HARMLESS = re.compile('|'.join((
-    r'torch\.(storage\.)?\w*Storage', r'torch\._utils\._rebuild_\w+', r'torch\._tensor\._rebuild_from_type_v2',
-    r'torch\.(Size|Tensor|device|(q|u|b)*(int|float|complex|bool)\w*)', r'torch\.nn\.parameter\.Parameter',
-    r'torch\.serialization\._get_layout', r'collections\.(OrderedDict|Counter)', r'_codecs\.encode',
-    r'(builtins|__builtin__)\.(set|bytearray|complex)', r'argparse\.Namespace',
-    r'numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(scalar|_reconstruct))')))
-_SCANNED_BYTES = 64 * 2 ** 20
+# How torch's unpickler names what it does not read.
+_CODE = re.compile(r'GLOBAL (\S+)|(TorchScript)|unrecognized function (.+)|but got (<.+>)')
 # A tensor or an unpacked archive may be larger than its file by at most this many bytes.
 EXPANSION = 16 * 2 ** 20
 _ZIP_START = b'PK\3\4'
@@ -57,14 +48,16 @@ def read_pickle(path: Path) -> Any:
     except MemoryError as error:
         raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
     except Exception as error:   # damaged bytes make the unpickler raise any exception
-        name = _named_code(path, error)
-        if name:
+        code = _CODE.search(str(error)) if isinstance(error, (pickle.UnpicklingError, RuntimeError)) else None
+        if code:
+            name = _printable(next(filter(None, code.groups())).strip('.'))
             neighbors = [path.parent / file for file in ('best.safetensors', 'last.safetensors')]
             hint = next((f'use {shorten_path(file)} from the same folder' for file in neighbors if file.exists()),
                         'if you trust the file, convert it to safetensors')
             raise WeightsError(f'{shorten_path(path)} is a pickle that could run code ({name}) and was not read; '
                                f'{hint}') from error
-        raise WeightsError(f'{shorten_path(path)} is damaged or not a checkpoint ({type(error).__name__})') from error
+        raise WeightsError(f'{shorten_path(path)} is damaged, or a pickle that could run code, and was not read '
+                           f'({type(error).__name__})') from error
 
 
 def _harmless_types() -> List[Any]:
@@ -137,56 +130,6 @@ def _leads_outside(name: str) -> bool:
     return name[:1] in ('/', '\\') or '..' in parts or parts[0].endswith(':')
 
 
-def _named_code(path: Path, error: Exception) -> str:
-    """Return the name of the code that a refused pickle would have called, or '' if it is only damaged."""
-    text = str(error)
-    for pattern in (r'GLOBAL (\S+)', r'(TorchScript)', r'unrecognized function (.+)', r'but got (<.+>)'):
-        found = re.search(pattern, text)
-        if found and isinstance(error, (pickle.UnpicklingError, RuntimeError)):
-            return _printable(found[1].strip('.'))
-    try:
-        return next((_printable(name) for name in _globals(path) if not _HARMLESS.fullmatch(name)), '')
-    except Exception:            # the bytes are not a pickle
-        return ''
-
-
 def _printable(name: str) -> str:
     return ascii(name[:80])[1:-1]
 
-
-def _globals(path: Path) -> Iterator[str]:
-    """Yield the names that a file's pickles would import, from an archive or from the start of a file."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith('.pkl'):
-                    yield from _stream_globals(io.BytesIO(archive.open(entry).read(_SCANNED_BYTES)))
-        return
-    with open(path, 'rb') as file:
-        stream = io.BytesIO(file.read(_SCANNED_BYTES))
-    for _ in range(8):           # the older format starts with several pickles
-        yield from _stream_globals(stream)
-
-
-def _stream_globals(stream: io.BytesIO) -> Iterator[str]:
-    """Yield the names that one pickle imports. STACK_GLOBAL takes its name from the last two strings on the stack."""
-    strings: List[Optional[str]] = []
-    memo = {}
-    for opcode, argument, _ in pickletools.genops(stream):
-        if opcode.name in ('GLOBAL', 'INST'):
-            yield '.'.join(str(argument).split(' '))
-        elif opcode.name == 'STACK_GLOBAL':
-            yield '.'.join(part or '?' for part in strings[-2:])
-        elif opcode.name in ('EXT1', 'EXT2', 'EXT4'):
-            yield f'extension {argument}'
-        elif opcode.name == 'MEMOIZE':
-            memo[len(memo)] = strings[-1] if strings else None
-        elif opcode.name.endswith('PUT'):
-            memo[argument] = strings[-1] if strings else None
-        elif opcode.name.endswith('GET'):
-            strings.append(memo.get(argument))
-        elif isinstance(argument, str):
-            strings.append(argument)
-        else:
-            continue
-        del strings[:-64]

@@ -2,6 +2,7 @@
 import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Mapping, Optional
 from urllib.parse import urlsplit
@@ -17,7 +18,7 @@ from .resumable import TransferError, discard, transfer
 
 ADDRESS = ('http://', 'https://')
 # 'arch' or 'arch.tag'. A name that ends like a weight file is a path.
-_NAME = re.compile(r'\w+(\.\w+)?')
+_NAME = re.compile(r'\w{1,100}(\.\w{1,100})?')
 _FILE_SUFFIXES = ('.bin', '.ckpt', '.onnx', '.pickle', '.pkl', '.pt', '.pth', '.safetensors', '.tar', '.zip')
 
 
@@ -33,12 +34,12 @@ def published(name: PathLike) -> Optional[PublishedWeights]:
     text = str(name)
     if text.startswith(SCHEME):
         return find(text)
-    if not _NAME.fullmatch(text) or text.endswith(_FILE_SUFFIXES) or _is_file(Path(text)):
+    if not _NAME.fullmatch(text) or text.endswith(_FILE_SUFFIXES) or Path(text).is_file():
         return None
     try:
         return find(text)
     except WeightsError as error:
-        if _exists(Path(text)):
+        if Path(text).exists():
             return None                          # a folder or a device, which the reader refuses
         raise WeightsError(f'no weight file at {text}, and {error}') from error
 
@@ -68,8 +69,9 @@ def resolve(name: PathLike, cache_dir: Optional[PathLike] = None) -> Path:
         path = Path(text).expanduser()
     except RuntimeError as error:                # there is no such user
         raise WeightsError(f'{shorten_path(text)}: {error}') from error
-    if not _exists(path):
-        raise WeightsError(f'no weight file at {shorten_path(text)}')
+    with suppress(OSError):                      # the reader says why
+        if not path.exists():
+            raise WeightsError(f'no weight file at {shorten_path(text)}')
     return path
 
 
@@ -120,19 +122,3 @@ def refuse_hybrid(name: PathLike, hybrid_options: Mapping[str, Any]) -> None:
         raise WeightsError(f'{weights.name} was trained with the mixers of {weights.arch} and does not fit {options}: '
                            'leave these options out, or load a file that was trained with them')
 
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def _exists(path: Path) -> bool:
-    """False if nothing is there; True also if nothing can be said, because the reader then says why."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
-    except ValueError:                           # a null character
-        return False

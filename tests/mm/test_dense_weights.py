@@ -94,15 +94,9 @@ def test_load_summary_names_prefix_and_unused_weights(files):
 
 
 @pytest.mark.parametrize('init_cfg, message', [
-    ('weights.pth', r"init_cfg must be None, a dict such as dict\(type='Pretrained', .* got 'weights.pth'"),
-    (['weights.pth'], 'init_cfg must be None, a dict'), (dict(checkpoint='w.pth'), 'init_cfg must be None, a dict'),
-    (dict(type=None), 'init_cfg must be None, a dict'), (7, 'init_cfg must be None, a dict'),
-    (dict(type='Pretrained'), 'init_cfg: checkpoint must be the path of a file, got None'),
-    (dict(type='Pretrained', checkpoint=None), 'checkpoint must be the path of a file, got None'),
-    (dict(type='Pretrained', checkpoint=''), "checkpoint must be the path of a file, got ''"),
-    (dict(type='Pretrained', checkpoint='w.pth', prefix=3), 'prefix must be a string or None, got 3'),
-    (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'),
-     "takes checkpoint, prefix and weights, got 'prefx'")])
+    ('weights.pth', r"init_cfg must be a dict such as dict\(type='Pretrained', .* got 'weights.pth'"),
+    (dict(type='Pretrained'), "missing 1 required positional argument: 'checkpoint'"),
+    (dict(type='Pretrained', checkpoint='w.pth', prefx='backbone.'), "unexpected keyword argument 'prefx'")])
 def test_invalid_init_cfg_is_refused_at_construction(init_cfg, message):
     with pytest.raises(TypeError, match=message):
         MODELS.build(dict(type='PPMA', arch='test', init_cfg=init_cfg))
@@ -111,8 +105,7 @@ def test_invalid_init_cfg_is_refused_at_construction(init_cfg, message):
 def test_missing_checkpoint_ends_training_with_one_sentence(data, tmp_path):
     for changes, message in (
             (['init_cfg.type=Pretrained', f'init_cfg.checkpoint={tmp_path}/none.pth'], 'no weight file at .*none.pth'),
-            (['init_cfg=none.pth'], 'model: .*init_cfg must be None, a dict'),
-            (['init_cfg.type=Pretrained', 'init_cfg.checkpoint=None'], 'checkpoint must be the path of a file')):
+            (['init_cfg=none.pth'], 'model: .*init_cfg must be a dict such as')):
         fails([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work', '--cfg-options',
                *(f'model.backbone.{change}' for change in changes)], message)
     assert not (tmp_path / 'work').exists()

@@ -268,10 +268,6 @@ def test_batches_of_two_sizes_and_sliding_windows():
 
 def test_resize_transform_errors():
     from mmengine.registry import TRANSFORMS
-    for cfg in (dict(type='ResizeShortSide', size=0), dict(type='ResizeShortSide', size=(512, 512)),
-                dict(type='ResizeToStride', stride=-8), dict(type='ResizeToStride', stride=8.)):
-        with pytest.raises(ValueError, match='must be an integer of at least 1, got'):
-            TRANSFORMS.build(cfg)
     late = TRANSFORMS.build(dict(type='ResizeToStride', stride=8))
     with pytest.raises(ValueError, match='LoadAnnotations after it'):
         late(dict(img=np.zeros((9, 9, 3), np.uint8), gt_seg_map=np.zeros((9, 9), np.uint8)))
