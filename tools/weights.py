@@ -1,6 +1,6 @@
 """List, download and check the published weights that this package can load; convert and publish weights."""
 import argparse
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Callable, List, Optional
 
 from .common.cli import UserError
 from .common.output import add_row, dumps, print_table
@@ -10,19 +10,41 @@ from .engine.weights.hub_folder import add_push_arguments, push_command
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
-    parser = argparse.ArgumentParser('subquad weights', description=__doc__)
-    commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
-    for name, entry in COMMANDS.items():
-        what = (entry.run.__doc__ or '').split('\n')[0]
-        command = commands.add_parser(name, help=what[:1].lower() + what[1:].rstrip('.'), description=what)
-        entry.add_arguments(command)
-        command.add_argument('--json', action='store_true', help='print JSON')
-    args = parser.parse_args(argv)
+
     from ..backbones.weights import WeightsError
+    args = _parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].run(args)
+        return args.run(args)
     except WeightsError as error:
         raise UserError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser('subquad weights', description=__doc__)
+    commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], Optional[int]]) -> argparse.ArgumentParser:
+        what = run.__doc__.split('\n')[0]
+        command = commands.add_parser(name, help=what[:1].lower() + what[1:].rstrip('.'), description=what)
+        command.add_argument('--json', action='store_true', help='print JSON')
+        command.set_defaults(run=run)
+        return command
+
+    command = add('list', _list)
+    command.add_argument('filter', nargs='?', default='*', help='a pattern such as "ppma*.in1k", or a part of a name '
+                         '(default: all weights)')
+    command.add_argument('--task', choices=['classification', 'detection', 'segmentation'], help='list this task only')
+    command = add('info', _info)
+    command.add_argument('name', help='name of the weights, ARCH.TAG, or ARCH for its default classifier')
+    command = add('download', _download)
+    command.add_argument('names', nargs='+', metavar='NAME', help='ARCH.TAG, ARCH, or a pattern such as "ppma*.in1k"')
+    command.add_argument('--update', action='store_true', help='accept the file that is published now, even if it '
+                         'differs from the recorded one')
+    command = add('verify', _verify)
+    command.add_argument('names', nargs='*', metavar='NAME', help='names or patterns (default: all in the cache)')
+    add_convert_arguments(add('convert', convert_command))
+    add_push_arguments(add('push', push_command))
+    return parser
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -76,42 +98,6 @@ def _verify(args: argparse.Namespace) -> int:
     for name, state in () if args.json else states.items():
         print(f'{name}: {state}')
     return 0 if all(state in GOOD for state in states.values()) else 1
-
-
-def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('filter', nargs='?', default='*', help='a pattern such as "ppma*.in1k", or a part of a name '
-                        '(default: all weights)')
-    parser.add_argument('--task', choices=['classification', 'detection', 'segmentation'], help='list this task only')
-
-
-def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('name', help='name of the weights, ARCH.TAG, or ARCH for its default classifier')
-
-
-def _download_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('names', nargs='+', metavar='NAME', help='ARCH.TAG, ARCH, or a pattern such as "ppma*.in1k"')
-    parser.add_argument('--update', action='store_true', help='accept the file that is published now, even if it '
-                        'differs from the recorded one')
-
-
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('names', nargs='*', metavar='NAME', help='names or patterns (default: all in the cache)')
-
-
-class Command(NamedTuple):
-    """A subcommand: the function that runs it, whose docstring begins with its help, and the one for its arguments."""
-    run: Callable[[argparse.Namespace], Optional[int]]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-
-
-COMMANDS: Dict[str, Command] = {
-    'list': Command(_list, _list_arguments),
-    'info': Command(_info, _info_arguments),
-    'download': Command(_download, _download_arguments),
-    'verify': Command(_verify, _verify_arguments),
-    'convert': Command(convert_command, add_convert_arguments),
-    'push': Command(push_command, add_push_arguments),
-}
 
 
 if __name__ == '__main__':

@@ -133,7 +133,7 @@ def unlock(name: str) -> None:
 def _read(path: Path) -> Dict[str, LockEntry]:
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-        entries = {name: LockEntry(**entry) for name, entry in content.items()}
+        return {name: LockEntry(**entry) for name, entry in content.items()}
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -142,15 +142,6 @@ def _read(path: Path) -> Dict[str, LockEntry]:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f'{shorten_path(path)} is damaged; remove it, and the next download writes a new one'
                            ) from error
-    for name, entry in entries.items():
-        if not _is_valid(entry):
-            raise WeightsError(f'{shorten_path(path)} has a damaged entry {name[:100]!r}; remove the entry or the file')
-    return entries
-
-
-def _is_valid(entry: LockEntry) -> bool:
-    return (all(isinstance(value, str) for value in (entry.source, entry.sha256, entry.date))
-            and isinstance(entry.size, int) and isinstance(entry.revision, (str, type(None))))
 
 
 def _write(path: Path, entries: Dict[str, LockEntry]) -> None:

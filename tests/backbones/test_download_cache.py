@@ -1,7 +1,6 @@
 """The cache of downloads: its lock file, offline mode, and one sentence for each failure."""
 import errno
 import hashlib
-import json
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -58,9 +57,7 @@ def test_deleted_commit(server):
     refused(hub(), 'does not exist (HTTP 404); remove its entry from weights.lock.json')
 
 
-@pytest.mark.parametrize('text', ['{', '[]', '{"test_ppma.plain": {}}', '{"test_ppma.plain": 3}',
-                                  json.dumps({'test_ppma.plain': dict(source=1, sha256='', size=1, revision=None,
-                                                                      date='')})])
+@pytest.mark.parametrize('text', ['{', '[]', '{"test_ppma.plain": {}}', '{"test_ppma.plain": 3}'])
 def test_damaged_lock_file(server, text, tmp_path):
     (tmp_path / 'subquad').mkdir()
     (tmp_path / 'subquad' / LOCK_FILE).write_text(text)

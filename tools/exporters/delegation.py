@@ -1,37 +1,25 @@
 """What of an ExecuTorch program a delegate runs: operators outside, calls, and the share of the multiply-adds."""
 import math
 from collections import Counter
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Iterator, List
 
 import torch
 from torch.fx import Graph, Node
 
-
-class Delegation(NamedTuple):
-    """
-    Attributes:
-        operators: number of operators outside of delegates, by name.
-        calls: number of calls of a delegate.
-        macs: share of the multiply-adds inside of delegates, from 0 to 1; None if there are none at all.
-    """
-    operators: Dict[str, int]
-    calls: int
-    macs: Optional[float]
+from .formats import Conversion
 
 
-def delegation(before: int, after: Graph) -> Delegation:
-    """Describe a lowered graph.
+def delegation(before: int, after: Graph) -> Conversion:
+    """Describe a graph with calls of delegates.
 
     Args:
         before: Multiply-adds of the graph before it was partitioned.
-        after: Graph with the calls of delegates.
+        after: Graph with the calls.
     """
-    calls = [node for node in _calls(after) if operator_name(node) == 'executorch_call_delegate']
     # getitem only names one of several outputs; the runtime does nothing for it.
-    names = Counter(operator_name(node) for node in _calls(after))
-    operators = {name: count for name, count in names.most_common()
-                 if name not in ('executorch_call_delegate', 'getitem')}
-    return Delegation(operators, len(calls), 1 - multiply_adds(after) / before if before else None)
+    names = Counter(map(operator_name, _calls(after)))
+    calls, _ = names.pop('executorch_call_delegate', 0), names.pop('getitem', 0)
+    return Conversion(dict(names.most_common()), calls, 1 - multiply_adds(after) / before if before else None)
 
 
 def multiply_adds(graph: Graph) -> int:
@@ -58,13 +46,9 @@ def _multiply_adds(node: Node) -> int:
 
 def highest_rank(graph: Graph) -> int:
     """Return the largest number of dimensions of a graph's tensors."""
-    return max((value.ndim for node in graph.nodes for value in _values(node)), default=0)
-
-
-def _values(node: Node) -> List[torch.Tensor]:
-    value = node.meta.get('val')
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    found = (node.meta.get('val') for node in graph.nodes)
+    values = (value for entry in found for value in (entry if isinstance(entry, (list, tuple)) else [entry]))
+    return max((value.ndim for value in values if isinstance(value, torch.Tensor)), default=0)
 
 
 def _calls(graph: Graph) -> Iterator[Node]:

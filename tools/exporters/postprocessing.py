@@ -8,8 +8,6 @@ if TYPE_CHECKING:
 
 Detections = Tuple[np.ndarray, np.ndarray, np.ndarray]
 
-# The oldest opset in which all of these operators accept these types.
-_OPSET = 13
 # NonMaxSuppression does not limit the candidates of a class. So all other scores are set to the threshold, which it
 # excludes.
 _NMS = '''
@@ -53,26 +51,19 @@ def append_nms(model: 'ModelProto', settings: Dict[str, Any]) -> 'ModelProto':
 
     Args:
         model: Model with one input image (1, C, H, W) and the float32 outputs boxes (1, N, 4) and scores
-            (1, N, classes). It is not changed.
+            (1, N, classes), with opset 13 or later. It is not changed.
         settings: The `postprocessing` of the metadata; see `detections`.
 
     Returns:
         A model with the outputs boxes (n, 4), clipped to the image, scores (n,), and labels (n,), int64, in descending
         order of scores, and the inputs of the selection as raw_boxes and raw_scores.
-
-    Raises:
-        ValueError: The model has other outputs, or an older opset than 13.
     """
     import onnx
-    names = [value.name for value in model.graph.output]
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ('', 'ai.onnx')), 0)
-    if names != ['boxes', 'scores'] or opset < _OPSET:
-        raise ValueError(f"the model must have the outputs 'boxes' and 'scores' and opset {_OPSET} or later, got "
-                         f'{names} and opset {opset}')
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ('', 'ai.onnx'))
     result = onnx.ModelProto()
     result.CopyFrom(model)
     graph = result.graph
-    _rename(graph, {name: f'raw_{name}' for name in names})
+    _rename(graph, {name: f'raw_{name}' for name in ('boxes', 'scores')})
     height, width = _shape(graph.input[0])[-2:]
     anchors, classes = _shape(graph.output[1])[-2:]
     candidates = min(settings['candidates_per_class'], anchors)

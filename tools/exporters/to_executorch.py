@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
-from .delegation import Delegation, delegation, highest_rank, multiply_adds, remove_copies
+from .delegation import delegation, highest_rank, multiply_adds, remove_copies
 from .formats import Conversion, Options
 from .graph import LARGEST_RANK, export_program
 from .silence import silence
@@ -32,9 +32,9 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         UserError: The graph cannot be recorded, or holds a tensor of more than 4 dimensions.
     """
     with silence():
-        program, found = _lowered(_program(subject, options), json.dumps(subject.metadata, ensure_ascii=False))
+        program, conversion = _lowered(_program(subject, options), json.dumps(subject.metadata, ensure_ascii=False))
         path.write_bytes(program.buffer)
-    return Conversion(found.operators, found.calls, found.macs)
+    return conversion
 
 
 def _program(subject: Subject, options: Options) -> torch.export.ExportedProgram:
@@ -81,7 +81,7 @@ def _dynamic_shapes(program: torch.export.ExportedProgram):
     return ({0: torch.export.Dim('batch', min=int(limits.lower), max=int(limits.upper))},)
 
 
-def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any, Delegation]:
+def _lowered(program: torch.export.ExportedProgram, metadata: str) -> Tuple[Any, Conversion]:
     """Return the ExecuTorch program, and what XNNPACK runs of it."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
