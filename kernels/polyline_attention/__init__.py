@@ -40,6 +40,10 @@ def polyline_attention(
 
     With paths='v2h' or 'h2v' only that mask remains, without the factor 1/2. The operator does not scale q k'.
 
+    Three implementations run on a CPU: `portable` works through blocks of query rows, and is what a
+    network uses; `export` is the dense formula, which graphs for exporters and transforms of
+    torch.func take; `reference` computes the definition in float64 for tests.
+
     Args:
         q, k: shape (B, heads, H, W, D), or (B, heads, H * W, D); float32, float64, float16 or
             bfloat16; any strides.
