@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from subquad.kernels import aot
+from subquad.kernels.dispatch import OPERATORS
 from subquad.tools.common.cli import UserError, one_line, quiet
 from subquad.tools.common.output import add_row, dumps, print_table
 
@@ -270,14 +271,16 @@ def compile_all(calls: Mapping[str, Callable[[], Any]], target: str) -> Dict[str
 
 
 def per_item(code: MachineCode) -> Tuple[List[float], str]:
-    """Return thread-instructions per item of a kernel (see `aot.ITEMS`), one number per loop, and the item's name.
+    """Return thread-instructions per item of a kernel, one number per loop, and the item's name.
 
-    Both are empty for kernels without an entry in ITEMS and for targets whose tools do not report instructions.
+    Both are empty for kernels whose operator declares no item for them, and for targets whose tools do not report
+    instructions.
     """
-    if code.name not in aot.ITEMS or code.instructions is None:
-        return [], ''
-    item, count = aot.ITEMS[code.name]
-    return code.per_item(count(code.constants)), item
+    for operator in OPERATORS.values():
+        if code.name in operator.items and code.instructions is not None:
+            item, count = operator.items[code.name]
+            return code.per_item(count(code.constants)), item
+    return [], ''
 
 
 def main(argv: Optional[List[str]] = None) -> int:

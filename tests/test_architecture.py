@@ -8,8 +8,8 @@ from helpers import ROOT
 
 PACKAGES = ('kernels', 'backbones', 'tools', 'lab')
 OPERATOR_FILES = {'__init__', 'reference', 'portable'}
-# Kernels, and functions that several kernels call.
-MORE_KERNELS = {'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
+# Kernels, functions that several kernels call, and launches to compile.
+MORE_KERNELS = {'launches', 'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2,
                  'kernels.eos_scan': 2, 'kernels.tiling': 4}

@@ -15,7 +15,7 @@ from ..common.decay import (
 from ..common.declare import differentiate, node
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def crisscross_attention(
@@ -160,5 +160,5 @@ OPERATORS['crisscross_attention'] = Operator(
         'export': portable.crisscross_attention_export,
     },
     objection=launch.head_too_wide,
-    kernels=_kernels,
+    launches=launches.launches,
 )

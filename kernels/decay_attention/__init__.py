@@ -14,7 +14,7 @@ from ..common.decay import (
 )
 from ..common.declare import differentiate, node
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 AXES = ('row', 'column')
 
@@ -163,5 +163,6 @@ OPERATORS['decay_attention'] = Operator(
         'export': portable.decay_attention_export,
     },
     objection=launch.head_too_wide,
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -10,7 +10,7 @@ from ..common.decay import empty_result
 from ..common.declare import node
 from ..common.launch import dense_like
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 LARGEST_KERNEL = 7
 
@@ -140,5 +140,5 @@ OPERATORS['depthwise_conv'] = Operator(
     },
     plain=True,
     objection=_too_large,
-    kernels=_kernels,
+    launches=launches.launches,
 )

@@ -22,7 +22,7 @@ from ..eos_scan.registration import (
     unchanged,
 )
 from ..eos_scan.tile_limits import SPACING, memory_too_large, triton_chunk
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def eos_elementwise(
@@ -324,5 +324,6 @@ OPERATORS['eos_elementwise'] = Operator(
         'fla': fla.eos_elementwise_fla,
     },
     objection=_unsupported,
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -21,7 +21,7 @@ from ..eos_scan.registration import (
     unchanged,
 )
 from ..eos_scan.tile_limits import memory_too_large
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def eos_matmul(
@@ -182,5 +182,5 @@ OPERATORS['eos_matmul'] = Operator(
         'fla': fla.eos_matmul_fla,
     },
     objection=lambda i, e, *_: memory_too_large(e.shape[3]),
-    kernels=_kernels,
+    launches=launches.launches,
 )

@@ -16,7 +16,7 @@ from ..common.decay import (
 )
 from ..common.declare import differentiate, node
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def polyline_attention(
@@ -162,5 +162,6 @@ OPERATORS['polyline_attention'] = Operator(
         'export': portable.polyline_attention_export,
     },
     objection=launch.head_too_wide,
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.decay import bounded, empty_result
 from ..common.declare import differentiate, node
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def polyline_scan(
@@ -111,5 +111,6 @@ OPERATORS['polyline_scan'] = Operator(
         'export': portable.polyline_scan_export,
     },
     plain=True,
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -10,7 +10,7 @@ from ..dispatch import OPERATORS, Operator, choose
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
 from ..trees.diagnose import has_nonfinite
 from ..trees.tree_arguments import check_levels
-from . import portable, reference
+from . import launches, portable, reference
 
 
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
@@ -138,5 +138,6 @@ OPERATORS['quadtree_solve'] = Operator(
         'triton': _triton,
         'export': portable.quadtree_solve_export,
     },
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.declare import node
 from ..common.launch import token_order
 from ..dispatch import OPERATORS, Operator, choose
-from . import angles, portable, reference
+from . import angles, launches, portable, reference
 
 
 def rotary_embedding(
@@ -99,5 +99,5 @@ OPERATORS['rotary_embedding'] = Operator(
         'export': portable.rotary_embedding_export,
     },
     plain=True,
-    kernels=_kernels,
+    launches=launches.launches,
 )

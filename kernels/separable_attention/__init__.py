@@ -9,7 +9,7 @@ from ..common.decay import empty_result
 from ..common.declare import node
 from ..common.launch import dense_like
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import launches, portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
 
@@ -188,5 +188,6 @@ OPERATORS['separable_attention'] = Operator(
         'export': portable.separable_attention_export,
     },
     plain=True,
-    kernels=_kernels,
+    launches=launches.launches,
+    items=launches.ITEMS,
 )

@@ -1,7 +1,9 @@
 """Triton kernels compile ahead of time for GPUs that this machine need not have, and no register spills."""
 import json
+import re
 
 import pytest
+from helpers import ROOT
 
 pytest.importorskip('triton')
 
@@ -22,17 +24,9 @@ def _assert_compiled(resources, kernels_, spills_known=True):
         assert [k for k in found if k['stack']] == []
 
 
-POLYLINE_KERNELS = {f'polyline_attention_{name}'
-                    for name in ('fwd', 'bwd_query', 'bwd_key', 'running_fwd', 'running_bwd')}
-ALL_KERNELS = {*POLYLINE_KERNELS, 'polyline_scan_fwd', 'polyline_scan_bwd', 'row_products',
-               *(f'decay_attention_{name}{line}' for name in ('fwd', 'bwd', 'transposed') for line in ('', '_line')),
-               'quadtree_solve_up', 'quadtree_solve_upper', 'quadtree_solve_down', 'depthwise_conv_fwd',
-               'depthwise_conv_bwd', 'rotary_embedding_fwd',
-               *(f'eos_elementwise_{part}' for part in ('fwd', 'bwd', 'memory')),
-               *(f'separable_attention_{name}' for name in ('fwd', 'fwd_softmax', 'fwd_context', 'fwd_apply',
-                                                            'bwd_value', 'bwd_key', 'bwd_query')),
-               *(f'eos_matmul_{name}' for name in ('fwd', 'bwd_gradient', 'bwd_memory', 'bwd_sum')),
-               'eos_elementwise_full_fwd', 'eos_elementwise_full_bwd'}
+# All kernels, by their sources.
+ALL_KERNELS = {name for path in (ROOT / 'kernels').glob('*/*.py')
+               for name in re.findall(r'^def _(\w+)_kernel\(', path.read_text(), re.MULTILINE)}
 
 
 def test_compiles_for_sm_90_without_spills(python):
