@@ -21,10 +21,13 @@ if __name__ != 'subquad.kernels':
     raise ImportError(f'import subquad.kernels instead of {__name__!r}: the folder kernels/ is not a top-level '
                       'package')
 
+from .dispatch import OPERATORS, use_backend, why_not
+
+# isort: split
+# The table of operators. Each line imports a folder, which declares its operator.
 from .crisscross_attention import crisscross_attention
 from .decay_attention import decay_attention
 from .depthwise_conv import depthwise_conv
-from .dispatch import use_backend, why_not
 from .eos_elementwise import eos_elementwise
 from .eos_matmul import eos_matmul
 from .polyline_attention import polyline_attention
@@ -36,6 +39,4 @@ from .rotary_embedding import rotary_embedding
 from .separable_attention import separable_attention
 from .tree_solve import tree_solve
 
-__all__ = ['crisscross_attention', 'decay_attention', 'depthwise_conv', 'eos_elementwise', 'eos_matmul',
-           'polyline_attention', 'polyline_linear_attention', 'polyline_scan', 'quadtree_attention', 'quadtree_solve',
-           'rotary_embedding', 'separable_attention', 'tree_solve', 'use_backend', 'why_not']
+__all__ = [*OPERATORS, 'use_backend', 'why_not']

@@ -73,8 +73,8 @@ def test_importing_the_package_does_not_import_the_kernels(python):
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_operator_is_registered():
-    assert set(dispatch.OPERATORS) == set(kernels.__all__) - {'use_backend', 'why_not'}
+def test_every_operator_is_public():
+    assert all(callable(getattr(kernels, name)) for name in dispatch.OPERATORS)
 
 
 def test_either_tf32_switch_of_pytorch_is_read(python):
