@@ -20,7 +20,7 @@ from torchvision.transforms import RandAugment as TorchvisionRandAugment
 from subquad.tools.data.image_sets import build_transform
 from subquad.tools.engine.classification.task import build_model
 from subquad.tools.engine.config import load, scale_schedule
-from subquad.tools.engine.training.building import build_optimizer
+from subquad.tools.engine.training.runner import build_optimizer
 
 STEPS = ['RandomResizedCropAndInterpolation', 'RandomHorizontalFlip', 'RandAugment', 'NormalizedTensor',
          'RandomErasing']

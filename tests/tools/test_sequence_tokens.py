@@ -18,7 +18,7 @@ from subquad.tools.data import recall, token_sets
 from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier
 from subquad.tools.engine.config import load
 from subquad.tools.engine.records import append
-from subquad.tools.engine.training.inverse_sqrt import InverseSqrtLR
+from subquad.tools.engine.training.schedules import InverseSqrtLR
 
 # ---- multi-query associative recall
 

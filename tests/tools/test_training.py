@@ -54,7 +54,7 @@ def test_training_stops_at_the_first_loss_that_is_not_finite(images, tmp_path, c
     assert 'loss nan' not in capsys.readouterr().err
 
 
-def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkeypatch):
+def test_the_message_names_the_step_and_the_last_good_checkpoint(tmp_path, monkeypatch):
     from subquad.tools.engine.classification.model import TimmClassifier
     forward, steps = TimmClassifier.forward, []
 
@@ -63,12 +63,8 @@ def test_the_message_names_indices_and_the_last_good_checkpoint(tmp_path, monkey
         steps.append(label)
         return {'loss': result['loss'] * float('nan')} if len(steps) == 24 else result      # 22 steps an epoch
     monkeypatch.setattr(TimmClassifier, 'forward', broken)
-    message = fails([DIGITS, '--epochs', '2', '--work-dir', tmp_path],
-                     r'at step 24 of 44 \(epoch 2\); the batch holds the items .* of the training data; '
-                     r'the last good checkpoint is .*epoch_1\.pth')
-    indices = [int(n) for n in message.split('the items ')[1].split(' of the')[0].split(', ')]
-    from subquad.tools.data.image_sets import digits_arrays
-    assert [int(digits_arrays('train')[1][n]) for n in indices] == steps[23].tolist(), 'of this very batch'
+    fails([DIGITS, '--epochs', '2', '--work-dir', tmp_path],
+          r'at step 24 of 44 \(epoch 2\); the last good checkpoint is .*epoch_1\.pth')
     assert sorted(p.name for p in tmp_path.glob('*.*t*') if p.is_file()) == ['epoch_1.pth']
 
 

@@ -11,4 +11,4 @@ config:
     several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
 from .classification import distillation, mesa, mixup, model, prediction_metrics  # noqa: F401
-from .training import averaging, epoch_cosine, hooks, inverse_sqrt  # noqa: F401
+from .training import averaging, hooks, schedules  # noqa: F401

@@ -1,19 +1,14 @@
-"""Build the parts of a Runner with errors that name the part, and connect its processes."""
+"""Build the parts of a Runner with errors that name the part."""
 import math
 import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional
 
-import torch
-from mmengine.config import Config
-from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import Registry
 from mmengine.runner import Runner
-from torch import nn
 
 from ...common.cli import UserError, one_line
-from .sharding import is_sharded
 
 
 def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> Any:
@@ -40,11 +35,6 @@ def made(make: Callable[[], Any], name: str) -> Any:
         raise UserError(f'{name}: {one_line(error)}') from error
 
 
-def build_optimizer(config: Config, model: nn.Module) -> OptimWrapper:
-    """Build the optimizer of a config for a model, with errors as from `made`."""
-    return made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
-
-
 def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
     """Refuse a batch size that leaves no batch.
 
@@ -66,31 +56,3 @@ def close_log(runner: Runner) -> None:
         path = Path(getattr(handler, 'baseFilename', ''))
         if path.is_file() and not path.stat().st_size:
             path.unlink()
-
-
-def process_options(config: Config) -> Dict[str, Any]:
-    """Return the Runner's arguments about its processes.
-
-    torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because MMEngine selects a GPU
-    before it connects them.
-
-    Raises:
-        UserError: The config asks for sharded parameters, but there is one process.
-    """
-    launcher = config.get('launcher', 'none')
-    if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
-        launcher = 'pytorch'
-    if is_sharded(config) and launcher == 'none':
-        raise UserError('model_wrapper_cfg: FullyShardedModel needs several processes (torchrun --nproc_per_node N -m '
-                        'subquad train ...)')
-    gpu = torch.cuda.is_available()
-    environment = dict(config.get('env_cfg', {}))
-    environment['dist_cfg'] = {**environment.get('dist_cfg', {}), 'backend': 'nccl' if gpu else 'gloo'}
-    if launcher == 'pytorch' and not gpu:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group('gloo')
-        config.sync_bn = None                     # CPUs have no synchronized batch norm
-        config.setdefault('model_wrapper_cfg', dict(
-            type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False,
-            find_unused_parameters=config.get('find_unused_parameters', False)))
-    return dict(launcher=launcher, env_cfg=environment)

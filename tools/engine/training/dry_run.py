@@ -13,8 +13,8 @@ from torch import nn, optim, zeros
 
 from ...common.output import add_row, print_table
 from ..classification.task import build_data, build_model
-from .building import build_optimizer
 from .learning_rate import describe_batch, scale_learning_rate, total_batch
+from .runner import build_optimizer
 
 # Number of training images of ImageNet-1k, whose schedule is shown if there are no data.
 IMAGENET = 1_281_167

@@ -1,24 +1,21 @@
-"""Stop a training run whose loss or weights are not finite, and report the step and the batch."""
+"""Stop a training run whose loss or weights are not finite, and report the step."""
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
-from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
-from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ....backbones.weights import is_finite
 from ...common.cli import UserError
 from ..checkpoints.runner_checkpoints import latest_checkpoint
 from .scalars import READ_EVERY
-
-_SHOWN = 64                                                      # largest number of listed names of a batch
 
 
 @HOOKS.register_module()
@@ -63,8 +60,9 @@ class FiniteHook(Hook):
         losses = torch.stack([loss for loss, *_ in unread]).tolist() if unread else []
         for loss, (_, iteration, batch_idx, files) in zip(losses, unread):
             if not math.isfinite(loss):
+                files = ', '.join(files or _drawn_files(runner.train_dataloader, batch_idx))
                 raise UserError(f'the loss is {loss} at step {_step(runner, iteration + 1)}; '
-                                f'{batch_contents(runner, iteration, batch_idx, files)}; {self._last_good(runner)}; '
+                                f"{files and f'the batch holds {files}; '}{self._last_good(runner)}; "
                                 'a lower learning rate, clipped gradients or a longer warm-up may help')
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
@@ -89,28 +87,6 @@ def _step(runner, done: int) -> str:
     return f'{total} (epoch {runner.epoch + 1})' if isinstance(runner.train_loop, EpochBasedTrainLoop) else total
 
 
-def batch_contents(runner, iteration: int, batch_idx: int, files: Sequence[str]) -> str:
-    """Describe a batch of this epoch by its files, or by the indices of its items if it names no files."""
-    if files:
-        return f'the batch holds {_listed(files)}'
-    loader = runner.train_dataloader
-    sampler = getattr(loader.batch_sampler, 'sampler', loader.sampler)
-    if isinstance(sampler, InfiniteSampler):
-        # Its generator has moved on; another one of the same seed draws the same items from the first step.
-        again, size = InfiniteSampler(loader.dataset, sampler.shuffle, sampler.seed), loader.batch_sampler.batch_size
-        indices = itertools.islice(again, iteration * size, (iteration + 1) * size)
-    elif isinstance(sampler, (DefaultSampler, RepeatAugSampler)):
-        indices = next(itertools.islice(loader.batch_sampler, batch_idx, None), [])          # draws the same again
-    else:
-        return f'it is batch {batch_idx} of its epoch'
-    # VariableBatchSampler gives (index, side).
-    indices = [index[0] if isinstance(index, tuple) else index for index in indices]
-    samples = getattr(loader.dataset, 'samples', None)           # (file, label) of an ImageFolder
-    if samples is not None:
-        return f'the batch holds {_listed(str(samples[index][0]) for index in indices)}'
-    return f'the batch holds the items {_listed(map(str, indices))} of the training data'
-
-
 def _image_paths(value: Any) -> Iterator[str]:
     """Yield the paths of the images in a batch of MMDetection or MMSegmentation."""
     if isinstance(value, dict):
@@ -122,7 +98,9 @@ def _image_paths(value: Any) -> Iterator[str]:
         yield value.img_path
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
-    return ', '.join(names[:_SHOWN]) + more
+def _drawn_files(loader: DataLoader, batch_idx: int) -> List[str]:
+    """Return the files of a batch of an image folder, whose sampler draws the same again in this epoch."""
+    samples = getattr(loader.dataset, 'samples', None)           # (file, label)
+    drawn = next(itertools.islice(loader.batch_sampler, batch_idx, None), ()) if samples is not None else ()
+    # VariableBatchSampler gives (index, side).
+    return [str(samples[index[0] if isinstance(index, tuple) else index][0]) for index in drawn]

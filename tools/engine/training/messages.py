@@ -18,18 +18,6 @@ _NUMBER = re.compile(r'os error (\d+)')                         # in messages of
 _SKIPPED, _TIMED = 2, 3
 
 
-def starting_point(config: Any, weights: Optional[str] = None) -> str:
-    """Describe the weights at the start of training."""
-    if config.get('resume') and config.get('load_from'):
-        return f'the state in {config.load_from}'
-    if weights or config.get('load_from'):
-        return f'the weights in {weights or config.load_from}'
-    cfgs = config.model.get('backbone', {}).get('init_cfg') if isinstance(config.model.get('backbone'), dict) else None
-    cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
-    files = [str(cfg.get('checkpoint')) for cfg in cfgs if isinstance(cfg, dict) and cfg.get('type') == 'Pretrained']
-    return f'random weights but for the backbone in {files[0]}' if files else 'random weights'
-
-
 def summary(runner: Any, start: str) -> str:
     """Describe model, weights, data, device, length and work folder in two lines."""
     model = getattr(runner.model, 'module', runner.model)

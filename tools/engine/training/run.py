@@ -53,9 +53,9 @@ def _train(config, folder: Path, log_level: str, weights: Optional[str], command
     from mmengine.dist import is_main_process
 
     from ..checkpoints.interruptions import Interrupted, InterruptionHook
-    from ..weights.starting_weights import StartHook
+    from ..weights.starting_weights import StartHook, starting_point
     from .hooks import ProgressHook, WeightsHook
-    from .messages import resume_hint, starting_point
+    from .messages import resume_hint
     from .runner import build_runner
     from .step_times import StepTimesHook
     interruption, times = InterruptionHook(), StepTimesHook()

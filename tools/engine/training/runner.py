@@ -13,7 +13,7 @@ import torch
 from mmengine.config import Config
 from mmengine.dist import get_world_size
 from mmengine.hooks import EMAHook, Hook
-from mmengine.optim import OptimWrapperDict
+from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner, set_random_seed
 from torch import nn
@@ -29,14 +29,13 @@ from ..checkpoints.runner_checkpoints import atomic_checkpoints
 from ..classification.pixels import send_bytes
 from ..config import is_classifier, read_entries
 from ..weights.starting_weights import StartHook, say
-from .building import build_optimizer, close_log, made, process_options
-from .changed_settings import changed_settings
+from .building import close_log, made
 from .finite import FiniteHook
 from .hooks import SeedHook, WeightsHook
 from .learning_rate import scale_learning_rate
 from .loops import resumable
 from .scalars import ScalarHub, StepLogProcessor, noted
-from .sharding import GatheringHook, ShardingHook, is_sharded
+from .sharding import GatheringHook, ShardingHook
 
 # Entries of a config that the Runner receives as they are, beside those of its parts.
 _COMMON = ('log_processor', 'default_scope', 'randomness', 'default_hooks')
@@ -89,13 +88,13 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
                 hook.prepare(model, classes)
             elif isinstance(hook, WeightsHook):
                 hook.metadata = task.metadata(config, arguments)
-        hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if is_sharded(config) else ())]
+        hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if _is_sharded(config) else ())]
         arguments.update(optim_wrapper=build_optimizer(config, model),
                          default_hooks=atomic_checkpoints(config.get('default_hooks')),
                          train_cfg=resumable(config.get('train_cfg')))
         if getattr(model, 'has_weights', False):     # MMEngine's loading would skip weights that do not match
             arguments.pop('load_from')
-    arguments.update(process_options(config))
+    arguments.update(_process_options(config))
     config.work_dir = str(writable_folder(work_dir))             # MLflow's backend reads it
     # MMEngine keeps loggers and visualizers by name: a second run would write to those of the first.
     name = config.get('experiment_name') or f"{Path(config.filename or 'config').stem}_{time.time_ns()}"
@@ -107,13 +106,49 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         custom_hooks=[*(config.get('custom_hooks') or []), *hooks]), 'the Runner cannot be built')
 
 
+def build_optimizer(config: Config, model: nn.Module) -> OptimWrapper:
+    """Build the optimizer of a config for a model, with errors as from `made`."""
+    return made(lambda: build_optim_wrapper(model, deepcopy(config.optim_wrapper)), 'optim_wrapper')
+
+
+def _process_options(config: Config) -> Dict[str, Any]:
+    """Return the Runner's arguments about its processes.
+
+    torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because MMEngine selects a GPU
+    before it connects them.
+
+    Raises:
+        UserError: The config asks for sharded parameters, but there is one process.
+    """
+    launcher = config.get('launcher', 'none')
+    if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
+        launcher = 'pytorch'
+    if _is_sharded(config) and launcher == 'none':
+        raise UserError('model_wrapper_cfg: FullyShardedModel needs several processes (torchrun --nproc_per_node N -m '
+                        'subquad train ...)')
+    gpu = torch.cuda.is_available()
+    environment = dict(config.get('env_cfg', {}))
+    environment['dist_cfg'] = {**environment.get('dist_cfg', {}), 'backend': 'nccl' if gpu else 'gloo'}
+    if launcher == 'pytorch' and not gpu:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group('gloo')
+        config.sync_bn = None                     # CPUs have no synchronized batch norm
+        config.setdefault('model_wrapper_cfg', dict(
+            type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False,
+            find_unused_parameters=config.get('find_unused_parameters', False)))
+    return dict(launcher=launcher, env_cfg=environment)
+
+
+def _is_sharded(config: Config) -> bool:
+    return (config.get('model_wrapper_cfg') or {}).get('type') == 'FullyShardedModel'
+
+
 class ResumableRunner(Runner):
     """MMEngine's Runner, which says what the learning rate is, also when a training is resumed with other options.
 
     It scales the learning rate with the batch as `scale_learning_rate`. A resumed training continues the schedule of
     its checkpoint. If the config now has another schedule, learning rate or weight decay, those of the config apply, at
-    the step of the checkpoint. MMEngine alone would keep those of the checkpoint. A sentence names every setting of
-    training that differs.
+    the step of the checkpoint. MMEngine alone would keep those of the checkpoint.
 
     The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`). A classifier is
     compiled if the config has compile=True or compile=dict(...), with arguments of torch.compile.
@@ -196,7 +231,6 @@ class ResumableRunner(Runner):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             self._check(checkpoint, filename)
             self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
-            self._resumed_config = checkpoint['meta'].get('cfg')
             return checkpoint
         checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
@@ -214,7 +248,7 @@ class ResumableRunner(Runner):
         other = class_difference(dataset_classes(checkpoint.get('meta', {})), classes)
         if other:
             raise UserError(f'{filename} {other}: resume with the data of the run, or start from its weights with '
-                            f'--pretrained {filename}')
+                            f'--weights {filename}')
         seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
         if None not in (seed, own) and seed != own:
             # MMEngine would take the seed of the checkpoint for everything but the order of the data.
@@ -222,12 +256,12 @@ class ResumableRunner(Runner):
                             f'--seed {seed}')
         if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in self.hooks):
             raise UserError(f'{filename} holds averages of the weights, which the custom_hooks of this run do not '
-                            f'continue: keep ModelEMAHook, or start from the averages with --pretrained {filename}')
+                            f'continue: keep ModelEMAHook, or start from the averages with --weights {filename}')
         theirs = [group for state in _states(checkpoint.get('optimizer')) for group in state['param_groups']]
         if theirs and _form(theirs) != _form(self._groups()):
             raise UserError(f'{filename} has the state of another optimizer or of other groups of parameters: keep its '
                             'optimizer, its layer_decay and whether weight_decay is 0, or start from its weights with '
-                            f'--pretrained {filename}')
+                            f'--weights {filename}')
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         planned = deepcopy([each.state_dict() for each in self._schedulers()])
@@ -236,16 +270,11 @@ class ResumableRunner(Runner):
         self._count_steps()
         if self.train_loop.iter >= self.train_loop.max_iters:
             return
-        other = changed_settings(self._resumed_config, self.cfg.pretty_text)
-        other = f"; changed settings: {', '.join(other)}" if other else ''
-        apply = f'differ from those of the checkpoint: those of the config apply from step {self.iter} on'
         if _plan(planned) == self._resumed_plan and not self._changed(groups):
-            if other:
-                say(f'settings of training {apply}{other}')
             return
         if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
             say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
-                f'cannot be computed again, so other options of it have no effect{other}')
+                'cannot be computed again, so other options of it have no effect')
             return
         before = max((group['lr'] for group in self._groups()), default=0.)
         for group, options in zip(self._groups(), groups):
@@ -254,8 +283,8 @@ class ResumableRunner(Runner):
             scheduler.load_state_dict(state)
         self._repeat_schedule()
         after = max((group['lr'] for group in self._groups()), default=0.)
-        say(f'the schedule or options of the optimizer {apply}; the learning rate is now {after:.4g} and was '
-            f'{before:.4g}{other}')
+        say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
+            f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
 
     def _schedulers(self) -> List[Any]:
         return _joined(self.param_schedulers)

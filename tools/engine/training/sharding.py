@@ -32,11 +32,6 @@ class FullyShardedModel:
         return module
 
 
-def is_sharded(config: Any) -> bool:
-    """Whether the config asks for sharded parameters."""
-    return (config.get('model_wrapper_cfg') or {}).get('type') == FullyShardedModel.__name__
-
-
 class ShardingHook(Hook):
     """Shards parameters and optimizer state over all processes, once they are initialized or loaded.
 

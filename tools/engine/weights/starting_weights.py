@@ -33,6 +33,18 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def starting_point(config: Any, weights: Optional[str] = None) -> str:
+    """Describe the weights at the start of training."""
+    if config.get('resume') and config.get('load_from'):
+        return f'the state in {config.load_from}'
+    if weights or config.get('load_from'):
+        return f'the weights in {weights or config.load_from}'
+    cfgs = config.model.get('backbone', {}).get('init_cfg') if isinstance(config.model.get('backbone'), dict) else None
+    cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
+    files = [str(cfg.get('checkpoint')) for cfg in cfgs if isinstance(cfg, dict) and cfg.get('type') == 'Pretrained']
+    return f'random weights but for the backbone in {files[0]}' if files else 'random weights'
+
+
 def adopt_options(config: Any, path: str) -> None:
     """Take the network's options from a file of `subquad train` unless the config sets them, and compare transforms.
 
@@ -246,13 +258,13 @@ class StartHook(Hook):
 
 
 def without_pretrained(model: Any) -> None:
-    """Remove the pretrained files of the backbone from the config, because --pretrained replaces them."""
+    """Remove the pretrained files of the backbone from the config, because --weights replaces them."""
     backbone = model.get('backbone')
     if isinstance(backbone, dict):
         cfgs = backbone.get('init_cfg')
         cfgs = [cfgs] if isinstance(cfgs, dict) else list(cfgs or ())
         kept = [cfg for cfg in cfgs if cfg.get('type') != 'Pretrained']
         if len(kept) < len(cfgs):
-            say('--pretrained: the backbone\'s init_cfg '
+            say('--weights: the backbone\'s init_cfg '
                 f"({', '.join(str(cfg.get('checkpoint')) for cfg in cfgs if cfg not in kept)}) is not used")
             backbone.init_cfg = kept or None
