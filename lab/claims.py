@@ -102,8 +102,8 @@ def _claim(root: Path, table: Dict[str, Any], entry: Dict[str, Any], column: str
     check = spec.get('check')
     if check in ('parameters', 'macs'):
         size, options = entry.get('size'), entry.get('options', {})
-        command = ' '.join(['subquad stats', subject, *(['--size', size] if size else []),
-                            *(['--set', *(f'{key}={value}' for key, value in options.items())] if options else [])])
+        changes = ['--cfg-options', *(f'{key}={value}' for key, value in options.items())] if options else []
+        command = ' '.join(['subquad stats', subject, *(['--size', size] if size else []), *changes])
         values = _counts(subject, check, size, options)
         if any(agree(figure, value) for value in values):
             return Claim(column, figure, CHECKED, command)
@@ -137,7 +137,7 @@ def _counts(subject: str, check: str, size: Optional[str], options: Dict[str, st
 
 
 def _literal(text: str) -> Any:
-    """The value of an option as `subquad stats --set` reads it."""
+    """The value of an option as `subquad stats --cfg-options` reads it."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

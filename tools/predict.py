@@ -16,7 +16,7 @@ Results = List[Dict[str, Any]]
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad predict', description=__doc__)
-    parser.add_argument('checkpoint', metavar='[CONFIG] CHECKPOINT', help='weights of subquad train (.safetensors), '
+    parser.add_argument('checkpoint', metavar='[CONFIG] NAME_OR_FILE', help='weights of subquad train (.safetensors), '
                         'published weights by name, such as ppma_tiny.in1k, or other weights with --model; or a '
                         'detection or segmentation config and its weights')
     parser.add_argument('images', nargs='+', help='image files or folders')
@@ -68,7 +68,7 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     from .engine.classification.weight_files import classifier_from_file
     for name in ('out', 'score'):
         if getattr(args, name) is not None:
-            raise UserError(f'--{name} is for detectors and segmenters: subquad predict CONFIG CHECKPOINT IMAGES '
+            raise UserError(f'--{name} is for detectors and segmenters: subquad predict CONFIG NAME_OR_FILE IMAGES '
                             f'--{name} {name.upper()}')
     files = image_files(args.images)
     left_out = LeftOut(len(files), args.strict)
@@ -90,10 +90,10 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
         raise UserError('--topk is for classifiers; use --score to select objects')
     config = load(args.config)
     if is_classifier(config):
-        raise UserError(f'{args.config} is a classification config; give the checkpoint alone: '
-                        'subquad predict CHECKPOINT IMAGES')
+        raise UserError(f'{args.config} is a classification config; give the weights alone: '
+                        'subquad predict NAME_OR_FILE IMAGES')
     if not args.images:
-        raise UserError(f'no images given: subquad predict {args.config} CHECKPOINT IMAGES')
+        raise UserError(f'no images given: subquad predict {args.config} NAME_OR_FILE IMAGES')
     files = image_files(args.images)
     out = writable_folder(args.out or 'predictions')
     with quiet():                                  # for what MMDetection prints on import

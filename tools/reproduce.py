@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any, List, Optional
 
-from .common.cli import UserError
+from .common.cli import UserError, add_weight_choice
 from .common.output import add_row, dumps, print_table
 
 
@@ -28,7 +28,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     entry = published_classifier(args.name)
     config = protocol(entry, args.data, args.batch_size, args.workers)
     found = check_complete(config, args.partial)
-    rows = compare(entry, config, args.checkpoint, args.tolerance, args.weights)
+    rows = compare(entry, config, args.weights, args.tolerance, args.choice)
     if is_main_process():
         whole = args.data is None or not args.partial
         _show(args, dict(name=entry.name, protocol=describe(entry), **found, whole=whole), list(rows.values()))
@@ -58,9 +58,8 @@ def _parser() -> argparse.ArgumentParser:
                         'classification)')
     parser.add_argument('--data', metavar='FOLDER', help='ImageNet: a folder with val/WNID/*.JPEG or WNID/*.JPEG; not '
                         'for the package\'s own classifiers of digits')
-    parser.add_argument('--checkpoint', metavar='FILE', help='weights to evaluate in place of the published file')
-    parser.add_argument('--weights', choices=('averaged', 'raw'), help='which weights to take from a file that has '
-                        'both (default: averaged)')
+    parser.add_argument('--weights', metavar='FILE', help='weights to evaluate in place of the published file')
+    add_weight_choice(parser)
     parser.add_argument('--tolerance', type=float, default=0.1, metavar='POINTS',
                         help='largest difference that passes, in percentage points (default: 0.1)')
     parser.add_argument('--partial', action='store_true', help='accept a part of ImageNet\'s validation set')

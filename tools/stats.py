@@ -22,7 +22,7 @@ def _options(pairs: List[str]) -> Dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition('=')
         if not equals:
-            raise UserError(f'--set takes KEY=VALUE, got {pair!r}')
+            raise UserError(f'--cfg-options takes KEY=VALUE, got {pair!r}')
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -41,12 +41,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('model', nargs='*',
                         help="names of timm models, names or paths of configs (default: this package's image models)")
     parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: each model's own input size)")
-    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
                         help='options of a model, such as paths=none; for a config, model.backbone.paths=none')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
     height, width = parse_size(args.size) if args.size else (None, None)
-    rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.set))
+    rows = [(count_config if is_config(name) else count)(name, height, width, **_options(args.cfg_options))
             for name in args.model or filter(takes_images, our_models())]
     if args.json:
         print(dumps(rows, indent=2))

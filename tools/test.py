@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from .common import images
-from .common.cli import UserError, quiet
+from .common.cli import UserError, add_weight_choice, quiet
 from .common.output import dumps
 from .common.paths import expanded, writable_folder
 from .engine.config import add_config_arguments, config_with_options, is_classifier
 
 _VIEWS = ('flip', 'five-crop', 'ten-crop')
-_CLASSIFIERS_ONLY = ('weights', 'labels', 'report', 'out', 'throughput')
+_CLASSIFIERS_ONLY = ('labels', 'report', 'out', 'throughput')
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
@@ -47,10 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('subquad test', description=__doc__)
     add_config_arguments(parser, 'report it on stderr; a classifier leaves it out; a detector or segmenter '
                          'gets a black image')
-    parser.add_argument('checkpoint', help='weights: a .safetensors file of subquad train, a .pth file, or the '
-                        'name of published weights such as ppma_tiny.in1k')
-    parser.add_argument('--weights', choices=('averaged', 'raw'), help='which weights to test of a file that has both '
-                        '(classifiers; default: averaged)')
+    parser.add_argument('checkpoint', metavar='NAME_OR_FILE', help='name of published weights such as '
+                        'ppma_tiny.in1k, or a .safetensors file of subquad train, or a .pth file')
+    add_weight_choice(parser)
     parser.add_argument('--show-dir', metavar='FOLDER', help='write pictures of the predictions, beside the '
                         'annotations if the config loads them (detectors and segmenters)')
     parser.add_argument('--tta', nargs='?', const='config', choices=('config', *_VIEWS),
@@ -72,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _evaluate_dense(config, args: argparse.Namespace) -> Any:
+    if args.choice:
+        raise UserError('--ema and --raw are for classifiers')
     for name in _CLASSIFIERS_ONLY:
         if getattr(args, name):
             raise UserError(f'--{name} is for classifiers')
@@ -94,7 +95,7 @@ def _evaluate_classifier(config, args: argparse.Namespace) -> Any:
     if args.out:
         writable_folder(args.out)                             # an error now, not after minutes
     report = ClassReport() if args.report or args.out else None
-    options = Options(args.weights, args.tta, args.throughput, report, given=tuple(args.cfg_options or ()))
+    options = Options(args.choice, args.tta, args.throughput, report, given=tuple(args.cfg_options or ()))
     return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite,
                     options=options), report
 
@@ -104,7 +105,8 @@ def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None
     from .engine.records import append, environment
     options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()]
                        + ['--tta'] * (args.tta == 'config') + [f'--{name} {getattr(args, name)}' for name in (
-                           'tta', 'labels', 'weights') if getattr(args, name) not in (None, 'config')])
+                           'tta', 'labels') if getattr(args, name) not in (None, 'config')]
+                       + [{'averaged': '--ema', 'raw': '--raw'}[args.choice]] * bool(args.choice))
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
                                    'model': config.model.get('name') or config.model.backbone.type,

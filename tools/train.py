@@ -39,7 +39,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 def _set_start(config, args: argparse.Namespace, work_dir: str) -> None:
     """Write into the config from which file the training starts, and whether it resumes.
 
-    With --pretrained and --resume, it resumes if the run has a checkpoint.
+    With --weights and --resume, it resumes if the run has a checkpoint.
     """
     from .engine.checkpoints.runner_checkpoints import checkpoint_to_resume, latest_checkpoint
     both = args.weights and args.resume is not None
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--amp', action='store_true',
                         help='train in mixed precision: bfloat16, or float16 with loss scaling on GPUs '
                              'without bfloat16')
-    parser.add_argument('--pretrained', '--weights', dest='weights', metavar='NAME_OR_FILE',
+    parser.add_argument('--weights', metavar='NAME_OR_FILE',
                         help='start from published weights such as ppma_tiny.in1k, or from those in a file; a '
                         'classifier\'s weights initialize the backbone of a detector or segmenter. A head for other '
                         'classes starts at random. With --resume, only if there is no checkpoint to resume')
@@ -105,9 +105,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed is not None and not 0 <= args.seed < 2 ** 32:
         raise UserError(f'--seed must be from 0 to 4294967295, got {args.seed}')
     if args.weights == '':
-        raise UserError('--pretrained: the name of the weights is empty')
+        raise UserError('--weights: the name of the weights is empty')
     if args.weights and args.resume:
-        raise UserError('--pretrained and --resume CHECKPOINT exclude each other: the first starts a run, the second '
+        raise UserError('--weights and --resume CHECKPOINT exclude each other: the first starts a run, the second '
                         'continues one (--resume without a value resumes if there is a checkpoint)')
     if not args.dry_run and (args.processes is not None or args.json):
         raise UserError(f"--{'json' if args.json else 'processes'} is only for --dry-run")

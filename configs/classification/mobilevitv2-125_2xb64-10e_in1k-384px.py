@@ -1,6 +1,6 @@
 # Fine-tune MobileViTv2-1.25 at 384 x 384 on ImageNet-1k, see _base_/mobilevitv2_10e-384px.py.
 #   torchrun --nproc_per_node 2 -m subquad train mobilevitv2-125_2xb64-10e_in1k-384px --data FOLDER --amp \
-#       --pretrained runs/mobilevitv2-125_8xb128-300e_in1k/best.safetensors
+#       --weights runs/mobilevitv2-125_8xb128-300e_in1k/best.safetensors
 _base_ = '_base_/mobilevitv2_10e-384px.py'
 
 model = dict(name='subquad_mobilevitv2_125')

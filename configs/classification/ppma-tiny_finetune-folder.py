@@ -1,5 +1,5 @@
 # Fine-tune PPMA-T on a few hundred of your own photographs:
-#   subquad train ppma-tiny_finetune-folder --pretrained FILE --data FOLDER
+#   subquad train ppma-tiny_finetune-folder --weights FILE --data FOLDER
 # FOLDER contains train/CLASS/* and val/CLASS/*. FILE is the authors' file of ppma_tiny or a file of `subquad train`.
 # Add --model NAME to fine-tune another model. Layers near the input have lower learning rates (layer_decay),
 # augmentation is light, and the first validation evaluates the weights before training.

@@ -1,6 +1,6 @@
 # Train only the classifier of a small PPMA (linear probe), here of one that has been trained on other digits:
 #   subquad train test-ppma_mnist5k
-#   subquad train test-ppma_digits-probe --pretrained runs/test-ppma_mnist5k/last.safetensors
+#   subquad train test-ppma_digits-probe --weights runs/test-ppma_mnist5k/last.safetensors
 _base_ = 'test-ppma_digits.py'
 
 model = dict(trainable='head', label_smoothing=0.)

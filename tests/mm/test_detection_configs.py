@@ -241,7 +241,7 @@ def test_stats_table_json_and_sizes(capsys):
                   '6,308,495 + 240,790', 'mIoU 31.93'):
         assert words in ' '.join(table.split()), table
     path = str(FOLDER / 'mask-rcnn_test-ppma_shapes.py')
-    stats.main([path, '--size', '100x128', '--json', '--set', 'model.backbone.paths=none'])
+    stats.main([path, '--size', '100x128', '--json', '--cfg-options', 'model.backbone.paths=none'])
     row, = json.loads(capsys.readouterr().out)
     assert row['size'] == [128, 128] and row['options'] == {'model.backbone.paths': 'none'}         # padded
     assert row['reported_by_authors'] == {} and 'nearest_count' not in row
@@ -264,9 +264,11 @@ def test_user_config_with_a_published_name_has_no_reported_values(tmp_path):
     (['dino-4scale_ppma-t_8xb2-12e_coco'], ['with queries', 'DINO', 'not counted']),
     (['mask2former_ppma-t_8xb2-lsj-50e_coco'], ['with queries', 'Mask2Former', 'not counted']),
     (['mask-rcnn_test-ppma_shapes'], ['neither a crop size nor a Resize', '--size']),
-    (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.backbone.arch=huge'], ["'tiny', 'small', 'base'", "'huge'"]),
-    (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'modle.backbone.arch=tiny'], ["no 'modle'", 'model']),
-    (['mask-rcnn_ppma-t_fpn_1x_coco', '--set', 'model.roi_head.type=DoubleHeadRoIHead',
+    (['mask-rcnn_ppma-t_fpn_1x_coco', '--cfg-options', 'model.backbone.arch=huge'],
+     ["'tiny', 'small', 'base'", "'huge'"]),
+    (['mask-rcnn_ppma-t_fpn_1x_coco', '--cfg-options', 'modle.backbone.arch=tiny'],
+     ["'modle' is no entry", 'did you mean model']),
+    (['mask-rcnn_ppma-t_fpn_1x_coco', '--cfg-options', 'model.roi_head.type=DoubleHeadRoIHead',
       'model.roi_head.reg_roi_scale_factor=1.3'], ['CascadeRoIHead', 'DoubleHeadRoIHead'])])
 def test_stats_errors(arguments, words):
     with pytest.raises(UserError) as caught:

@@ -255,7 +255,7 @@ def test_first_19_of_150_classes_are_kept(auxiliary, tmp_path, capsys):
     lax_load(model, str(path))                            # the libraries' own way
     assert torch.equal(model.decode_head.conv_seg.weight, weights['decode_head.conv_seg.weight'][:19])
     assert 'the first 19 are kept' in compare_weights(model, weights).summary('the file')
-    hook = StartHook(str(path))                           # `subquad train --pretrained`
+    hook = StartHook(str(path))                           # `subquad train --weights`
     hook.prepare(model, ['road'])
     assert 'the first 19 are kept' in capsys.readouterr().err
     assert torch.equal(hook.weights['decode_head.conv_seg.weight'], weights['decode_head.conv_seg.weight'][:19])

@@ -101,7 +101,7 @@ def test_files_of_the_authors_training_are_read(key, averaged, tmp_path, monkeyp
     assert not averaged or f'its raw weights ({key}) are read, not the averaged ones' in backbone.load_summary
     assert _same(to_our_keys(CheckpointLoader.load_checkpoint(str(path))['state_dict']), raw)
     monkeypatch.chdir(tmp_path)
-    for choice, expected in (([], average), (['--weights', 'raw'], raw)):
+    for choice, expected in (([], average), (['--raw'], raw)):
         assert weights_command.main(['convert', 'best.pth', '--out', 'w.safetensors', *choice, '--model', 'test_ppma',
                                      '--json']) in (0, None)
         provenance = json.loads(capsys.readouterr().out)['provenance']
@@ -175,7 +175,7 @@ def first_state(monkeypatch):
 
 
 @pytest.mark.parametrize('words', [['--cfg-options', 'load_from=test_ppma.shapes'],
-                                   ['--pretrained', 'test_ppma.shapes']],
+                                   ['--weights', 'test_ppma.shapes']],
                          ids=' '.join)
 def test_training_starts_from_a_published_detector(words, networks, asked, data, first_state, tmp_path, capsys):
     fails([MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work', *words], 'enough')
@@ -190,7 +190,7 @@ def test_training_starts_from_a_published_detector(words, networks, asked, data,
 
 def test_training_starts_from_a_published_classifier(networks, asked, data, first_state, tmp_path, capsys):
     arguments = [MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work']
-    fails([*arguments, '--pretrained', 'test_ppma.small'], 'enough')
+    fails([*arguments, '--weights', 'test_ppma.small'], 'enough')
     assert _same(first_state[0], networks[1], 'backbone.')
     said = capsys.readouterr().err
     assert 'test_ppma.small is a classifier: the backbone starts from it' in said
@@ -205,10 +205,10 @@ def test_training_starts_from_a_published_classifier(networks, asked, data, firs
 def test_failed_downloads_end_training_before_anything_is_written(asked, data, tmp_path, monkeypatch):
     serve(monkeypatch, {})
     arguments = [MASK_RCNN, '--data', data, '--work-dir', tmp_path / 'work']
-    for words in (['--pretrained', 'test_ppma.small'], ['--cfg-options', 'model.backbone.init_cfg.type=Pretrained',
+    for words in (['--weights', 'test_ppma.small'], ['--cfg-options', 'model.backbone.init_cfg.type=Pretrained',
                                                         'model.backbone.init_cfg.checkpoint=test_ppma.small']):
         fails([*arguments, *words], r'test_ppma.\w+ cannot be downloaded')
-    fails([*arguments, '--pretrained', 'test_ppma.smal'], 'there are no weights test_ppma.smal')
+    fails([*arguments, '--weights', 'test_ppma.smal'], 'there are no weights test_ppma.smal')
     assert not (tmp_path / 'work').exists()
 
 

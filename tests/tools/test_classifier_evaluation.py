@@ -97,15 +97,16 @@ def test_plain_and_averaged_weights(tmp_path, capsys):
         torch.save(model.state_dict(), tmp_path / 'one.pth')
         results[name], said = _tested(capsys, DIGITS, tmp_path / 'one.pth')
         assert 'weights' not in said
-        found, said = _tested(capsys, DIGITS, tmp_path / 'both.pth', '--weights', name, '--record', tmp_path / 'r')
+        flag = '--raw' if name == 'raw' else '--ema'
+        found, said = _tested(capsys, DIGITS, tmp_path / 'both.pth', flag, '--record', tmp_path / 'r')
         assert found == results[name] and f'its {name} weights (model' in said
     assert results['raw'] != results['averaged']
     assert _tested(capsys, DIGITS, tmp_path / 'both.pth')[0] == results['averaged']
     records = [json.loads(line) for line in (tmp_path / 'r').read_text().splitlines()]
-    assert [record['options'] for record in records] == ['--weights raw', '--weights averaged']
-    fails([DIGITS, tmp_path / 'one.pth', '--weights', 'raw'], 'holds one set of weights', test.main)
+    assert [record['options'] for record in records] == ['--raw', '--ema']
+    fails([DIGITS, tmp_path / 'one.pth', '--raw'], 'holds one set of weights', test.main)
     torch.save({'model': raw.state_dict()}, tmp_path / 'raw.pth')
-    fails([DIGITS, tmp_path / 'raw.pth', '--weights', 'averaged'], 'it has no averaged weights', test.main)
+    fails([DIGITS, tmp_path / 'raw.pth', '--ema'], 'it has no averaged weights', test.main)
 
 
 # ---- what the file says of its images
@@ -295,7 +296,7 @@ def test_options_of_the_other_kind_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize('options, words', [
-    (['--report'], '--report is for classifiers'), (['--weights', 'raw'], '--weights is for classifiers'),
+    (['--report'], '--report is for classifiers'), (['--raw'], '--ema and --raw are for classifiers'),
     (['--tta', 'flip'], '--tta flip is for classifiers; --tta alone')])
 def test_detectors_refuse_options_of_classifiers(options, words):
     pytest.importorskip('mmdet')

@@ -118,7 +118,7 @@ def test_models_and_stats(capsys):
     assert names[-4:] == ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'] and 'myo_sequence' in names
     models.main(['ppma'])
     assert 'ppma_tiny' in capsys.readouterr().out
-    stats.main(['subquad_mobilevitv2_100', '--set', 'width=0.5'])
+    stats.main(['subquad_mobilevitv2_100', '--cfg-options', 'width=0.5'])
     assert '1,370,593' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_050', 'test_ppma', '--json'])
     assert [row['size'] for row in json.loads(capsys.readouterr().out)] == [[256, 256], [64, 64]]
@@ -126,7 +126,7 @@ def test_models_and_stats(capsys):
     ours, other = json.loads(capsys.readouterr().out)
     assert ours['reported_by_authors']['top1'] == 82.6 and other['reported_by_authors'] == {}
     assert other['macs'] / 1e9 == pytest.approx(1.82, rel=0.01) and other['macs'] == other['macs_without_attention']
-    stats.main(['ppma_tiny', '--set', 'paths=none', 'drop_path_rate=0.2'])
+    stats.main(['ppma_tiny', '--cfg-options', 'paths=none', 'drop_path_rate=0.2'])
     assert '14,334,216' in capsys.readouterr().out
 
 
@@ -144,12 +144,12 @@ def test_a_model_of_tokens_is_listed_and_has_no_image_size(capsys):
 def test_wrong_names():
     command_error(stats.main, ['ppma_tine'], "unknown model 'ppma_tine'", 'ppma_tiny')
     command_error(stats.main, ['ppma_tiny', '--size', '16'], 'H and W >= 32')
-    command_error(stats.main, ['subquad_mobilevitv2_100', '--set', 'width=9'],
+    command_error(stats.main, ['subquad_mobilevitv2_100', '--cfg-options', 'width=9'],
                   'width must be a number from 0.25 to 2.5')
     command_error(stats.main, ['ppma_tiny', '--size', '2y4'], "got '2y4'")
-    command_error(stats.main, ['ppma_tiny', '--set', 'mask_mode=logits'],
+    command_error(stats.main, ['ppma_tiny', '--cfg-options', 'mask_mode=logits'],
                   "mask_mode must be one of 'additive', 'multiplicative', got 'logits'")
-    command_error(stats.main, ['ppma_tiny', '--set', 'masks=additive'], 'masks')
+    command_error(stats.main, ['ppma_tiny', '--cfg-options', 'masks=additive'], 'masks')
     command_error(models.main, ['qqq'], 'no model matches')
     command_error(train.main, ['test-ppma_digit'], 'no config file', 'test-ppma_digits')
     command_error(train.main, ['test-ppma_digits', '--data', 'x'], '--data is not supported')

@@ -68,14 +68,14 @@ def test_ppma_file_becomes_safetensors_with_provenance(ppma, capsys):
 
 
 def test_raw_weights_on_request(ppma, capsys):
-    _convert('best.pth', '--model', 'test_ppma', '--out', 'w.safetensors', '--weights', 'raw', '--json')
+    _convert('best.pth', '--model', 'test_ppma', '--out', 'w.safetensors', '--raw', '--json')
     printed = json.loads(capsys.readouterr().out)
     assert printed['name'] == 'test_ppma' and printed['provenance']['source_key'] == 'model'
     content = read_file('w.safetensors')
     assert content.metadata['provenance']['weights'] == 'raw'
     assert _equal(content.weights, ppma[0].state_dict())
     torch.save(dict(model=ppma[1]), 'raw.pth')
-    _refused('raw.pth', '--model', 'test_ppma', '--weights', 'averaged', match='it has no averaged weights')
+    _refused('raw.pth', '--model', 'test_ppma', '--ema', match='it has no averaged weights')
 
 
 def test_ppma_round_trip_through_files_is_bit_equal(ppma):

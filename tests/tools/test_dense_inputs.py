@@ -163,7 +163,7 @@ def test_classes_in_another_order_than_the_files(data, tmp_path):
     (UPERNET, 'model.decode_head.in_index=[0,1,3,2]',
      r'returns \[32, 48, 64, 96\] channels; in_index is \[0, 1, 3, 2\]')])
 def test_other_channels_than_the_backbones_are_one_sentence(config, wrong, message, data, tmp_path):
-    stats_error = command_error(stats.main, [config, '--size', '64x64', '--set', wrong])
+    stats_error = command_error(stats.main, [config, '--size', '64x64', '--cfg-options', wrong])
     train_error = command_error(train.main, [config, '--data', str(data), '--work-dir', str(tmp_path / 'run'),
                                              '--cfg-options', 'train_dataloader.batch_size=2', wrong])
     for error in (stats_error, train_error):

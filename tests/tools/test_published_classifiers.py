@@ -119,7 +119,7 @@ def test_training_starts_from_published_weights(average, tmp_path, monkeypatch, 
         raise UserError('enough')
     monkeypatch.setattr(EpochBasedTrainLoop, 'run_iter', stop)
     arguments = folder_arguments(make_images(tmp_path / 'data'), tmp_path / 'work')
-    for words in (['--pretrained', 'test_ppma.small'], ['load_from=subquad://test_ppma.small']):
+    for words in (['--weights', 'test_ppma.small'], ['load_from=subquad://test_ppma.small']):
         seen.clear()
         fails([*arguments, *words], 'enough')
         body = {key: value for key, value in average.state_dict().items() if not key.startswith('head.fc.')}
@@ -127,8 +127,8 @@ def test_training_starts_from_published_weights(average, tmp_path, monkeypatch, 
         said = capsys.readouterr().err
         assert 'test_ppma.small: its averaged weights (model_ema) are read' in said
         assert 'test_ppma.small has 1000 classes, the data 2: the classifier' in said
-    fails([*arguments, '--pretrained', ''], '--pretrained: the name of the weights is empty')
-    fails([*arguments, '--pretrained', 'test_ppma.smal'], 'there are no weights test_ppma.smal')
+    fails([*arguments, '--weights', ''], '--weights: the name of the weights is empty')
+    fails([*arguments, '--weights', 'test_ppma.smal'], 'there are no weights test_ppma.smal')
 
 
 def test_visualize_takes_published_weights(average, image, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_reproduced_figures_pass(imagenet, capsys):
 def test_a_difference_beyond_the_tolerance_fails(imagenet, tmp_path, capsys):
     """Another file, whose predictions are one class too high."""
     torch.save({'shift': torch.ones(())}, tmp_path / 'other.pth')
-    other = ('--checkpoint', str(tmp_path / 'other.pth'))
+    other = ('--weights', str(tmp_path / 'other.pth'))
     assert reproduce.main(_arguments(imagenet, *other, '--json')) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found['passed'] and found['metrics']['top1']['measured'] == 0 and found['metrics']['top5']['passed']
@@ -60,7 +60,7 @@ def test_a_difference_beyond_the_tolerance_fails(imagenet, tmp_path, capsys):
 def test_weights_can_be_chosen(imagenet, tmp_path, capsys):
     torch.save({'model': {'shift': torch.ones(())}, 'model_ema': {'shift': torch.zeros(())}}, tmp_path / 'best.pth')
     assert reproduce.main(_arguments(imagenet)) == 0
-    assert reproduce.main(_arguments(imagenet, '--weights', 'raw')) == 1
+    assert reproduce.main(_arguments(imagenet, '--raw')) == 1
     assert 'its raw weights (model) are read' in capsys.readouterr().err
 
 
@@ -81,7 +81,7 @@ def test_errors(imagenet, tmp_path, monkeypatch):
             (['test_ppma.digits', '--data', imagenet], '--data is not supported'),
             ([*_arguments(imagenet), '--tolerance', '-1'], '--tolerance must be at least 0'),
             ([*_arguments(imagenet), '--tolerance', 'nan'], '--tolerance must be at least 0'),
-            ([*_arguments(imagenet), '--checkpoint', tmp_path / 'none.pth'], 'no weight file at')):
+            ([*_arguments(imagenet), '--weights', tmp_path / 'none.pth'], 'no weight file at')):
         command_error(reproduce.main, arguments, words)
     (imagenet / 'val' / 'photos').mkdir()
     save_color(imagenet / 'val' / 'photos' / 'a.png', 0)

@@ -134,7 +134,7 @@ def test_mismatched_weights_are_refused(ready, images, tmp_path):
     short = {k: v for k, v in weights.items() if k != key}
     save_state_dict(short, bad)
     fails([*arguments, f'load_from={bad}'], r'is not a checkpoint of this test_ppma: 1 keys missing')
-    fails([*arguments, '--weights', path, '--resume', path], '--pretrained and --resume CHECKPOINT exclude each other')
+    fails([*arguments, '--weights', path, '--resume', path], '--weights and --resume CHECKPOINT exclude each other')
     assert not work.exists()
 
 

@@ -22,7 +22,7 @@ FAMILIES = ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
 
 
 def _arguments(config, work, *options, weights=None):
-    return [config, '--work-dir', str(work), '--epochs', '1', *(['--pretrained', str(weights)] if weights else []),
+    return [config, '--work-dir', str(work), '--epochs', '1', *(['--weights', str(weights)] if weights else []),
             '--cfg-options', *TWO_STEPS, *options]
 
 
@@ -45,7 +45,7 @@ def test_a_linear_probe_changes_only_the_classifier(weights, tmp_path):
 
 @pytest.mark.parametrize('decay', [0., 0.05])
 def test_the_dry_run_of_a_probe_shows_what_is_frozen(decay, weights, capsys):
-    arguments = ['test-ppma_digits-probe', '--dry-run', '--pretrained', str(weights), '--cfg-options',
+    arguments = ['test-ppma_digits-probe', '--dry-run', '--weights', str(weights), '--cfg-options',
                  f'optim_wrapper.optimizer.weight_decay={decay}']
     assert train.main([arguments[0], '--json', *arguments[1:]]) == 0
     rates = {each['name']: each['lr'] for each in json.loads(capsys.readouterr().out)['parameters']}
@@ -68,7 +68,7 @@ def test_the_frozen_part_stays_in_eval_mode(name):
 
 
 def test_a_probe_that_cannot_work_is_refused(tmp_path):
-    fails(_arguments('test-ppma_digits-probe', tmp_path / 'run'), 'give the weights of the rest with --pretrained')
+    fails(_arguments('test-ppma_digits-probe', tmp_path / 'run'), 'give the weights of the rest with --weights')
     assert not (tmp_path / 'run').exists()
     with pytest.raises(UserError, match="trainable must be 'all' or 'head', got 'fc'"):
         TimmClassifier('test_ppma', num_classes=4, trainable='fc')
@@ -166,7 +166,7 @@ def test_weights_are_fine_tuned_at_another_size(name, tmp_path, monkeypatch, cap
     images, sizes = make_images(tmp_path / 'data'), {'train': 64, 'val': 96}
     options = [f'{part}_dataloader.dataset.transform.input_size=(3,{size},{size})' for part, size in sizes.items()]
     assert train.main(['ppma-tiny_finetune-folder', '--model', name, '--data', str(images), '--epochs', '1',
-                       '--pretrained', str(tmp_path / 'weights.safetensors'), '--work-dir', str(tmp_path / 'run'),
+                       '--weights', str(tmp_path / 'weights.safetensors'), '--work-dir', str(tmp_path / 'run'),
                        '--cfg-options', 'train_dataloader.num_workers=0', 'val_dataloader.num_workers=0',
                        'train_dataloader.batch_size=4', 'test_dataloader.dataset.transform.input_size=(3,96,96)',
                        *options]) == 0

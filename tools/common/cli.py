@@ -1,4 +1,5 @@
 """Errors in one line, printable names, and the function that runs the `main` of a command."""
+import argparse
 import contextlib
 import io
 import os
@@ -11,8 +12,8 @@ from typing import Callable, Iterator, List, NoReturn, Optional
 
 from subquad_cli import TOOLS, leave, main, nearest
 
-__all__ = ['TOOLS', 'UserError', 'install', 'leave', 'main', 'nearest', 'need', 'one_line', 'place', 'quiet', 'run',
-           'shown']
+__all__ = ['TOOLS', 'UserError', 'add_weight_choice', 'install', 'leave', 'main', 'nearest', 'need', 'one_line',
+           'place', 'quiet', 'run', 'shown']
 
 _LONGEST = 500                  # characters of a name in a sentence
 # Module -> the extra of setup.py that installs it.
@@ -68,6 +69,15 @@ def _of_library(path: Path) -> bool:
     return (not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)
             or path.name == 'subquad_cli.py'
             or any(folder in path.resolve().parents for folder in (Path(sysconfig.get_path('stdlib')), *own)))
+
+
+def add_weight_choice(parser: argparse.ArgumentParser) -> None:
+    """Add --ema and --raw, which choose among the weights of a file that has both: `choice` is 'averaged' or 'raw'."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument('--ema', dest='choice', action='store_const', const='averaged',
+                       help='take the averaged weights of a file that has both (default)')
+    group.add_argument('--raw', dest='choice', action='store_const', const='raw',
+                       help='take the raw weights of a file that has both')
 
 
 def install(module: str) -> str:

@@ -1,5 +1,5 @@
 # The recipe with which MobileViTv2's authors fine-tune at 384 x 384: 10 epochs with 2 GPUs x 64 images, light
-# augmentation and a constant learning rate. Give the classifier that was trained at 256 x 256 with --pretrained.
+# augmentation and a constant learning rate. Give the classifier that was trained at 256 x 256 with --weights.
 # The authors also set channels_last, which changes the speed only: --cfg-options model.channels_last=True.
 _base_ = ['runtime.py', 'in1k.py']
 

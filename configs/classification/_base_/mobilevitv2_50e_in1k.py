@@ -1,6 +1,6 @@
 # The recipe with which MobileViTv2's authors fine-tune weights of ImageNet-21k-P on ImageNet-1k: 50 epochs with 2 GPUs
 # x 128 images of 256 x 256, the augmentation of mobilevitv2_300e.py, no warm-up. Give the classifier of ImageNet-21k-P
-# with --pretrained. The paper clips gradients at 10, the authors' config does not; this config follows the paper.
+# with --weights. The paper clips gradients at 10, the authors' config does not; this config follows the paper.
 _base_ = 'mobilevitv2_300e.py'
 
 epochs = 50

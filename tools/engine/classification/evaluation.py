@@ -106,8 +106,7 @@ def _read(checkpoint: str, choice: Optional[str], allow_nonfinite: bool) -> Weig
     if content.choice:
         say(f'{checkpoint}: {content.choice}')
     elif choice and not content.source:
-        raise UserError(f'--weights {choice}: {checkpoint} holds one set of weights and does not say which; leave '
-                        '--weights out')
+        raise UserError(f'{checkpoint} holds one set of weights and does not say which; leave --ema and --raw out')
     return content
 
 

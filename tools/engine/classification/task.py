@@ -34,7 +34,7 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
         adopt_options(config, start)
     if training and not start and config.model.get('trainable') == 'head':
         raise UserError("model.trainable='head' trains only the classifier: give the weights of the rest with "
-                        '--pretrained')
+                        '--weights')
     options = config.model.to_dict()
     if not training:
         options.pop('distillation', None)                     # a test needs no teacher

@@ -7,7 +7,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ...common.cli import UserError, quiet
+from ...common.cli import UserError, add_weight_choice, quiet
 from ...common.output import dumps
 from ...common.paths import expanded
 
@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert_command`."""
-    parser.add_argument('file', metavar='FILE', help='the weight file, or the name of published weights')
+    parser.add_argument('file', metavar='NAME_OR_FILE', help='the name of published weights, or a weight file')
     parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
     parser.add_argument('--config', metavar='CONFIG', help='config of the detector or segmenter (subquad configs lists '
                         'them)')
@@ -46,8 +46,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
                         'folder)')
     parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
                         help='format whose key names are written (default: subquad)')
-    parser.add_argument('--weights', choices=('averaged', 'raw'),
-                        help='which weights to take from a file that has both (default: averaged)')
+    add_weight_choice(parser)
     parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
                         'to check the color order of a transformers checkpoint')
 
@@ -73,7 +72,7 @@ def convert_command(args: argparse.Namespace) -> int:
     try:
         entry = published(args.file)
         source = resolve(args.file)
-        content = read_file(source, args.weights)
+        content = read_file(source, args.choice)
         target = _target(content, name, args.model, args.config, entry)
         out = expanded(args.out) if args.out else Path(_file_name(target.name, args.to) + FORMATS[args.to][1])
         if not out.parent.is_dir():
@@ -81,7 +80,7 @@ def convert_command(args: argparse.Namespace) -> int:
         if out.exists():
             raise UserError(f'{out} exists; remove it, or give another file with --out')
         reference = resolve(args.reference) if args.reference else None
-        result = convert(source, out, target.model, args.to, args.weights, target.metadata, reference, content)
+        result = convert(source, out, target.model, args.to, args.choice, target.metadata, reference, content)
     except (WeightsError, ValueError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
