@@ -3,7 +3,7 @@ registration with PyTorch. Kernels run on a GPU, or without one in Triton's inte
 import pytest
 import torch
 from operator_cases import DEVICE, TOLERANCE, weighted_sum
-from pairwise import pairwise
+from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -122,7 +122,7 @@ def test_one_kernel_for_long_groups(monkeypatch):
     _check(_inputs(9, 20, 3, dim=20), 'triton', patch_size=2)
 
 
-@pytest.mark.parametrize('backend', ['portable', 'triton'])
+@pytest.mark.parametrize('backend', ['portable', *slow('triton')])
 def test_65536_tokens(backend, monkeypatch):
     if backend == 'triton' and DEVICE == 'cpu':
         _needs_triton(backend)                   # the interpreter takes as long for a small block as for a large one

@@ -103,7 +103,8 @@ for n in (row, row + 1):
 
 
 @pytest.mark.parametrize('side, bound', [SMALL, LARGE])
-@pytest.mark.parametrize('script', [POLYLINE, EOS, TREE], ids=['polyline', 'eos', 'tree'])
+@pytest.mark.parametrize('script', [pytest.param(POLYLINE, id='polyline'), *(
+    pytest.param(script, id=name, marks=pytest.mark.slow) for name, script in (('eos', EOS), ('tree', TREE)))])
 def test_peak_memory_and_values(script, side, bound, python, tmp_path):
     done = python(BEGIN.format(side=side, folder=str(tmp_path)) + script + END, fresh=True, OMP_NUM_THREADS='1')
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@ registration with PyTorch. They run on a GPU, or without one in Triton's interpr
 import pytest
 import torch
 from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
-from pairwise import pairwise
+from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -85,7 +85,7 @@ def test_lines_of_several_tiles(name, monkeypatch):
     _check(CALLS[name], _inputs(*((37, 2) if 'column' in name else (2, 37)), heads=1))
 
 
-@pytest.mark.parametrize('shape', [(40, 3), (3, 49)])
+@pytest.mark.parametrize('shape', [(40, 3), *slow((3, 49))])
 def test_scan_of_several_tiles(shape, monkeypatch):
     from subquad.kernels.polyline_scan import triton
     monkeypatch.setattr(triton, 'LONGEST', 16)

@@ -2,6 +2,7 @@
 import json
 
 import pytest
+from pairwise import slow
 
 pytest.importorskip('triton')
 
@@ -114,7 +115,7 @@ print(json.dumps({**result, 'sizes': len(sizes)}))
 '''
 
 
-@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2', 'lcsm', 'lcsm_loops'])
+@pytest.mark.parametrize('model', ['ppma', *slow('myo', 'mobilevitv2', 'lcsm', 'lcsm_loops')])
 def test_detectors_need_few_variants(model, python):
     done = python(SCRIPT.replace('sys.argv[1]', repr(model)), TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ def test_denoiser_is_linear_and_identity_without_edges():
     torch.testing.assert_close(model(x), x)
 
 
+@pytest.mark.slow
 def test_drawn_picture(tmp_path):
     metrics = [{'name': f'{kind}: error in {order} order', 'value': 0.5} for kind in ('fields', 'mnist5k')
                for order in ('morton', 'snake')]

@@ -28,6 +28,7 @@ def test_autocast_is_on_for_the_model_that_asks_for_it(train, monkeypatch):
     assert seen == layers * [torch.float32] + layers * [torch.bfloat16] and layers == 10
 
 
+@pytest.mark.slow
 def test_models_under_autocast_are_compared_with_float32():
     record = compare_models(1, names=('test_ppma+autocast', 'test_ppma'), size=(64, 96), batch=2,
                             min_speedup={'test_ppma': 2})

@@ -16,6 +16,7 @@ from PIL import Image
 pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
+from pairwise import slow
 from pycocotools import mask as rle
 from user_errors import command_error
 
@@ -139,6 +140,7 @@ def test_fewer_epochs_keep_the_schedules_shape(name, epochs, expected):
     assert [s for s in config.param_scheduler if not s.by_epoch] == warm_up
 
 
+@pytest.mark.slow
 def test_workers_draw_new_augmentations_in_each_epoch(data, tmp_path):
     options = [UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=2', 'train_dataloader.num_workers=1',
                'train_dataloader.persistent_workers=True', 'default_hooks.checkpoint.max_keep_ckpts=2']
@@ -170,6 +172,7 @@ def test_mixed_precision_reaches_backbone_and_neck():
     assert model.backbone(torch.ones(1, 2))[0].dtype == torch.float32, 'the class\'s forward again, also after an error'
 
 
+@pytest.mark.slow
 def test_mixed_precision_on_a_cpu(data, tmp_path):
     assert train.main(['mask-rcnn_test-myo_shapes', '--amp', '--data', str(data), '--epochs', '1', '--work-dir',
                        str(tmp_path / 'amp'), *SHORT]) == 0
@@ -177,7 +180,7 @@ def test_mixed_precision_on_a_cpu(data, tmp_path):
     assert all(value.isfinite().all() for value in weights.values())
 
 
-@pytest.mark.parametrize('name', ['ssdlite_test-mobilevitv2_shapes', 'deeplabv3_test-mobilevitv2_shapes'])
+@pytest.mark.parametrize('name', ['ssdlite_test-mobilevitv2_shapes', *slow('deeplabv3_test-mobilevitv2_shapes')])
 def test_other_networks_train(name, data, tmp_path, capsys):
     work = tmp_path / 'run'
     assert train.main([name, '--data', str(data), '--epochs', '1', '--work-dir', str(work), *SHORT]) == 0
@@ -191,6 +194,7 @@ def _run(command, **options):
                           env=environment, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('library, name', [('mmdet', MASK_RCNN), ('mmseg', UPERNET)])
 def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path):
     """Their train.py and test.py, as installed, on our config unchanged, from another folder."""
@@ -213,6 +217,7 @@ def test_tools_of_mmdet_and_mmseg_run_the_configs(library, name, data, tmp_path)
     assert done.returncode and 'not a checkpoint of this PPMA backbone' in done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes(data, tmp_path):
     """torchrun on CPUs: one set of checkpoints, one result, that of one process."""
     torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'subquad']
