@@ -127,6 +127,7 @@ def test_gradient_checkpointing(model):
         assert_close(expected, checkpointed)
 
 
+@pytest.mark.slow
 def test_compile_gives_one_graph(model):
     x = torch.randn(2, 3, 64, 64)
     counter = CompileCounter()
@@ -170,14 +171,16 @@ def test_flop_counter_counts_the_operators():
     assert counter.get_total_flops() == 2 * (2 * 3) * (4 * 5 * (4 + 5)) * 6 * 3
 
 
+# Each family once by default, and all of their options with the slow tests.
 @pytest.mark.parametrize('family, options', [
-    (PPMA, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
-    (MYO, dict()), (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
-    (MYO, dict(static_edges=True)), (PPMA, dict(paths='cross_scan')), (LCSM, dict()), (LCSM, dict(mode='raster')),
-    (LCSM, dict(mixer='1-1-1-6')), (LCSM, dict(mixer='lrpe')), (PPMA, dict(mask_mode='multiplicative')),
-    (SMALLEST, dict()), (MOBILEVITV2, dict(num_latent_tokens=3)), (MOBILEVITV2, dict(sampling='patch')),
-    (MOBILEVITV2, dict(attention='mha')), (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))],
-                         ids=lambda x: getattr(x, 'name', str(x)))
+    (PPMA, dict()), (MYO, dict()), (LCSM, dict()), (MOBILEVITV2, dict(num_latent_tokens=3)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')), (PPMA, dict(paths='cross_scan')),
+        (PPMA, dict(mask_mode='multiplicative')), (MYO, dict(parametrization='symmetric', max_levels=3)),
+        (MYO, dict(parametrization='skew')), (MYO, dict(static_edges=True)), (LCSM, dict(mode='raster')),
+        (LCSM, dict(mixer='1-1-1-6')), (LCSM, dict(mixer='lrpe')), (SMALLEST, dict()),
+        (MOBILEVITV2, dict(sampling='patch')), (MOBILEVITV2, dict(attention='mha')),
+        (MOBILEVITV2, dict(attention='linformer', img_size=(64, 96)))))], ids=lambda x: getattr(x, 'name', str(x)))
 def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
     model = timm.create_model(family.name, exportable=True, num_classes=7, **options).eval()
     prepare_for_export(model)
@@ -195,6 +198,7 @@ def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
         assert rank <= 4 or node.target.__name__.split('.')[0] in views, (node.target, node.meta['val'].shape)
 
 
+@pytest.mark.slow
 def test_export_with_a_dynamic_batch_and_trace(model):
     x = torch.randn(2, 3, 64, 64)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))

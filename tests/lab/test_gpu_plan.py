@@ -110,6 +110,7 @@ def test_dry_run_goes_through_every_step(capsys, tmp_path, monkeypatch):
     assert printed.endswith('all steps are ok\n') and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_dry_run_needs_no_variable_of_the_environment(python):
     done = python('from lab import gpu_plan\nraise SystemExit(gpu_plan.main(["1", "--dry-run"]))', TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ def test_outdated_table_is_written_again(tmp_path):
     assert '14,335,272' in new and 'old' not in new and 'myo' not in new and tables.updated(new, tmp_path) == new
 
 
+@pytest.mark.slow
 def test_models_table_leaves_test_models_out(tmp_path):
     rows = tables.content('models', tmp_path).splitlines()[2:]
     assert not any('test_' in row for row in rows)
@@ -112,6 +113,7 @@ def own_claims():
                     yield paper, table['title'].split(':')[0], row
 
 
+@pytest.mark.slow
 def test_counts_of_reported_networks_agree_except_for_known_rows():
     """Figures that are marked as checked here are compared here. Four MACs are known to differ."""
     differing, checked = set(), 0
@@ -125,6 +127,7 @@ def test_counts_of_reported_networks_agree_except_for_known_rows():
         ('mobilevitv2', 'Table 2', 'R11'), ('mobilevitv2', 'Table 2', 'R15'))}
 
 
+@pytest.mark.slow
 def test_every_figure_has_a_mark_with_a_command_or_a_reason():
     for _, title, row in own_claims():
         for claim in row.claims:
@@ -158,6 +161,7 @@ def test_commands_on_the_claims_page_exist(capsys):
             assert timm.is_model(rest[rest.index('--model') + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('paper, row, gmacs', [('mobilevitv2', 'R2: width 0.50, 384 x 384', 1.045),
                                                ('mobilevitv2', 'width 1.50', 4.05), ('ppma', 'without mask', 2.65)])
 def test_command_of_a_row_counts_what_the_mark_says(paper, row, gmacs, capsys):

@@ -150,6 +150,7 @@ def test_recurrences_are_tuned_and_judged():
         assert any(tuning._case_of(name, key) for name in tuning.aot.cases()), key
 
 
+@pytest.mark.slow
 def test_dry_run_names_the_kernels_and_writes_nothing(python, tmp_path):
     done = python('from lab import tuning\n'
                   f'raise SystemExit(tuning.main([{str(tmp_path / "table.json")!r}, "--dry-run", "--only", '

@@ -197,7 +197,11 @@ def images(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp('imagenet'))
 
 
-@pytest.mark.parametrize('name', [name for name in RECIPES if 'in21k' not in name or '-150_' in name])
+TRAINED = [name for name in RECIPES if 'in21k' not in name or '-150_' in name]
+
+
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0))
+                                  for n, name in enumerate(TRAINED)])
 def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
     """With its own network, on small images."""
     size = '(3,64,64)'
