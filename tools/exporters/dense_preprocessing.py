@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backbones.weights import WeightsError
 from ...backbones.weights.resolve import published
 from ..common.cli import UserError
 from ..common.images import open_image
@@ -66,10 +65,7 @@ def _default_size(config: Any, checkpoint: Optional[str]) -> Optional[Size]:
     crop = given.get('crop_size') or (config.model.get('data_preprocessor') or {}).get('size')
     if crop:
         return tuple(crop)
-    try:
-        weights = published(checkpoint) if checkpoint else None
-    except WeightsError as error:
-        raise UserError(str(error)) from error
+    weights = published(checkpoint) if checkpoint else None
     return tuple(weights.input_size[-2:]) if weights else None
 
 

@@ -75,10 +75,9 @@ def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
         if node.op != 'call_function':
             continue
         name = str(node.target)
-        namespace = name.partition('.')[0]
         if not name.startswith(('aten.', '<built-in function', 'prims.', 'sym_', 'torch.sym_', 'math.')) or any(
                 word in name for word in _REFUSED):
-            yield name if namespace else repr(node.target)
+            yield name
         value = node.meta.get('val')
         rank = value.ndim if isinstance(value, torch.Tensor) else 0
         if rank and value.is_complex():

@@ -325,18 +325,13 @@ def _nearest(x: Tensor, size: Optional[Sequence[int]], scales: Optional[Sequence
     return y.reshape(-1, channels, height * factors[0], width * factors[1])
 
 
-def _filled_like(value: Optional[float]) -> Callable:
-    """Return a form of full_like, ones_like or zeros_like that does not depend on its argument."""
-    def form(x: Tensor, *values: float, dtype: Optional[torch.dtype] = None, **_: Any):
-        if not _static(*x.shape):
-            return NotImplemented
-        return torch.full(x.shape, values[0] if value is None else value, dtype=dtype or x.dtype, device=x.device)
-    return form
+def _filled(value: Optional[float], new: bool = False) -> Callable:
+    """Return a form of full_like (value None), ones_like or zeros_like, or of new_full and so on with their sizes.
 
-
-def _new_filled(value: Optional[float]) -> Callable:
-    """Return a form of new_full, new_ones or new_zeros that does not depend on its first argument."""
-    def form(x: Tensor, size: Sequence[Any], *values: float, dtype: Optional[torch.dtype] = None, **_: Any):
+    The form does not depend on the values of its first argument.
+    """
+    def form(x: Tensor, *values: Any, dtype: Optional[torch.dtype] = None, **_: Any):
+        size, *values = values if new else (x.shape, *values)
         if not _static(*size):
             return NotImplemented
         return torch.full(size, values[0] if value is None else value, dtype=dtype or x.dtype, device=x.device)
@@ -366,10 +361,10 @@ FORMS: Dict[Any, Callable] = {
     aten.upsample_nearest2d.vec: _nearest,
     aten.mv.default: lambda x, vector: F.linear(x, vector[None]).reshape(-1),
     aten.alias.default: lambda x: x,
-    aten.full_like.default: _filled_like(None),
-    aten.ones_like.default: _filled_like(1.0),
-    aten.zeros_like.default: _filled_like(0.0),
-    aten.new_full.default: _new_filled(None),
-    aten.new_ones.default: _new_filled(1.0),
-    aten.new_zeros.default: _new_filled(0.0),
+    aten.full_like.default: _filled(None),
+    aten.ones_like.default: _filled(1.0),
+    aten.zeros_like.default: _filled(0.0),
+    aten.new_full.default: _filled(None, new=True),
+    aten.new_ones.default: _filled(1.0, new=True),
+    aten.new_zeros.default: _filled(0.0, new=True),
 }
