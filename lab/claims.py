@@ -5,9 +5,8 @@ model_cards/claims/PAPER.yml has the tables of a paper as a list. The fields of 
 - columns: For each column, how its figures are checked. `check: parameters` and `check: macs` count the network of a
   row (`subquad stats`). `check: data` needs data and the command of `test`, if there is one. `cannot: REASON` says why
   its figures cannot be checked.
-- rows: A list of a name and its figures is another network, which this package cannot check (for the reason of
-  `baseline`, if there is one). A mapping is a network of this package: `row` is its name and `subject` the model or
-  config. `size` and `options` change the counted model. `cannot: REASON` replaces `check: data`.
+- rows: A mapping for each network of this package: `row` is its name and `subject` the model or config. `size` and
+  `options` change the counted model. `cannot: REASON` replaces `check: data`. Other networks are not transcribed.
 A column may have `subject` and `test` of its own, and a row may have `subjects` by column. `test` may name {subject}
 and, where the table or the row has `weights`, {weights}.
 
@@ -28,7 +27,7 @@ from subquad.tools.engine.counting.counts import REPORTED
 from .documents import markdown
 from .model_tables import counted, counted_config
 
-PAPERS = {'ppma': 'PPMA', 'mobilevitv2': 'MobileViTv2', 'myo': 'Myosotis', 'lcsm': 'LCSM'}
+PAPERS = ('ppma', 'mobilevitv2', 'myo')          # the LCSM paper has no network of this package
 CLAIMS = Path('model_cards') / 'claims'
 CHECKED, DIFFERS = 'checked here', 'checked here and differs'
 DATA, CANNOT = 'can be checked with the data', 'cannot be checked'
@@ -53,10 +52,9 @@ class Claim(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of a table: its name, its figures, and whether its network belongs to this package."""
+    """One row of a table: its name and its figures."""
     name: str
     claims: List[Claim]
-    own: bool
 
 
 def tables(root: Path, paper: str) -> List[Dict[str, Any]]:
@@ -81,17 +79,10 @@ def rows(root: Path, table: Dict[str, Any]) -> Iterator[Row]:
     """
     columns = table['columns']
     for entry in table['rows']:
-        if isinstance(entry, list):
-            name, figures = entry[0], entry[1:]
-        else:
-            name, figures = entry['row'], entry.get('figures', ['='] * len(columns))
+        name, figures = entry['row'], entry.get('figures', ['='] * len(columns))
         if len(figures) != len(columns):
             raise UserError(f"{table['title']}: {name} needs {len(columns)} figures, got {len(figures)}")
-        if isinstance(entry, list):
-            reason = table.get('baseline', 'another network')
-            yield Row(name, [Claim(*pair, CANNOT, reason) for pair in zip(columns, figures)], False)
-        else:
-            yield Row(name, [_claim(root, table, entry, *pair) for pair in zip(columns, figures)], True)
+        yield Row(name, [_claim(root, table, entry, *pair) for pair in zip(columns, figures)])
 
 
 def _claim(root: Path, table: Dict[str, Any], entry: Dict[str, Any], column: str, figure: str) -> Claim:
@@ -202,35 +193,13 @@ def _in_parentheses(detail: str) -> str:
     return f' ({detail})' if detail else ''
 
 
-def claims_table(root: Path, paper: str) -> str:
-    """Every transcribed table of a paper, or of all papers for ''."""
-    return _all(root, paper, own_only=False)
-
-
 def own_claims_table(root: Path, paper: str) -> str:
-    """The rows about networks of this package in the tables of a paper."""
-    return _all(root, paper, own_only=True)
-
-
-def _all(root: Path, paper: str, own_only: bool) -> str:
+    """The tables of a paper, or of all papers for ''."""
     parts = []
     for name in [paper] if paper else PAPERS:
         for table in tables(root, name):
-            kept = [row for row in rows(root, table) if row.own or not own_only]
-            if not kept:
-                continue
-            lines = [[row.name, *(claim.figure for claim in row.claims), mark(row.claims)] for row in kept]
+            lines = [[row.name, *(claim.figure for claim in row.claims), mark(row.claims)] for row in rows(root, table)]
             notes = [f"**{table['title']}.**", *([table['note']] if 'note' in table else []),
                      *([f"The data are {table['data']}."] if 'data' in table else [])]
             parts.append(' '.join(notes) + '\n\n' + markdown(['row', *table['columns'], 'mark'], lines))
     return '\n' + '\n'.join(parts) + '\n'
-
-
-def claims_summary_table(root: Path, paper: str) -> str:
-    """How many figures about networks of this package have each mark, and how many are about other networks."""
-    lines = []
-    for name in [paper] if paper else PAPERS:
-        marks = [claim.mark if row.own else None for table in tables(root, name) for row in rows(root, table)
-                 for claim in row.claims if claim.figure != '-']
-        lines.append([PAPERS[name], *(str(marks.count(kind)) for kind in (*MARKS, None))])
-    return markdown(['figures of', *MARKS, 'other networks'], lines)

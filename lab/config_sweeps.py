@@ -6,50 +6,34 @@ steps. A run that the file of records already has is not repeated, so that an in
 import argparse
 import itertools
 import json
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from subquad.tools.common.cli import UserError, nearest
 from subquad.tools.common.paths import expanded
 from subquad.tools.engine.config import load
 from subquad.tools.engine.records import append, environment
 
-from .documents import read_records
+from .documents import RECORDS, markdown, read_records
 from .short_training import train_and_test
-from .sweep_tables import LEARNING_RATE
 
-LEARNING_RATES = (5e-3, 1e-2)
+LEARNING_RATE = 'optim_wrapper.optimizer.lr'
 
 
 class Sweep(NamedTuple):
-    """A config, and the values of each option that is varied.
-
-    Attributes:
-        config: name of the config.
-        options: values by dotted key; all combinations are trained.
-        shows: what the sweep compares.
-    """
+    """The name of a config, and the values of each option that is varied; all combinations are trained."""
 
     config: str
     options: Dict[str, Sequence[Any]]
-    shows: str
-
-
-def _codes(*codes: str) -> Dict[str, Sequence[Any]]:
-    return {'model.mixer': codes, LEARNING_RATE: LEARNING_RATES}
 
 
 SWEEPS: Dict[str, Sweep] = {
-    'recall': Sweep('lcsm_mqar-small', _codes('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'),
-                    'expand and shrink of the token, and learned matrices'),
-    'parametrization': Sweep('lcsm_mqar-small', _codes('0-1-0-1-0', '1-1-1-0'), 'Figure 3: SSM and linear attention'),
-    'codes': Sweep('lcsm_mqar-small', _codes(*(f'{e}-{o}-{s}-0' for e, o, s in itertools.product((0, 1), repeat=3))),
-                   'Figure 4: expand, oscillation and shrink'),
-    'oscillations': Sweep('lcsm_mqar-small', _codes(*(f'1-{o}-1-0' for o in range(12))), 'Figure 5: oscillation'),
-    'activations': Sweep('lcsm_mqar-small', _codes(*(f'1-1-1-{a}' for a in range(8))), 'Figure 6: activation'),
-    'tau': Sweep('lcsm_mqar-small', {**_codes('1-1-1-0'), 'model.tau': (1, 2, 4, 8, 16, 32, 64)},
-                 'Figure 7: temperature'),
-    'language': Sweep('lcsm_language-stdlib', {'model.mixer': ('1-1-1-4', '1-10-1-0')}, 'Tables 4 and 6: text'),
+    # Expand and shrink of the token, and learned matrices.
+    'recall': Sweep('lcsm_mqar-small', {'model.mixer': ('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'),
+                                        LEARNING_RATE: (5e-3, 1e-2)}),
+    # Tables 4 and 6: text.
+    'language': Sweep('lcsm_language-stdlib', {'model.mixer': ('1-1-1-4', '1-10-1-0')}),
 }
 
 
@@ -87,6 +71,45 @@ def run_sweep(name: str, file: Path, fixed: Dict[str, Any]) -> None:
         append(file, {'config': sweep.config, 'options': options, **record, **environment()})
         shown = '  '.join(f'{key} {value:.4g}' for key, value in record.items())
         print(' '.join(f'{key}={value}' for key, value in options.items()), '', shown, flush=True)
+
+
+def _best(root: Path, config: str, score: Callable[[Dict[str, Any]], float]) -> List[List[Dict[str, Any]]]:
+    """Return the runs of a config in groups of equal options but for the learning rate, the best one first.
+
+    The groups are in the order of their best runs.
+    """
+    def options(run: Dict[str, Any]) -> str:
+        return str(sorted((key, value) for key, value in run['options'].items() if key != LEARNING_RATE))
+
+    runs = [run for run in read_records(root / RECORDS / 'sweeps.jsonl') if run['config'] == config]
+    groups = [sorted(group, key=score, reverse=True) for _, group in groupby(sorted(runs, key=options), options)]
+    return sorted(groups, key=lambda group: score(group[0]), reverse=True)
+
+
+def _names(run: Dict[str, Any]) -> List[str]:
+    """Return the recurrence, and the other options of a run."""
+    others = [f"{key.rpartition('.')[2]}={value}" for key, value in run['options'].items()
+              if key not in ('model.mixer', LEARNING_RATE)]
+    return [f"`{run['options']['model.mixer']}`", ', '.join(others) or '-']
+
+
+def recall_table(root: Path) -> str:
+    """Accuracy of associative recall by recurrence: the best learning rate, and its training loss."""
+    rows = [[*_names(runs[0]), f"{runs[0]['accuracy/top1']:.1f} %", f"{runs[0]['train_loss']:.3f}",
+             f"{runs[0]['options'][LEARNING_RATE]:g} of {_rates(runs)}"]
+            for runs in _best(root, 'lcsm_mqar-small', lambda run: run['accuracy/top1'])]
+    return markdown(['recurrence', 'options', 'accuracy of the values', 'training loss', 'learning rate'], rows)
+
+
+def _rates(runs: List[Dict[str, Any]]) -> str:
+    return ', '.join(f'{rate:g}' for rate in sorted({run['options'][LEARNING_RATE] for run in runs}))
+
+
+def language_table(root: Path) -> str:
+    """Perplexity of the tiny language model by recurrence."""
+    rows = [[*_names(runs[0]), f"{runs[0]['language/perplexity']:.2f}", f"{runs[0]['train_loss']:.3f}"]
+            for runs in _best(root, 'lcsm_language-stdlib', lambda run: run['language/log_likelihood'])]
+    return markdown(['recurrence', 'options', 'perplexity of a byte', 'training loss'], rows)
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:

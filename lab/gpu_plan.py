@@ -10,9 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -96,14 +97,12 @@ def _sanitizer() -> List[Step]:
 def steps(part: str) -> List[Step]:
     """The steps of a part, the most valuable first."""
     if part == '1':
-        return [Step('machine', ('-m', 'lab.gpu_probe', 'machine'), 60), *_checks(150),
-                Step('timings', ('-m', 'lab.gpu_probe', 'timings'), 90), *_tests(), *_sanitizer()]
+        return [*_checks(150), *_tests(), *_sanitizer()]
     if part == '2':
-        return [Step('tune', ('-m', 'lab.tuning', '{out}/launch_table.json', '--seconds', '220'),
-                     260),
+        return [Step('tune', ('-m', 'lab.tuning', '{out}/launch_table.json', '--seconds', '220'), 260),
                 *_checks(60, table=True),
                 *(_preset(name, 80, 20) for name in _OPERATOR_PRESETS[:4]),
-                Step('profile', ('-m', 'lab.gpu_probe', 'profile'), 60, table=True),
+                Step('profile', ('-m', 'lab.gpu_probe'), 60, table=True),
                 *(_preset(name, 80, 20) for name in _OPERATOR_PRESETS[4:])]
     return [_preset(name, 150 if n < 2 else 90, 10) for n, name in enumerate(_MODEL_PRESETS)]
 
@@ -117,39 +116,27 @@ def _environment(step: Step, out: Path) -> Dict[str, str]:
     return environment
 
 
-class _Running:
-    """A step's process and its output."""
-
-    def __init__(self, step: Step, out: Path, seconds: float):
-        self.step, self.start, self.seconds = step, time.monotonic(), seconds
-        self.output, self.errors = tempfile.TemporaryFile('w+'), tempfile.TemporaryFile('w+')
-        command = [sys.executable, *(word.replace('{out}', str(out)) for word in step.command)]
-        self.process = subprocess.Popen(command, cwd=ROOT, env=_environment(step, out), stdout=self.output,
-                                        stderr=self.errors, start_new_session=True)
-
-    def finish(self) -> Dict[str, Any]:
-        """Wait until the process ends or its time does, and return the step's record."""
-        late = False
-        try:
-            self.process.wait(max(0., self.start + self.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-            os.killpg(self.process.pid, signal.SIGKILL)          # its own session, with the processes that it started
-            self.process.wait()
-        took = time.monotonic() - self.start
-        output, errors = (_read(file) for file in (self.output, self.errors))
-        code = self.process.returncode
-        status = ('timed out' if late else 'ok' if code == 0 else f'killed by signal {-code}' if code < 0
-                  else f'failed with exit code {code}')
-        return {'step': self.step.name, 'status': status, 'seconds': round(took, 1), 'result': _result(output),
-                'output': '' if status == 'ok' else output[-1500:], 'errors': '' if status == 'ok' else errors[-1500:]}
-
-
-def _read(file: Any) -> str:
-    file.seek(0)
-    text = file.read()
-    file.close()
-    return text
+def _run_step(step: Step, out: Path, end: float) -> Dict[str, Any]:
+    """Run a step until its time limit or the part's end, and return its record."""
+    start = time.monotonic()
+    if end - start < 1:
+        return {'step': step.name, 'status': 'no time left', 'seconds': 0., 'result': None}
+    process = subprocess.Popen([sys.executable, *(word.replace('{out}', str(out)) for word in step.command)],
+                               cwd=ROOT, env=_environment(step, out), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    late = False
+    try:
+        output, errors = process.communicate(timeout=min(step.seconds, end - start))
+    except subprocess.TimeoutExpired:
+        late = True
+        os.killpg(process.pid, signal.SIGKILL)              # its session, with the processes that it started
+        output, errors = process.communicate()
+    code = process.returncode
+    status = ('timed out' if late else 'ok' if code == 0 else f'killed by signal {-code}' if code < 0
+              else f'failed with exit code {code}')
+    return {'step': step.name, 'status': status, 'seconds': round(time.monotonic() - start, 1),
+            'result': _result(output), 'output': '' if status == 'ok' else output[-1500:],
+            'errors': '' if status == 'ok' else errors[-1500:]}
 
 
 def _result(output: str) -> Any:
@@ -161,40 +148,16 @@ def _result(output: str) -> Any:
         return lines[-1]
 
 
-def _batches(found: Sequence[Step]) -> List[List[Step]]:
-    """Steps that run at the same time."""
-    batches: List[List[Step]] = []
-    for step in found:
-        if batches and step.together and batches[-1][0].together == step.together \
-                and len(batches[-1]) < _TEST_PROCESSES:
-            batches[-1].append(step)
-        else:
-            batches.append([step])
-    return batches
-
-
 def run_part(part: str, found: Sequence[Step], out: Path, limit: float = LIMIT) -> List[Dict[str, Any]]:
-    """Run the steps of a part within its time limit, and return their records, which are also added to FILE.
-
-    Raises:
-        UserError: The folder cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f'cannot write {out}: {error.strerror}') from error
+    """Run the steps of a part within its time limit, and return their records, which are also added to FILE."""
+    out.mkdir(parents=True, exist_ok=True)
     end, records = time.monotonic() + limit, []
-    for batch in _batches(found):
-        left = end - time.monotonic()
-        if left > 1:
-            running = [_Running(step, out, min(step.seconds, left)) for step in batch]
-            finished = [process.finish() for process in running]
-        else:
-            finished = [{'step': step.name, 'status': 'no time left', 'seconds': 0., 'result': None} for step in batch]
-        for record in finished:
-            records.append({'plan': part, **record})
-            append(out / FILE, records[-1])
-            print(f"part {part}: {record['step']}: {record['status']}, {record['seconds']:.0f} s", flush=True)
+    with ThreadPoolExecutor(_TEST_PROCESSES) as pool:
+        for _, together in groupby(found, lambda step: step.together or step.name):
+            for record in pool.map(lambda step: _run_step(step, out, end), list(together)):
+                records.append({'plan': part, **record})
+                append(out / FILE, records[-1])
+                print(f"part {part}: {record['step']}: {record['status']}, {record['seconds']:.0f} s", flush=True)
     return records
 
 
@@ -223,7 +186,7 @@ def run(parts: Sequence[str], out: Path, dry: bool) -> int:
     """Run parts of the plan, or say what they would run; return the exit code: 1 if a step failed.
 
     Raises:
-        UserError: There is no such part or no GPU, or the folder cannot be written.
+        UserError: There is no such part or no GPU.
     """
     import torch
     for part in parts:

@@ -351,7 +351,7 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _print_machine_code(target: str, found: Dict[str, List[Any]]) -> None:
+def _print_machine_code(target: str, found: Dict[str, List[MachineCode]]) -> None:
     import torch
     import triton
     from rich.table import Table
@@ -363,13 +363,10 @@ def _print_machine_code(target: str, found: Dict[str, List[Any]]) -> None:
             rates, item = per_item(code)
             tile = ', '.join(f'{key} {value}' for key, value in code.constants.items()
                              if key in ('BLOCK', 'BLOCK_D', 'BLOCK_V', 'ROWS', 'SIDE', 'LEVELS'))
-            products = dict.fromkeys('{} x {} x {}, {}{}'.format(
-                *p.shape, list(p.warps) or '?', f', {p.duplicates} times' if (p.duplicates or 1) > 1 else '')
-                for p in code.products)
-            rate = f"{' + '.join(f'{x:.1f}' for x in rates)} per {item}" if rates else ''
-            add_row(table, '' if n else name, code.name, tile, code.warps,
-                    *('?' if x is None else x for x in (code.registers, code.stack, code.shared, code.barriers)),
-                    rate, '; '.join(products))
+            products = dict.fromkeys('{} x {} x {}, {}'.format(*p.shape, list(p.warps) or '?') for p in code.products)
+            add_row(table, '' if n else name, code.name, tile, code.warps, code.registers, code.stack, code.shared,
+                    code.barriers, ' + '.join(f'{x:.1f}' for x in rates) + f' per {item}' * bool(item),
+                    '; '.join(products))
     print_table(table)
 
 

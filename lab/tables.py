@@ -11,21 +11,14 @@ from typing import Callable, Dict, List, Optional
 from subquad.tools.common.cli import UserError, nearest
 
 from . import claims
+from . import config_sweeps as sweeps
 from . import export_matrix as exports
 from . import measurement_tables as measurements
 from . import mixer_tables as mixers
 from . import model_tables as models
-from . import sweep_tables as sweeps
-from .choice_table import choice_table
 from .documents import ROOT
 
 FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'lcsm')
-# Tables of figures from papers. They also take papers of which this package has no models.
-_PAPER_TABLES: Dict[str, Callable[[Path, str], str]] = {
-    'claims': claims.claims_table,
-    'own_claims': claims.own_claims_table,
-    'claims_summary': claims.claims_summary_table,
-}
 # Tables of all families, or of one.
 FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'models': models.models_table,
@@ -35,11 +28,11 @@ FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'trained': models.trained_table,
     'cpu': measurements.cpu_table,
     'cpu_times': measurements.cpu_times_table,
-    **_PAPER_TABLES,
+    'own_claims': claims.own_claims_table,
 }
 TABLES: Dict[str, Callable[[Path], str]] = {
     'summary': measurements.summary_table,
-    'choice': choice_table,
+    'choice': measurements.choice_table,
     'gpu': measurements.gpu_table,
     'resources': measurements.resources_table,
     'recall': sweeps.recall_table,
@@ -73,9 +66,8 @@ def content(marker: str, root: Path) -> str:
         raise UserError(f"unknown table {name!r}{nearest(name, known)}; there are {', '.join(known)}")
     if family and name in TABLES:
         raise UserError(f'the table {name!r} takes no family, got {family!r}')
-    families = claims.PAPERS if name in _PAPER_TABLES else FAMILIES
-    if family and family not in families:
-        raise UserError(f"the family of a table is one of {', '.join(families)}, got {family!r}")
+    if family and family not in FAMILIES:
+        raise UserError(f"the family of a table is one of {', '.join(FAMILIES)}, got {family!r}")
     return FAMILY_TABLES[name](root, family) if name in FAMILY_TABLES else TABLES[name](root)
 
 
@@ -92,9 +84,8 @@ def updated(text: str, root: Path) -> str:
 
 def pages(root: Path) -> List[Path]:
     """The files whose tables are written."""
-    return [path for path in (root / 'README.md', root / 'kernels' / 'README.md',
-                              *sorted((root / 'docs').rglob('*.md')),
-                              *sorted((root / 'model_cards').glob('*.md'))) if path.exists()]
+    return [path for path in (root / 'README.md', *sorted((root / 'docs').rglob('*.md')),
+                              *sorted((root / 'model_cards').glob('*.md')))]
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:

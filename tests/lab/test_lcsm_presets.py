@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-from lab import lcsm_presets
-from lab.line_growth import line_growth
+from lab.growth import line_growth
 from lab.line_memory import FORMS, line_memory
 from lab.presets import DEFAULTS, PRESETS
 from subquad import kernels
@@ -67,7 +66,7 @@ def test_operators_run_over_rows(op):
 
 def test_gpu_presets_compare_kernels_with_fla_core():
     for op in ('eos_elementwise', 'eos_matmul'):
-        found = [preset for preset in lcsm_presets.GPU if preset.options.get('op') == op]
+        found = [preset for preset in PRESETS.values() if preset.device == 'cuda' and preset.options.get('op') == op]
         assert {preset.options['grid'] for preset in found} == {(56, 56), (28, 28)}
         assert all(preset.options['names'][:2] == ('triton', 'fla') for preset in found)
         assert op in kernels.__all__

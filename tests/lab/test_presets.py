@@ -9,7 +9,7 @@ import torch
 
 from lab import benchmark, plots, presets, processes
 from lab.attention_units import attention_units
-from lab.polyline_growth import scan_against_mask, scan_growth
+from lab.growth import scan_against_mask, scan_growth
 from subquad.tools.bench import metrics
 from subquad.tools.common import cli
 from subquad.tools.engine import records

@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT
 
 import subquad_cli
-from lab import choice, claims, tables
+from lab import claims, presets, tables
 from lab.documents import RECORDS, read_records
 from subquad.tools import stats
 from subquad.tools.common.cli import UserError
@@ -37,7 +37,6 @@ def test_models_table_leaves_test_models_out(tmp_path):
 @pytest.mark.parametrize('marker, message', [
     ('modles', "unknown table 'modles'; did you mean models"),
     ('models resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
-    ('claims resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
     ('gpu ppma', "'gpu' takes no family"), ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
 def test_wrong_marker_raises(marker, message, tmp_path):
     with pytest.raises(UserError, match=message):
@@ -79,16 +78,17 @@ def test_records_with_another_number_of_threads_have_a_table_of_their_own(tmp_pa
 def test_choice_table_shows_only_what_was_measured(tmp_path):
     folder = tmp_path / tables.measurements.RECORDS
     folder.mkdir(parents=True)
+    names = (*presets.CHOICE_TIMM, *presets.CHOICE_OURS)
     records = [{'preset': preset.name, 'peak_mb': {'resnet50': 30.4, 'myo_tiny': 20.0}, 'cpu': 'C', 'threads': 2,
-                'times_ms': {name: {'p50': n + 1.0} for n, name in enumerate((*choice.TIMM, *choice.OURS))},
-                'torch': '2', 'commit': 'abc', 'date': '2026-12-01'} for preset in choice.PRESETS]
+                'times_ms': {name: {'p50': n + 1.0} for n, name in enumerate(names)},
+                'torch': '2', 'commit': 'abc', 'date': '2026-12-01'} for preset in presets.CHOICE]
     del records[1]['times_ms']['resnet50']
     (folder / 'cpu.jsonl').write_text(json.dumps(records[0]) + '\n')
     with pytest.raises(UserError, match='no records of choice-512, choice-1024'):
         tables.content('choice', tmp_path)
     (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
     rows = [line.split(' | ') for line in tables.content('choice', tmp_path).splitlines() if line.startswith('| `')]
-    assert [row[0] for row in rows] == [f'| `{name}`' for name in (*choice.TIMM, *choice.OURS)]      # by time
+    assert [row[0] for row in rows] == [f'| `{name}`' for name in names]      # by time
     assert rows[3] == ['| `resnet50`', '25.6', '80.7', '4', '30', 'not measured', '30', '4', '30 |']
     assert rows[-2][2:5] == ['no weights', '12', '20'] and rows[-1][4] == 'not measured'
 
@@ -105,12 +105,11 @@ def test_record_that_no_table_can_show_raises(line, message, tmp_path):
 
 
 def own_claims():
-    """(paper, title, row) of every row about a network of this package, in the committed files."""
+    """(paper, title, row) of every row in the committed files."""
     for paper in claims.PAPERS:
         for table in claims.tables(ROOT, paper):
             for row in claims.rows(ROOT, table):
-                if row.own:
-                    yield paper, table['title'].split(':')[0], row
+                yield paper, table['title'].split(':')[0], row
 
 
 @pytest.mark.slow
@@ -179,7 +178,7 @@ def test_no_figure_that_the_package_has_is_written_again():
     for paper in claims.PAPERS:
         for table in claims.tables(ROOT, paper):
             for entry in table['rows']:
-                if isinstance(entry, dict) and 'subject' in entry and not {'size', 'options'} & set(entry):
+                if 'subject' in entry and not {'size', 'options'} & set(entry):
                     for column, figure in zip(table['columns'], entry.get('figures', [])):
                         spec = table['columns'][column]
                         if 'from' in spec and figure != '=':
@@ -200,25 +199,22 @@ def claims_file(root, rows, columns='{top-1 (%): {from: top1, check: data}, ms: 
 
 
 def test_claims_table_follows_its_file(tmp_path):
-    claims_file(tmp_path, "  - [A, 1.50, '-']\n  - {row: B, subject: ppma_tiny, figures: ['=', 7]}\n",
+    claims_file(tmp_path, "  - {row: B, subject: ppma_tiny, figures: ['=', 7]}\n",
                 more='  test: subquad test x --model {subject}\n  data: D\n  note: N.\n')
-    lines = tables.content('claims lcsm', tmp_path).splitlines()
+    lines = tables.content('own_claims lcsm', tmp_path).splitlines()
     assert '**Table 1: T.** N. The data are D.' in lines
-    assert '| A | 1.50 | - | cannot be checked (another network) |' in lines
     assert ('| B | 82.6 | 7 | can be checked with the data: top-1 (`subquad test x --model ppma_tiny`); '
             'cannot be checked: ms (a phone) |') in lines
-    assert not any('| A |' in line for line in tables.content('own_claims lcsm', tmp_path).splitlines())
-    assert '| LCSM | 0 | 0 | 1 | 1 | 1 |' in tables.content('claims_summary lcsm', tmp_path)
 
 
 @pytest.mark.parametrize('row, message', [
-    ('[A, 1]', 'Table 1: T: A needs 2 figures, got 1'), ('{row: B, subject: ppma_tiny, figures: [1, 2, 3]}', 'got 3'),
+    ('{row: B, subject: ppma_tiny, figures: [1, 2, 3]}', 'Table 1: T: B needs 2 figures, got 3'),
     ("{row: B, subject: test_ppma, figures: ['=', 2]}", "test_ppma has no figure 'top1'"),
     ('[A, 1', 'lcsm.yml: while parsing')])
 def test_wrong_claim_raises(row, message, tmp_path):
     claims_file(tmp_path, f'  - {row}\n')
     with pytest.raises(UserError, match=message):
-        tables.content('claims lcsm', tmp_path)
+        tables.content('own_claims lcsm', tmp_path)
 
 
 def test_table_of_exports(tmp_path):

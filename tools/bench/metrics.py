@@ -25,7 +25,7 @@ def prepare(out: Path, device: str) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         path.open('ab').close()
     except OSError as error:
-        raise UserError(f'cannot write {path}: {error.strerror}; choose another folder with --out, or --no-save') \
+        raise UserError(f'cannot write {path}: {error.strerror}; choose another folder with --out') \
             from error
     return path
 
