@@ -57,7 +57,8 @@ def build(config):
         return building.build(MODELS, config.model, 'model')
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.slow] * (n % 5 > 0))
+                                  for n, name in enumerate(NAMES)])
 def test_config_builds_and_channels_match(name):
     model = build(config_of(name))
     levels, strides = model.backbone.out_channels, model.backbone.out_strides

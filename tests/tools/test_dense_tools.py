@@ -251,8 +251,10 @@ def _pointed_at(dataset, folder, part):
     return dataset
 
 
-@pytest.mark.parametrize('name', [name for name in known_configs()
-                                  if find(name).parent.name in ('detection', 'segmentation')])
+DENSE = [name for name in known_configs() if find(name).parent.name in ('detection', 'segmentation')]
+
+
+@pytest.mark.parametrize('name', [*DENSE[::5], *slow(*(name for n, name in enumerate(DENSE) if n % 5))])
 def test_every_configs_pipeline(name, data):
     from mmengine.registry import DATASETS, init_default_scope
     config = load(name)
