@@ -35,7 +35,7 @@ mm: $(VENV)/.subquad-mm
 test: $(VENV)/.subquad-test lint
 	$(PYTEST) -m 'not slow'
 
-# What `make test` leaves out and continuous integration runs.
+# What `make test` leaves out, but for the longest.
 test-more: $(VENV)/.subquad-test
 	$(PYTEST) -m 'slow and not long'
 
