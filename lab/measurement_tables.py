@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from subquad.tools.bench.metrics import conditions, metric_rows, time_rows, with_unit
+from subquad.tools.bench.metrics import conditions, metric_rows, speedup, time_rows
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.counting.counts import REPORTED
 from subquad.tools.engine.zoo import create
@@ -12,17 +12,15 @@ from .documents import RECORDS, markdown
 from .presets import CHOICE, CHOICE_OURS, CHOICE_SIZES, CHOICE_TIMM, GPU_DEFAULTS, PRESETS, Preset
 
 Row = Tuple[str, str, str, str]
-# The rows of the summary: preset, metric, and a description for readers who do not know the presets. Two more elements
-# describe and name a metric of the same preset for comparison.
+# The rows of the summary: preset, workload, what this package has, what it is compared with.
 _SUMMARY = (
-    ('polyline_attention-50x80', 'speed-up of portable over dense',
-     '`polyline_attention`, 50 x 80 tokens: speed-up over the dense formula'),
-    ('polyline_attention-50x80', 'portable: peak memory',
-     '`polyline_attention`, 50 x 80 tokens: peak memory', 'dense formula', 'dense: peak memory'),
-    ('mobilevitv2_100-batch8', 'speed-up of subquad_mobilevitv2_100 over mobilevitv2_100',
-     "`subquad_mobilevitv2_100`, eight 256 x 256 images: speed-up over timm's `mobilevitv2_100`"),
-    ('quadtree_solve-growth', 'quad-tree solve: time at 224x224 / time at 28x28, same number of tokens',
-     '`quadtree_solve`: time per token at 224 x 224, relative to 28 x 28'),
+    ('mobilevitv2_100-batch8', 'eight 256 x 256 images', 'subquad_mobilevitv2_100', 'mobilevitv2_100'),
+    ('choice-224', 'one 224 x 224 image', 'ppma_tiny', 'swin_tiny_patch4_window7_224'),
+    ('choice-224', 'one 224 x 224 image', 'ppma_tiny', 'convnext_tiny'),
+    ('choice-1024', 'one 1024 x 1024 image', 'myo_tiny', 'convnext_tiny'),
+    ('choice-1024', 'one 1024 x 1024 image', 'ppma_tiny_crisscross', 'swin_tiny_patch4_window7_224'),
+    ('choice-1024', 'one 1024 x 1024 image', 'ppma_tiny', 'convnext_tiny'),
+    ('polyline_attention-50x80', '`polyline_attention`, 50 x 80 tokens', 'portable', 'dense'),
 )
 # From this time on, the order of the timed calls changes from round to round (commit 27ba197e02).
 _RANDOM_ORDER_SINCE = '2026-11-21T12:09'
@@ -114,22 +112,22 @@ def newest_records(root: Path, presets: Sequence[str]) -> Dict[str, Dict[str, An
 
 
 def summary_table(root: Path) -> str:
-    """Four metrics of the processor on which their presets were measured last, in words.
+    """Speed and memory of a few workloads beside what is used for them otherwise.
 
     Raises:
-        UserError: A record or metric is missing.
+        UserError: A record is missing.
     """
-    newest, rows = newest_records(root, [preset for preset, *_ in _SUMMARY]), []
-    for preset, name, words, *comparison in _SUMMARY:
-        metrics = {m['name']: with_unit(m) for m in newest.get(preset, {'metrics': ()})['metrics']}
-        if name not in metrics:
-            raise UserError(f'the summary needs a record of {preset} with {name!r} in {root / RECORDS}')
-        if comparison:
-            words += f' ({comparison[0]}: {metrics[comparison[1]]})'
-        rows.append([words, metrics[name]])
-    threads = sorted({newest[preset]['threads'] for preset, *_ in _SUMMARY})
-    cpu = newest[_SUMMARY[0][0]]['cpu']
-    return markdown([f"measurement ({cpu}, {' or '.join(map(str, threads))} threads)", 'result'], rows)
+    newest, rows = {record['preset']: record for record in _records(root, 'cpu*.jsonl')}, []
+    for preset, workload, ours, other in _SUMMARY:
+        if preset not in newest:
+            raise UserError(f'the summary needs a record of {preset} in {root / RECORDS}')
+        record = newest[preset]
+        metrics = {m['name']: m['value'] for m in record['metrics']}
+        fast = metrics.get(f'speed-up of {ours} over {other}') or speedup(record['times_ms'], ours, other)
+        memory = [f"{metrics.get(f'{name}: peak memory') or record['peak_mb'][name]:.0f}" for name in (ours, other)]
+        rows.append([workload, f'`{ours}`', f'`{other}`', f'{fast:.2f} x as fast', ' / '.join(memory), record['cpu']])
+    return markdown(['workload, float32, 2 threads', 'this package', 'compared with', 'speed', 'peak memory, MB',
+                     'processor'], rows)
 
 
 def gpu_table(root: Path) -> str:

@@ -84,8 +84,8 @@ def updated(text: str, root: Path) -> str:
 
 def pages(root: Path) -> List[Path]:
     """The files whose tables are written."""
-    return [path for path in (root / 'README.md', *sorted((root / 'docs').rglob('*.md')),
-                              *sorted((root / 'model_cards').glob('*.md')))]
+    found = [root / 'README.md', *sorted((root / 'docs').rglob('*.md')), *sorted((root / 'model_cards').glob('*.md'))]
+    return [path for path in found if path.exists()]
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
