@@ -20,7 +20,7 @@ _SUMMARY = (
     ('choice-1024', 'one 1024 x 1024 image', 'myo_tiny', 'convnext_tiny'),
     ('choice-1024', 'one 1024 x 1024 image', 'ppma_tiny_crisscross', 'swin_tiny_patch4_window7_224'),
     ('choice-1024', 'one 1024 x 1024 image', 'ppma_tiny', 'convnext_tiny'),
-    ('polyline_attention-50x80', '`polyline_attention`, 50 x 80 tokens', 'portable', 'dense'),
+    ('polyline_attention-50x80', '`polyline_attention` and the dense formula, 50 x 80 tokens', 'portable', 'dense'),
 )
 # From this time on, the order of the timed calls changes from round to round (commit 27ba197e02).
 _RANDOM_ORDER_SINCE = '2026-11-21T12:09'

@@ -31,7 +31,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     images = out / 'images'
     files = write_digits(images, SHOWN)
     print(f'Testing {PRETRAINED}, whose weights are part of the package ...', flush=True)
-    _test_and_draw(config, weights, files, out / 'digits.png', 'trained weights of the package')
+    _test_and_draw(config, weights, files, out / 'digits.png', 'bundled weights')
     _draw_panels([file for file, _ in files[:PANELS]], out / 'panels.png')
     if not args.pretrained:
         epochs = config.train_cfg.max_epochs

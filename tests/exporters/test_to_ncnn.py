@@ -18,7 +18,7 @@ pytest.importorskip('pnnx')
 
 
 def made(name, **options):
-    """The subject of this name, with the weights of the package for NAME.digits and random weights otherwise."""
+    """The subject of this name, with the bundled weights NAME.digits and random weights otherwise."""
     name, _, digits = name.partition('.')
     return digits_subject(name) if digits else subject_of(name, **options)
 

@@ -7,7 +7,6 @@ from helpers import ROOT
 
 import subquad_cli
 from lab import claims, presets, tables
-from lab.documents import RECORDS, read_records
 from subquad.tools import stats
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find
@@ -238,14 +237,3 @@ def test_table_of_exports(tmp_path):
     summary = tables.content('exports_summary', tmp_path)
     assert '| `onnx` | ONNX Runtime | 5.50 | 1e-06 |' in summary
     assert '| `litert` | LiteRT | - | not measured |' in summary
-
-
-def test_readme_states_the_best_recall_of_the_records():
-    def best(code):
-        return max(run['accuracy/top1'] for run in read_records(ROOT / RECORDS / 'sweeps.jsonl')
-                   if run['config'] == 'lcsm_mqar-small' and run['options']['model.mixer'] == code)
-
-    first, second, *constant = map(best, ('1-0-1-0', '1-1-1-0', '0-0-0-0', '0-1-0-0'))
-    assert f'{first:.1f}' == f'{second:.1f}'
-    assert (f'`1-0-1-0` and `1-1-1-0` (states of the token) at best reach {first:.1f} %, `0-0-0-0` and '
-            f'`0-1-0-0` (constants) {max(constant):.0f} %') in (ROOT / 'README.md').read_text()

@@ -1,4 +1,4 @@
-"""Exported classifiers of handwritten digits, with weights of the package, against the ordinary model."""
+"""Exported classifiers of handwritten digits, with bundled weights, against the ordinary model."""
 import functools
 
 import timm.data
@@ -16,7 +16,7 @@ ERRORS = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 0.3}
 
 @functools.lru_cache(maxsize=None)
 def digits_subject(name):
-    """The classifier `name` with the weights of the package for handwritten digits."""
+    """The classifier `name` with bundled weights for handwritten digits."""
     return classifier_subject(*classifier_from(f'{name}.digits'))
 
 

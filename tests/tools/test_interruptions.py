@@ -236,7 +236,7 @@ def _finish(context, config, work):
 
 
 def _check_kills(kills, images, tmp_path):
-    """Kill trainings at random moments, resume them, and compare the weights with those of an undisturbed run."""
+    """Kill training runs at random moments, resume them, and compare the weights with those of an undisturbed run."""
     context, draw = preloaded_processes(), random.Random(0)
     config = write_random_config(tmp_path / 'config.py', images, epochs=4)
     process, log = _start(context, config, tmp_path / 'whole')
