@@ -21,7 +21,8 @@ def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Calla
     def register(shapes: Callable) -> Any:
         @wraps(shapes)
         def on_device(*args):
-            with torch.cuda.device_of(_first_tensor(args)):
+            first = args[0] if isinstance(args[0], Tensor) else _first_tensor(args)
+            with torch.cuda.device_of(first):
                 return run(*args)
 
         operator = torch.library.custom_op(f'subquad::{name}', on_device, mutates_args=())
@@ -63,6 +64,8 @@ def differentiate(forward: Any, backward: Callable[..., Sequence[Tensor]],
 
     def gradient(ctx, grad, *_):
         check_saved(forward, ctx.saved)
+        if grad is None:                                 # nothing depends on the first output
+            return (None,) * len(arguments)
         grads = backward(grad, *ctx.saved_tensors, *ctx.options)
         return *grads, *(None,) * (len(arguments) - tensors)
 

@@ -98,7 +98,7 @@ def test_a_source_of_another_shape_is_rejected(options):
     unit = block.transformer[0].attn
     groups = (torch.randn(2, 32, 4, 16), torch.randn(2, 64, 4, 16))
     with pytest.raises(ValueError, match='source must be tokens'):
-        unit(*groups, grouped=True)
+        unit(*groups)
 
 
 @pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'])

@@ -87,7 +87,7 @@ def test_recipe_is_of_the_config_and_the_options():
         {}, {'epochs': 2}, {'epochs': 3}, {'optim_wrapper.optimizer.lr': 1.}, {'model.depth': 3})}) == 5
     user_error(lambda: recipe('copy', {'model.mixers': 'tree'}), 'give --mixers')
     user_error(lambda: recipe('copy', {'randomness.seed': 1}), 'give --seeds')
-    user_error(lambda: recipe('copy', {'model.deph': 1, 'optim_wrapper.optimiser': 1}), 'optimiser')
+    user_error(lambda: recipe('copy', {'model.deph': 1}), 'did you mean depth')
 
 
 def test_wrong_names_and_numbers_are_one_error(tmp_path, without_processes):
