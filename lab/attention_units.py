@@ -47,7 +47,7 @@ def attention_units(repeats: int, *, tokens: Sequence[int], profiled: int = 256,
     """
     def forward(unit: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
-            return unit(x, grouped=True)
+            return unit(x)
 
     calls, listed = {}, {}
     for count in tokens:
