@@ -196,7 +196,8 @@ class _Program:
         global _pools
         with silence():
             from executorch.extension.pybindings import portable_lib
-        if portable_lib._threadpool_get_thread_count() != threads:
+            now = portable_lib._threadpool_get_thread_count()            # its first call prints about the CPU
+        if now != threads:
             with silence():
                 portable_lib._unsafe_reset_threadpool(threads)
             _pools += 1
