@@ -106,7 +106,7 @@ def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None
     options = ' '.join([f'{key}={value}' for key, value in (args.cfg_options or {}).items()]
                        + ['--tta'] * (args.tta == 'config') + [f'--{name} {getattr(args, name)}' for name in (
                            'tta', 'labels') if getattr(args, name) not in (None, 'config')]
-                       + [{'averaged': '--ema', 'raw': '--raw'}[args.choice]] * bool(args.choice))
+                       + ([{'averaged': '--ema', 'raw': '--raw'}[args.choice]] if args.choice else []))
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
                                    'model': config.model.get('name') or config.model.backbone.type,

@@ -2,7 +2,7 @@
 import argparse
 from typing import Callable, List, Optional
 
-from .common.cli import UserError
+from .common.cli import UserError, add_weight_choice
 from .common.output import add_row, dumps, print_table
 from .engine.weights.conversion import add_convert_arguments, convert_command
 from .engine.weights.hub_folder import add_push_arguments, push_command
@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
                          'differs from the recorded one')
     command = add('verify', _verify)
     command.add_argument('names', nargs='*', metavar='NAME', help='names or patterns (default: all in the cache)')
-    add_convert_arguments(add('convert', convert_command))
+    command = add('convert', convert_command)
+    add_convert_arguments(command)
+    add_weight_choice(command)
     add_push_arguments(add('push', push_command))
     return parser
 

@@ -63,9 +63,12 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     """
     if is_classifier(config):
         from ..classification import task
-    else:
+    elif config.get('default_scope') in ('mmdet', 'mmseg'):
         with quiet():                                # for what MMDetection prints on import
             from ..dense import task
+    else:
+        raise UserError("a classifier has the type 'TimmClassifier', a detector or segmenter the default_scope "
+                        f"'mmdet' or 'mmseg'; got {config.model.get('type')!r} and {config.get('default_scope')!r}")
     config = deepcopy(config)
     init_default_scope(config.get('default_scope') or 'mmengine')
     for key in ('train_dataloader', 'optim_wrapper') if training else ('test_dataloader',):

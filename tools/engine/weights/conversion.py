@@ -7,7 +7,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ...common.cli import UserError, add_weight_choice, quiet
+from ...common.cli import UserError, quiet
 from ...common.output import dumps
 from ...common.paths import expanded
 
@@ -46,7 +46,6 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
                         'folder)')
     parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
                         help='format whose key names are written (default: subquad)')
-    add_weight_choice(parser)
     parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
                         'to check the color order of a transformers checkpoint')
 
