@@ -118,12 +118,12 @@ print(json.dumps(found))
 def test_commands_without_extras():
     """--help works, and other calls name the extra that is missing."""
     missing = {'train ppma-tiny_folder --cfg-options a=1': ('mmengine', 'train'),
-               'test test-ppma_digits x.pth': ('mmengine', 'train'), 'compare': ('mmengine', 'train'),
+               'test test-ppma_digits x.pth': ('mmengine', 'train'),
                'train ssdlite_test-mobilevitv2_shapes': ('mmcv', 'mm'),
                'predict mask-rcnn_test-ppma_shapes x.pth x.png': ('mmcv', 'mm'),
                'export ssdlite_test-mobilevitv2_shapes --format onnx': ('mmcv', 'mm'),
                'visualize test_ppma.digits x.png': ('matplotlib', 'demo'), 'demo': ('mmengine', 'train')}
-    helps = [f'{name} --help' for name in ('train', 'test', 'predict', 'compare', 'demo', 'visualize', 'reproduce')]
+    helps = [f'{name} --help' for name in ('train', 'test', 'predict', 'demo', 'visualize', 'reproduce')]
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', WITHOUT_EXTRAS, *helps, *missing],
                           capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
     found = json.loads(done.stdout)

@@ -18,7 +18,7 @@ from ..classification.weight_files import Classifier, assumed_transform, read_cl
 
 WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = 'model.safetensors', 'config.json', 'README.md'
 # The cards lie beside tools/, both in a checkout and in the installed package.
-CARDS = Path(__file__).resolve().parents[2] / 'model_cards'
+CARDS = Path(__file__).resolve().parents[3] / 'model_cards'
 TEMPLATE = CARDS / 'template' / 'pushed_model.md'
 # Entries of timm's pretrained_cfg that describe the weights, and not where timm's own weights are.
 _DESCRIPTION = ('fixed_input_size', 'pool_size', 'first_conv', 'classifier', 'paper_ids')
