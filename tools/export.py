@@ -109,17 +109,18 @@ def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
     from .exporters.subject import classifier_from, classifier_subject, with_normalization
     model, checkpoint = _named(args.model, args.checkpoint)
     size = args.size and parse_size(args.size, smallest=32, largest=8192)
-    if not (dense := Path(model).suffix != '.safetensors' and is_config(model)):
+    if dense := Path(model).suffix != '.safetensors' and is_config(model):
+        with quiet():                          # for what MMDetection and MMSegmentation print
+            from .engine.config import load
+            config = load(model)
+            from .exporters.dense_subject import dense_subject
+    else:
         read, weights = classifier_from(model, checkpoint, args.allow_nonfinite)
     if checkpoint is None and (dense or weights == 'random'):
         print(f'note: no --checkpoint is given, so {model} is exported with random weights', file=sys.stderr)
     if not dense:
         subject = classifier_subject(read, weights, size, args.features, args.normalize)
         return lambda name: subject
-    with quiet():                              # for what MMDetection and MMSegmentation print
-        from .engine.config import load
-        from .exporters.dense_subject import dense_subject
-        config = load(model)
 
     def find(name: str) -> Any:
         subject = dense_subject(config, checkpoint, size, nms=name in ('onnx', 'ort'), labels=name != 'ncnn',

@@ -277,7 +277,8 @@ def test_wrong_inputs_write_nothing(data, trained, tmp_path):
     (folder / 'mine.txt').write_text('mine')
     options = ['--data', data, '--work-dir', folder]
     for name, changes, message in (
-            (MASK_RCNN, ['--cfg-options', 'train_dataloder.batch_size=1'], "'train_dataloder' is no entry .* did you mean train_dataloader"),
+            (MASK_RCNN, ['--cfg-options', 'train_dataloder.batch_size=1'],
+             "'train_dataloder' is no entry .* did you mean train_dataloader"),
             (MASK_RCNN, ['--cfg-options', 'model.backbone.depth=3'], "model: .*unexpected keyword argument 'depth'"),
             (MASK_RCNN, ['--cfg-options', 'model.backbone.arch=huge'], "arch must be one of 'tiny'.* got 'huge'"),
             (MASK_RCNN, ['--cfg-options', 'model.roi_head.bbox_head.num_classes=4'],
