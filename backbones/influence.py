@@ -28,7 +28,7 @@ from .mixers.separable import SeparableMixer
 from .mixers.wide import at_least_float
 from .mobilevitv2 import PATCH, MobileViTv2Block, to_even_size
 from .observation import check_images, check_model, observe_inputs
-from .prepare import HeadsInPlaceMixer, OneProductMixer
+from .prepare import HeadsInPlaceMixer, KeysOfContextAttention, KeysOfContextMixer, OneProductMixer
 
 __all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
            'observed_mixers', 'pixel_of', 'polyline_mask', 'token_of']
@@ -183,12 +183,14 @@ ROWS: Dict[Type[nn.Module], Callable[..., Tensor]] = {
     TreeMixer: _tree,
     EosMixer: _eos,
     SeparableSelfAttention: _separable,
+    KeysOfContextAttention: _separable,
     SeparableMixer: _separable_tokens,
+    KeysOfContextMixer: _separable_tokens,
     MultiHeadSelfAttention: _multi_head,
     LinformerSelfAttention: _multi_head,
 }
 # Mixers that take channels first.
-_CHANNELS_FIRST = (SeparableSelfAttention, MultiHeadSelfAttention, LinformerSelfAttention)
+_CHANNELS_FIRST = (SeparableSelfAttention, KeysOfContextAttention, MultiHeadSelfAttention, LinformerSelfAttention)
 
 
 def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:

@@ -24,7 +24,7 @@ from .hierarchical import Stage
 from .mixers import EosMixer, TreeMixer
 from .mobilevitv2 import PATCH, InvertedResidual, MobileStage, MobileStem
 from .options import MIN_SIZE
-from .prepare import StageInParts, StemInParts
+from .prepare import MobileStageInParts, StageInParts, StemInParts
 from .timm_interface import TimmInterface
 
 Size = Tuple[int, int]
@@ -190,7 +190,9 @@ def _pad_mobilevitv2_stage(hooks: _Hooks, stage: MobileStage, regions: Regions) 
 
 Prepare = Callable[[_Hooks, Any, Regions], Regions]
 STEMS: Dict[type, Prepare] = {Stem: _pad_stem, StemInParts: _pad_stem, MobileStem: _pad_mobilevitv2_stem}
-STAGES: Dict[type, Prepare] = {Stage: _pad_stage, StageInParts: _pad_stage, MobileStage: _pad_mobilevitv2_stage}
+STAGES: Dict[type, Prepare] = {
+    Stage: _pad_stage, StageInParts: _pad_stage,
+    MobileStage: _pad_mobilevitv2_stage, MobileStageInParts: _pad_mobilevitv2_stage}
 # The stems of the networks that are in a context.
 _ACTIVE: WeakSet = WeakSet()
 

@@ -50,6 +50,21 @@ def test_outputs_stay(name, options, monkeypatch):
     assert relative_error(y.detach(), expected) <= 1e-6
 
 
+@pytest.mark.parametrize('name', ['test_ppma', 'test_myo', 'test_lcsm', 'test_mobilevitv2'])
+def test_padding_and_influence_know_the_prepared_forms(name):
+    model = _model(name)
+    prepared = subquad.prepare(copy.deepcopy(model))
+    images = [torch.randn(3, 64, 64), torch.randn(3, 64, 96)]
+    with torch.no_grad():
+        single = torch.cat([model(image[None]) for image in images])
+        assert relative_error(subquad.forward_padded(prepared, images), single) <= 1e-5
+    x = torch.randn(1, 3, 64, 64)
+    expected, found = (subquad.influence(network, x, (32, 32)) for network in (model, prepared))
+    assert expected.keys() == found.keys()
+    for key, row in expected.items():
+        assert relative_error(found[key].weights, row.weights) <= 1e-4
+
+
 def test_a_counter_of_operations_sees_every_layer():
     model, x, counts = _model('test_ppma'), torch.randn(1, 3, 64, 64), []
     for prepared in (model, subquad.prepare(copy.deepcopy(model))):
