@@ -87,7 +87,7 @@ def _launcher(found: Launches) -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from ....kernels.common import launch
+    from subquad.kernels.common import launch
 
     def run(self, *args, grid, warmup, **options):
         tensors = {id(x): x for x in tree_leaves((args, options))}           # one tensor may stand for two arguments
@@ -107,7 +107,7 @@ def counting() -> Iterator[Launches]:
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
-    from ....kernels import use_backend
+    from subquad.kernels import use_backend
     found = Launches()
     with use_backend('triton'), _launcher(found), _Counting(found):
         yield found
@@ -128,7 +128,7 @@ def count_launches(name: str, side: int = 224, batch: int = 128, dtype: torch.dt
         UserError: the name is unknown or the model refuses an option.
         ModuleNotFoundError: Triton is not installed.
     """
-    from ..zoo import create
+    from subquad.tools.engine.zoo import create
     model = create(name, device='meta', **options).to(dtype).eval()
     images = torch.empty(batch, model.pretrained_cfg['input_size'][0], side, side, dtype=dtype, device='meta')
     with torch.no_grad():

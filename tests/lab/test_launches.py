@@ -4,7 +4,7 @@ import timm
 import torch
 from torch import nn
 
-from subquad.tools.engine.counting.launches import count_launches, counting
+from lab.launches import count_launches, counting
 
 pytest.importorskip('triton')
 
