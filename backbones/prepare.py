@@ -68,11 +68,11 @@ def is_plain(*layers: Optional[nn.Module]) -> bool:
 
 # The names that oneDNN has for activations.
 _ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
+# On CPUs without AVX-512, oneDNN has no bfloat16, and its float32 layers take longer than PyTorch's.
 _ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
-    hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise'))
-# oneDNN has no bfloat16 on CPUs without AVX-512.
-_DTYPES = (torch.float32, torch.bfloat16) if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else (
-    torch.float32,)
+    hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise')
+) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _JoinedLayer:
