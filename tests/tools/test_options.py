@@ -76,6 +76,13 @@ def test_options_of_dense_configs(capsys):
     assert capsys.readouterr().err == ''
 
 
+def test_a_config_that_is_its_own_base_is_refused(tmp_path):
+    (tmp_path / 'a.py').write_text("_base_ = 'b.py'\n")
+    (tmp_path / 'b.py').write_text("_base_ = 'a.py'\n")
+    with pytest.raises(UserError, match=r'the config is its own _base_ \(a.py -> b.py -> a.py\)'):
+        load(str(tmp_path / 'a.py'))
+
+
 def test_config_files_may_have_own_variables(tmp_path, capsys):
     path = tmp_path / 'config.py'
     base = f'_base_ = {str(find(DIGITS))!r}\n'

@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from subquad_cli import config_names, package_folder
 
@@ -58,6 +58,19 @@ def find(name: str) -> Path:
     raise UserError(f'no config file {name!r}{nearest(path.stem, known)} (subquad configs lists them)')
 
 
+def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
+    """Refuse a cycle of _base_ files, which MMEngine would read until the stack is full."""
+    from mmengine.config import Config
+    path = path.resolve()
+    if path in above:
+        chain = ' -> '.join(each.name for each in (*above[above.index(path):], path))
+        raise UserError(f'{path}: the config is its own _base_ ({chain})')
+    if path.suffix == '.py' and path.is_file():
+        for base in Config._get_base_files(str(path)):
+            if '::' not in base:                          # a file of MMDetection or MMSegmentation
+                _check_bases(path.parent / base, (*above, path))
+
+
 def load(name: str, overrides: Optional[Dict[str, Any]] = None,
          change: Optional[Callable[[Any], None]] = None):
     """Read a config and merge `overrides` (values by dotted key) into it.
@@ -79,6 +92,7 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None,
         need('mmcv')
     from mmengine.config import Config
     try:
+        _check_bases(path)
         with quiet():                              # for what imported modules print
             config = Config.fromfile(str(path))
         _check(config, path)
