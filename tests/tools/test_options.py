@@ -76,6 +76,18 @@ def test_options_of_dense_configs(capsys):
     assert capsys.readouterr().err == ''
 
 
+@pytest.mark.parametrize('option, bound', [
+    ('optim_wrapper.optimizer.lr=0', 'more than 0, got 0'),
+    ('optim_wrapper.optimizer.layer_decay=-0.5', 'more than 0'),
+    ('optim_wrapper.optimizer.weight_decay=-0.1', '0 or more, got -0.1'),
+    ('optim_wrapper.clip_grad.max_norm=-1', 'more than 0, got -1'),
+    ('test_dataloader.dataset.transform.crop_pct=0', 'more than 0, got 0')])
+def test_a_number_out_of_its_bounds_is_an_error(option, bound):
+    key, _, value = option.partition('=')
+    with pytest.raises(UserError, match=f'^{key} must be {bound}'):
+        load(DIGITS, {key: float(value)})
+
+
 def test_a_config_that_is_its_own_base_is_refused(tmp_path):
     (tmp_path / 'a.py').write_text("_base_ = 'b.py'\n")
     (tmp_path / 'b.py').write_text("_base_ = 'a.py'\n")

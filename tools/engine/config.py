@@ -101,6 +101,7 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None,
         if overrides:
             check_options(config, overrides, path.name)
             config.merge_from_dict(overrides)
+        _check_bounds(config.to_dict())
     except UserError:
         raise
     except (Exception, SystemExit) as error:       # a config is a program and can raise anything
@@ -135,6 +136,19 @@ def _check(config: Any, path: Path) -> None:
             if is_classifier(config):
                 raise UserError(message)
             print(f'warning: {message}', file=sys.stderr)
+
+
+def _check_bounds(entries: Any, above: str = '') -> None:
+    """Refuse numbers with which training runs but learns nothing, or the wrong thing."""
+    for key, value in entries.items() if isinstance(entries, dict) else enumerate(entries):
+        name = f'{above}{key}'
+        if isinstance(value, (dict, list, tuple)):
+            _check_bounds(value, f'{name}.')
+        elif isinstance(value, (int, float)):
+            if key in ('lr', 'layer_decay', 'max_norm', 'crop_pct') and value <= 0:
+                raise UserError(f'{name} must be more than 0, got {value:g}')
+            if key == 'weight_decay' and value < 0:
+                raise UserError(f'{name} must be 0 or more, got {value:g}')
 
 
 def is_classifier(config: Any) -> bool:
