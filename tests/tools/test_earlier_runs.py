@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+from mmengine.runner import EpochBasedTrainLoop
 from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import read_metadata
 from subquad.tools import train
+from subquad.tools.common.cli import UserError
 from subquad.tools.engine.checkpoints.earlier_runs import earlier_files, note_earlier, noted, now_own
 from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
 from subquad.tools.engine.classification.model import AccuracyMetric
@@ -118,6 +120,32 @@ def test_other_schedulers_apply_from_the_start(before, after, images, tmp_path, 
         log, = (tmp_path / name).glob('*/vis_data/scalars.json')
         rates.append([row['lr'] for row in map(json.loads, log.read_text().splitlines()) if 'loss' in row])
     assert len(rates[0]) == 8 and rates[1] == pytest.approx(rates[0][4:])
+
+
+def test_every_changed_setting_of_training_is_named(images, tmp_path, monkeypatch, capsys):
+    config = tmp_path / 'config.py'
+    config.write_text(f"_base_ = {str(find('ppma-tiny_folder'))!r}\n"
+                      "custom_hooks = [dict(type='ModelEMAHook', decay=0.9)]\nparam_scheduler = []\n")
+
+    def arguments(*options, epochs=2):
+        return folder_arguments(images, tmp_path / 'run', *options, config=str(config), epochs=epochs)
+    train.main(arguments(epochs=1))
+    capsys.readouterr()
+
+    def stop(*_):
+        raise UserError('enough')
+    monkeypatch.setattr(EpochBasedTrainLoop, 'run_iter', stop)
+    fails([*arguments('custom_hooks.0.decay=0.8', 'model.drop_path_rate=0.2', 'model.label_smoothing=0.3',
+                      'train_dataloader.dataset.transform.input_size=48', 'train_dataloader.num_workers=1',
+                      'optim_wrapper.accumulative_counts=2', 'val_dataloader.batch_size=3'), '--resume', '--amp'],
+          'enough')
+    line, = [line for line in capsys.readouterr().err.splitlines() if 'of the checkpoint' in line]
+    assert 'apply from step 2 on: ' in line
+    assert set(line.partition(' on: ')[2].split('), ')) == {
+        'model.label_smoothing is 0.3 (was 0.1', 'model.drop_path_rate is 0.2 (was not set',
+        'train_dataloader.dataset.transform.input_size is 48 (was [3, 32, 32]', 'train_cfg.max_epochs is 2 (was 1',
+        'optim_wrapper.accumulative_counts is 2 (was not set',
+        "optim_wrapper.type is 'CPUAmpOptimWrapper' (was not set", 'custom_hooks.ModelEMAHook.decay is 0.8 (was 0.9)'}
 
 
 def test_averages_need_their_hook(images, tmp_path):

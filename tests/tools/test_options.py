@@ -77,7 +77,7 @@ def test_options_of_dense_configs(capsys):
 
 
 @pytest.mark.parametrize('option, bound', [
-    ('optim_wrapper.optimizer.lr=0', 'more than 0, got 0'),
+    ('optim_wrapper.optimizer.lr=0', 'more than 0, got 0'), ('optim_wrapper.optimizer.lr=inf', 'finite, got inf'),
     ('optim_wrapper.optimizer.layer_decay=-0.5', 'more than 0'),
     ('optim_wrapper.optimizer.weight_decay=-0.1', '0 or more, got -0.1'),
     ('optim_wrapper.clip_grad.max_norm=-1', 'more than 0, got -1'),
@@ -89,9 +89,16 @@ def test_a_number_out_of_its_bounds_is_an_error(option, bound):
 
 
 def test_a_config_that_is_its_own_base_is_refused(tmp_path):
+    (tmp_path / 'a.py').write_text("_base_ = 'b.json'\n")
+    (tmp_path / 'b.json').write_text('{"_base_": "a.py"}')
+    with pytest.raises(UserError, match=r'the config is its own _base_ \(a.py -> b.json -> a.py\)'):
+        load(str(tmp_path / 'a.py'))
+
+
+def test_an_error_in_a_base_file_names_that_file(tmp_path):
     (tmp_path / 'a.py').write_text("_base_ = 'b.py'\n")
-    (tmp_path / 'b.py').write_text("_base_ = 'a.py'\n")
-    with pytest.raises(UserError, match=r'the config is its own _base_ \(a.py -> b.py -> a.py\)'):
+    (tmp_path / 'b.py').write_text('model = (1\n')
+    with pytest.raises(UserError, match=f'{tmp_path}/b.py.* line 1'):
         load(str(tmp_path / 'a.py'))
 
 

@@ -65,7 +65,7 @@ def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
     if path in above:
         chain = ' -> '.join(each.name for each in (*above[above.index(path):], path))
         raise UserError(f'{path}: the config is its own _base_ ({chain})')
-    if path.suffix == '.py' and path.is_file():
+    if path.suffix in ('.py', '.json', '.yaml', '.yml') and path.is_file():
         for base in Config._get_base_files(str(path)):
             if '::' not in base:                          # a file of MMDetection or MMSegmentation
                 _check_bases(path.parent / base, (*above, path))
@@ -147,6 +147,8 @@ def _check_bounds(entries: Any, above: str = '') -> None:
         elif isinstance(value, (int, float)):
             if key in ('lr', 'layer_decay', 'max_norm', 'crop_pct') and value <= 0:
                 raise UserError(f'{name} must be more than 0, got {value:g}')
+            if key == 'lr' and value == float('inf'):
+                raise UserError(f'{name} must be finite, got {value}')
             if key == 'weight_decay' and value < 0:
                 raise UserError(f'{name} must be 0 or more, got {value:g}')
 

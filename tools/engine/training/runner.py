@@ -24,6 +24,7 @@ from ....backbones.weights.metadata import class_difference, dataset_classes
 from ....backbones.weights.resolve import resolve
 from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
+from ..checkpoints.changed_settings import changed_settings
 from ..checkpoints.interruptions import start_worker
 from ..checkpoints.runner_checkpoints import atomic_checkpoints
 from ..classification.pixels import send_bytes
@@ -234,6 +235,7 @@ class ResumableRunner(Runner):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             self._check(checkpoint, filename)
             self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
+            self._resumed_config = checkpoint['meta'].get('cfg')
             return checkpoint
         checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
@@ -273,6 +275,10 @@ class ResumableRunner(Runner):
         self._count_steps()
         if self.train_loop.iter >= self.train_loop.max_iters:
             return
+        other = changed_settings(self._resumed_config, self.cfg.pretty_text)
+        if other:
+            say('settings of training differ from those of the checkpoint and apply from step '
+                f"{self.iter} on: {', '.join(other)}")
         if _plan(planned) == self._resumed_plan and not self._changed(groups):
             return
         if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
