@@ -153,7 +153,7 @@ def work(folder, first, files, blocks):
         arguments = [str(path), str(image), '--json', *named]
         for call in (partial(load_weights, model, path), partial(predict.main, arguments),
                      partial(convert, path, folder / 'converted.safetensors', model)):
-            started = time.monotonic()
+            started = time.process_time()
             try:
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     call()
@@ -164,7 +164,7 @@ def work(folder, first, files, blocks):
                     seen['failures'].append(f'{number} {name}: message of {len(str(error))} characters')
             except BaseException:
                 seen['failures'].append(f'{number} {name}: {traceback.format_exc()[-900:]}')
-            seconds = time.monotonic() - started
+            seconds = time.process_time() - started
             if seconds > seen['slowest']:
                 seen['slowest'], seen['slowest_number'] = seconds, number
     seen['bytes'] = peak_memory()
