@@ -114,6 +114,7 @@ def test_preprocessing_of_a_transform(transform, resize):
     (lambda: classifier_from('ppma_tyni'), 'ppma_tiny'),
     (lambda: classifier_from('test_ppma', 'ditigs'), 'ditigs'),
     (lambda: subject_of('myo_sequence'), 'networks for images'),
+    (lambda: subject_of('mobilevitv2_050'), 'export subquad_mobilevitv2_050, which has the same weights'),
     (lambda: classifier_subject(random_classifier('test_ppma')._replace(
         model=timm.create_model('test_ppma', num_classes=0)), 'random'), '--features')])
 def test_wrong_requests_raise_one_sentence(make, message):

@@ -148,6 +148,9 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
         UserError: The model cannot be exported, or does not take images of this size.
     """
     eager = read.model.eval()
+    if timm.is_model(f'subquad_{read.name}'):         # unfolds patches with `unfold`, or in six dimensions
+        raise UserError(f"{read.name} is timm's form of the network, which other runtimes cannot run; export "
+                        f'subquad_{read.name}, which has the same weights')
     if not features and not getattr(eager, 'num_classes', 0):
         raise UserError(f'{read.name} has no classifier; export its feature maps with --features')
     if not hasattr(eager, 'forward_intermediates') and (features or not hasattr(eager, 'stem')):
