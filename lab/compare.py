@@ -139,8 +139,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--threads', type=int, default=1, metavar='N', help='CPU threads of a cell (default: 1)')
     parser.add_argument('--epochs', type=int, metavar='N', help='number of epochs (default: those of each config); the '
                         'schedule is scaled to it')
-    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE', help='options of the configs of all '
-                        'cells, such as optim_wrapper.optimizer.lr=1e-3; the cells then belong to another recipe')
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
+                        help='options of the configs of all cells, such as optim_wrapper.optimizer.lr=1e-3; '
+                        'the cells then belong to another recipe')
     parser.add_argument('--one', help=argparse.SUPPRESS)                  # train this cell here and print JSON
     args = parser.parse_args(argv)
     if args.one:
@@ -155,7 +156,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.plot:
         plot_costs(args.out, args.plot)
         return 0
-    options = {**dict(map(setting, args.set)), **({} if args.epochs is None else {'epochs': args.epochs})}
+    options = {**dict(map(setting, args.cfg_options)), **({} if args.epochs is None else {'epochs': args.epochs})}
     chosen = plan(args.tasks, args.mixers, args.seeds, options)
     if args.list:
         print_list(chosen, args.out)

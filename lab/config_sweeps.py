@@ -119,13 +119,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('name', help=f"name of the sweep: {', '.join(SWEEPS)}")
     parser.add_argument('--record', default='sweeps.jsonl', metavar='FILE',
                         help='file of JSON lines to append to (default: sweeps.jsonl)')
-    parser.add_argument('--set', nargs='+', default=[], metavar='KEY=VALUE',
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
                         help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or '
                         'text')
     args = parser.parse_args(argv)
     if args.name not in SWEEPS:
         raise UserError(f"unknown sweep {args.name!r}{nearest(args.name, list(SWEEPS))} (allowed: {', '.join(SWEEPS)})")
-    run_sweep(args.name, expanded(args.record), dict(map(setting, args.set)))
+    run_sweep(args.name, expanded(args.record), dict(map(setting, args.cfg_options)))
     return 0
 
 
@@ -133,7 +133,7 @@ def setting(text: str) -> Sequence[Any]:
     """Return the key and the value of KEY=VALUE."""
     key, equals, value = text.partition('=')
     if not equals:
-        raise UserError(f'--set takes KEY=VALUE, got {text!r}')
+        raise UserError(f'--cfg-options takes KEY=VALUE, got {text!r}')
     try:
         return key, json.loads(value)
     except ValueError:

@@ -39,7 +39,7 @@ def cell_config(cell: Cell, options: Dict[str, Any], shapes: Optional[Path] = No
     task = TASKS[cell.task]
     for name, flag in ((task.key, '--mixers'), ('randomness.seed', '--seeds')):
         if name in options:
-            raise UserError(f'--set {name} is what the comparison varies: give {flag}')
+            raise UserError(f'--cfg-options {name} is what the comparison varies: give {flag}')
     changes = {key: value for key, value in options.items() if key != 'epochs'}
     config = config_with_options(argparse.Namespace(
         config=str(CONFIGS / f'{task.config}.py'), strict=False, model=None,

@@ -96,7 +96,7 @@ def test_wrong_names_and_numbers_are_one_error(tmp_path, without_processes):
     command_error(compare.main, ['--mixers', 'attention', 'tre', *out], "unknown mixer 'tre'; did you mean tree")
     command_error(compare.main, ['--mixers', 'eos:9-9-9-9', *out], "unknown mixer 'eos:9-9-9-9'")
     command_error(compare.main, ['--seeds', '-1', *out], '--seeds must be from 0')
-    command_error(compare.main, ['--set', 'epochs', *out], '--set takes KEY=VALUE')
+    command_error(compare.main, ['--cfg-options', 'epochs', *out], '--cfg-options takes KEY=VALUE')
     write(tmp_path / 'failed.jsonl', failure())
     command_error(compare.main, ['--plot', tmp_path / 'p.png', '--out', tmp_path / 'failed.jsonl'], 'no cell to plot')
     check_names(list(TASKS), ['eos:1-1-1-4', *COMPARED], list(SEEDS))
@@ -108,8 +108,9 @@ def test_wrong_names_and_numbers_are_one_error(tmp_path, without_processes):
 def test_a_cell_trains_and_its_record_is_whole(tmp_path, capsys):
     """A process of its own; the second call finds the record."""
     file = tmp_path / 'r.jsonl'
-    argv = ['--tasks', 'copy', '--mixers', 'identity', '--seeds', '3', '--epochs', '1', '--out', str(file), '--set',
-            *(f'{key}={value}' for key, value in TINY.items() if key != 'epochs'), 'train_dataloader.batch_size=32']
+    argv = ['--tasks', 'copy', '--mixers', 'identity', '--seeds', '3', '--epochs', '1', '--out', str(file),
+            '--cfg-options', *(f'{key}={value}' for key, value in TINY.items() if key != 'epochs'),
+            'train_dataloader.batch_size=32']
     assert compare.main(argv) == 0
     line, = map(json.loads, file.read_text().splitlines())
     assert (line['task'], line['mixer'], line['seed'], line['steps']) == ('copy', 'identity', 3, 2)

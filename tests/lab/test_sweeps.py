@@ -20,15 +20,15 @@ def test_a_sweep_trains_what_the_file_lacks(tmp_path, monkeypatch, capsys):
         return {'accuracy/top1': 50., 'train_loss': 1.5, 'steps': 3, 'seconds': 0.1}
     monkeypatch.setattr(sweeps, 'train_once', train_once)
     file = str(tmp_path / 'r.jsonl')
-    sweeps.main(['recall', '--record', file, '--set', 'model.dim=32', 'model.mixer=1-1-1-0'])
+    sweeps.main(['recall', '--record', file, '--cfg-options', 'model.dim=32', 'model.mixer=1-1-1-0'])
     rates = [{'model.mixer': '1-1-1-0', LEARNING_RATE: rate, 'model.dim': 32} for rate in (5e-3, 1e-2)]
     assert trained == rates and 'model.mixer=1-1-1-0' in capsys.readouterr().out
-    sweeps.main(['recall', '--record', file, '--set', 'model.dim=32'])
+    sweeps.main(['recall', '--record', file, '--cfg-options', 'model.dim=32'])
     assert len(trained) == 8 and trained.count(rates[0]) == 1
     lines = read_records(tmp_path / 'r.jsonl')
     assert len(lines) == 8 and lines[0]['config'] == 'lcsm_mqar-small' and lines[0]['torch'] == torch.__version__
     user_error(lambda: sweeps.main(['recal', '--record', file]), "unknown sweep 'recal'", 'recall')
-    user_error(lambda: sweeps.main(['recall', '--set', 'model.tau']), '--set takes KEY=VALUE')
+    user_error(lambda: sweeps.main(['recall', '--cfg-options', 'model.tau']), '--cfg-options takes KEY=VALUE')
 
 
 def test_every_sweep_has_options_that_its_config_takes():
@@ -50,8 +50,8 @@ def test_one_run_of_a_sweep():
 @pytest.mark.parametrize('epochs', ['0', '-1', 'one', '0.5'])
 def test_a_sweep_without_steps_is_one_error(epochs, tmp_path):
     file = tmp_path / 'r.jsonl'
-    user_error(lambda: sweeps.main(['recall', '--record', str(file), '--set', f'train_cfg.max_epochs={epochs}']),
-               'train_cfg.max_epochs must be an integer of at least 1, got ')
+    argv = ['recall', '--record', str(file), '--cfg-options', f'train_cfg.max_epochs={epochs}']
+    user_error(lambda: sweeps.main(argv), 'train_cfg.max_epochs must be an integer of at least 1, got ')
     assert not file.exists()
 
 
