@@ -3,7 +3,8 @@
 A family supplies the token mixer of each block. The stem, convolutions, feed-forward layers, downsampling and head are
 the same for all families, so that a comparison between families compares mixers.
 """
-from typing import Any, Callable, ClassVar, Dict, Optional, Sequence, Set, Tuple, Type, Union
+from functools import partial
+from typing import Annotated, Any, Callable, Dict, Optional, Sequence, Set, Type
 
 import torch
 from timm.layers import calculate_drop_path_rates
@@ -11,27 +12,26 @@ from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
-from .mixers.choices import Names, choose_mixers, mixer_name, refuse_unused
-from .options import COMMON, Options, check, each_stage, flag, integer, number, one_of, one_or_each_stage, or_none
+from .mixers.choices import Names, choose_mixers, mixer_name, warn_of_unused
+from .options import (
+    FLAG,
+    Flag,
+    ImageSize,
+    InChans,
+    NumClasses,
+    Rate,
+    checked,
+    each_stage,
+    integer,
+    number,
+    one_of,
+    one_or_each_stage,
+    options_of,
+    or_none,
+)
 from .timm_interface import TimmInterface, init_linear
 
 STRIDES = (4, 8, 16, 32)
-# Options of the skeleton. A family adds the options of its mixer.
-OPTIONS: Options = {
-    **COMMON,
-    'dims': each_stage(integer(8, 8192)),
-    'depths': each_stage(integer(1, 256)),
-    'num_heads': each_stage(integer(1, 1024)),
-    'mlp_ratios': each_stage(number(0.125, 64)),
-    'layer_scale': each_stage(flag()),
-    'layer_scale_init': number(0, 10),
-    'head_hidden_size': or_none(integer(1, 65_536)),
-    'output_norms': flag(),
-    'global_pool': one_of('avg', ''),
-    'output_stride': one_of(STRIDES[-1]),
-    'mixers': one_or_each_stage(or_none(mixer_name())),
-    'attention_share': number(0, 1),
-}
 # Ends of the names of parameters without weight decay, apart from biases and norms: decays and biases of edges.
 _NO_WEIGHT_DECAY = ('.A_log', '.dt_bias', '.edge_bias')
 
@@ -59,8 +59,8 @@ class HierarchicalBackbone(TimmInterface):
     """A stem at stride 4, four stages at strides 4, 8, 16 and 32, and a head with a projection and a classifier.
 
     Args:
-        mixer: called as mixer(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...) for each block of a
-            stage; returns a module (B, H, W, C) -> (B, H, W, C) that takes any H, W >= 1.
+        build_mixer: called as build_mixer(stage=0..3, block=0.., dim=..., num_heads=..., device=..., dtype=...) for
+            each block of a stage; returns a module (B, H, W, C) -> (B, H, W, C) that takes any H, W >= 1.
         dims: number of channels of each stage.
         depths: number of blocks of each stage.
         num_heads: number of heads of each stage.
@@ -83,54 +83,48 @@ class HierarchicalBackbone(TimmInterface):
         attention_share: the share of the blocks of each stage, from 0 to 1, that use plain softmax attention instead of
             their mixer. They are spread evenly, and the last block of a stage is the first to change.
         device, dtype: device and dtype of the parameters.
-        mixer_options: options of the family, which are checked here and used by `mixer`.
+        mixer_options: options of the family's mixer, with which `build_mixer` is called, too.
 
     Attributes:
         hybrid_options: the values of `mixers` and `attention_share` that are not the default; empty if both are.
 
     Raises:
-        ValueError: the family's `OPTIONS` do not allow a value, `attention_share` rounds to no block, or `mixers` and
-            `attention_share` leave no block to which one of them, or one of `mixer_options`, applies.
-        TypeError: an option is not in the family's `OPTIONS`.
+        ValueError: the value of an option is not allowed.
+        TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = OPTIONS
-
+    @checked
     def __init__(
             self,
-            mixer: Callable[..., nn.Module],
-            dims: Sequence[int],
-            depths: Sequence[int],
-            num_heads: Sequence[int],
-            mlp_ratios: Sequence[float],
-            layer_scale: Sequence[bool] = (False, False, False, False),
-            layer_scale_init: float = 1e-6,
-            head_hidden_size: Optional[int] = 1024,
-            output_norms: bool = False,
-            num_classes: int = 1000,
-            in_chans: int = 3,
-            global_pool: str = 'avg',
-            drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            img_size: Union[None, int, Tuple[int, int]] = None,
-            output_stride: int = 32,
-            mixers: Names = None,
-            attention_share: float = 0.,
+            build_mixer: Callable[..., nn.Module],
+            dims: Annotated[Sequence[int], each_stage(integer(8, 8192))],
+            depths: Annotated[Sequence[int], each_stage(integer(1, 256))],
+            num_heads: Annotated[Sequence[int], each_stage(integer(1, 1024))],
+            mlp_ratios: Annotated[Sequence[float], each_stage(number(0.125, 64))],
+            layer_scale: Annotated[Sequence[bool], each_stage(FLAG)] = (False, False, False, False),
+            layer_scale_init: Annotated[float, number(0, 10)] = 1e-6,
+            head_hidden_size: Annotated[Optional[int], or_none(integer(1, 65_536))] = 1024,
+            output_norms: Flag = False,
+            num_classes: NumClasses = 1000,
+            in_chans: InChans = 3,
+            global_pool: Annotated[str, one_of('avg', '')] = 'avg',
+            drop_rate: Rate = 0.,
+            drop_path_rate: Rate = 0.,
+            img_size: ImageSize = None,
+            output_stride: Annotated[int, one_of(STRIDES[-1])] = STRIDES[-1],
+            mixers: Annotated[Names, one_or_each_stage(or_none(mixer_name()))] = None,
+            attention_share: Annotated[float, number(0, 1)] = 0.,
             device=None,
             dtype=None,
             **mixer_options: Any,
     ):
-        check(type(self).__name__, self.OPTIONS, dict(
-            dims=dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios, layer_scale=layer_scale,
-            layer_scale_init=layer_scale_init, head_hidden_size=head_hidden_size, output_norms=output_norms,
-            num_classes=num_classes, in_chans=in_chans, global_pool=global_pool, drop_rate=drop_rate,
-            drop_path_rate=drop_path_rate, img_size=img_size, output_stride=output_stride, mixers=mixers,
-            attention_share=attention_share, **mixer_options))
-        refuse_unused(type(self), mixers, attention_share, depths, mixer_options)
+        options = options_of(type(self))
+        warn_of_unused(mixers, attention_share, depths, {
+            name: value for name, value in mixer_options.items() if value != options[name].default})
         super().__init__(num_classes, in_chans)
         self.hybrid_options = {**({} if mixers is None else {'mixers': mixers}),
                                **({'attention_share': attention_share} if attention_share else {})}
-        mixer = choose_mixers(mixer, mixers, attention_share, depths)
+        build = choose_mixers(partial(build_mixer, **mixer_options), mixers, attention_share, depths)
         dd = {'device': device, 'dtype': dtype}
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]
         self.stem = Stem(in_chans, dims[0], **dd)
@@ -141,7 +135,7 @@ class HierarchicalBackbone(TimmInterface):
             blocks = [
                 Block(
                     dim,
-                    mixer=mixer(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
+                    mixer=build(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
                     mlp_ratio=mlp_ratios[i],
                     drop_path=rate,
                     init_values=layer_scale_init if layer_scale[i] else None,

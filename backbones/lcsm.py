@@ -5,18 +5,17 @@ Perspective", arXiv 2405.17383, which describes them for sequences. These backbo
 with another token mixer. There are no published weights. See backbones/mixers/eos.py for the layer, and
 backbones/mixers/eos_codes.py for the names of the recurrences.
 """
-from typing import Any, ClassVar, Dict, Optional
+from typing import Any, ClassVar, Dict
 
 import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from .hierarchical import OPTIONS, HierarchicalBackbone
+from .hierarchical import HierarchicalBackbone
 from .mixers import EosMixer
-from .mixers.choices import refuse_unused
 from .mixers.eos_decay import StateDecay
 from .observation import observe_inputs
-from .options import Options, check
+from .options import Options, options_of
 from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['LCSM']
@@ -59,46 +58,21 @@ class LCSM(HierarchicalBackbone):
     """Backbone with bidirectional linear recurrences.
 
     Args:
-        mixer: a preset such as 'gla', 'mamba' or 'deltanet', or a code of the paper such as '1-1-1-6'; an unknown one
-            raises an error that lists all.
-        mode: 'axis' (columns, then rows), 'raster' (the flattened map) or 'forward' (the same, in one direction).
-        expand_dim: keys of each head's memory; None for 16.
-        tau: temperature of the decays, above 0; None for 16.
-        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'. They differ in 2 to 5;
-            for codes with another oscillation, and with the prefix 0, both are the same. Presets take 'code' only.
-        learned_decay: learn the constants of the oscillations 0, 4 and 5.
-        gated: multiply the recurrence's output by SiLU of a linear map of the token.
-        kwargs: arguments of HierarchicalBackbone.
+        kwargs: `mixer` (a preset such as 'gla' or a code of the paper), `mode`, `expand_dim`, `tau`, `numbering`,
+            `learned_decay` and `gated` of `EosMixer`, and arguments of `HierarchicalBackbone`.
 
     Raises:
         ValueError: the value of an option is not allowed, or has no effect on this recurrence.
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {**OPTIONS, **EosMixer.OPTIONS}
+    PASSED_ON: ClassVar[Options] = options_of(EosMixer)
 
-    def __init__(
-            self,
-            mixer: str = 'gla',
-            mode: str = 'axis',
-            expand_dim: Optional[int] = None,
-            tau: Optional[float] = None,
-            numbering: str = 'code',
-            learned_decay: bool = True,
-            gated: bool = True,
-            **kwargs: Any,
-    ):
-        check(type(self).__name__, self.OPTIONS, dict(mixer=mixer))
-        options = dict(mode=mode, expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay,
-                       gated=gated)
+    def __init__(self, **kwargs: Any):
+        def mixer(stage: int, block: int, **options: Any) -> nn.Module:
+            return EosMixer(**options)
 
-        def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            return EosMixer(dim, num_heads, mixer, **options, **dd)
-
-        super().__init__(build, **options, **kwargs)
-        # Not with the other options, because the skeleton's `mixer` is the function.
-        refuse_unused(type(self), kwargs.get('mixers'), kwargs.get('attention_share', 0.), kwargs['depths'],
-                      dict(mixer=mixer))
+        super().__init__(mixer, **kwargs)
 
     def state_decays(self, x: Tensor) -> Dict[str, StateDecay]:
         """Return how much the memories of each layer decay per token, in evaluation mode.

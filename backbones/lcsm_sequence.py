@@ -4,7 +4,7 @@ It is the network with which Qin et al., "Unlocking the Secrets of Linear Comple
 Perspective", arXiv 2405.17383, compare recurrences on text and on associative recall. The layer is the one of the
 images, backbones/mixers/eos.py, from the first token to the last.
 """
-from typing import Any, ClassVar, Dict, Optional, Set
+from typing import Annotated, Any, ClassVar, Dict, Optional, Set
 
 import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .blocks import check_tokens
 from .mixers import EosMixer
-from .options import COMMON, Options, check, flag, integer, number, or_none
+from .options import Flag, NumClasses, Options, Rate, check, checked, integer, number, options_of, or_none
 from .timm_interface import build_model, published_cfgs
 
 __all__ = ['LCSMSequence']
@@ -66,63 +66,38 @@ class LCSMSequence(nn.Module):
         dim: number of channels of the network.
         depth: number of layers.
         num_heads: number of heads; dim must be a multiple of it.
-        mixer: a preset such as 'gla', or a code of the paper such as '1-1-1-6'; an unknown one raises an error that
-            lists all.
-        expand_dim: keys of each head's memory; None for 16.
-        tau: temperature of the decays, above 0; None for 16.
-        numbering: whose numbers of oscillations a code has, the published 'code' or the 'paper'. They differ in 2 to 5;
-            for codes with another oscillation, and with the prefix 0, both are the same. Presets take 'code' only.
-        learned_decay: learn the constants of the oscillations 0, 4 and 5.
-        gated: multiply the recurrence's output by SiLU of a linear map of the token.
         conv_size: tokens that a causal depthwise convolution before each mixer sees, as in Mamba; 0 for none, as in the
             paper.
         mlp_ratio: hidden width of the gated feed-forward network of a layer, as a multiple of dim; 0 for none.
         tied: the head shares the embedding's weights, if num_classes equals vocab_size.
         drop_rate: dropout rate of the embedding and of the layers' outputs.
         device, dtype: device and dtype of the parameters.
+        mixer_options: `mixer` (a preset such as 'gla' or a code of the paper), `expand_dim`, `tau`, `numbering`,
+            `learned_decay` and `gated` of `EosMixer`.
 
     Raises:
         ValueError: the value of an option is not allowed, or has no effect on this recurrence.
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {
-        **{name: COMMON[name] for name in ('num_classes', 'drop_rate')},
-        'vocab_size': or_none(integer(1, 10_000_000)),
-        'dim': integer(1, 65_536),
-        'depth': integer(1, 1024),
-        'num_heads': integer(1, 65_536),
-        **{name: option for name, option in EosMixer.OPTIONS.items() if name != 'mode'},
-        'conv_size': integer(0, 64),
-        'mlp_ratio': number(0, 64),
-        'tied': flag(),
-    }
+    PASSED_ON: ClassVar[Options] = options_of(EosMixer, without=('mode',))
 
+    @checked
     def __init__(
             self,
-            num_classes: int = 256,
-            vocab_size: Optional[int] = None,
-            dim: int = 64,
-            depth: int = 2,
-            num_heads: int = 1,
-            mixer: str = 'gla',
-            expand_dim: Optional[int] = None,
-            tau: Optional[float] = None,
-            numbering: str = 'code',
-            learned_decay: bool = True,
-            gated: bool = True,
-            conv_size: int = 0,
-            mlp_ratio: float = 2.,
-            tied: bool = True,
-            drop_rate: float = 0.,
+            num_classes: NumClasses = 256,
+            vocab_size: Annotated[Optional[int], or_none(integer(1, 10_000_000))] = None,
+            dim: Annotated[int, integer(1, 65_536)] = 64,
+            depth: Annotated[int, integer(1, 1024)] = 2,
+            num_heads: Annotated[int, integer(1, 65_536)] = 1,
+            conv_size: Annotated[int, integer(0, 64)] = 0,
+            mlp_ratio: Annotated[float, number(0, 64)] = 2.,
+            tied: Flag = True,
+            drop_rate: Rate = 0.,
             device=None,
             dtype=None,
-            **kwargs: Any,
+            **mixer_options: Any,
     ):
-        options = dict(expand_dim=expand_dim, tau=tau, numbering=numbering, learned_decay=learned_decay, gated=gated)
-        check(type(self).__name__, self.OPTIONS, dict(
-            num_classes=num_classes, vocab_size=vocab_size, dim=dim, depth=depth, num_heads=num_heads, mixer=mixer,
-            conv_size=conv_size, mlp_ratio=mlp_ratio, tied=tied, drop_rate=drop_rate, **options, **kwargs))
         super().__init__()
         vocab_size = vocab_size or num_classes
         if not vocab_size:
@@ -134,8 +109,8 @@ class LCSMSequence(nn.Module):
         self.drop = nn.Dropout(drop_rate)
         hidden = max(1, int(dim * mlp_ratio)) if mlp_ratio else 0
         self.layers = nn.ModuleList(
-            Layer(dim, EosMixer(dim, num_heads, mixer, 'forward', **options, **dd), hidden, conv_size,
-                  drop_rate, **dd)
+            Layer(dim, EosMixer(dim, num_heads, mode='forward', **mixer_options, **dd), hidden, conv_size, drop_rate,
+                  **dd)
             for _ in range(depth))
         self.norm = nn.LayerNorm(dim, **dd)
         self.tied = tied and num_classes == vocab_size
@@ -172,7 +147,7 @@ class LCSMSequence(nn.Module):
         """
         if global_pool is not None:
             raise ValueError(f'global_pool must be None, got {global_pool!r}: each token has its own logits')
-        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes})
+        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes})
         weight = self.embedding.weight
         self.num_classes, self.tied = num_classes, False
         self.head = (nn.Linear(self.num_features, num_classes, bias=False, device=weight.device, dtype=weight.dtype)

@@ -9,7 +9,7 @@ regrouping its tokens, stochastic depth acts on residual branches only, and new 
 (`weight_init`).
 """
 from collections import OrderedDict
-from typing import Any, Callable, ClassVar, Dict, Optional, Tuple, Union
+from typing import Annotated, Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,14 @@ from ..kernels.common.patches import fold_patches, unfold_patches
 from ._timm import checkpoint_seq, pooled_width
 from .blocks import check_image, check_pool
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
-from .mixers.separable import check_source
+from .mixers.separable import LatentTokens, Sampling, check_source
 from .observation import observe_inputs
-from .options import COMMON, Options, check, flag, number, one_of
+from .options import Flag, ImageSize, InChans, NumClasses, Rate, check, checked, number, one_of, options_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
 from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
 
 __all__ = ['MobileViTv2']
 
-POOLINGS = ('avg', 'max', 'avgmax', 'catavgmax', '')
-WIDTHS = (0.25, 2.5)
-WEIGHT_INITS = ('kaiming', 'authors')
 CHANNELS = (64, 128, 256, 384, 512)
 PATCH = (2, 2)
 # The authors' networks by the ending of their names, and a small one for tests.
@@ -277,41 +274,25 @@ class MobileViTv2(TimmInterface):
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {
-        **COMMON,
-        **SeparableSelfAttention.OPTIONS,
-        'width': number(*WIDTHS),
-        'attention': one_of(*ATTENTION_UNITS),
-        'exact_size': flag(),
-        'output_stride': one_of(8, 16, 32),
-        'global_pool': one_of(*POOLINGS),
-        'weight_init': one_of(*WEIGHT_INITS),
-    }
-
+    @checked
     def __init__(
             self,
-            width: float = 1.0,
-            num_latent_tokens: int = 1,
-            attention: str = 'separable',
-            sampling: str = 'pixel',
-            exact_size: bool = False,
-            output_stride: int = 32,
-            num_classes: int = 1000,
-            in_chans: int = 3,
-            global_pool: str = 'avg',
-            drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            img_size: Union[None, int, Tuple[int, int]] = None,
-            weight_init: str = 'kaiming',
+            width: Annotated[float, number(0.25, 2.5)] = 1.0,
+            num_latent_tokens: LatentTokens = 1,
+            attention: Annotated[str, one_of(*ATTENTION_UNITS)] = 'separable',
+            sampling: Sampling = 'pixel',
+            exact_size: Flag = False,
+            output_stride: Annotated[int, one_of(8, 16, 32)] = 32,
+            num_classes: NumClasses = 1000,
+            in_chans: InChans = 3,
+            global_pool: Annotated[str, one_of('avg', 'max', 'avgmax', 'catavgmax', '')] = 'avg',
+            drop_rate: Rate = 0.,
+            drop_path_rate: Rate = 0.,
+            img_size: ImageSize = None,
+            weight_init: Annotated[str, one_of('kaiming', 'authors')] = 'kaiming',
             device=None,
             dtype=None,
-            **kwargs: Any,
     ):
-        check(type(self).__name__, self.OPTIONS, dict(
-            width=width, num_latent_tokens=num_latent_tokens, attention=attention, sampling=sampling,
-            exact_size=exact_size, output_stride=output_stride, num_classes=num_classes, in_chans=in_chans,
-            global_pool=global_pool, drop_rate=drop_rate, drop_path_rate=drop_path_rate, img_size=img_size,
-            weight_init=weight_init, **kwargs))
         super().__init__(num_classes, in_chans)
         if attention != 'separable' and (exact_size or num_latent_tokens != 1):
             raise ValueError("exact_size=True and num_latent_tokens > 1 require attention='separable', "
@@ -409,7 +390,7 @@ class MobileViTv2(TimmInterface):
         Raises:
             ValueError: the number of classes or the pooling is not allowed.
         """
-        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes})
+        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes})
         if global_pool is not None:
             check_pool(global_pool, num_classes)
         super().reset_classifier(num_classes, global_pool)

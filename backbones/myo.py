@@ -4,17 +4,17 @@ The layer is from "Myosotis: structured computation for attention like layer", a
 sequences (`MyoSequence`). These backbones are this project's: they are PPMA with another token mixer. There are no
 published weights. See backbones/mixers/tree.py for the layer.
 """
-from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, NamedTuple, Tuple
 
 import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..kernels.trees import common_ancestor_levels
-from .hierarchical import OPTIONS, HierarchicalBackbone
+from .hierarchical import HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs
-from .options import Options, flag
+from .options import Flag, Options, checked, options_of
 from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['Myo']
@@ -73,46 +73,23 @@ class Myo(HierarchicalBackbone):
     """Backbone with quad-tree solves. The tree of every second block lies on a shifted grid.
 
     Args:
-        parametrization: 'laplacian', 'symmetric' or 'skew'.
-        static_edges: use edges that do not depend on the image.
-        max_levels: maximum number of levels of a tree; None for one tree over the whole map.
         shifted_blocks: shift the grid of every second block.
-        kwargs: arguments of HierarchicalBackbone.
+        kwargs: `parametrization`, `static_edges` and `max_levels` of `TreeMixer`, and arguments of
+            `HierarchicalBackbone`.
 
     Raises:
         ValueError: the value of an option is not allowed.
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {**OPTIONS, **TreeMixer.OPTIONS, 'shifted_blocks': flag()}
+    PASSED_ON: ClassVar[Options] = options_of(TreeMixer, without=('shift_grid', 'rho'))
 
-    def __init__(
-            self,
-            parametrization: str = 'laplacian',
-            static_edges: bool = False,
-            max_levels: Optional[int] = None,
-            shifted_blocks: bool = True,
-            **kwargs: Any,
-    ):
-        def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            return TreeMixer(
-                dim,
-                num_heads,
-                parametrization=parametrization,
-                static_edges=static_edges,
-                max_levels=max_levels,
-                shift_grid=shifted_blocks and block % 2 == 1,
-                **dd,
-            )
+    @checked
+    def __init__(self, shifted_blocks: Flag = True, **kwargs: Any):
+        def mixer(stage: int, block: int, shifted_blocks: bool, **options: Any) -> nn.Module:
+            return TreeMixer(shift_grid=shifted_blocks and block % 2 == 1, **options)
 
-        super().__init__(
-            mixer,
-            parametrization=parametrization,
-            static_edges=static_edges,
-            max_levels=max_levels,
-            shifted_blocks=shifted_blocks,
-            **kwargs,
-        )
+        super().__init__(mixer, shifted_blocks=shifted_blocks, **kwargs)
 
     def influences(self, x: Tensor, at: Tuple[float, float] = (0.5, 0.5)) -> Dict[str, Influence]:
         """Return the contributions of all tokens to the query token of each layer, in evaluation mode.

@@ -4,7 +4,7 @@ The architecture is from "Myosotis: structured computation for attention like la
 not say how edges depend on the input, which values inner nodes start with, or what is read out. These are options
 here.
 """
-from typing import Any, ClassVar, Dict, Optional, Set, Tuple, Union
+from typing import Annotated, Any, Dict, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,23 @@ from ..kernels.trees import ORDERS, PARAMETRIZATIONS, grid_order
 from .blocks import check_tokens
 from .mixers.scan import ScanMixer
 from .mixers.tree_sequence import LEVELS, Nodes, TreeSequenceMixer
-from .options import COMMON, Options, check, flag, image_size, integer, number, one_of, or_none
+from .options import (
+    Flag,
+    InChans,
+    NumClasses,
+    Rate,
+    check,
+    checked,
+    image_size,
+    integer,
+    number,
+    one_of,
+    options_of,
+    or_none,
+)
 from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['MyoSequence']
-
-VIRTUAL_INPUTS = ('mean', 'zero', 'embed')
 
 
 class Layer(nn.Module):
@@ -105,61 +116,33 @@ class MyoSequence(nn.Module):
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {
-        **{name: COMMON[name] for name in ('num_classes', 'in_chans', 'drop_rate')},
-        'vocab_size': or_none(integer(1, 10_000_000)),
-        'padding_idx': integer(-1, 10_000_000),
-        'dim': integer(1, 65_536),
-        'depth': integer(1, 1024),
-        'num_heads': integer(1, 65_536),
-        'block_size': integer(1, 64),
-        'arity': integer(2, 1024),
-        'order': one_of(*ORDERS),
-        'parametrization': one_of(*PARAMETRIZATIONS),
-        'static_edges': flag(),
-        'virtual_input': one_of(*VIRTUAL_INPUTS),
-        'readout_levels': integer(1, 64),
-        'readout': one_of('mean', 'concat'),
-        'mixer': one_of('tree', 'scan'),
-        'states': integer(1, 65_536),
-        'mlp_ratio': number(0, 64),
-        'img_size': or_none(image_size(1)),
-        'global_pool': one_of('avg'),
-    }
-
+    @checked
     def __init__(
             self,
-            num_classes: int = 10,
-            in_chans: int = 3,
-            vocab_size: Optional[int] = None,
-            padding_idx: int = 0,
-            dim: int = 64,
-            depth: int = 4,
-            num_heads: int = 8,
-            block_size: int = 1,
-            arity: int = 4,
-            order: str = 'morton',
-            parametrization: str = 'symmetric',
-            static_edges: bool = False,
-            virtual_input: str = 'mean',
-            readout_levels: int = 2,
-            readout: str = 'concat',
-            mixer: str = 'tree',
-            states: int = 32,
-            mlp_ratio: float = 0.,
-            drop_rate: float = 0.,
-            img_size: Union[None, int, Tuple[int, int]] = None,
-            global_pool: str = 'avg',
+            num_classes: NumClasses = 10,
+            in_chans: InChans = 3,
+            vocab_size: Annotated[Optional[int], or_none(integer(1, 10_000_000))] = None,
+            padding_idx: Annotated[int, integer(-1, 10_000_000)] = 0,
+            dim: Annotated[int, integer(1, 65_536)] = 64,
+            depth: Annotated[int, integer(1, 1024)] = 4,
+            num_heads: Annotated[int, integer(1, 65_536)] = 8,
+            block_size: Annotated[int, integer(1, 64)] = 1,
+            arity: Annotated[int, integer(2, 1024)] = 4,
+            order: Annotated[str, one_of(*ORDERS)] = 'morton',
+            parametrization: Annotated[str, one_of(*PARAMETRIZATIONS)] = 'symmetric',
+            static_edges: Flag = False,
+            virtual_input: Annotated[str, one_of('mean', 'zero', 'embed')] = 'mean',
+            readout_levels: Annotated[int, integer(1, 64)] = 2,
+            readout: Annotated[str, one_of('mean', 'concat')] = 'concat',
+            mixer: Annotated[str, one_of('tree', 'scan')] = 'tree',
+            states: Annotated[int, integer(1, 65_536)] = 32,
+            mlp_ratio: Annotated[float, number(0, 64)] = 0.,
+            drop_rate: Rate = 0.,
+            img_size: Annotated[Union[None, int, Tuple[int, int]], or_none(image_size(1))] = None,
+            global_pool: Annotated[str, one_of('avg')] = 'avg',
             device=None,
             dtype=None,
-            **kwargs: Any,
     ):
-        check(type(self).__name__, self.OPTIONS, dict(
-            num_classes=num_classes, in_chans=in_chans, vocab_size=vocab_size, padding_idx=padding_idx, dim=dim,
-            depth=depth, num_heads=num_heads, block_size=block_size, arity=arity, order=order,
-            parametrization=parametrization, static_edges=static_edges, virtual_input=virtual_input,
-            readout_levels=readout_levels, readout=readout, mixer=mixer, states=states, mlp_ratio=mlp_ratio,
-            drop_rate=drop_rate, img_size=img_size, global_pool=global_pool, **kwargs))
         super().__init__()
         if dim % (num_heads * block_size):
             raise ValueError(f'dim must be a multiple of num_heads * block_size, got {dim}, {num_heads}, {block_size}')
@@ -215,7 +198,7 @@ class MyoSequence(nn.Module):
             ValueError: the number of classes or the pooling is not allowed.
         """
         pooling = {} if global_pool is None else {'global_pool': global_pool}
-        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes, **pooling})
+        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes, **pooling})
         weight = self.norm.weight
         self.num_classes = num_classes
         self.head = (nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)

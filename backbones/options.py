@@ -1,10 +1,17 @@
-"""Options of the networks: one table for each family, and one function that checks them all.
+"""Options of the networks: constructor arguments with bounds, which stand in their annotations.
 
-The table `OPTIONS` of a family names every option that a caller or a weight file may set, with its type and its bounds.
-The bounds are wide. They keep a typo or a damaged file from requesting a network that no machine can hold.
+    class Network(nn.Module):
+        @checked
+        def __init__(self, dim: Annotated[int, integer(1, 65_536)] = 64, gated: Flag = True):
+
+The signature holds the type, the bounds and the default of an option, and the docstring says what it means. A weight
+file may set the same options. The bounds are wide. They keep a typo or a damaged file from requesting a network that no
+machine can hold.
 """
 from difflib import get_close_matches
-from typing import Any, Callable, Mapping, NamedTuple
+from functools import lru_cache, wraps
+from inspect import Parameter, signature
+from typing import Annotated, Any, Callable, Dict, Mapping, NamedTuple, Tuple, Union
 
 MIN_SIZE = 32
 
@@ -15,9 +22,11 @@ class Option(NamedTuple):
     Attributes:
         allowed: the accepted values in words, which follow "must be" in error messages.
         accepts: returns True for an accepted value.
+        default: the default of the argument; `Parameter.empty` for none.
     """
     allowed: str
     accepts: Callable[[Any], bool]
+    default: Any = Parameter.empty
 
 
 Options = Mapping[str, Option]
@@ -25,22 +34,12 @@ Options = Mapping[str, Option]
 
 def integer(least: int, most: int) -> Option:
     """An integer from `least` to `most`. True and False are not accepted."""
-    return Option(f'an integer from {least} to {most}', lambda value: _is_integer(value) and least <= value <= most)
+    return Option(f'an integer from {least} to {most}', lambda value: _is(int, value) and least <= value <= most)
 
 
 def number(least: float, most: float) -> Option:
     """A number from `least` to `most`."""
-    return Option(f'a number from {least} to {most}', lambda value: _is_number(value) and least <= value <= most)
-
-
-def rate() -> Option:
-    """A probability below 1, such as a dropout rate."""
-    return Option('a number from 0 to below 1', lambda value: _is_number(value) and 0 <= value < 1)
-
-
-def flag() -> Option:
-    """True or False. Other values that Python treats as true or false, such as 'no', are not accepted."""
-    return Option('True or False', lambda value: isinstance(value, bool))
+    return Option(f'a number from {least} to {most}', lambda value: _is((int, float), value) and least <= value <= most)
 
 
 def one_of(*values: Any) -> Option:
@@ -84,6 +83,56 @@ def image_size(least: int = MIN_SIZE) -> Option:
     )
 
 
+# Options of several networks.
+FLAG = Option('True or False', lambda value: isinstance(value, bool))         # no other value, such as 'no'
+Flag = Annotated[bool, FLAG]
+NumClasses = Annotated[int, integer(0, 10_000_000)]
+InChans = Annotated[int, integer(1, 65_536)]
+Rate = Annotated[float, Option('a number from 0 to below 1', lambda value: _is((int, float), value) and 0 <= value < 1)]
+ImageSize = Annotated[Union[None, int, Tuple[int, int]], or_none(image_size())]
+
+
+@lru_cache(maxsize=None)
+def options_of(cls: type, without: Tuple[str, ...] = ()) -> Options:
+    """Return the options of a class by name.
+
+    They are the arguments with bounds of its constructor and of those of its base classes, and those that the class
+    passes on to another one, which its attribute `PASSED_ON` holds.
+
+    Args:
+        cls: any class.
+        without: names of options to leave out.
+    """
+    found: Dict[str, Option] = {}
+    for base in reversed(cls.__mro__):
+        found.update(vars(base).get('PASSED_ON', {}))
+        for name, parameter in signature(base.__init__).parameters.items() if '__init__' in vars(base) else ():
+            for option in getattr(parameter.annotation, '__metadata__', ()):
+                if isinstance(option, Option):
+                    found[name] = option._replace(default=parameter.default)
+    return {name: option for name, option in found.items() if name not in without}
+
+
+def checked(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a constructor to check its arguments against the options of the class.
+
+    Raises:
+        TypeError: a keyword is no argument; the message names the nearest option.
+        ValueError: an option does not accept its value.
+    """
+    names = list(signature(init).parameters)
+
+    @wraps(init)
+    def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        options = options_of(type(self))
+        given = {**dict(zip(names[1:], args)), **kwargs}
+        others = {'device', 'dtype', *names}
+        check(type(self).__name__, options, {k: v for k, v in given.items() if k in options or k not in others})
+        init(self, *args, **kwargs)
+
+    return check_and_init
+
+
 def check(owner: str, options: Options, given: Mapping[str, Any]) -> None:
     """Check the names and values of options.
 
@@ -98,40 +147,17 @@ def check(owner: str, options: Options, given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name not in options:
-            raise TypeError(_unknown_name(owner, options, name))
+            near = get_close_matches(str(name), options, 1)
+            hint = f'did you mean {near[0]!r}?' if near else f"its options are {', '.join(options)}"
+            raise TypeError(f'{owner} got an unexpected keyword argument {name!r}; {hint}')
         if not options[name].accepts(value):
-            raise ValueError(f'{name} must be {options[name].allowed}, got {short_repr(value)}')
+            text = repr(value)
+            text = text if len(text) <= 120 else text[:120] + '...'             # a list may have thousands of items
+            raise ValueError(f'{name} must be {options[name].allowed}, got {text}')
 
 
-def _unknown_name(owner: str, options: Options, name: str) -> str:
-    """The error message for a name that is not an option."""
-    near = get_close_matches(str(name), options, 1)
-    hint = f'; did you mean {near[0]!r}?' if near else f"; its options are {', '.join(options)}"
-    return f'{owner} got an unexpected keyword argument {name!r}{hint}'
-
-
-# Options that all families of image backbones have.
-COMMON: Options = {
-    'num_classes': integer(0, 10_000_000),
-    'in_chans': integer(1, 65_536),
-    'img_size': or_none(image_size()),
-    'drop_rate': rate(),
-    'drop_path_rate': rate(),
-}
-
-
-def short_repr(value: Any) -> str:
-    """The repr of a value, cut to 120 characters, because a value may be a list of thousands."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:120] + '...'
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is(kind: Union[type, Tuple[type, ...]], value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _is_list(value: Any, length: int) -> bool:

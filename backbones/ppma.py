@@ -5,14 +5,15 @@ code (Apache-2.0). The defaults build the networks of the published weights, whi
 logarithm of the mask to the logits (`mask_mode='additive'`), whereas the paper multiplies the softmax by the mask
 (`mask_mode='multiplicative'`). See backbones/mixers/polyline.py for every option.
 """
-from typing import Any, ClassVar, Dict, Sequence, Union
+from typing import Annotated, Any, ClassVar, Dict, Sequence, Union
 
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from .hierarchical import OPTIONS, HierarchicalBackbone
+from .hierarchical import HierarchicalBackbone
 from .mixers import PolylineMixer
-from .options import Options, each_stage, number, one_or_each_stage
+from .mixers.polyline import ATTENTIONS
+from .options import Options, checked, each_stage, number, one_of, one_or_each_stage, options_of
 from .timm_interface import build_model, image_cfg, published_cfgs
 from .weights.ppma_keys import is_published, to_our_keys
 
@@ -68,54 +69,28 @@ class PPMA(HierarchicalBackbone):
 
     Args:
         attention: 'full', 'crisscross', 'linear' or 'decomposed', one for all stages or one for each.
-        mask_mode: 'additive' (the published weights) or 'multiplicative' (the paper).
-        paths: 'both', 'v2h', 'cross_scan', 'rmt' or 'none' (the masks of Table 9).
-        shared_decay: use one decay for both directions.
         rmt_range: with paths='rmt', the range of the decays of each stage's heads (RMT, section 3.2).
-        kwargs: arguments of HierarchicalBackbone.
+        kwargs: `mask_mode`, `paths` and `shared_decay` of `PolylineMixer`, and arguments of `HierarchicalBackbone`.
 
     Raises:
         ValueError: the value of an option is not allowed.
         TypeError: an option does not exist.
     """
 
-    OPTIONS: ClassVar[Options] = {
-        **OPTIONS,
-        **PolylineMixer.OPTIONS,
-        'attention': one_or_each_stage(PolylineMixer.OPTIONS['attention']),
-        'rmt_range': each_stage(number(0, 64)),
-    }
+    PASSED_ON: ClassVar[Options] = options_of(PolylineMixer)
 
+    @checked
     def __init__(
             self,
-            attention: Union[str, Sequence[str]] = 'full',
-            mask_mode: str = 'additive',
-            paths: str = 'both',
-            shared_decay: bool = False,
-            rmt_range: Sequence[float] = (4, 4, 6, 6),
+            attention: Annotated[Union[str, Sequence[str]], one_or_each_stage(one_of(*ATTENTIONS))] = 'full',
+            rmt_range: Annotated[Sequence[float], each_stage(number(0, 64))] = (4, 4, 6, 6),
             **kwargs: Any,
     ):
-        def mixer(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-            return PolylineMixer(
-                dim,
-                num_heads,
-                attention=attention if isinstance(attention, str) else attention[stage],
-                mask_mode=mask_mode,
-                paths=paths,
-                shared_decay=shared_decay,
-                rmt_range=rmt_range[stage],
-                **dd,
-            )
+        def mixer(stage: int, block: int, attention: Any, rmt_range: Sequence[float], **options: Any) -> nn.Module:
+            attention = attention if isinstance(attention, str) else attention[stage]
+            return PolylineMixer(attention=attention, rmt_range=rmt_range[stage], **options)
 
-        super().__init__(
-            mixer,
-            attention=attention,
-            mask_mode=mask_mode,
-            paths=paths,
-            shared_decay=shared_decay,
-            rmt_range=rmt_range,
-            **kwargs,
-        )
+        super().__init__(mixer, attention=attention, rmt_range=rmt_range, **kwargs)
 
     def translate_checkpoint(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename the keys of published weights. Keys that have this model's names are kept.

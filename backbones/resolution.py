@@ -4,10 +4,6 @@ import math
 from torch import nn
 
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
-from .options import Option, check
-
-SCALE = {'scale': Option('a positive finite number', lambda value: (
-    isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf))}
 
 
 def set_decay_scale(model: nn.Module, scale: float) -> None:
@@ -38,7 +34,8 @@ def set_decay_scale(model: nn.Module, scale: float) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f'model must be a torch.nn.Module, got {type(model).__name__}')
-    check('set_decay_scale', SCALE, {'scale': scale})
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
+        raise ValueError(f'scale must be a positive finite number, got {scale!r}')
     mixers = {name: module for name, module in model.named_modules()
               if isinstance(module, (PolylineMixer, TreeMixer, EosMixer))}
     if not mixers:

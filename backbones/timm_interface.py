@@ -1,5 +1,5 @@
 """timm's model interface, written once for all families: methods, default configs, the builder and initialization."""
-from typing import Any, ClassVar, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar, Union
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import get_device_dtype, trunc_normal_
@@ -7,7 +7,7 @@ from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 from torch import Tensor, nn
 
 from ._timm import feature_take_indices, narrow_head, pooled_width
-from .options import COMMON, Options, check
+from .options import check, options_of
 from .weights import WeightsError, pretrained_filter
 from .weights.download import SHIPPED
 from .weights.files import remove_prefixes
@@ -93,7 +93,7 @@ def build_model(
     """Build a registered model as timm does, with this package's checks of its options and of its weights.
 
     Args:
-        cls: class of the model, with a table `OPTIONS`.
+        cls: class of the model.
         name: timm name of the model, with or without a tag.
         pretrained: whether to load pretrained weights.
         options: keyword arguments of the entry point, for `cls` and for timm's builder.
@@ -174,12 +174,7 @@ class TimmInterface(nn.Module):
     Args:
         num_classes: number of classes; 0 for no classifier.
         in_chans: number of input channels.
-
-    Attributes:
-        OPTIONS: all options of the family; see `subquad.backbones.options`.
     """
-
-    OPTIONS: ClassVar[Options] = COMMON
 
     def __init__(self, num_classes: int, in_chans: int):
         super().__init__()
@@ -211,7 +206,7 @@ class TimmInterface(nn.Module):
         Raises:
             ValueError: a side is below 32.
         """
-        check(type(self).__name__, self.OPTIONS, {'img_size': img_size})
+        check(type(self).__name__, options_of(type(self)), {'img_size': img_size})
 
     def no_weight_decay(self) -> Set[str]:
         """Names of parameters without weight decay, apart from biases and norms. Families override it."""
@@ -237,7 +232,7 @@ class TimmInterface(nn.Module):
             ValueError: the number of classes or the pooling is not allowed.
         """
         pooling = {} if global_pool is None else {'global_pool': global_pool}
-        check(type(self).__name__, self.OPTIONS, {'num_classes': num_classes, **pooling})
+        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes, **pooling})
         self.head.reset(num_classes, global_pool, **get_device_dtype(self))
         self.num_classes = num_classes
         self.head_hidden_size = pooled_width(self.head)

@@ -3,14 +3,14 @@
 The four-stage skeleton halves its maps, so that its last stage sees a whole small image even without a mixer. This
 network has the same blocks at one resolution: only the mixer carries information beyond the blocks' 3 x 3 windows.
 """
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
 from timm.models import register_model
 from torch import Tensor, nn
 
 from subquad.backbones.blocks import Block, check_tokens
 from subquad.backbones.mixers.choices import find_mixer, mixer_name
-from subquad.backbones.options import COMMON, Options, check, integer, number, one_of, or_none
+from subquad.backbones.options import InChans, NumClasses, checked, integer, number, one_of, or_none
 from subquad.backbones.timm_interface import init_linear
 
 
@@ -38,38 +38,23 @@ class FlatNetwork(nn.Module):
         TypeError: an option does not exist.
     """
 
-    OPTIONS: Options = {
-        **{name: COMMON[name] for name in ('num_classes', 'in_chans')},
-        'mixers': mixer_name(),
-        'output': one_of('places', 'mean'),
-        'patch_size': integer(1, 256),
-        'vocab_size': or_none(integer(2, 10_000_000)),
-        'dim': integer(1, 8192),
-        'depth': integer(1, 256),
-        'num_heads': integer(1, 1024),
-        'mlp_ratio': number(0.125, 64),
-    }
-
+    @checked
     def __init__(
             self,
-            mixers: str = 'attention',
-            output: str = 'mean',
-            num_classes: int = 10,
-            in_chans: int = 3,
-            patch_size: int = 4,
-            vocab_size: Optional[int] = None,
-            dim: int = 48,
-            depth: int = 2,
-            num_heads: int = 4,
-            mlp_ratio: float = 2.,
+            mixers: Annotated[str, mixer_name()] = 'attention',
+            output: Annotated[str, one_of('places', 'mean')] = 'mean',
+            num_classes: NumClasses = 10,
+            in_chans: InChans = 3,
+            patch_size: Annotated[int, integer(1, 256)] = 4,
+            vocab_size: Annotated[Optional[int], or_none(integer(2, 10_000_000))] = None,
+            dim: Annotated[int, integer(1, 8192)] = 48,
+            depth: Annotated[int, integer(1, 256)] = 2,
+            num_heads: Annotated[int, integer(1, 1024)] = 4,
+            mlp_ratio: Annotated[float, number(0.125, 64)] = 2.,
             device=None,
             dtype=None,
-            **kwargs: Any,
     ):
         super().__init__()
-        check(type(self).__name__, self.OPTIONS, dict(
-            mixers=mixers, output=output, num_classes=num_classes, in_chans=in_chans, patch_size=patch_size,
-            vocab_size=vocab_size, dim=dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, **kwargs))
         dd = {'device': device, 'dtype': dtype}
         self.num_classes, self.output, self.vocab_size = num_classes, output, vocab_size
         self.encoder = (nn.Embedding(vocab_size, dim, **dd) if vocab_size

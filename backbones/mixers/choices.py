@@ -1,5 +1,5 @@
 """The token mixers that a stage of the skeleton can take by name, for hybrids and comparisons (`mixers=`)."""
-import inspect
+import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from torch import nn
@@ -111,14 +111,8 @@ def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: 
         mixers: the name of a mixer, or one for each stage; None keeps the family's own.
         attention_share: the share of the blocks of each stage that use 'attention' instead.
         depths: number of blocks of each stage.
-
-    Raises:
-        ValueError: `attention_share` is above 0 but rounds to no block of any stage, or it selects only blocks that
-            have 'attention' by `mixers`, or it replaces every block of a name in `mixers`.
     """
     names = block_mixers(mixers, attention_share, depths)
-    if attention_share:
-        _check_share(mixers, attention_share, depths, names)
 
     def build(stage: int, block: int, **kwargs: Any) -> nn.Module:
         name = names[stage][block]
@@ -127,50 +121,25 @@ def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: 
     return build
 
 
-def _check_share(mixers: Names, share: float, depths: Sequence[int], names: List[List[Optional[str]]]) -> None:
-    """Refuse a share, or a name in `mixers`, that has no effect on any block."""
-    if not any(attention_blocks(depth, share) for depth in depths):
-        raise ValueError(f'attention_share must be 0 or at least {0.5 / max(depths):.3g} for stages of '
-                         f"{', '.join(map(str, depths))} blocks, got {share!r}, which rounds to no block")
-    if names == block_mixers(mixers, 0, depths):
-        raise ValueError(f"attention_share={share!r} has no effect: the blocks that it selects have the mixer "
-                         f"'attention' by mixers={mixers!r}")
-    if isinstance(mixers, str):
-        if not any(mixers in stage for stage in names):
-            raise ValueError(f'mixers={mixers!r} has no effect: attention_share={share!r} replaces the mixer of every '
-                             'block')
-        return
-    for number, (name, stage) in enumerate(zip(_of_each_stage(mixers, len(depths)), names)):
-        if name is not None and name not in stage:
-            raise ValueError(f'mixers[{number}]={name!r} has no effect: attention_share={share!r} replaces the mixer '
-                             'of every block of this stage')
-
-
-def refuse_unused(family: type, mixers: Names, attention_share: float, depths: Sequence[int], given: Dict[str, Any]
-                  ) -> None:
-    """Refuse options of the family's own mixer if `mixers` and `attention_share` replace it in every block.
-
-    Lists with a value for each stage pass, because the tables of architectures contain them.
+def warn_of_unused(mixers: Names, attention_share: float, depths: Sequence[int], options: Dict[str, Any]) -> None:
+    """Warn of values that no block of a hybrid uses.
 
     Args:
-        family: class of the model; its constructor has the default values.
         mixers, attention_share, depths: see `choose_mixers`.
-        given: values of the options by name.
-
-    Raises:
-        ValueError: an option differs from its default.
+        options: values of the options of the family's own mixer. Lists with a value for each stage do not count,
+            because the tables of architectures have them.
     """
-    if any(None in names for names in block_mixers(mixers, attention_share, depths)):
-        return
-    if not any(None in names for names in block_mixers(mixers, 0, depths)):
-        reason = f'mixers={mixers!r} replaces the mixer of every stage'
-    elif mixers is None:
-        reason = f'attention_share={attention_share!r} replaces the mixer of every block'
+    names = block_mixers(mixers, attention_share, depths)
+    if isinstance(mixers, str):
+        unused: Dict[str, Any] = {} if any(mixers in stage for stage in names) else {'mixers': mixers}
     else:
-        reason = f'mixers={mixers!r} and attention_share={attention_share!r} replace the mixer of every block'
-    for name, value in given.items():
-        defaults = [parameters[name].default for parameters in (
-            inspect.signature(cls.__init__).parameters for cls in family.__mro__ if '__init__' in vars(cls))
-            if name in parameters]
-        if defaults and value != defaults[0] and not isinstance(value, (list, tuple)):
-            raise ValueError(f'{name}={value!r} has no effect: {reason}')
+        unused = {f'mixers[{n}]': name for n, (name, stage) in enumerate(zip(mixers or (), names))
+                  if name is not None and name not in stage}
+    if attention_share and names == block_mixers(mixers, 0, depths):
+        unused['attention_share'] = attention_share
+    if not any(None in stage for stage in names):
+        unused.update((name, value) for name, value in options.items() if not isinstance(value, (list, tuple)))
+    if unused:
+        given = ', '.join(f'{name}={value!r}' for name, value in unused.items())
+        warnings.warn(f'{given} without effect: mixers={mixers!r} and attention_share={attention_share!r} leave no '
+                      f"such block in stages of {', '.join(map(str, depths))} blocks", stacklevel=2)

@@ -4,14 +4,14 @@ Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Un
 describes sequences, over which `EosMixer` runs from the first token to the last. On images it runs in both directions,
 over the lines of the grid or over the flattened image.
 """
-from typing import Any, Callable, ClassVar, Dict, Optional
+from typing import Annotated, Any, Callable, Dict, Optional
 
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..options import Option, Options, check, flag, integer, one_of, or_none
+from ..options import Flag, Option, Options, check, checked, integer, one_of, or_none
 from . import eos_linear as linear
 from . import eos_systems as systems
 from .eos_codes import CONSTANT, NUMBERINGS, WITHOUT_KEYS, Code, has_tau, parse, refuse
@@ -129,6 +129,10 @@ def make_recurrence(
     return BUILD[mixer](sizes, **dd) if code is None else _of_code(code, sizes, learned_decay, **dd)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value is not True
+
+
 def _masked(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Set the tokens of x (B, H, W, C) outside of a mask (B, H, W) to zero."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
@@ -166,33 +170,22 @@ class EosMixer(nn.Module):
             or an input is not (B, H, W, dim).
     """
 
-    OPTIONS: ClassVar[Options] = {
-        'mixer': Option('a string', lambda value: isinstance(value, str)),
-        'mode': one_of(*MODES),
-        'expand_dim': or_none(integer(1, 128)),
-        'tau': or_none(Option('a number', lambda value: isinstance(value, (int, float)) and value is not True)),
-        'numbering': one_of(*NUMBERINGS),
-        'learned_decay': flag(),
-        'gated': flag(),
-    }
-
+    @checked
     def __init__(
             self,
             dim: int,
             num_heads: int,
-            mixer: str = 'gla',
-            mode: str = 'axis',
-            expand_dim: Optional[int] = None,
-            tau: Optional[float] = None,
-            numbering: str = 'code',
-            learned_decay: bool = True,
-            gated: bool = True,
+            mixer: Annotated[str, Option('a string', lambda value: isinstance(value, str))] = 'gla',
+            mode: Annotated[str, one_of(*MODES)] = 'axis',
+            expand_dim: Annotated[Optional[int], or_none(integer(1, 128))] = None,
+            tau: Annotated[Optional[float], or_none(Option('a number', _is_number))] = None,
+            numbering: Annotated[str, one_of(*NUMBERINGS)] = 'code',
+            learned_decay: Flag = True,
+            gated: Flag = True,
             device=None,
             dtype=None,
     ):
         super().__init__()
-        check('EosMixer', self.OPTIONS, dict(mixer=mixer, mode=mode, expand_dim=expand_dim, tau=tau,
-                                             numbering=numbering, learned_decay=learned_decay, gated=gated))
         dd = {'device': device, 'dtype': dtype}
         self.dim, self.num_heads, self.mixer, self.mode = dim, num_heads, mixer, mode
         self.recurrence = make_recurrence(dim, num_heads, mixer, expand_dim, tau, numbering, learned_decay, **dd)

@@ -5,7 +5,7 @@ the code adds the logarithm of the mask to the logits (`mask_mode='additive'`, w
 trained), and the paper multiplies the softmax by the mask (`mask_mode='multiplicative'`). The default follows the code.
 """
 import math
-from typing import Callable, ClassVar, Dict, Optional, Sequence, Tuple
+from typing import Annotated, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from ...kernels import (
 )
 from ...kernels.common.checks import MASK_MODES
 from ..blocks import DepthwiseConv
-from ..options import Options, check, flag, one_of
+from ..options import Flag, checked, one_of
 
 PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 
@@ -217,29 +217,22 @@ class PolylineMixer(nn.Module):
     """
 
     decay_scale = 1.0
-    OPTIONS: ClassVar[Options] = {
-        'attention': one_of(*ATTENTIONS),
-        'mask_mode': one_of(*MASK_MODES),
-        'paths': one_of(*PATHS),
-        'shared_decay': flag(),
-    }
 
+    @checked
     def __init__(
             self,
             dim: int,
             num_heads: int,
-            attention: str = 'full',
-            mask_mode: str = 'additive',
-            paths: str = 'both',
-            shared_decay: bool = False,
+            attention: Annotated[str, one_of(*ATTENTIONS)] = 'full',
+            mask_mode: Annotated[str, one_of(*MASK_MODES)] = 'additive',
+            paths: Annotated[str, one_of(*PATHS)] = 'both',
+            shared_decay: Flag = False,
             lepe_kernel: int = 5,
             rmt_range: float = 4.0,
             device=None,
             dtype=None,
     ):
         super().__init__()
-        check('PolylineMixer', self.OPTIONS, dict(
-            attention=attention, mask_mode=mask_mode, paths=paths, shared_decay=shared_decay))
         if num_heads < 1 or dim % num_heads or dim // num_heads % 2:
             raise ValueError(f'dim / num_heads must be an even integer, got dim={dim}, num_heads={num_heads}')
         dd = {'device': device, 'dtype': dtype}

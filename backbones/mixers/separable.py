@@ -3,7 +3,7 @@
 Mehta & Rastegari, "Separable Self-attention for Mobile Vision Transformers", TMLR 2023, arXiv 2206.02680. Unlike the
 other mixers, these take channels first, (B, C, H, W), because they consist of 1 x 1 convolutions and run on phones.
 """
-from typing import ClassVar, Optional, Tuple, Union
+from typing import Annotated, Optional, Tuple, Union
 
 import torch.nn.functional as F
 from timm.models import register_notrace_module
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ...kernels import separable_attention
 from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
-from ..options import Options, check, integer, one_of
+from ..options import checked, integer, one_of
 
-MAX_LATENT_TOKENS = 64
+LatentTokens = Annotated[int, integer(1, 64)]
+Sampling = Annotated[str, one_of(*SAMPLINGS)]
 
 
 def check_source(x: Tensor, source: Tensor) -> Tensor:
@@ -52,23 +53,17 @@ class SeparableSelfAttention(nn.Module):
         ValueError: the number of latent tokens or the sampling is not allowed.
     """
 
-    OPTIONS: ClassVar[Options] = {
-        'num_latent_tokens': integer(1, MAX_LATENT_TOKENS),
-        'sampling': one_of(*SAMPLINGS),
-    }
-
+    @checked
     def __init__(
             self,
             dim: int,
-            num_latent_tokens: int = 1,
+            num_latent_tokens: LatentTokens = 1,
             patch_size: Union[int, Tuple[int, int]] = 2,
-            sampling: str = 'pixel',
+            sampling: Sampling = 'pixel',
             device=None,
             dtype=None,
     ):
         super().__init__()
-        check('SeparableSelfAttention', self.OPTIONS, dict(
-            num_latent_tokens=num_latent_tokens, sampling=sampling))
         self.num_latent_tokens, self.patch_size, self.sampling = num_latent_tokens, patch_size, sampling
         self.qkv_proj = nn.Conv2d(dim, num_latent_tokens + 2 * dim, 1, device=device, dtype=dtype)
         self.out_proj = nn.Conv2d(dim, dim, 1, device=device, dtype=dtype)

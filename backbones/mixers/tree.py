@@ -4,7 +4,7 @@
 does not say how the edges of a tree over an image are computed. `TreeMixer` documents the choice made here.
 """
 import math
-from typing import ClassVar, List, Optional, Sequence, Tuple
+from typing import Annotated, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ...kernels.trees import (
     tree_marginal_variances,
 )
 from ...kernels.trees.edges import edge_logits, edges_of
-from ..options import Options, check, flag, integer, number, one_of, or_none
+from ..options import Flag, checked, integer, number, one_of, or_none
 
 # The number of levels with their own bias, counted from the leaves: enough for 2^11 tokens a side. Higher levels share
 # the last bias.
@@ -66,28 +66,21 @@ class TreeMixer(nn.Module):
     """
 
     decay_scale = 1.0
-    OPTIONS: ClassVar[Options] = {
-        'parametrization': one_of(*PARAMETRIZATIONS),
-        'static_edges': flag(),
-        'max_levels': or_none(integer(2, 32)),
-    }
 
+    @checked
     def __init__(
             self,
             dim: int,
             num_heads: int,
-            parametrization: str = 'laplacian',
-            static_edges: bool = False,
-            max_levels: Optional[int] = None,
-            shift_grid: bool = False,
-            rho: float = RHO,
+            parametrization: Annotated[str, one_of(*PARAMETRIZATIONS)] = 'laplacian',
+            static_edges: Flag = False,
+            max_levels: Annotated[Optional[int], or_none(integer(2, 32))] = None,
+            shift_grid: Flag = False,
+            rho: Annotated[float, number(0, 1)] = RHO,
             device=None,
             dtype=None,
     ):
         super().__init__()
-        check('TreeMixer', {**self.OPTIONS, 'shift_grid': flag(), 'rho': number(0, 1)}, dict(
-            parametrization=parametrization, static_edges=static_edges, max_levels=max_levels, shift_grid=shift_grid,
-            rho=rho))
         if dim % num_heads:
             raise ValueError(f'dim must be a multiple of num_heads, got {dim} and {num_heads}')
         if not 0 < rho < 1:
