@@ -185,7 +185,7 @@ class ExportTreeMixer(TreeMixer):
 
 
 def prepare_for_export(model: nn.Module) -> List[str]:
-    """Replace the MobileViTv2 blocks and the quad-tree mixers of a model by their export form, in place.
+    """Replace the MobileViTv2 blocks, quad-tree mixers and DeepLabv3 head of a model by their export form, in place.
 
     Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: they can be
     exported as they are. A model without such blocks or mixers is not changed.
@@ -204,6 +204,8 @@ def prepare_for_export(model: nn.Module) -> List[str]:
     for module in model.modules():
         if type(module) is TreeMixer:
             ExportTreeMixer.convert(module)
+        elif hasattr(module, 'export_form'):             # of a head for MMSegmentation, which need not be installed
+            module.__class__ = module.export_form
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()) if not isinstance(parent, ExportBlock) else ():
             if isinstance(child, MobileViTv2Block) and _is_supported(child):

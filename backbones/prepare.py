@@ -307,11 +307,13 @@ class OneProductMixer(PolylineMixer):
         return self.scaled(steps[:, :self.num_heads], steps[:, -self.num_heads:])
 
 
-def fold_norm(layer: ConvNorm) -> ConvNorm:
-    """Fold the norm of a layer into its convolution, in place, and return the layer."""
-    if is_plain(layer.conv, layer.norm):
-        conv = fuse_conv_bn_eval(layer.conv, layer.norm)
-        layer.conv, layer.norm = conv.to(memory_format=torch.channels_last), nn.Identity()
+def fold_norm(layer: nn.Module) -> nn.Module:
+    """Fold the norm of a ConvNorm or ConvNormAct into its convolution, in place, and return the layer."""
+    name = 'bn' if isinstance(layer, ConvNormAct) else 'norm'
+    norm = getattr(layer, name)
+    if is_plain(layer.conv, norm):
+        layer.conv = fuse_conv_bn_eval(layer.conv, norm).to(memory_format=torch.channels_last)
+        setattr(layer, name, nn.Identity())
         if join(layer.conv, layer.act):
             layer.act = nn.Identity()
     return layer
@@ -405,16 +407,6 @@ def prepare_depthwise(mixer: DepthwiseMixer) -> DepthwiseMixer:
     return join_linears(mixer)
 
 
-def fold_bn(layer: ConvNormAct) -> ConvNormAct:
-    """Fold the norm of a layer into its convolution, in place, and return the layer."""
-    if is_plain(layer.conv, layer.bn):
-        conv = fuse_conv_bn_eval(layer.conv, layer.bn)
-        layer.conv, layer.bn = conv.to(memory_format=torch.channels_last), nn.Identity()
-        if join(layer.conv, layer.act):
-            layer.act = nn.Identity()
-    return layer
-
-
 def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
     """Let the first convolution of the feed-forward layer apply SiLU, in place, and return the layer."""
     if join(layer.mlp.fc1, layer.mlp.act):
@@ -423,10 +415,10 @@ def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
 
 
 REPLACEMENTS.update({
-    ConvNormAct: fold_bn,
+    ConvNormAct: fold_norm,
     DepthwiseMixer: prepare_depthwise,
     MobileStage: _with_class(MobileStageInParts),
-    MobileStem: fold_bn,
+    MobileStem: fold_norm,
     SeparableMixer: prepare_separable,
     SeparableSelfAttention: prepare_separable,
     TransformerLayer: prepare_layer,

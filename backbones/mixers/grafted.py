@@ -14,7 +14,7 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from ...kernels.common.decay import column_log_decay, row_log_decay
-from ...kernels.common.tracing import exporting, is_traced_or_wrapped
+from ...kernels.common.tracing import is_traced_or_wrapped
 from .polyline import PathDecay, attend_full
 
 QueriesKeysValues = Tuple[Tensor, Tensor, Tensor]
@@ -55,8 +55,9 @@ class Grid:
             self.size = size
         else:
             self.repeated = backward_pass, size
-        if not (torch.compiler.is_compiling() or exporting()):
-            self.sizes.setdefault(size[0] * size[1], set()).add(size)
+        if not torch.compiler.is_compiling():
+            height, width = map(int, size)                                                 # tensors in torch.jit.trace
+            self.sizes.setdefault(height * width, set()).add((height, width))
 
     def _before_block(self, block: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
         if inputs:
@@ -103,7 +104,7 @@ class Grid:
 
 def _backward_pass() -> int:
     """Return the number of the backward pass that runs this code, -1 for none. A compiler sees forward passes only."""
-    return -1 if torch.compiler.is_compiling() or exporting() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 class NeutralDecay(nn.Module):

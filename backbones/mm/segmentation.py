@@ -12,7 +12,6 @@ from mmengine.registry import MODELS
 from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from mmseg.models.segmentors import EncoderDecoder
 from mmseg.structures import SegDataSample
-from timm.layers import is_exportable
 from torch import Tensor, nn
 
 Maps = Sequence[Tensor]
@@ -69,18 +68,26 @@ class DeepLabv3Head(_Head):
             *(self._unit(self.in_channels, self.channels, 3, d) for d in self.dilations),
             self._unit(self.in_channels, self.channels)])                               # for the mean of the image
         self.project = self._unit(len(self.aspp) * self.channels, self.channels)
-        self.exportable = is_exportable()
 
     def _forward_feature(self, inputs: Maps) -> Tensor:
         x = self._transform_inputs(inputs)
         *local, pooled = self.aspp
-        image = pooled(F.adaptive_avg_pool2d(x, 1))                                     # (B, C, 1, 1)
-        if self.exportable:
-            # The same values, by an operator that LiteRT can take here and that ExecuTorch delegates.
-            image = F.interpolate(image, x.shape[2:], mode='bilinear', align_corners=True)
-        else:
-            image = image.expand(-1, -1, *x.shape[2:])                                  # (B, C, H, W)
+        image = self.spread(pooled(F.adaptive_avg_pool2d(x, 1)), x.shape[2:])
         return self.project(torch.cat([*(unit(x) for unit in local), image], dim=1))
+
+    def spread(self, image: Tensor, size: torch.Size) -> Tensor:
+        """Repeat (B, C, 1, 1) for every place: (B, C, *size)."""
+        return image.expand(-1, -1, *size)
+
+
+class ExportDeepLabv3Head(DeepLabv3Head):
+    """DeepLabv3Head for exporters: the same values, by an operator that LiteRT can take and ExecuTorch delegates."""
+
+    def spread(self, image: Tensor, size: torch.Size) -> Tensor:
+        return F.interpolate(image, size, mode='bilinear', align_corners=True)
+
+
+DeepLabv3Head.export_form = ExportDeepLabv3Head
 
 
 @MODELS.register_module()
