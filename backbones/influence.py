@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import separable_attention
-from ..kernels.common.decay import cumulative
+from ..kernels.common.numerics import cumulative
 from ..kernels.common.patches import fold_patches, unfold_patches
 from .mixers import (
     EosMixer,
@@ -23,9 +23,9 @@ from .mixers import (
     SeparableSelfAttention,
     TreeMixer,
 )
+from .mixers.eos_linear import at_least_float
 from .mixers.polyline import ATTENTIONS
 from .mixers.separable import SeparableMixer
-from .mixers.wide import at_least_float
 from .mobilevitv2 import PATCH, MobileViTv2Block, to_even_size
 from .observation import check_images, check_model, observe_inputs
 from .prepare import HeadsInPlaceMixer, KeysOfContextAttention, KeysOfContextMixer, OneProductMixer

@@ -15,9 +15,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels import separable_attention
-from ..kernels.common.autocast import cast_for_autocast
-from ..kernels.common.tracing import exporting
-from ..kernels.common.workspace import keep_freed_memory, packed
+from ..kernels.common.checks import exporting
+from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, packed
 from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .common.checks import exporting, forward_mode, transforming
 from .common.launch import interpreted
-from .common.tracing import exporting, forward_mode, transforming
 
 BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
 # Why Triton cannot run an operator: a function of its tensors, or a sentence if the operator has no kernel.

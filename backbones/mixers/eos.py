@@ -133,11 +133,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and value is not True
 
 
-def _masked(x: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """Set the tokens of x (B, H, W, C) outside of a mask (B, H, W) to zero."""
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
-
-
 @register_notrace_module
 class EosMixer(nn.Module):
     """out(SiLU(gate(x)) * LayerNorm(recurrence(value(x)))): (B, H, W, C) -> (B, H, W, C) for any H, W >= 1.
@@ -259,24 +254,25 @@ class EosMixer(nn.Module):
             return self._run(values, tokens, 0)
         # Queries and keys multiply the values twice. Without a norm, the results of some recurrences would be too small
         # for the epsilon of the next norm, and those of others too large for float16.
-        values = _masked(values, mask)
+        if mask is not None:
+            values = values.masked_fill(~mask[..., None], 0)
         columns = F.layer_norm(self._run(values, tokens, 1), values.shape[-1:], eps=self.norm.eps)
-        return self._run(_masked(columns.to(values.dtype).transpose(1, 2), mask), tokens, 2)
+        columns = columns.to(values.dtype).transpose(1, 2)
+        if mask is not None:
+            columns = columns.masked_fill(~mask[..., None], 0)
+        return self._run(columns, tokens, 2)
 
     def _run(self, values: Tensor, tokens: Dict[str, Tensor], axis: int) -> Tensor:
         """Run along the columns (axis 1), along the rows (2), or over the flattened image (0).
 
         Returns (B, H, W, C), and (B, W, H, C) for the columns."""
         batch, height, width, _ = values.shape
-
-        def lines(y: Tensor) -> Tensor:
-            """(B, H, W, heads * c) -> (lines, heads, T, c). No tensor has more than 4 dimensions, for exporters."""
-            y = y.transpose(1, 2) if axis == 1 else y
-            shape = {0: (batch, height * width), 1: (batch * width, height), 2: (batch * height, width)}[axis]
-            return y.reshape(*shape, self.num_heads, y.shape[3] // self.num_heads).transpose(1, 2)
-
-        y = self.recurrence.scan(lines(values), {name: lines(z) for name, z in tokens.items()},
-                                 bidirectional=self.mode != 'forward')
+        shape = {0: (batch, height * width), 1: (batch * width, height), 2: (batch * height, width)}[axis]
+        lines = []
+        for y in (values, *tokens.values()):             # (B, H, W, heads * c) -> (lines, heads, T, c)
+            y = y.transpose(1, 2) if axis == 1 else y    # exporters take at most 4 dimensions
+            lines.append(y.reshape(*shape, self.num_heads, y.shape[3] // self.num_heads).transpose(1, 2))
+        y = self.recurrence.scan(lines[0], dict(zip(tokens, lines[1:])), bidirectional=self.mode != 'forward')
         size = (width, height) if axis == 1 else (height, width)
         return y.transpose(1, 2).reshape(batch, *size, values.shape[3])
 

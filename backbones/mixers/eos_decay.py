@@ -4,7 +4,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ...kernels.common.decay import bounded
+from ...kernels.common.numerics import bounded
 from ...kernels.eos_scan import DecayGenerator
 from ...kernels.eos_scan.generator import generated_logs
 from ...kernels.eos_scan.problem import per_token

@@ -1,22 +1,74 @@
 """Recurrences of linear attention for `EosMixer`: expand and shrink states, and oscillations."""
 import math
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import eos_elementwise, eos_matmul
-from ...kernels.common.autocast import without_autocast
+from ...kernels.common.numerics import without_autocast
 from ...kernels.eos_scan import DecayGenerator
-from .activations import ACTIVATE
-from .wide import WideModule, at_least_float, wide
 
 Tokens = Dict[str, Tensor]
 _LOGIT_BOUND = 10.0         # of the logits whose running sum is oscillation 12, as in the published code
 _SHORTEST = 1e-12           # length below which a vector is not scaled to length 1
 # The first token of a line has no predecessor. The operators clamp step logs at this value.
 _FORGET = -80.0
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def wide(device=None, dtype=None) -> Dict[str, Any]:
+    """Return factory arguments for parameters of a `WideModule`: the dtype is at least float32."""
+    return {'device': device, 'dtype': torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
+
+
+class WideModule(nn.Module):
+    """A module whose own parameters and buffers stay in float32 when a model is converted to float16 or bfloat16.
+
+    A rate or an angle acts again at each token, so that its rounding error grows with the length of the line. The
+    modules inside, such as linear layers, are converted as usual. A conversion to float64 converts all.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> 'WideModule':
+        # PyTorch calls this method for half(), to(), cuda() and the like, with the conversion of one tensor.
+        def convert(x: Tensor) -> Tensor:
+            y = fn(x)
+            return at_least_float(x).to(y.device) if y.is_floating_point() and y.dtype.itemsize < 4 else y
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(convert, recurse=False)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# Activations of the expand and shrink states, by the numbers of `eos_codes.ACTIVATIONS`. Models keep them as
+# attributes, so they are named functions: lambdas cannot be pickled.
+ACTIVATE: Dict[int, Callable[[Tensor], Tensor]] = {
+    0: _same,
+    1: F.relu,
+    2: torch.sigmoid,
+    3: _elu_plus_one,
+    4: F.silu,
+    5: F.elu,
+    6: _squared_relu,
+    7: torch.square,
+}
 
 
 class Sizes(NamedTuple):
@@ -158,11 +210,20 @@ class TokenGates(Oscillation):
         self.gate_d = nn.Linear(sizes.dim, sizes.dim, **dd) if 'd' in axes else None
 
     def tokens(self, x: Tensor) -> Tokens:
-        gates = {'log_o_k': self.gate_k, 'log_o_d': self.gate_d}
-        return {name: gate_log(gate(x), self.tau) for name, gate in gates.items() if gate is not None}
+        found = {}
+        if self.gate_k is not None:
+            found['log_o_k'] = gate_log(self.gate_k(x), self.tau)
+        if self.gate_d is not None:
+            found['log_o_d'] = gate_log(self.gate_d(x), self.tau)
+        return found
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
-        return {name: tokens[name] for name in ('log_o_k', 'log_o_d') if name in tokens}
+        given = {}
+        if self.gate_k is not None:
+            given['log_o_k'] = tokens['log_o_k']
+        if self.gate_d is not None:
+            given['log_o_d'] = tokens['log_o_d']
+        return given
 
 
 class GatedProduct(Oscillation):
@@ -265,8 +326,11 @@ class Elementwise(Recurrence):
                 nn.init.normal_(matrix, std=0.1)
 
     def tokens(self, x: Tensor) -> Tokens:
-        found = {name: self.activate(layer(x)) for name, layer in (('e', self.expand), ('s', self.shrink))
-                 if layer is not None}
+        found = {}
+        if self.expand is not None:
+            found['e'] = self.activate(self.expand(x))
+        if self.shrink is not None:
+            found['s'] = self.activate(self.shrink(x))
         return {**found, **self.oscillation.tokens(x)}
 
     def scan(self, i: Tensor, tokens: Tokens, **run: Any) -> Tensor:

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import eos_elementwise
-from ...kernels.common.autocast import without_autocast
+from ...kernels.common.numerics import without_autocast
 from ...kernels.eos_scan import DecayGenerator
 from ...kernels.eos_scan.problem import phases
-from .activations import ACTIVATE
-from .eos_linear import Recurrence, Sizes, Tokens, gate_log
+from .eos_linear import ACTIVATE, Recurrence, Sizes, Tokens, at_least_float, gate_log, wide
 from .scan import hippo_normal_eigenvalues
-from .wide import at_least_float, wide
 
 # Range of initial steps, and the rank of Mamba's map from tokens to steps.
 _STEPS = (1e-3, 1e-1)

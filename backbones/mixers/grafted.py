@@ -13,8 +13,8 @@ from timm.models import register_notrace_module, swin_transformer, swin_transfor
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from ...kernels.common.decay import column_log_decay, row_log_decay
-from ...kernels.common.tracing import is_traced_or_wrapped
+from ...kernels.common.checks import is_traced_or_wrapped
+from ...kernels.common.numerics import column_log_decay, row_log_decay
 from .polyline import PathDecay, attend_full
 
 QueriesKeysValues = Tuple[Tensor, Tensor, Tensor]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.common.autocast import without_autocast
+from ...kernels.common.numerics import without_autocast
 from ...kernels.trees import Tree, cached_path
-from .wide import WideModule, wide
+from .eos_linear import WideModule, wide
 
 
 def hippo_normal_eigenvalues(states: int) -> Tensor:

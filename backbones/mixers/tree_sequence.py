@@ -12,7 +12,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import tree_solve
-from ...kernels.common.autocast import without_autocast
+from ...kernels.common.numerics import without_autocast
 from ...kernels.trees import Tree, cached_sequence, level_lengths, tree_blocks
 from .tree import EDGE_DIM
 

@@ -1,14 +1,14 @@
-"""Argument checks that operators share: each error names the argument, its value and what is allowed."""
+"""Checks that operators share. Those of arguments raise errors that name the argument, its value and what is allowed;
+those of a call tell whether a graph is recorded or a transform runs."""
 import math
 import os
 from functools import lru_cache
 from numbers import Real
-from typing import Mapping, Optional, Sequence
+from typing import Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-
-from .tracing import exporting, is_traced_or_wrapped
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Tensors of at most this many elements are not compared with the size of the memory.
@@ -18,23 +18,38 @@ MASK_MODES = ('additive', 'multiplicative')
 PATHS = ('both', 'v2h', 'h2v')
 
 
+def exporting() -> bool:
+    """True while torch.export or torch.jit.trace records a graph; the ONNX exporter uses one of the two."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def forward_mode() -> bool:
+    """True where tensors may carry tangents: inside torch.func.jvp, jacfwd and torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0
+
+
+def transforming() -> bool:
+    """True inside the transforms of torch.func (grad, vmap, jvp, ...) and torch.autograd.forward_ad."""
+    return forward_mode() or torch._C._are_functorch_transforms_active()
+
+
+def is_traced_or_wrapped(x: Tensor) -> bool:
+    """True for traced or functorch-wrapped tensors; do not cache, mutate or read them."""
+    return (torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+            or type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 def one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
     """Check that a value is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def flag(op: str, name: str, value: bool) -> None:
-    """Check that a value is True or False: any other one, such as the string 'no', would count as True."""
-    if not isinstance(value, bool):
-        raise TypeError(f'{op}: {name} must be True or False, got {value!r}')
-
-
 def flags(op: str, **given: bool) -> None:
-    """Check several flags."""
+    """Check that values are True or False: any other one, such as the string 'no', would count as True."""
     for name, value in given.items():
         if value is not True and value is not False:
-            flag(op, name, value)
+            raise TypeError(f'{op}: {name} must be True or False, got {value!r}')
 
 
 def number(op: str, name: str, value: float, positive: bool = False) -> None:
@@ -43,13 +58,17 @@ def number(op: str, name: str, value: float, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         came = f'a {type(value).__name__}' if isinstance(value, Tensor) else repr(value)
         raise TypeError(f'{op}: {name} must be {kind}, got {came}')
-    if not _symbolic() and (not math.isfinite(value) or positive and value <= 0):
+    # A comparison would specialize a graph.
+    if (not (torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing())
+            and (not math.isfinite(value) or positive and value <= 0)):
         raise ValueError(f'{op}: {name} must be {kind}, got {value!r}')
 
 
-def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> None:
-    """Check that all tensors are dense, on one device, of the ranks given, of an allowed dtype, and fit into memory."""
-    device = None
+def tensors(op: str, ranks: Mapping[str, int], *same: str, **given: Tensor) -> None:
+    """Check that all tensors are dense, on one device, of the ranks given, of an allowed dtype, and fit into memory.
+
+    same: names of tensors that must have one dtype."""
+    device = dtype = None
     # A comparison of sizes that may be symbolic would specialize a graph.
     symbolic = torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
     for name, tensor in given.items():
@@ -65,13 +84,12 @@ def tensors(op: str, ranks: Mapping[str, int], **given: Optional[Tensor]) -> Non
         device = device or tensor.device
         if tensor.device != device:
             raise ValueError(f'{op}: {name} is on {tensor.device}, the other arguments on {device}')
+        if name in same:
+            dtype = dtype or tensor.dtype
+            if tensor.dtype != dtype:
+                same_dtype(op, **{name: given[name] for name in same})
         if not symbolic and tensor.numel() > LARGE:
             fits(op, name, tensor, tensor.shape)
-
-
-def _symbolic() -> bool:
-    """Whether sizes may be symbolic: a comparison would specialize the graph."""
-    return torch.compiler.is_compiling() or exporting()
 
 
 def dense(op: str, name: str, tensor: Tensor) -> None:
@@ -85,7 +103,7 @@ def fits(op: str, name: str, like: Tensor, shape: Sequence[int]) -> None:
     """Check that a result of this shape, of like's dtype, fits into the memory of like's device.
 
     An expanded tensor takes little memory itself, but a result computed from it takes its full size."""
-    if _symbolic():
+    if torch.compiler.is_compiling() or exporting():     # sizes may be symbols
         return
     elements = torch.Size(shape).numel()
     if not isinstance(elements, int) or elements <= LARGE or like.is_meta or is_traced_or_wrapped(like.detach()):
@@ -108,8 +126,9 @@ def _memory(device: torch.device) -> Optional[int]:
 
 def step_logs(op: str, **logs: Tensor) -> None:
     """Raise for positive step logs if values are `readable`; otherwise backends clamp them to 0."""
-    if not all(map(readable, logs.values())):
-        return
+    for log in logs.values():
+        if not readable(log):
+            return
     for name, log in logs.items():
         if (top := log.amax().item()) > 0:
             raise ValueError(f'{op}: {name} must not be positive (it is the logarithm of a decay factor of at most 1 '
@@ -149,10 +168,11 @@ def same_dtype(op: str, **given: Tensor) -> None:
             raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {kinds}")
 
 
-def shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
-    """Check a tensor's shape; `why` tells the reader where the expected shape comes from."""
-    if tuple(tensor.shape) != tuple(expected):
-        raise ValueError(f'{op}: {name} must have shape {tuple(expected)} ({why}), got {tuple(tensor.shape)}')
+def shapes(op: str, *rows: Tuple[str, Tensor, Sequence[int], str]) -> None:
+    """Check the shapes of tensors. A row has a name, the tensor, its expected shape and where that comes from."""
+    for name, tensor, expected, why in rows:
+        if tuple(tensor.shape) != tuple(expected):
+            raise ValueError(f'{op}: {name} must have shape {tuple(expected)} ({why}), got {tuple(tensor.shape)}')
 
 
 def attention(op: str, q: Tensor, k: Tensor, v: Tensor, *, tokens: bool = False, **logs: Tensor) -> None:
@@ -162,16 +182,16 @@ def attention(op: str, q: Tensor, k: Tensor, v: Tensor, *, tokens: bool = False,
     """
     tokens = tokens and isinstance(q, Tensor) and q.ndim == 4
     rank = 4 if tokens else 5
-    tensors(op, {'q': rank, 'k': rank, 'v': rank, **dict.fromkeys(logs, 4)}, q=q, k=k, v=v, **logs)
-    same_dtype(op, q=q, k=k, v=v)
+    tensors(op, {'q': rank, 'k': rank, 'v': rank, **dict.fromkeys(logs, 4)}, 'q', 'k', 'v', q=q, k=k, v=v, **logs)
     if q.shape[-1] < 1:
         raise ValueError(f'{op}: q and k must have at least one channel, got shape {tuple(q.shape)}')
-    shape(op, 'k', k, q.shape, 'as q')
-    shape(op, 'v', v, (*q.shape[:-1], v.shape[-1]), 'the shape of q except the last dimension')
+    rows = [('k', k, q.shape, 'as q'),
+            ('v', v, (*q.shape[:-1], v.shape[-1]), 'the shape of q except the last dimension')]
     for name, log in logs.items():
         if not tokens:
-            shape(op, name, log, q.shape[:-1], 'a step log for each token and head of q')
+            rows.append((name, log, q.shape[:-1], 'a step log for each token and head of q'))
         elif log.shape[:2] != q.shape[:2] or log.shape[2] * log.shape[3] != q.shape[2]:
             raise ValueError(f'{op}: {name} must have shape {(*q.shape[:2], "H", "W")} with H * W = {q.shape[2]} (a '
                              f'step log for each token and head of q), got {tuple(log.shape)}')
+    shapes(op, *rows)
     step_logs(op, **logs)

@@ -26,6 +26,7 @@ def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Calla
                 return run(*args)
 
         operator = torch.library.custom_op(f'subquad::{name}', on_device, mutates_args=())
+        operator.register_kernel('cpu')(run)
         operator.register_fake(shapes)
         register_flop_formula(operator._opoverload.overloadpacket)(
             lambda *args, out_shape=None, **kwargs: flops(*args))

@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.decay import (
-    compute_dtype,
+from ..common.declare import differentiate, node
+from ..common.numerics import (
     cumulative,
     empty_result,
     needs_gradient,
-    portable_bfloat16,
+    portable_dtype,
 )
-from ..common.declare import differentiate, node
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
 from . import launches, portable, reference
@@ -96,9 +95,9 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
               paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
-    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
-    sums = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
-    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *sums)]
+    dtype = portable_dtype(q, k, v, log_alpha, log_beta)
+    sa, sb = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
+    inputs = [x.flatten(0, 1).contiguous() for x in (q.to(dtype), k.to(dtype), v.to(dtype), sa, sb)]
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 

@@ -4,9 +4,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype
-from ..common.workspace import Workspace, packed, ranges
+from ..common.numerics import Workspace, compute_dtype, packed, ranges, without_autocast
 from ..decay_attention import portable as decay_portable
 from ..decay_attention.portable import LineWeights, line_weights_export
 

@@ -1,7 +1,7 @@
 """Criss-cross attention by its definition: the reference of `decay_attention`, chained; tests compare with it."""
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 from ..decay_attention.reference import decay_attention
 
 

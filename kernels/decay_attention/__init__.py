@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.decay import (
-    compute_dtype,
+from ..common.declare import differentiate, node
+from ..common.numerics import (
     cumulative,
     empty_result,
     needs_gradient,
-    portable_bfloat16,
+    portable_dtype,
 )
-from ..common.declare import differentiate, node
 from ..dispatch import OPERATORS, Operator, choose
 from . import launches, portable, reference
 
@@ -85,9 +84,9 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mas
               ) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_decay)
-    dtype = q.dtype if portable_bfloat16(q, k, v, log_decay) else compute_dtype(q.dtype)
+    dtype = portable_dtype(q, k, v, log_decay)
     sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
-    inputs = [*(x.to(dtype) for x in (q, k, v)), sums]
+    inputs = [q.to(dtype), k.to(dtype), v.to(dtype), sums]
     inputs = [x.transpose(2, 3) for x in inputs] if axis == 'column' else inputs
     y = _portable_forward(*(x.flatten(0, 2).contiguous() for x in inputs), mask_mode)
     y = y.view(inputs[2].shape)

@@ -9,9 +9,17 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, cumulative, index_signs, log_decay
-from ..common.workspace import Workspace, packed, ranges, sums_are_safe
+from ..common.numerics import (
+    Workspace,
+    compute_dtype,
+    cumulative,
+    index_signs,
+    log_decay,
+    packed,
+    ranges,
+    sums_are_safe,
+    without_autocast,
+)
 
 # Elements of the logits of a block, 4 MB in float32. With smaller blocks, calls cost more than arithmetic; larger
 # blocks and their copies do not fit into the caches of a CPU.

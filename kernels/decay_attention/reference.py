@@ -1,7 +1,7 @@
 """Decay attention by its definition in float64, with every matrix written out; tests compare all backends with it."""
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE, row_log_decay
+from ..common.numerics import REFERENCE_DTYPE, row_log_decay
 
 
 def decay_weights(q: Tensor, k: Tensor, log_decay: Tensor, mask_mode: str) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.decay import STEP_LOG_MIN, rounded_sums
+from ..common.numerics import STEP_LOG_MIN, rounded_sums
 from ..common.tiles import INF, LOG2E, dot, load_tokens, store_tokens
 
 # Arguments that change with the size of the grid, or between the launches of criss-cross attention. Triton would

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.decay import steps_gradient
+from ..common.numerics import steps_gradient
 from ..common.tiles import INF, LOG2E, dot, load_tokens, row_products, store_tokens
 from .triton import LEAST_STEP, SIZES, Lines, line_exponentials, line_sums, load_line, load_steps, place
 

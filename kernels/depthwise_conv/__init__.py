@@ -2,15 +2,15 @@
 from typing import Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.autocast import cast_for_autocast
-from ..common.decay import empty_result
 from ..common.declare import node
 from ..common.launch import dense_like
+from ..common.numerics import cast_for_autocast, empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import launches, reference
 
 LARGEST_KERNEL = 7
 
@@ -51,23 +51,33 @@ def depthwise_conv(
         TypeError: a dtype or a flag is not allowed, or a tensor is not dense.
     """
     op, extra = 'depthwise_conv', {} if add is None else {'add': add}
-    checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), x=x, weight=weight, bias=bias, **extra)
-    x = cast_for_autocast(x)
-    if add is not None:
-        add = cast_for_autocast(add)
-        checks.same_dtype(op, x=x, add=add)
-        checks.shape(op, 'add', add, x.shape, 'the shape of x')
-    checks.same_dtype(op, weight=weight, bias=bias)
+    checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), 'weight', 'bias', x=x, weight=weight, bias=bias, **extra)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x, add = cast_for_autocast(x), None if add is None else cast_for_autocast(add)
     if weight.dtype != x.dtype and weight.dtype != torch.float32:
         raise TypeError(f'{op}: weight must have the dtype of x ({x.dtype}) or torch.float32, got {weight.dtype}')
     channels, side = x.shape[3], weight.shape[-1]
-    checks.shape(op, 'weight', weight, (channels, 1, side, side), 'one square window for each channel of x')
-    checks.shape(op, 'bias', bias, (channels,), 'the channels of x')
+    rows = [('weight', weight, (channels, 1, side, side), 'one square window for each channel of x'),
+            ('bias', bias, (channels,), 'the channels of x')]
+    if add is not None:
+        checks.same_dtype(op, x=x, add=add)
+        rows.append(('add', add, x.shape, 'the shape of x'))
+    checks.shapes(op, *rows)
     if side % 2 == 0:
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
     checks.flags(op, gelu=gelu, residual=residual)
-    run = choose(op, backend, x, weight, bias)
-    return run(x, weight, bias, add, gelu, residual)
+    return choose(op, backend, x, weight, bias)(x, weight, bias, add, gelu, residual)
+
+
+def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+    """Convolve by PyTorch's own convolution. The residual is an increment of 1 at the center of the window."""
+    h, padding = F.gelu(x) if gelu else x, weight.shape[-1] // 2
+    if residual:
+        weight = weight + F.pad(torch.ones_like(weight[:, :, :1, :1]), [padding] * 4)
+    if weight.dtype != x.dtype:
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    y = F.conv2d(h.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
+    return y if add is None else y + add
 
 
 # --- Triton
@@ -134,9 +144,9 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu
 OPERATORS['depthwise_conv'] = Operator(
     implementations={
         'reference': reference.depthwise_conv,
-        'portable': portable.depthwise_conv,
+        'portable': _portable,
         'triton': _triton,
-        'export': portable.depthwise_conv,
+        'export': _portable,
     },
     plain=True,
     objection=_too_large,

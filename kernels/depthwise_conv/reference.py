@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,

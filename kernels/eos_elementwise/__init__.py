@@ -6,22 +6,23 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, needs_gradient
 from ..common.declare import node
+from ..common.numerics import compute_dtype, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
-from ..eos_scan import DecayGenerator, fla, full_rank, small_memories
-from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
+from ..eos_scan import DecayGenerator, fla, full_rank
+from ..eos_scan.chunks import SINGLE_CHUNK, SPACING, boundary_shape, memory_too_large, triton_chunk
 from ..eos_scan.eos_arguments import check_keys, check_oscillation, check_run, tensors_of
-from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, direction_name, solve
-from ..eos_scan.registration import (
+from ..eos_scan.problem import (
+    DIRECTIONS,
+    Oscillation,
+    Output,
+    RealProblem,
     differentiate,
     empty_gradient,
-    empty_output,
     in_dtypes,
+    solve,
     unchanged,
 )
-from ..eos_scan.tile_limits import SPACING, memory_too_large, triton_chunk
 from . import launches, portable, reference
 
 
@@ -91,15 +92,15 @@ def eos_elementwise(
     keys = check_keys(op, i, e=e, s=s)
     oscillation = Oscillation(log_o_k, log_o_d, log_o, theta, generator)
     check_oscillation(op, oscillation, i, e, s, keys)
-    check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk, theta is not None)
-    tensors = tensors_of(i, e, s, oscillation, initial_state)
+    direction = check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk,
+                          theta is not None)
+    tensors = tensors_of(i, e, s, *oscillation, initial_state)
     run = choose(op, backend, *tensors)
     with without_autocast(i):
         if i.numel() == 0:
             y, state = unchanged(i, tensors[1:], keys, initial_state, theta is not None)
         else:
-            y, state = run(i, e, s, oscillation, scale, direction_name(reverse, bidirectional), initial_state,
-                           output_state, chunk)
+            y, state = run(i, e, s, oscillation, scale, direction, initial_state, output_state, chunk)
     return (y, state) if output_state else y
 
 
@@ -151,9 +152,9 @@ def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
                       save: bool, last: bool) -> Three:
     states = boundary_shape(i, _keys(e), state, direction, chunk, save, last)
     # Asked last: it guards the batch of exported programs.
-    if len(states) > 1 and small_memories.chosen(i, e):
+    if len(states) > 1 and portable.token_by_token(i, e):
         states = (0,)
-    return _results(i, e, empty_output(i), states, last)
+    return _results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_portable_bwd', lambda *args: in_dtypes(portable.backward, *args),
@@ -243,7 +244,7 @@ def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tens
                            state: Optional[Tensor], form: str, tau: float, direction: str,
                            save: bool, last: bool) -> Three:
     states = _full_states(i, e, direction, full_rank.CHUNK, save)
-    return _results(i, e, empty_output(i), states, last)
+    return _results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_full_fwd',
@@ -285,11 +286,11 @@ def _full_attention(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
     return (s @ (e.mT @ i)).to(dtype)
 
 
-def _run(problem: RealProblem, direction: str, output_state: bool, chunk: int, forward: Any,
-         full_forward: Any) -> Output:
+def _run(forward: Any, full_forward: Any, problem: RealProblem, direction: str, output_state: bool,
+         chunk: int) -> Output:
     """Run the operator for oscillations of rank one, or that for full rank."""
-    i, e, s, log_k, log_d, _, weight, _, form, tau, state = problem
-    save = needs_gradient(*(x for x in problem if isinstance(x, Tensor)))
+    i, e, s, log_k, log_d, z, weight, _, form, tau, state = problem
+    save = needs_gradient(i, e, s, log_k, log_d, z, weight, state)
     if problem.full_rank:
         y, _, final = full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form,
                                    tau, direction, save, output_state)
@@ -300,13 +301,9 @@ def _run(problem: RealProblem, direction: str, output_state: bool, chunk: int, f
     return y, final if output_state else None
 
 
-def run_portable(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
-    return _run(problem, direction, output_state, chunk, _portable_forward, _portable_full_forward)
-
-
 def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
     chunk = triton_chunk(problem.i.dtype, problem.i.shape[2], chunk)
-    return _run(problem, direction, output_state, chunk, _triton_forward, _triton_full_forward)
+    return _run(_triton_forward, _triton_full_forward, problem, direction, output_state, chunk)
 
 
 def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
@@ -318,7 +315,7 @@ def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
 OPERATORS['eos_elementwise'] = Operator(
     implementations={
         'reference': reference.eos_elementwise,
-        'portable': partial(solve, run_portable),
+        'portable': partial(solve, partial(_run, _portable_forward, _portable_full_forward)),
         'triton': partial(solve, run_triton),
         'export': portable.eos_elementwise_export,
         'fla': fla.eos_elementwise_fla,

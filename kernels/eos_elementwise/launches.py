@@ -4,8 +4,8 @@ from typing import Callable, Iterator, Sequence, Tuple
 
 import torch
 
+from ..eos_scan.chunks import triton_chunk
 from ..eos_scan.problem import RealProblem
-from ..eos_scan.tile_limits import triton_chunk
 
 ITEMS = {f'eos_elementwise_{part}': ('token', lambda c: c['BLOCK'])
          for part in ('fwd', 'bwd', 'memory')}

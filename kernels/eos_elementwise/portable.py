@@ -9,74 +9,83 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import compute_dtype
+from ..common.numerics import compute_dtype
 from ..eos_scan import dense, small_memories
-from ..eos_scan.chunks import Layout, boundary_shape, carries, carry, expanded, layout, line_decays
-from ..eos_scan.decayed_products import (
+from ..eos_scan.chunks import (
     AnyDecays,
-    Decays,
+    boundary_shape,
+    carries,
+    carry,
+    layout,
+    line_decays,
     matrix,
     matrix_of_both,
     scaled,
     times,
     transposed_times,
-    triangle,
 )
 from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
-from ..eos_scan.registration import empty_output
 
 Empty = Optional[Tensor]
+
+
+# Where `small_memories` runs. 128 lines of 2 numbers with 64 to 1,024 tokens, on one and two threads, are 1.2 to 3.4
+# times as fast as by products of chunks with gradients. Without gradients, they are 1 to 2 times as fast in float32,
+# and 0.8 to 1.2 times in bfloat16, in which chunks compute. 64 lines lose without gradients, and so do memories of 4
+# numbers on lines of 1,024 tokens.
+LARGEST_MEMORY, LEAST_LINES, LONGEST_LINE = 2, 128, 1024
+
+
+def token_by_token(i: Tensor, e: Tensor) -> bool:
+    """Whether `small_memories` runs for i (B, H, T, D) and e (B, H, T, K)."""
+    batch, heads, length, dim = i.shape
+    return (i.is_cpu and e.shape[3] * dim <= LARGEST_MEMORY and batch * heads >= LEAST_LINES
+            and length <= LONGEST_LINE)
 
 
 def _total(decay: Optional[AnyDecays]) -> Optional[Tensor]:
     return None if decay is None else decay.total
 
 
-def _line_layout(i: Tensor, log_k: Empty, log_d: Empty, chunk: int) -> Layout:
-    return layout(i.shape[2], chunk, log_k, log_d)
-
-
-def _elements(i: Tensor, e: Tensor) -> int:
-    return max(i.numel(), e.numel())
-
-
-def _forward_dtype(i: Tensor, chunks: Layout, save: bool) -> torch.dtype:
-    """Return the dtype of products: bfloat16 for inference in bfloat16 on a CPU, with memories in float32."""
-    half = i.dtype == torch.bfloat16 and i.is_cpu and not save and chunks.quotients
-    return i.dtype if half else compute_dtype(i.dtype)
-
-
 def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str, chunk: int,
             save: bool, last: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Compute the output, memories at chunk boundaries (directions, B, H, n + 1, K, D) for `backward`, if any are
-    needed and `save`, and the last memory, if `last`. Arguments are those of a `RealProblem`."""
-    if small_memories.chosen(i, e):
+    needed and `save`, and the last memory, if `last`. Arguments are those of a `RealProblem`.
+
+    For inference in bfloat16 on a CPU, products are bfloat16 and memories float32."""
+    full = compute_dtype(i.dtype)
+    if token_by_token(i, e):
         y, final = small_memories.forward(i, e, s, log_k, log_d, state, direction, last)
-        return y, i.new_empty(0, dtype=compute_dtype(i.dtype)), final
-    chunks, full = _line_layout(i, log_k, log_d, chunk), compute_dtype(i.dtype)
-    dtype = _forward_dtype(i, chunks, save)
-    log_k, log_d = (expanded(log, chunks, last or state is not None) for log in (log_k, log_d))
+        return y, i.new_empty(0, dtype=full), final
     batch, heads, length, dim = i.shape
-    carried, names = carries(length, state, last), DIRECTIONS[direction]
+    chunks, names = layout(length, chunk, log_k, log_d), DIRECTIONS[direction]
+    dtype = i.dtype if i.dtype == torch.bfloat16 and i.is_cpu and not save and chunks.quotients else full
+    carried = carries(length, state, last)
+    if last or state is not None:
+        log_k, log_d = chunks.expanded(log_k), chunks.expanded(log_d)
     # Without a decay of columns, one product of the values with the sum of both matrices.
     joined = not carried and len(names) == 2 and log_d is None and log_k is not None and (
         chunks.quotients or log_k.shape[3] == 1)
-    y = empty_output(i)
-    states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=full)
+    y = i.new_empty(batch, length, heads, dim).transpose(1, 2)                 # merging heads needs no copy
+    states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last) if save else 0, dtype=full)
     final = i.new_empty((batch, heads, e.shape[3], dim) if last else 0, dtype=full)
+    # A product with a side of `Quotients` reads strided memory.
+    dense_k, dense_d = (log_k is None or not chunks.quotients), (log_d is None or not chunks.quotients)
     for n, reverse in enumerate(names[:1] if joined else names):
-        for lines, parts in chunks.blocks(batch, _elements(i, e), reverse):
+        kinds = ((False, False), (True, False)) if joined else ((reverse, False),)
+        batches, parts = chunks.blocks(batch, max(i.numel(), e.numel()), reverse)
+        for lines in batches:
             run = None if state is None else state[lines].to(full)
             for part in parts:
-                kinds = [(way, False) for way in (names if joined else (reverse,))]
-                decay_k, decay_d = (line_decays(log, chunks, lines, part, *kinds, dtype=dtype)
-                                    for log in (log_k, log_d))
-                x, key, query = (chunks.chunked(t, lines, part, dtype, log is None or not chunks.quotients)
-                                 for t, log in ((i, log_d), (e, log_k), (s, log_k)))
+                decays_k = line_decays(log_k, chunks, lines, part, *kinds, dtype=dtype)
+                x = chunks.chunked(i, lines, part, dtype, dense_d)
+                key = chunks.chunked(e, lines, part, dtype, dense_k)
+                query = chunks.chunked(s, lines, part, dtype, dense_k)
                 if joined:
-                    out = _both_matrices(key, query, *decay_k) @ x
+                    out = matrix_of_both(query, key, *decays_k) @ x
                 else:
-                    out, bounds = _chunks_forward(x, key, query, decay_k[0], decay_d[0], run, reverse, n == 0, carried)
+                    decay_d = line_decays(log_d, chunks, lines, part, *kinds, dtype=dtype)[0]
+                    out, bounds = _chunks_forward(x, key, query, decays_k[0], decay_d, run, reverse, n == 0, carried)
                 if carried:
                     run = bounds[:, :, 0 if reverse else -1]
                     if save:
@@ -87,13 +96,6 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
             if last:
                 final[lines] = run
     return y, states, final
-
-
-def _both_matrices(key: Tensor, query: Tensor, decay: AnyDecays, back: AnyDecays) -> Tensor:
-    """Return the matrices between the tokens of chunks under the decays of both directions, (b, H, n, C, C)."""
-    if isinstance(decay, Decays):
-        return (query @ key.mT).mul_(decay.mask + triangle(back.mask, True, False))
-    return matrix_of_both(query, key, decay, back)
 
 
 def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[AnyDecays], d: Optional[AnyDecays], state: Empty,
@@ -111,16 +113,18 @@ def _chunks_forward(x: Tensor, e: Tensor, s: Tensor, k: Optional[AnyDecays], d: 
 def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty,
              states: Tensor, direction: str, chunk: int) -> Tuple[Tensor, ...]:
     """Return the gradients of i, e, s, log_k, log_d and state, in float32 or float64; empty for those not given."""
-    if small_memories.chosen(i, e):
+    if token_by_token(i, e):
         return small_memories.backward(dy, dfinal, i, e, s, log_k, log_d, state, direction)
-    dtype, chunks = compute_dtype(i.dtype), _line_layout(i, log_k, log_d, chunk)
+    dtype, chunks = compute_dtype(i.dtype), layout(i.shape[2], chunk, log_k, log_d)
     logs = [log_k, log_d]
     dlogs = [i.new_zeros(0 if log is None else log.shape, dtype=dtype) for log in logs]
-    logs = [expanded(log, chunks, state is not None or dfinal is not None) for log in logs]
+    if state is not None or dfinal is not None:
+        logs = [chunks.expanded(log) for log in logs]
     grads = [torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (i, e, s)]
     dstate = i.new_empty(0 if state is None else state.shape, dtype=dtype)
     for n, reverse in enumerate(DIRECTIONS[direction]):
-        for lines, parts in chunks.blocks(len(i), _elements(i, e), not reverse):
+        batches, parts = chunks.blocks(len(i), max(i.numel(), e.numel()), not reverse)
+        for lines in batches:
             run = None if dfinal is None else dfinal[lines].to(dtype)
             for part in parts:
                 block = [chunks.chunked(t, lines, part, dtype) for t in (dy, i, e, s)]

@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.decay import STEP_LOG_MIN
+from ..common.numerics import STEP_LOG_MIN
 from ..common.tiles import LOG2E
+from ..eos_scan.chunks import SPACING
 from ..eos_scan.memory_tiles import (
     SIZES,
     Lines,
@@ -38,7 +39,6 @@ from ..eos_scan.memory_tiles import (
     total,
 )
 from ..eos_scan.problem import RealProblem
-from ..eos_scan.tile_limits import SPACING
 
 STRIDES = (*(f'{name}_{axis}' for name in ('i', 'e', 's', 'lk', 'ld', 'z') for axis in 'bht'), 'lk_k', 'ld_d', 'z_k',
            'z_d', 'w_h', 'w_k', 'w_d')

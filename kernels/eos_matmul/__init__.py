@@ -5,22 +5,22 @@ from typing import Any, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, needs_gradient
+from ..common import launch
 from ..common.declare import node
+from ..common.numerics import compute_dtype, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import fla
-from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape
+from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape, memory_too_large
 from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_of
-from ..eos_scan.problem import DIRECTIONS, Output, direction_name, steps_of
-from ..eos_scan.registration import (
+from ..eos_scan.problem import (
+    DIRECTIONS,
+    Output,
     differentiate,
     empty_gradient,
-    empty_output,
     in_dtypes,
+    steps_of,
     unchanged,
 )
-from ..eos_scan.tile_limits import memory_too_large
 from . import launches, portable, reference
 
 
@@ -80,15 +80,14 @@ def eos_matmul(
             raise TypeError(f'{op}: {name} must be real, got dtype {x.dtype}')
     if gk is not None:
         check_log(op, 'gk', gk, i, keys)
-    check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk)
+    direction = check_run(op, i, keys, scale, reverse, bidirectional, initial_state, output_state, chunk)
     tensors = tensors_of(i, e, s, a, b, gk, initial_state)
     run = choose(op, backend, *tensors)
     with without_autocast(i):
         if i.numel() == 0:
             y, state = unchanged(i, tensors[1:], keys, initial_state)
         else:
-            y, state = run(i, e, s, a, b, gk, scale, direction_name(reverse, bidirectional), initial_state,
-                           output_state, chunk)
+            y, state = run(i, e, s, a, b, gk, scale, direction, initial_state, output_state, chunk)
     return (y, state) if output_state else y
 
 
@@ -130,7 +129,7 @@ def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk:
                       state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
                       ) -> Three:
     states = boundary_shape(i, e.shape[3], state, direction, chunk, save, last)
-    return _results(i, e, empty_output(i), states, last)
+    return _results(i, e, launch.token_order(i), states, last)
 
 
 _portable_backward = node(
@@ -167,7 +166,7 @@ differentiate(_triton_forward, _triton_backward, 7)
 def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
          scale: float, direction: str, initial_state: Optional[Tensor], output_state: bool,
          chunk: int) -> Output:
-    save = needs_gradient(*(x for x in (i, e, s, a, b, gk, initial_state) if x is not None))
+    save = needs_gradient(i, e, s, a, b, gk, initial_state)
     y, _, final = forward(i, e, s if scale == 1 else s * scale, a, b, steps_of(gk, i.dtype),
                           initial_state, direction, chunk, save, output_state)
     return y, final if output_state else None

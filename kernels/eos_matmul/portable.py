@@ -8,12 +8,24 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import compute_dtype
-from ..eos_scan.chunks import Layout, boundary_shape, carries, expanded, layout, line_decays
-from ..eos_scan.decayed_products import AnyDecays, AnyScaled, matrix, scaled, times, transposed_times, triangle
+from ..common.launch import token_order
+from ..common.numerics import compute_dtype
+from ..eos_scan.chunks import (
+    AnyDecays,
+    AnyScaled,
+    Layout,
+    boundary_shape,
+    carries,
+    layout,
+    line_decays,
+    matrix,
+    scaled,
+    times,
+    transposed_times,
+    triangle,
+)
 from ..eos_scan.dense import delta_rule
 from ..eos_scan.problem import DIRECTIONS, Output, steps_of
-from ..eos_scan.registration import empty_output
 
 Empty = Optional[Tensor]
 
@@ -80,7 +92,8 @@ def _blocks(tensors: List[Tensor], gk: Empty, chunks: Layout, backward: bool, re
         return Chunks(x, scaled(e, decay, False), scaled(s, decay, True), scaled(a, before, True),
                       scaled(b, decay, False), decay, before, reverse, own)
 
-    for lines, parts in chunks.blocks(len(i), max(i.numel(), e.numel()), reverse != backward):
+    batches, parts = chunks.blocks(len(i), max(i.numel(), e.numel()), reverse != backward)
+    for lines in batches:
         yield lines, [(part, block) for part in parts]
 
 
@@ -90,8 +103,9 @@ def forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, st
     memory, if `last`. gk: clamped step logs (B, H, T, K), where B, T and K may be 1, or None."""
     dtype, length, dim = compute_dtype(i.dtype), i.shape[2], i.shape[3]
     chunks, carried = layout(length, chunk, gk), carries(length, state, last)
-    gk = expanded(gk, chunks, last or state is not None)
-    y = empty_output(i)
+    if last or state is not None:
+        gk = chunks.expanded(gk)
+    y = token_order(i)
     states = i.new_empty(boundary_shape(i, e.shape[3], state, direction, chunk, save, last), dtype=dtype)
     final = i.new_empty((*i.shape[:2], e.shape[3], dim) if last else 0, dtype=dtype)
     for n, reverse in enumerate(DIRECTIONS[direction]):
@@ -128,7 +142,8 @@ def backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Tens
     """Return the gradients of i, e, s, a, b, gk and state, in float32 or float64; empty for those not given."""
     dtype, chunks = compute_dtype(i.dtype), layout(i.shape[2], chunk, gk)
     dgk = i.new_zeros(0 if gk is None else gk.shape, dtype=dtype)
-    gk = expanded(gk, chunks, state is not None or dfinal is not None)
+    if state is not None or dfinal is not None:
+        gk = chunks.expanded(gk)
     grads = [torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (i, e, s, a, b)]
     dstate = i.new_empty(0 if state is None else state.shape, dtype=dtype)
     for n, reverse in enumerate(DIRECTIONS[direction]):

@@ -4,7 +4,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE, bounded
+from ..common.numerics import REFERENCE_DTYPE, bounded
 from ..eos_elementwise.reference import in_directions
 from ..eos_scan.problem import Output, per_token
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype
+from ..common.numerics import bounded, compute_dtype
 from .generator import DecayGenerator
 
 # Tokens of a chunk.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import STEP_LOG_MIN, compute_dtype
+from ..common.numerics import STEP_LOG_MIN, compute_dtype
 from .generator import generated_logs
 from .problem import RealProblem
 

@@ -1,7 +1,6 @@
 """Argument checks of `eos_elementwise` and `eos_matmul`."""
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Tuple
 
-import torch
 from torch import Tensor
 
 from ..common import checks
@@ -11,30 +10,29 @@ from .problem import Oscillation
 CHUNKS = (16, 32, 64, 128)
 
 
-def _real(x: Tensor) -> Tensor:
-    return x.real if isinstance(x, Tensor) and x.is_complex() else x
-
-
 def check_input(op: str, i: Tensor) -> None:
     checks.tensors(op, dict(i=4), i=i)
 
 
 def check_keys(op: str, i: Tensor, static: bool = True, **given: Tensor) -> int:
     """Check tensors (B, H, T, K), or (H, K, D) if `static`, beside the input i (B, H, T, D), and return K."""
-    ranks = {name: x.ndim if static and isinstance(x, Tensor) and x.ndim == 3 else 4 for name, x in given.items()}
-    checks.tensors(op, {'i': 4, **ranks}, i=i, **{name: _real(x) for name, x in given.items()})
-    checks.same_dtype(op, i=i, **{name: _real(x) for name, x in given.items()})
-    sizes = {name: x.shape[1 if x.ndim == 3 else 3] for name, x in given.items()}
-    first, keys = next(iter(sizes.items()))
-    if keys < 1 or i.shape[3] < 1:
+    ranks, real = {'i': 4}, {'i': i}
+    for name, x in given.items():
+        ranks[name] = 3 if static and isinstance(x, Tensor) and x.ndim == 3 else 4
+        real[name] = x.real if isinstance(x, Tensor) and x.is_complex() else x
+    checks.tensors(op, ranks, *real, **real)
+    (batch, heads, length, dim), first = i.shape, next(iter(given))
+    keys = given[first].shape[1 if ranks[first] == 3 else 3]
+    if keys < 1 or dim < 1:
         raise ValueError(f'{op}: i and {first} must have at least one channel, got shapes {tuple(i.shape)} and '
                          f'{tuple(given[first].shape)}')
-    batch, heads, length, dim = i.shape
+    rows = []
     for name, x in given.items():
-        if x.ndim == 3:
-            checks.shape(op, name, x, (heads, keys, dim), f'heads and channels of i, K = {keys} of {first}')
-        else:
-            checks.shape(op, name, x, (batch, heads, length, keys), f'tokens and heads of i, K = {keys} of {first}')
+        static = ranks[name] == 3
+        shape = (heads, keys, dim) if static else (batch, heads, length, keys)
+        rows.append((name, x, shape, f"{'heads and channels' if static else 'tokens and heads'} of i, K = {keys} of "
+                                     f'{first}'))
+    checks.shapes(op, *rows)
     return keys
 
 
@@ -42,8 +40,8 @@ def check_log(op: str, name: str, x: Tensor, i: Tensor, channels: int, sign: boo
     """Check (B, H, T, channels) or (H, channels), where `channels` may be 1, and that no step log is positive."""
     rank = 2 if isinstance(x, Tensor) and x.ndim == 2 else 4
     checks.tensors(op, {'i': 4, name: rank}, i=i, **{name: x})
-    allowed = [(*i.shape[:3], n) if rank == 4 else (i.shape[1], n) for n in (channels, 1)]
-    if all(tuple(x.shape) != shape for shape in allowed):
+    lead = i.shape[:3] if rank == 4 else i.shape[1:2]
+    if x.shape[:-1] != lead or x.shape[-1] != channels and x.shape[-1] != 1:
         raise ValueError(f'{op}: {name} must have shape (B, H, T, {channels}), (B, H, T, 1), (H, {channels}) or (H, 1) '
                          f'with B, H, T = {tuple(i.shape[:3])}, got {tuple(x.shape)}')
     if sign:
@@ -55,7 +53,7 @@ def check_full_log(op: str, x: Tensor, i: Tensor, keys: int) -> None:
     rank = 3 if isinstance(x, Tensor) and x.ndim == 3 else 5
     checks.tensors(op, dict(i=4, log_o=rank), i=i, log_o=x)
     lead = i.shape[:3] if rank == 5 else i.shape[1:2]
-    checks.shape(op, 'log_o', x, (*lead, keys, i.shape[3]), 'a step log for each element of the memory')
+    checks.shapes(op, ('log_o', x, (*lead, keys, i.shape[3]), 'a step log for each element of the memory'))
     checks.step_logs(op, log_o=x)
 
 
@@ -63,7 +61,7 @@ def check_theta(op: str, theta: Tensor, i: Tensor, keys: int) -> None:
     """Check (B, H, T, K), (H, K), (H, 1) or (H, K, D)."""
     if isinstance(theta, Tensor) and theta.ndim == 3:
         checks.tensors(op, dict(i=4, theta=3), i=i, theta=theta)
-        checks.shape(op, 'theta', theta, (i.shape[1], keys, i.shape[3]), 'an angle for each element of the memory')
+        checks.shapes(op, ('theta', theta, (i.shape[1], keys, i.shape[3]), 'an angle for each element of the memory'))
     else:
         check_log(op, 'theta', theta, i, keys, sign=False)
 
@@ -79,7 +77,7 @@ def check_generator(op: str, generator: DecayGenerator, i: Tensor, keys: int) ->
     checks.tensors(op, {'i': 4, 'generator.z': 4, 'generator.weight': 3}, **names)
     heads, dim = i.shape[1], i.shape[3]
     channels = keys if axis == 'k' else dim
-    checks.shape(op, 'generator.z', z, (*i.shape[:3], channels), f'tokens and heads of i, axis {axis!r} of the memory')
+    checks.shapes(op, ('generator.z', z, (*i.shape[:3], channels), f'tokens and heads of i, axis {axis!r} of memory'))
     # Sizes may be symbolic, which `in` does not compare.
     if not (weight.shape[0] == heads and all(n == 1 or n == size for n, size in zip(weight.shape[1:], (keys, dim)))):
         raise ValueError(f'{op}: generator.weight must have shape ({heads}, {keys} or 1, {dim} or 1), got '
@@ -110,10 +108,10 @@ def check_oscillation(op: str, oscillation: Oscillation, i: Tensor, e: Tensor, s
 
 
 def check_run(op: str, i: Tensor, keys: int, scale: float, reverse: bool, bidirectional: bool,
-              state: Optional[Tensor], output_state: bool, chunk: int, complex_state: bool = False) -> None:
+              state: Optional[Tensor], output_state: bool, chunk: int, complex_state: bool = False) -> str:
+    """Check the other arguments, and return the direction: 'forward', 'reverse' or 'both'."""
     checks.number(op, 'scale', scale)
-    for name, value in dict(reverse=reverse, bidirectional=bidirectional, output_state=output_state).items():
-        checks.flag(op, name, value)
+    checks.flags(op, reverse=reverse, bidirectional=bidirectional, output_state=output_state)
     if reverse and bidirectional:
         raise ValueError(f'{op}: reverse and bidirectional exclude each other')
     if bidirectional and (state is not None or output_state):
@@ -125,18 +123,20 @@ def check_run(op: str, i: Tensor, keys: int, scale: float, reverse: bool, bidire
     if output_state:
         checks.fits(op, 'the memory', i, (*i.shape[:2], keys, i.shape[3]))
     if state is not None:
-        checks.tensors(op, dict(i=4, initial_state=4), i=i, initial_state=_real(state))
-        checks.shape(op, 'initial_state', state, (*i.shape[:2], keys, i.shape[3]), 'the memory (B, H, K, D)')
+        real = state.real if isinstance(state, Tensor) and state.is_complex() else state
+        checks.tensors(op, dict(i=4, initial_state=4), i=i, initial_state=real)
+        checks.shapes(op, ('initial_state', state, (*i.shape[:2], keys, i.shape[3]), 'the memory (B, H, K, D)'))
         if state.is_complex() and not complex_state:
             raise TypeError(f'{op}: a complex initial_state needs theta')
+    return 'both' if bidirectional else 'reverse' if reverse else 'forward'
 
 
-def tensors_of(*groups: Sequence[Optional[Tensor]]) -> Tuple[Tensor, ...]:
-    """Return the tensors of nested tuples, for `dispatch.choose`."""
+def tensors_of(*given: Any) -> Tuple[Tensor, ...]:
+    """Return those of the arguments that are tensors, and the tensors of a `DecayGenerator`, for `dispatch.choose`."""
     found = []
-    for x in groups:
-        if isinstance(x, torch.Tensor):
+    for x in given:
+        if isinstance(x, DecayGenerator):
+            found += [x.z, x.weight]
+        elif isinstance(x, Tensor):
             found.append(x)
-        elif isinstance(x, tuple):
-            found.extend(tensors_of(*x))
     return tuple(found)

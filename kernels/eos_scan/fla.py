@@ -10,8 +10,8 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..common.decay import needs_gradient
 from ..common.launch import interpreted
+from ..common.numerics import needs_gradient
 from .dense import diagonal
 from .problem import Oscillation, Output, RealProblem, solve, steps_of
 
@@ -72,7 +72,7 @@ def why_not(row: str, i: Tensor, state: Optional[Tensor], output_state: bool, *o
         return f'the arguments are on {i.device}, and fla-core runs on a GPU or with TRITON_INTERPRET=1.'
     if i.dtype not in _DTYPES:
         return f'fla-core takes float32, float16 and bfloat16, and the arguments are {i.dtype}.'
-    if needs_gradient(*(x for x in (i, state, *others) if x is not None)):
+    if needs_gradient(i, state, *others):
         if not ROWS[row].differentiable:
             return f'{ROWS[row].name} has no backward pass.'
         if state is not None or output_state:

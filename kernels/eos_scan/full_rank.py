@@ -6,11 +6,10 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import STEP_LOG_MIN, compute_dtype
-from ..common.workspace import ranges
+from ..common.launch import token_order
+from ..common.numerics import STEP_LOG_MIN, compute_dtype, ranges
 from .generator import generated_logs, generated_slope
 from .problem import DIRECTIONS, RealProblem
-from .registration import empty_output
 
 # Tokens whose oscillation exists at a time; the memory before each chunk is kept for the backward pass.
 CHUNK = 32
@@ -97,7 +96,7 @@ def forward(problem: RealProblem, direction: str, save: bool, last: bool) -> Tup
     dtype = compute_dtype(problem.i.dtype)
     batch, heads, length, dim = problem.i.shape
     shape, names = (batch, heads, _keys(problem), dim), DIRECTIONS[direction]
-    y = empty_output(problem.i)
+    y = token_order(problem.i)
     states = y.new_empty((len(names), *shape[:2], -(-length // CHUNK), *shape[2:]) if save else 0, dtype=dtype)
     final = y.new_empty(shape if last else 0, dtype=dtype)
     for n, reverse in enumerate(names):

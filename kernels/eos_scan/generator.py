@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.decay import STEP_LOG_MIN
+from ..common.numerics import STEP_LOG_MIN
 
 GENERATOR_FORMS = ('sigmoid', 'exponential')
 

@@ -1,11 +1,12 @@
-"""A recurrence as backends take it: directions, canonical shapes, and a complex oscillation in real numbers."""
-from typing import Callable, NamedTuple, Optional, Tuple
+"""A recurrence as backends take it: directions, canonical shapes, a complex oscillation in real numbers, gradients."""
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype
-from ..common.tracing import exporting
+from ..common.checks import exporting
+from ..common.declare import check_saved
+from ..common.numerics import STEP_LOG_MIN, bounded, compute_dtype, empty_result
 from .constant import is_constant, run_constant
 from .generator import DecayGenerator
 
@@ -63,10 +64,6 @@ class RealProblem(NamedTuple):
 Run = Callable[[RealProblem, str, bool, int], Output]
 
 
-def direction_name(reverse: bool, bidirectional: bool) -> str:
-    return 'both' if bidirectional else 'reverse' if reverse else 'forward'
-
-
 def per_token(log: Tensor) -> Tensor:
     """Return step logs (H, K) as (1, H, 1, K), and (B, H, T, K) as they are."""
     return log[None, :, None] if log.ndim == 2 else log
@@ -74,7 +71,10 @@ def per_token(log: Tensor) -> Tensor:
 
 def steps_of(log: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
     """Return step logs in canonical shape, clamped, in at least float32."""
-    return None if log is None else bounded(per_token(log).to(compute_dtype(dtype)))
+    if log is None:
+        return None
+    log = log[None, :, None] if log.ndim == 2 else log
+    return log.to(compute_dtype(dtype)).clamp(STEP_LOG_MIN, 0.0)
 
 
 def solve(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
@@ -94,7 +94,7 @@ def solve(run: Run, i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, s
 
 
 def _real_problem(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, state: Optional[Tensor]) -> RealProblem:
-    log_k, log_d = (steps_of(log, i.dtype) for log in oscillation[:2])
+    log_k, log_d = steps_of(oscillation.log_o_k, i.dtype), steps_of(oscillation.log_o_d, i.dtype)
     if log_d is not None and log_d.shape[-1] == 1:                           # one decay for the whole memory
         log_k, log_d = log_d if log_k is None else log_k + log_d, None
     z, weight, axis, form, tau = oscillation.generator or (None, None, 'k', 'exponential', 1.0)
@@ -195,3 +195,47 @@ def _by_channel(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, state
 def _columns(x: Tensor, dim: int) -> Tensor:
     """Return (B, H D, n, 1) as (B, H, D, n)."""
     return x.squeeze(-1).unflatten(1, (-1, dim))
+
+
+def in_dtypes(backward: Callable[..., Sequence[Tensor]], *args: Any) -> Tuple[Tensor, ...]:
+    """Return backward(dy, dfinal, *tensors, ...), each gradient in the dtype of its tensor."""
+    grads = backward(*args)
+    return tuple(grad if x is None else grad.to(x.dtype) for grad, x in zip(grads, args[2:]))
+
+
+def empty_gradient(x: Optional[Tensor], like: Tensor) -> Tensor:
+    """Return an uninitialized gradient of x, without elements for None."""
+    return like.new_empty(0, dtype=compute_dtype(like.dtype)) if x is None else x.new_empty(x.shape)
+
+
+def unchanged(i: Tensor, others: Sequence[Tensor], keys: int, state: Optional[Tensor], is_complex: bool = False
+              ) -> Tuple[Tensor, Tensor]:
+    """Return the output and the memory after lines without tokens, or without lines."""
+    y, dtype = empty_result(i, *others), compute_dtype(i.dtype)
+    dtype = dtype.to_complex() if is_complex else dtype
+    if state is None:
+        state = i.new_zeros(*i.shape[:2], keys, i.shape[3], dtype=dtype)
+    return y, state.to(dtype) + y.sum()
+
+
+def differentiate(forward: Any, backward: Any, tensors: int) -> None:
+    """Register the gradient of a forward operator of so many tensors, other options, and `save` and `last`.
+
+    It returns (y, states, memory); backward takes (dy, dmemory, tensors, states, options)."""
+    def save(ctx, inputs, output) -> None:
+        ctx.options, ctx.saved, ctx.last = inputs[tensors:-2], *inputs[-2:]
+        ctx.present = [x is not None for x in inputs[:tensors]]
+        ctx.save_for_backward(*inputs[:tensors], output[1])
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dy, _, dfinal):
+        check_saved(forward, ctx.saved)
+        *inputs, states = ctx.saved_tensors
+        none = (None,) * (len(ctx.options) + 2)
+        if dy is None and dfinal is None:
+            return (*(None,) * tensors, *none)
+        dy = torch.zeros_like(inputs[0]) if dy is None else dy
+        grads = backward(dy, dfinal if ctx.last else None, *inputs, states, *ctx.options)
+        return (*(grad if there else None for grad, there in zip(grads, ctx.present)), *none)
+
+    forward.register_autograd(gradient, setup_context=save)

@@ -8,27 +8,15 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import compute_dtype
-from ..common.workspace import keep_freed_memory, ranges
+from ..common.launch import token_order
+from ..common.numerics import compute_dtype, keep_freed_memory, ranges
 from .problem import DIRECTIONS
-from .registration import empty_output
 
-# The largest memory, the fewest lines and the longest line. 128 lines of 2 numbers with 64 to 1,024 tokens, on one and
-# two threads, are 1.2 to 3.4 times as fast as by products of chunks with gradients. Without gradients, they are 1 to 2
-# times as fast in float32, and 0.8 to 1.2 times in bfloat16, in which chunks compute. 64 lines lose without gradients,
-# and so do memories of 4 numbers on lines of 1,024 tokens.
-NUMBERS, LINES, LENGTH = 2, 128, 1024
-# Elements of the memories of all tokens, for the lines that are computed at a time: at least LINES.
+# Elements of the memories of all tokens, for the lines that are computed at a time.
 BLOCK_ELEMENTS = 1 << 18
 
 Empty = Optional[Tensor]
 Part = Tuple[slice, slice]                                                   # of the batch and of the heads
-
-
-def chosen(i: Tensor, e: Tensor) -> bool:
-    """Whether this form is for i (B, H, T, D) and e (B, H, T, K)."""
-    batch, heads, length, dim = i.shape
-    return i.is_cpu and e.shape[3] * dim <= NUMBERS and batch * heads >= LINES and length <= LENGTH
 
 
 class Lines(NamedTuple):
@@ -99,7 +87,7 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: 
             ) -> Tuple[Tensor, Tensor]:
     """Compute the output and, if `last`, the last memory. Arguments are those of a `RealProblem` of rank one."""
     length = i.shape[2]
-    y = empty_output(i)
+    y = token_order(i)
     final = i.new_empty((*i.shape[:2], e.shape[3], i.shape[3]) if last else 0, dtype=compute_dtype(i.dtype))
     for part, line in _lines(i, e, s, log_k, log_d, state):
         total = None

@@ -5,16 +5,15 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.decay import (
+from ..common.declare import differentiate, node
+from ..common.numerics import (
     column_log_decay,
-    compute_dtype,
     empty_result,
     needs_gradient,
-    portable_bfloat16,
+    portable_dtype,
     rounded_sums,
     row_log_decay,
 )
-from ..common.declare import differentiate, node
 from ..dispatch import OPERATORS, Operator, choose
 from . import launches, portable, reference
 
@@ -113,9 +112,9 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
               paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
-    tables = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
-    dtype = q.dtype if portable_bfloat16(q, k, v, log_alpha, log_beta) else compute_dtype(q.dtype)
-    inputs = [x.flatten(0, 1).contiguous() for x in (*(x.to(dtype) for x in (q, k, v)), *tables)]
+    row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
+    dtype = portable_dtype(q, k, v, log_alpha, log_beta)
+    inputs = [x.flatten(0, 1).contiguous() for x in (q.to(dtype), k.to(dtype), v.to(dtype), row, column)]
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 

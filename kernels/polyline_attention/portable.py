@@ -14,9 +14,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.autocast import without_autocast
-from ..common.decay import compute_dtype, cumulative, log_decay
-from ..common.workspace import Workspace, ranges, sums_are_safe
+from ..common.numerics import Workspace, compute_dtype, cumulative, log_decay, ranges, sums_are_safe, without_autocast
 
 # Elements of a block's logits, 10 MB in float32: the fastest at 50 x 80, and as fast as smaller blocks at 14 x 14.
 BLOCK_ELEMENTS = 2_500_000

@@ -3,7 +3,7 @@ from typing import Tuple
 
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE, column_log_decay, row_log_decay
+from ..common.numerics import REFERENCE_DTYPE, column_log_decay, row_log_decay
 
 
 def polyline_log_masks(log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@ from typing import List
 
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype, empty_result
+from ..common.numerics import bounded, compute_dtype, empty_result
 from ..polyline_scan.portable import axis_scan, by_group, dense_axis_scan, scan_grid
 
 # State elements (tokens x R x Dv) that are scanned at a time: about 16 MB in float32.

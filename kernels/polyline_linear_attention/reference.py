@@ -1,7 +1,7 @@
 """Linear attention under the decay mask by its definition in float64, with N x N matrices, for tests."""
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 from ..polyline_scan.reference import polyline_mask
 
 

@@ -3,7 +3,7 @@
 This module imports no Triton: the operators of `polyline_scan` do, at their first call."""
 from torch import Tensor
 
-from ..common.decay import empty_result
+from ..common.numerics import empty_result
 from ..polyline_scan import polyline_scan_triton
 
 # State elements (tokens x R x Dv) that are scanned at a time: 512 MB in float32.

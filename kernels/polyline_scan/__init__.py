@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.decay import bounded, empty_result
 from ..common.declare import differentiate, node
+from ..common.numerics import bounded, empty_result
 from ..dispatch import OPERATORS, Operator, choose
 from . import launches, portable, reference
 
@@ -50,7 +50,7 @@ def polyline_scan(
     rank = 3 + len(logs)
     checks.tensors('polyline_scan', {'x': rank, **dict.fromkeys(logs, rank - 1)}, x=x, **logs)
     for name, log in logs.items():
-        checks.shape('polyline_scan', name, log, x.shape[:-1], 'a step log for each token and head of x')
+        checks.shapes('polyline_scan', (name, log, x.shape[:-1], 'a step log for each token and head of x'))
     checks.step_logs('polyline_scan', **logs)
     checks.one_of('polyline_scan', 'paths', paths, checks.PATHS)
     return choose('polyline_scan', backend, x, *logs.values())(x, list(logs.values()), paths)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import bounded, compute_dtype, empty_result, log_decay
-from ..common.workspace import keep_freed_memory, ranges
+from ..common.numerics import bounded, compute_dtype, empty_result, keep_freed_memory, log_decay, ranges
 
 CHUNK = 32
 # An axis of up to this length is one chunk, because carries would cost more than the larger matrix.

@@ -3,7 +3,7 @@ from typing import List
 
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE, cumulative, log_decay
+from ..common.numerics import REFERENCE_DTYPE, cumulative, log_decay
 from ..polyline_attention.reference import polyline_log_masks
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.decay import empty_result, needs_gradient
 from ..common.declare import check_saved, node
 from ..common.launch import token_major
+from ..common.numerics import empty_result, needs_gradient
 from ..dispatch import OPERATORS, Operator, choose
 from ..quadtree_solve import quadtree_solve
 from ..trees import PARAMETRIZATIONS, RHO, quadtree_levels
@@ -69,16 +69,16 @@ def quadtree_attention(
     if 0 in v.shape[2:4]:
         raise ValueError(f'{op}: v must have at least one leaf, got shape {tuple(v.shape)}')
     quadtree_levels(1, 1, max_levels, shift)    # it checks both; the sizes of v may be symbols
-    checks.shape(op, 'bias', bias, (bias.shape[0], 2, 2, v.shape[1]), 'levels, rows, columns and the heads of v')
+    checks.shapes(op, ('bias', bias, (bias.shape[0], 2, 2, v.shape[1]), 'levels, rows, columns and the heads of v'))
     if not bias.shape[0]:
         raise ValueError(f'{op}: bias must have at least one level, got shape {tuple(bias.shape)}')
     if products:
         checks.same_dtype(op, **products)
-        checks.shape(op, 'q', q, (*v.shape[:4], q.shape[-1]), 'the shape of v except the last dimension')
-        checks.shape(op, 'k', k, q.shape, 'as q')
+        checks.shapes(op, ('q', q, (*v.shape[:4], q.shape[-1]), 'the shape of v except the last dimension'))
+        checks.shapes(op, ('k', k, q.shape, 'as q'))
     if mask is not None:
         checks.boolean(op, 'mask', mask, v)
-        checks.shape(op, 'mask', mask, (v.shape[0], *v.shape[2:4]), 'one for each leaf')
+        checks.shapes(op, ('mask', mask, (v.shape[0], *v.shape[2:4]), 'one for each leaf'))
     run = choose(op, backend, v, bias, *products.values())
     return run(q, k, v, bias, mask, Options(parametrization, rho, tuple(shift), max_levels))
 
@@ -145,7 +145,7 @@ def _portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
               mask: Optional[Tensor], options: Options) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, bias)
-    save = needs_gradient(*(x for x in (q, k, v, bias) if x is not None))
+    save = needs_gradient(q, k, v, bias)
     return _forward(q, k, v, bias, mask, *options, save)[0]
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.autocast import without_autocast
-from ..common.workspace import keep_freed_memory
+from ..common.numerics import keep_freed_memory, without_autocast
 from ..quadtree_solve import quadtree_solve
 from ..quadtree_solve.portable import raise_for_singular_quadtree
 from ..trees import Level, leaf_counts, quadtree_levels, sibling_normalized, sum_children

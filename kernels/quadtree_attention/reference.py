@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 from ..quadtree_solve.reference import quadtree_matrix
 from ..trees.topology import Tree
 from .portable import Options

@@ -54,7 +54,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
     checks.one_of(op, 'parametrization', parametrization, PARAMETRIZATIONS)
     if mask is not None:
         checks.boolean(op, 'mask', mask, values[0])
-        checks.shape(op, 'mask', mask, (values[0].shape[0], *values[0].shape[2:4]), 'one for each leaf')
+        checks.shapes(op, ('mask', mask, (values[0].shape[0], *values[0].shape[2:4]), 'one for each leaf'))
         counts = leaf_counts(levels, edges[0].float() if edges else values[0].float(), mask)
         edges = [edge.masked_fill(count == 0, 0) for edge, count in zip(edges, counts)]
     if parametrization == 'laplacian':

@@ -8,8 +8,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import compute_dtype
-from ..common.workspace import keep_freed_memory
+from ..common.numerics import compute_dtype, keep_freed_memory
 from ..trees.grid import Level, mean_children, quadtree_levels, quarters, repeat_to_children
 
 Coefficients = Tuple[List[Tensor], List[Tensor], List[Tensor]]

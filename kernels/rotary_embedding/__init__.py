@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.declare import node
 from ..common.launch import token_order
 from ..dispatch import OPERATORS, Operator, choose
-from . import angles, launches, portable, reference
+from . import angles, launches, reference
 
 
 def rotary_embedding(
@@ -41,22 +41,45 @@ def rotary_embedding(
     """
     op = 'rotary_embedding'
     given = {} if table is None else {'table': table}
-    checks.tensors(op, dict(q=4, k=4, table=3), q=q, k=k, **given)
-    checks.same_dtype(op, q=q, k=k)
-    checks.shape(op, 'k', k, q.shape, 'as q')
+    checks.tensors(op, dict(q=4, k=4, table=3), 'q', 'k', q=q, k=k, **given)
+    checks.shapes(op, ('k', k, q.shape, 'as q'))
     if q.shape[3] < 2 or q.shape[3] % 2:
         raise ValueError(f'{op}: q must have an even number of channels, got shape {tuple(q.shape)}')
     if given:
         kind = torch.float64 if q.dtype == torch.float64 else torch.float32
         if table.dtype != kind:
             raise TypeError(f'{op}: table must have dtype {kind} for q of dtype {q.dtype}, got {table.dtype}')
-        checks.shape(op, 'table', table, (q.shape[2], q.shape[3] // 2, 2),
-                     'cosine and sine for each token and pair of q')
+        checks.shapes(op, ('table', table, (q.shape[2], q.shape[3] // 2, 2),
+                     'cosine and sine for each token and pair of q'))
     checks.number(op, 'scale', scale)
     run = choose(op, backend, q, k, *given.values())
-    if table is None and run is not portable.rotary_embedding_export:
-        table = angles.table_for(q)
+    if table is None and run is not angles.rotary_embedding_export:
+        # Tables are kept, but not by a graph: a tensor of a trace or of the memory of a CUDA graph must not outlive it.
+        fresh = checks.is_traced_or_wrapped(q) or q.is_cuda and torch.cuda.is_current_stream_capturing()
+        make = angles.rotary_table if fresh else angles.kept_table
+        table = make(q.shape[2], q.shape[3], q.device, torch.float64 if q.dtype == torch.float64 else torch.float32)
     return run(q, k, table, float(scale))
+
+
+def _portable(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    """Multiply complex numbers, or real ones in graphs, because compilers do not support complex ones."""
+    if checks.is_traced_or_wrapped(q):
+        return angles.rotate_real(q, k, table, scale)
+    factors = torch.view_as_complex(table)                      # (N, D / 2)
+    return _multiply_pairs(q, factors), _multiply_pairs(k, factors * scale)
+
+
+def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiply the pairs of x (B, heads, N, D), read as complex numbers, by factors (N, D / 2)."""
+    numbers = x.to(factors.real.dtype)
+    batch, head, token, channel = numbers.stride()
+    if channel != 1 or (numbers.storage_offset() | batch | head | token) % 2:
+        numbers = numbers.contiguous()                          # complex numbers are aligned pairs
+    pairs = torch.view_as_complex(numbers.unflatten(-1, (-1, 2)))
+    # In inference the result is contiguous for each head, the layout that the operators need. This saves a pass.
+    eager = x.is_cpu and not torch.is_grad_enabled()
+    out = pairs.new_empty(pairs.shape) if eager else None
+    return torch.view_as_real(torch.mul(pairs, factors, out=out)).flatten(-2).to(x.dtype)
 
 
 # --- Triton
@@ -94,9 +117,9 @@ def _triton(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, 
 OPERATORS['rotary_embedding'] = Operator(
     implementations={
         'reference': reference.rotary_embedding,
-        'portable': portable.rotary_embedding,
+        'portable': _portable,
         'triton': _triton,
-        'export': portable.rotary_embedding_export,
+        'export': angles.rotary_embedding_export,
     },
     plain=True,
     launches=launches.launches,

@@ -1,12 +1,10 @@
-"""Angles of the rotary embedding over the flattened token index, as in the published PPMA."""
+"""Angles of the rotary embedding over the flattened token index, as in the published PPMA, and rotations for graphs."""
 from functools import lru_cache
-from typing import Tuple
+from typing import Optional, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from ..common.tracing import is_traced_or_wrapped
 
 
 def rotary_angles(tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -22,22 +20,10 @@ def rotary_table(tokens: int, dim: int, device: torch.device, dtype: torch.dtype
 
 
 @lru_cache(maxsize=16)
-def _kept_table(*key) -> Tensor:
+def kept_table(*key) -> Tensor:
     """Keep the tables of the last few sizes: a network needs one for each stage, 5 MB for 67,000 tokens of 8 pairs."""
     with torch.inference_mode(False), torch.no_grad():   # training could not save a tensor made in inference mode
         return rotary_table(*key)
-
-
-def table_for(q: Tensor) -> Tensor:
-    """Return the table for q (B, heads, N, D), kept for each size, device and dtype.
-
-    A graph makes its own, because a tensor of a trace or of the memory of a CUDA graph must not
-    outlive it.
-    """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    make = rotary_table if capturing or is_traced_or_wrapped(q) else _kept_table
-    return make(q.shape[2], q.shape[3], q.device, dtype)
 
 
 def rotate_flat(q: Tensor, k: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
@@ -76,3 +62,20 @@ def _frequencies(count: int, dtype: torch.dtype) -> np.ndarray:
     step = float(kind(1) / kind(max(1, count - 1)))
     exponents = [step * m if m < count // 2 or count == 1 else 1 - step * (count - 1 - m) for m in range(count)]
     return np.array([10000.0 ** -float(kind(e)) for e in exponents]).astype(kind)
+
+
+def rotate_real(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    """Compute the same with real numbers, by operations that compilers fuse and exporters know."""
+    cos, sin = table.unbind(-1)
+
+    def rotated(x: Tensor, factor: float) -> Tensor:
+        first, second = x.to(table.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = torch.stack((first * cos - second * sin, first * sin + second * cos), -1)
+        return (pairs * factor).flatten(-2).to(x.dtype)
+
+    return rotated(q, 1.0), rotated(k, scale)
+
+
+def rotary_embedding_export(q: Tensor, k: Tensor, table: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    """Rotate by constants of the graph if there is no table."""
+    return rotate_flat(q, k, scale) if table is None else rotate_real(q, k, table, scale)

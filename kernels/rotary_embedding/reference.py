@@ -4,7 +4,7 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 
 
 def rotary_embedding(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from ..common import checks, patches
-from ..common.decay import empty_result
 from ..common.declare import node
 from ..common.launch import dense_like
+from ..common.numerics import empty_result
 from ..dispatch import OPERATORS, Operator, choose
 from . import launches, portable, reference
 
@@ -84,7 +84,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tup
     """Check all arguments; errors name the argument, its value and what is allowed."""
     op = 'separable_attention'
     patch = patches.patch(op, patch_size)
-    checks.flag(op, 'return_scores', return_scores)
+    checks.flags(op, return_scores=return_scores)
     weights = {name: x for name, x in (('key_weight', key_weight), ('key_bias', key_bias)) if x is not None}
     checks.tensors(op, dict(query=4, key=4, value=4, key_weight=2, key_bias=1), query=query, key=key, value=value,
                    **weights)
@@ -93,7 +93,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tup
     if query.shape[-1] < 1:
         raise ValueError(f'{op}: query must have at least one channel (one for each latent token), got shape '
                          f'{tuple(query.shape)}')
-    checks.shape(op, 'key', key, (*query.shape[:3], key.shape[-1]), 'the shape of query except the last dimension')
+    checks.shapes(op, ('key', key, (*query.shape[:3], key.shape[-1]), 'the shape of query except the last dimension'))
     if value.shape[0] != key.shape[0]:
         raise ValueError(f'{op}: value must have the batch size of key ({key.shape[0]}), got {value.shape[0]}')
     for name, x in (('query', query), ('value', value)):
@@ -102,11 +102,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tup
     if key_bias is not None and key_weight is None:
         raise ValueError(f'{op}: key_bias needs key_weight')
     if key_weight is None:
-        checks.shape(op, 'value', value, (*value.shape[:3], key.shape[-1]), 'the channels of key')
+        checks.shapes(op, ('value', value, (*value.shape[:3], key.shape[-1]), 'the channels of key'))
     else:
-        checks.shape(op, 'key_weight', key_weight, (value.shape[-1], key.shape[-1]), 'channels of value and of key')
+        checks.shapes(op, ('key_weight', key_weight, (value.shape[-1], key.shape[-1]), 'channels of value and of key'))
     if key_bias is not None:
-        checks.shape(op, 'key_bias', key_bias, (value.shape[-1],), 'the channels of value')
+        checks.shapes(op, ('key_bias', key_bias, (value.shape[-1],), 'the channels of value'))
     patches.check_groups(op, key.shape[1:3], value.shape[1:3], patch, sampling)
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..common.checks import is_traced_or_wrapped
 from ..common.patches import Patch, fold_patches, group_count, group_index, unfold_patches
-from ..common.tracing import is_traced_or_wrapped
 
 
 def _outside(height: int, width: int, patch: Patch, sampling: str, dtype: torch.dtype, device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.decay import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE
 from ..common.patches import Patch, group_slices
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.decay import compute_dtype
+from ..common.numerics import compute_dtype
 from ..eos_elementwise import eos_elementwise
 from ..eos_matmul import eos_matmul
 from ..eos_scan import DecayGenerator
@@ -79,7 +79,7 @@ def _tiled(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], given: Dict[
            **options: Any) -> Optional[Tensor]:
     """Check the arguments that segments cannot show, and run."""
     for name, value in dict(reverse=reverse, bidirectional=bidirectional).items():
-        checks.flag(op, name, value)
+        checks.flags(op, **{name: value})
     if reverse and bidirectional:
         raise ValueError(f'{op}: reverse and bidirectional exclude each other')
     if bidirectional and state is not None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.decay import bounded, compute_dtype
+from ..common.numerics import bounded, compute_dtype
 from ..polyline_scan.portable import axis_scan, scan_along
 from .bands import Device, Source, Target, bands, check_grid, check_target, read, total_size, write
 
@@ -68,9 +68,9 @@ class _Image(NamedTuple):
         given = {name: read(_OP, name, source, 2, start, stop, self.device) for name, source in sources}
         checks.tensors(_OP, dict(x=5, log_alpha=4, log_beta=4), **given)
         x, *logs = given.values()
-        checks.shape(_OP, 'x', x, (*x.shape[:2], stop - start, self.width, x.shape[4]), 'the size')
+        checks.shapes(_OP, ('x', x, (*x.shape[:2], stop - start, self.width, x.shape[4]), 'the size'))
         for name, log in zip(('log_alpha', 'log_beta'), logs):
-            checks.shape(_OP, name, log, x.shape[:-1], 'a step log for each token and head of x')
+            checks.shapes(_OP, (name, log, x.shape[:-1], 'a step log for each token and head of x'))
             checks.step_logs(_OP, **{name: log})
         dtype = compute_dtype(x.dtype)
         values, (alpha, beta) = x.to(dtype).flatten(0, 1), (bounded(log.to(dtype).flatten(0, 1)) for log in logs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.decay import compute_dtype
+from ..common.numerics import compute_dtype
 from ..quadtree_solve.portable import coefficients, sweep, sweep_down, sweep_up
 from ..trees import PARAMETRIZATIONS, RHO, Level, quadtree_levels, sibling_normalized
 from .bands import Device, Source, Target, check_grid, check_target, read, total_size, write
@@ -41,14 +41,14 @@ class _Problem(NamedTuple):
         """Return values of some rows of level n, (B, heads, rows, W_n, D)."""
         value = self._read('values', self.values, n, rows)
         checks.tensors(_OP, {f'values[{n}]': 5}, **{f'values[{n}]': value})
-        checks.shape(_OP, f'values[{n}]', value, (*value.shape[:2], *rows[:2], value.shape[4]), f'level {n}')
+        checks.shapes(_OP, (f'values[{n}]', value, (*value.shape[:2], *rows[:2], value.shape[4]), f'level {n}'))
         return value
 
     def read_edges(self, n: int, rows: Level, like: Tensor) -> Tensor:
         """Return the edges of some rows of level n in the dtype of the arithmetic, (B, heads, rows, W_n)."""
         edge = self._read('edges', self.edges, n, rows)
         checks.tensors(_OP, {f'edges[{n}]': 4}, **{f'edges[{n}]': edge})
-        checks.shape(_OP, f'edges[{n}]', edge, (*like.shape[:2], *rows[:2]), f'level {n}')
+        checks.shapes(_OP, (f'edges[{n}]', edge, (*like.shape[:2], *rows[:2]), f'level {n}'))
         if self.parametrization == 'laplacian':
             checks.not_negative(_OP, f'edges[{n}]', edge, "with parametrization='laplacian'")
         edge = edge.to(compute_dtype(like.dtype))

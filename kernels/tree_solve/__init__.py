@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..common.autocast import without_autocast
+from ..common.numerics import without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..trees import Tree
 from ..trees.diagnose import has_nonfinite, raise_for_singular_tree

@@ -9,7 +9,7 @@ from typing import List, Optional
 import torch
 from torch import Tensor
 
-from ..common.tracing import is_traced_or_wrapped
+from ..common.checks import is_traced_or_wrapped
 from .sweeps import as_path, eliminate, reduce_path
 from .topology import Tree
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.autocast import without_autocast
+from ..common.numerics import without_autocast
 from .grid import Level, leaf_counts, level_means, repeat_to_children
 
 

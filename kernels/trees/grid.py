@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.tracing import exporting
+from ..common.checks import exporting
 
 
 class Level(NamedTuple):
@@ -145,7 +145,7 @@ def leaf_counts(levels: Sequence[Level], like: Tensor, mask: Optional[Tensor] = 
     first = levels[0]
     if mask is not None:
         checks.boolean(op, 'mask', mask, like)
-        checks.shape(op, 'mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf')
+        checks.shapes(op, ('mask', mask, (*mask.shape[:1], first.height, first.width), 'one for each leaf'))
     counts = [like.new_ones(1, 1, first.height, first.width) if mask is None else mask[:, None].to(like.dtype)]
     for level in levels[:-1]:
         counts.append(sum_children(counts[-1], level))

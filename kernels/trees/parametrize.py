@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.autocast import without_autocast
-from ..common.tracing import exporting
+from ..common.checks import exporting
+from ..common.numerics import without_autocast
 from .grid import Level, pad_to_parents, repeat_to_children, sum_children
 from .sweeps import dagger
 from .topology import Tree

@@ -12,7 +12,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..common.tracing import exporting, transforming
+from ..common.checks import exporting, transforming
 from .topology import Generation, Tree
 
 

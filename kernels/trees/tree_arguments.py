@@ -80,7 +80,7 @@ def check_levels(op: str, values: List[Tensor], edges: List[Tensor], shift: Sequ
         raise ValueError(f'{op}: edges must have one tensor for each level except the last ({len(values) - 1}), got '
                          f'{len(edges)}')
     for n, (level, x) in enumerate(zip(levels, values)):
-        checks.shape(op, f'values[{n}]', x, (batch, heads, level.height, level.width, dim), f'level {n} of this tree')
+        checks.shapes(op, (f'values[{n}]', x, (batch, heads, *level[:2], dim), f'level {n} of this tree'))
         if n < len(edges):
-            checks.shape(op, f'edges[{n}]', edges[n], (batch, heads, level.height, level.width), f'level {n}')
+            checks.shapes(op, (f'edges[{n}]', edges[n], (batch, heads, level.height, level.width), f'level {n}'))
     return levels[:len(values)]

@@ -13,7 +13,7 @@ from subquad import kernels
 from subquad.kernels import eos_elementwise, eos_matmul
 from subquad.kernels.common import checks
 from subquad.kernels.eos_scan import DecayGenerator, fla
-from subquad.kernels.eos_scan.tile_limits import triton_chunk
+from subquad.kernels.eos_scan.chunks import triton_chunk
 
 ops = torch.ops.subquad
 

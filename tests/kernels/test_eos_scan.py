@@ -6,8 +6,9 @@ from helpers import assert_close
 from pairwise import pairwise
 
 from subquad.kernels import eos_elementwise, eos_matmul
+from subquad.kernels.eos_elementwise import portable
 from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank, small_memories
-from subquad.kernels.eos_scan.decayed_products import decays
+from subquad.kernels.eos_scan.chunks import decays
 
 STATEFUL = [name for name in NAMES if 'theta' not in name and 'bank' not in name and name != 'constant modes']
 SMALL = NAMES[:NAMES.index('constant bank')]                  # of rank one: the others never take this loop
@@ -75,8 +76,8 @@ def test_many_blocks_equal_one(name, monkeypatch):
 def loops(monkeypatch):
     """Let any number of lines with memories of up to 4 numbers take the loop, and return the list of its runs."""
     runs, forward = [], small_memories.forward
-    monkeypatch.setattr(small_memories, 'LINES', 1)
-    monkeypatch.setattr(small_memories, 'NUMBERS', 4)
+    monkeypatch.setattr(portable, 'LEAST_LINES', 1)
+    monkeypatch.setattr(portable, 'LARGEST_MEMORY', 4)
     monkeypatch.setattr(small_memories, 'forward', lambda *args: runs.append(args) or forward(*args))
     return runs
 

@@ -9,9 +9,9 @@ from helpers import assert_close, relative_error
 from operator_cases import CALLS, TOLERANCE, attention_inputs
 
 from subquad import kernels
-from subquad.kernels.common.workspace import sums_are_safe
+from subquad.kernels.common.numerics import sums_are_safe
 from subquad.kernels.eos_scan import chunks
-from subquad.kernels.eos_scan.decayed_products import LEAST_SUM
+from subquad.kernels.eos_scan.chunks import LEAST_SUM
 from subquad.kernels.polyline_attention import portable
 
 SOFTMAX = [name for name in CALLS if name.startswith(('polyline', 'crisscross', 'decay'))]

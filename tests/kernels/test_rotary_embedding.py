@@ -98,7 +98,7 @@ def test_compiles_to_one_graph(backend):
 
 
 def test_tables_are_made_once_and_serve_training_after_inference_mode(monkeypatch):
-    angles._kept_table.cache_clear()
+    angles.kept_table.cache_clear()
     (q, k, _), made, make = _inputs(1, 2, 6, 4), [], angles.rotary_table
     monkeypatch.setattr(angles, 'rotary_table', lambda *key: made.append(key) or make(*key))
     with torch.inference_mode():
@@ -112,16 +112,16 @@ def test_tables_are_made_once_and_serve_training_after_inference_mode(monkeypatc
     kernels.rotary_embedding(*(x.to('meta') for x in (q, k)), scale=0.5)          # another device
     kernels.rotary_embedding(q.detach()[:, :, :5], k.detach()[:, :, :5], scale=0.5)          # another size
     assert len(made) == 4 and len(set(made)) == 4
-    assert angles._kept_table.cache_parameters()['maxsize'] == 16
+    assert angles.kept_table.cache_parameters()['maxsize'] == 16
 
 
 def test_traces_do_not_keep_tables():
-    angles._kept_table.cache_clear()
+    angles.kept_table.cache_clear()
     q, k, _ = _inputs(1, 2, 6, 4)
     torch.compile(lambda q, k: kernels.rotary_embedding(q, k, scale=0.5), backend='eager')(q, k)
     with torch.no_grad():
         torch.vmap(lambda q, k: kernels.rotary_embedding(q[None], k[None], scale=0.5))(q, k)
-    assert angles._kept_table.cache_info().currsize == 0
+    assert angles.kept_table.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize('change, error, message', [

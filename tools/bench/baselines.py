@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.common.decay import column_log_decay, cumulative, row_log_decay
+from ...kernels.common.numerics import column_log_decay, cumulative, row_log_decay
 from ...kernels.polyline_attention.reference import polyline_log_masks
 
 # --- polyline attention
