@@ -4,6 +4,7 @@ import re
 
 import pytest
 from helpers import ROOT
+from pairwise import slow
 
 pytest.importorskip('triton')
 
@@ -29,25 +30,25 @@ ALL_KERNELS = {name for path in (ROOT / 'kernels').glob('*/*.py')
                for name in re.findall(r'^def _(\w+)_kernel\(', path.read_text(), re.MULTILINE)}
 
 
-def test_compiles_for_sm_90_without_spills(python):
-    """bfloat16 and float32 at the head size of PPMA; all shipped configurations are in the slow test."""
-    resources = _compiled(python, 'cuda:90', 'bfloat16, 32 channels', '14 x 14, float32, 32',
-                          'lines of 100, float32, 32', 'lines of 28, float32, 32')
-    _assert_compiled(resources, ALL_KERNELS)
+# Cases that hold every kernel.
+EACH_KERNEL = (
+    'polyline_attention, additive, 14 x 14, bfloat16, 32', 'crisscross_attention, additive, lines of 56, bfloat16, 32',
+    'crisscross_attention, additive, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
+    '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
+    'skew, 28 x 28, bfloat16, 32', '5 x 5, sum, bfloat16, 32', 'rotary_embedding, 14 x 14, bfloat16, 32',
+    'eos_matmul, states, bfloat16, 32', 'full rank, sigmoid, bfloat16, 32', 'rows, lines of 100, bfloat16, 32')
+
+
+@pytest.mark.parametrize('target', ['cuda:90', *slow('cuda:80', 'hip:gfx942')])
+def test_every_kernel_compiles_without_spills(target, python):
+    _assert_compiled(_compiled(python, target, *EACH_KERNEL), ALL_KERNELS, target.startswith('cuda'))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('target, spills_known', [('cuda:80', True), ('hip:gfx942', False)])
-def test_compiles_for_other_targets(target, spills_known, python):
-    resources = _compiled(python, target, 'additive, 14 x 14, bfloat16, 32', 'additive, lines of 56, bfloat16, 32',
-                          'additive, lines of 100, bfloat16, 32', 'polyline_scan, lines of 56, bfloat16, 32',
-                          '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
-                          'laplacian, 14 x 14, bfloat16, 32', 'skew, 28 x 28, bfloat16, 32',
-                          'residual and GELU, bfloat16, 64', '5 x 5, sum, bfloat16, 32',
-                          'rotary_embedding, 14 x 14, bfloat16, 32', 'eos_matmul, states, bfloat16, 32',
-                          'full rank, sigmoid, bfloat16, 32', 'rows, lines of 100, bfloat16, 32',
-                          'both, steps of rows, lines of 14, bfloat16, 32')
-    _assert_compiled(resources, ALL_KERNELS, spills_known)
+def test_bfloat16_and_float32_at_the_head_size_of_ppma_do_not_spill(python):
+    resources = _compiled(python, 'cuda:90', 'bfloat16, 32 channels', '14 x 14, float32, 32',
+                          'lines of 100, float32, 32', 'lines of 28, float32, 32')
+    _assert_compiled(resources, ALL_KERNELS)
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
-from pairwise import pairwise, slow
+from pairwise import slow, slow_cases
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -78,22 +78,20 @@ def test_crisscross(name):
 
 
 @pytest.mark.parametrize('name, grid', [
-    *((f'crisscross-{mode}-both', grid) for mode in ('additive', 'multiplicative') for grid in ((18, 2), (2, 18))),
-    ('crisscross-additive-v2h', (18, 2)), ('crisscross-multiplicative-v2h', (2, 18)),
-    ('crisscross-additive-h2v', (2, 18)), ('crisscross-multiplicative-h2v', (18, 2))])
+    ('crisscross-additive-both', (18, 2)), ('crisscross-multiplicative-both', (2, 18)),
+    ('crisscross-additive-v2h', (2, 18)), ('crisscross-multiplicative-h2v', (18, 2)), *slow_cases(
+        ('crisscross-additive-both', (17, 18)), ('crisscross-additive-both', (2, 18)),
+        ('crisscross-multiplicative-both', (18, 2)), ('crisscross-additive-v2h', (18, 2)),
+        ('crisscross-multiplicative-v2h', (2, 18)), ('crisscross-additive-h2v', (2, 18)))])
 def test_crisscross_of_long_lines(name, grid, short_tiles):
-    """Long columns or long rows; the other lines are whole."""
+    """Long columns or long rows; the other lines are whole, but for one grid with both."""
     _check(name, _inputs(*grid))
 
 
-@pytest.mark.slow
-def test_crisscross_of_long_rows_and_columns(short_tiles):
-    _check('crisscross-additive-both', _inputs(17, 18))
-
-
 @pytest.mark.parametrize('name, grid, dtype', [
-    ('crisscross-additive-both', (18, 2), torch.bfloat16), ('crisscross-multiplicative-both', (18, 2), torch.float16),
-    ('crisscross-multiplicative-both', (3, 4), torch.bfloat16)])
+    ('crisscross-additive-both', (18, 2), torch.bfloat16), ('crisscross-multiplicative-both', (3, 4), torch.float16),
+    *slow_cases(('crisscross-multiplicative-both', (18, 2), torch.float16),
+                ('crisscross-multiplicative-both', (3, 4), torch.bfloat16))])
 def test_crisscross_in_half_types(name, grid, dtype, short_tiles):
     _check(name, _inputs(*grid, dtype))
 
@@ -105,7 +103,7 @@ def test_lines_at_the_sides_of_tiles(name, length):
     _check(name, _inputs(1, length))
 
 
-@pytest.mark.parametrize('name', ['crisscross-additive-both', 'crisscross-multiplicative-v2h'])
+@pytest.mark.parametrize('name', ['crisscross-multiplicative-v2h', *slow('crisscross-additive-both')])
 def test_heads_of_different_channels(name, short_tiles):
     _check(name, _inputs(3, 18, dim=24, dim_v=40))
 
@@ -121,7 +119,7 @@ def test_strided_inputs(name, grid, short_tiles):
 
 @pytest.mark.parametrize('name, grid', [
     ('crisscross-multiplicative-both', (3, 5)), ('crisscross-additive-both', (2, 18)),
-    ('crisscross-multiplicative-both', (18, 2)), ('decay-additive-column', (18, 2))])
+    ('decay-additive-column', (18, 2)), *slow_cases(('crisscross-multiplicative-both', (18, 2)))])
 def test_extreme_steps(name, grid, short_tiles):
     """Step logs 0, tiny, -80 and -inf together. The gradient at a step of exactly 0 is one-sided here and 0 in the
     reference, so those of the steps are only finite."""
@@ -242,14 +240,15 @@ def _op_arguments(grid, paths, mask_mode='additive'):
             (ops.crisscross_attention_bwd, (v, [q, k, v, a, b], list(saved), mask_mode, paths))]
 
 
-@pairwise('paths, grid', ['both', 'v2h', 'h2v'], [(2, 3), (2, 17)], together=1)
+@pytest.mark.parametrize('paths, grid', [('both', (1, 2)), ('v2h', (1, 17)), *slow_cases(
+    ('h2v', (1, 2)), ('both', (2, 17)), ('h2v', (2, 17)))])
 def test_opcheck(paths, grid, short_tiles):
     for op, arguments in _op_arguments(grid, paths):
         torch.library.opcheck(op.default, arguments)
 
 
 def test_opcheck_of_long_lines(short_tiles):
-    q, k, v, _, b = _inputs(17, 2)
+    q, k, v, _, b = _inputs(17, 1)
     ops = torch.ops.subquad
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, b)]
     torch.library.opcheck(ops.decay_attention_fwd.default, (*leaves, 'column', 'additive', True))
@@ -300,41 +299,33 @@ def test_results_do_not_depend_on_saving():
 # --- machine code
 
 COMPILE = '''
-import json, sys
-import torch
+import json, torch
 from lab import machine_code
 from subquad.kernels import aot
 from subquad.kernels.crisscross_attention import triton as crisscross
-from subquad.kernels.decay_attention import triton as decay, triton_backward
+from subquad.kernels.decay_attention import triton as decay
 
 found = []
-for target, length, dim in json.loads(sys.argv[1]):
+for length, dim in {problems!r}:
     q, k, v, grad = (torch.empty(2, length, length, 4, dim, dtype=torch.bfloat16, device='meta').permute(0, 3, 1, 2, 4)
                      for _ in range(4))
     steps = [torch.empty(2, length, length, 4, device='meta').permute(0, 3, 1, 2) for _ in range(2)]
-    with aot.compiling_for(target) as kernels:
+    with aot.compiling_for('cuda:90') as kernels:
         decay.forward(q, k, v, steps[0], 'row', 'additive', True)
         saved = crisscross.forward(q, k, v, *steps, 'additive', 'both', True)
         crisscross.backward(grad, [q, k, v, *steps], list(saved), 'additive', 'both')
-    for kernel in kernels:
-        code = machine_code.analyze(kernel)
+    for code in map(machine_code.analyze, kernels):
         found.append(dict(name=code.name, stack=code.stack, duplicates=code.duplicates(), loops=len(code.loops),
                           per_pair=code.per_item(code.constants.get('BLOCK') ** 2)))
 print(json.dumps(found))
 '''
 
 
-@pytest.fixture
-def compiled(python, tmp_path):
-    """Compile for (target, length of lines, channels): decay attention forward, then criss-cross attention."""
-    def compile_(*problems):
-        path = tmp_path / 'kernel.py'
-        path.write_text(COMPILE)
-        done = python(f'import runpy, sys; sys.argv = ["kernel.py", {json.dumps(problems)!r}]\n'
-                      f'runpy.run_path({str(path)!r}, run_name="__main__")', TRITON_INTERPRET='0')
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-    return compile_
+def _compiled(python, *problems):
+    """Compile for (length of lines, channels): decay attention forward, then criss-cross attention."""
+    done = python(COMPILE.format(problems=problems), TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 # Thread-instructions per pair of the forward kernel that ran whole lines of 56 tokens through the running softmax, with
@@ -343,9 +334,9 @@ RUNNING_SOFTMAX = {16: 24.0, 32: 27.2}
 
 
 @pytest.mark.parametrize('channels', [32, *slow(16)])
-def test_whole_lines_take_few_instructions(channels, compiled):
+def test_whole_lines_take_few_instructions(channels, python):
     """At most 60 % of those with the running softmax; no loop, no spilled register, no work done twice."""
-    forward, *others = compiled(('cuda:90', 56, channels))
+    forward, *others = _compiled(python, (56, channels))
     assert [code['name'].removeprefix('decay_attention_') for code in (forward, *others)] == [
         'fwd_line', 'fwd_line', 'fwd_line', 'fwd_line', 'transposed_line', 'bwd_line', 'bwd_line']
     assert forward['per_pair'][0] <= 0.6 * RUNNING_SOFTMAX[channels]
@@ -354,8 +345,8 @@ def test_whole_lines_take_few_instructions(channels, compiled):
 
 
 @pytest.mark.slow
-def test_small_tiles_and_long_lines_do_no_work_twice(compiled):
-    codes = compiled(('cuda:90', 14, 32), ('cuda:90', 28, 32), ('cuda:90', 100, 32))
+def test_small_tiles_and_long_lines_do_no_work_twice(python):
+    codes = _compiled(python, (14, 32), (28, 32), (100, 32))
     assert {code['name'] for code in codes} >= {f'decay_attention_{name}{line}' for line in ('', '_line')
                                                 for name in ('fwd', 'bwd', 'transposed')}
     for code in codes:

@@ -26,3 +26,8 @@ def pairwise(names: str, *axes, together: int = 2):
 def slow(*cases) -> list:
     """Mark cases of one argument as slow."""
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def slow_cases(*cases) -> list:
+    """Mark cases of several arguments as slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
