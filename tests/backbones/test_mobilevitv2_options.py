@@ -183,8 +183,17 @@ def test_a_trace_at_256_works_at_320_and_raises_at_224():
         traced(torch.rand(1, 3, 224, 224))
 
 
-@pytest.mark.parametrize('dims', [pytest.param('bh', id='batch and height'),
-                                  pytest.param('bhw', id='batch, height and width', marks=pytest.mark.slow)])
+def test_a_block_exports_with_dynamic_sizes():
+    block, Dim = timm.create_model('test_mobilevitv2').eval().stages[2][1], torch.export.Dim
+    sizes = {0: Dim('batch', max=64), 2: Dim('height', min=2, max=64) * 2, 3: Dim('width', min=2, max=64) * 2}
+    channels = block.conv_kxk.conv.in_channels
+    program = torch.export.export(block, (torch.rand(2, channels, 16, 12),), dynamic_shapes=(sizes,))
+    x = torch.rand(3, channels, 10, 18)
+    assert_close(program.module()(x), block(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dims', ['bh', 'bhw'])
 def test_dynamic_export(dims):
     model, Dim = timm.create_model('test_mobilevitv2').eval(), torch.export.Dim
     sizes = {'b': Dim('batch', max=64), 'h': Dim('height', min=2, max=16) * 64, 'w': Dim('width', min=2, max=16) * 64}

@@ -63,15 +63,15 @@ def _check(values, edges, layout=lambda x: x, **options):
             assert (x.double() - y).abs().max() <= tolerance * (2 if twice else 1) * scale, (kind, n)
 
 
-@pytest.mark.parametrize('grid, shift', [((1, 1), (0, 0)), ((1, 1), (5, 3)), ((1, 9), (0, 0)), ((1, 9), (5, 3)),
-                                         ((9, 1), (5, 3)), ((5, 3), (0, 0)), ((5, 3), (5, 3)), ((7, 11), (0, 0)),
-                                         ((7, 11), (5, 3)), ((14, 14), (0, 0)), ((14, 14), (2, 1))], ids=str)
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-def test_trees_in_one_tile(parametrization, grid, shift):
+@pairwise('parametrization, grid_and_shift', PARAMETRIZATIONS, [
+    ((1, 1), (0, 0)), ((1, 1), (5, 3)), ((1, 9), (0, 0)), ((1, 9), (5, 3)), ((9, 1), (5, 3)), ((5, 3), (0, 0)),
+    ((5, 3), (5, 3)), ((7, 11), (0, 0)), ((7, 11), (5, 3)), ((14, 14), (0, 0)), ((14, 14), (2, 1))], together=1)
+def test_trees_in_one_tile(parametrization, grid_and_shift):
+    grid, shift = grid_and_shift
     _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
 
 
-@pairwise('parametrization, grid, shift', PARAMETRIZATIONS, [(14, 14), (20, 31), (33, 17)], [(0, 0), (5, 3)],
+@pairwise('parametrization, grid, shift', PARAMETRIZATIONS, [(14, 14), (9, 20), (17, 9)], [(0, 0), (5, 3)],
           together=1)
 def test_trees_of_several_tiles(parametrization, grid, shift):
     _check(*_inputs(*grid, parametrization, shift), parametrization=parametrization, shift=shift)
@@ -88,7 +88,7 @@ def test_tiles_of_tiles(parametrization, sides, dtype, monkeypatch):
 
 @pytest.mark.parametrize('parametrization, grid, shift, levels', [
     ('laplacian', (7, 11), (0, 0), 2), ('symmetric', (7, 11), (5, 3), 3), ('skew', (1, 9), (5, 3), 2),
-    ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (20, 31), (5, 3), 3),
+    ('skew', (5, 3), (5, 3), 1), ('symmetric', (14, 14), (0, 0), 3), ('laplacian', (12, 20), (5, 3), 3),
     ('skew', (3, 40), (1, 0), 6)], ids=str)
 def test_forests(parametrization, grid, shift, levels):
     _check(*_inputs(*grid, parametrization, shift, levels), parametrization=parametrization, shift=shift)
@@ -103,18 +103,17 @@ def test_trees_of_a_forest_do_not_meet(grid, levels, first_tree):
     assert leaves[..., 0, :first_tree, :].isnan().all() and leaves[..., first_tree:, :].isfinite().all()
 
 
-@pytest.mark.parametrize('dtype, edge_dtype', [
+@pairwise('parametrization, dtypes', PARAMETRIZATIONS, [
     (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float64), (torch.float32, torch.float16)], ids=str)
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-def test_dtypes(parametrization, dtype, edge_dtype):
-    _check(*_inputs(7, 6, parametrization, dtype=dtype, edge_dtype=edge_dtype), parametrization=parametrization)
+    (torch.float32, torch.float64), (torch.float32, torch.float16)], together=1)
+def test_dtypes_of_values_and_edges(parametrization, dtypes):
+    _check(*_inputs(7, 6, parametrization, dtype=dtypes[0], edge_dtype=dtypes[1]), parametrization=parametrization)
 
 
 @pairwise('parametrization, dim', PARAMETRIZATIONS, [1, 16, 20, 32, 70], together=1)
 def test_head_dimensions(parametrization, dim):
     """Heads of one channel, of a power of two or not, and of more channels than a tile takes."""
-    _check(*_inputs(5, 3, parametrization, dim=dim, batch=2, heads=3), parametrization=parametrization)
+    _check(*_inputs(5, 3, parametrization, dim=dim, heads=2), parametrization=parametrization)
 
 
 def test_heads_that_need_smaller_tiles():
@@ -133,7 +132,7 @@ def test_strides(order, parametrization):
         places = order if x.ndim == 5 else [n for n in order if n < 4]
         back = [places.index(n) for n in range(x.ndim)]
         return x.permute(places).contiguous().permute(back)
-    values, edges = _inputs(5, 6, parametrization, batch=2, heads=3, dim=4)
+    values, edges = _inputs(5, 6, parametrization, batch=2, heads=2, dim=4)
     _check(values, edges, layout, parametrization=parametrization)
     values = [layout(x) for x in values]
     for x, y in zip(values, quadtree_solve(values, [layout(x) for x in edges], parametrization=parametrization,
@@ -143,7 +142,7 @@ def test_strides(order, parametrization):
 
 def test_gradients_and_values_that_share_memory():
     """Broadcast values and the gradient of a sum have strides of 0."""
-    values, edges = _inputs(5, 6, batch=2, heads=3)
+    values, edges = _inputs(5, 6, batch=2, heads=2)
     values = [x[:, :, :1, :1].expand_as(x) for x in values]
     edges = [x[:1].expand_as(x).requires_grad_() for x in edges]
     found, wanted = (torch.autograd.grad(sum(x.sum() for x in quadtree_solve(values, edges, backend=backend)), edges)
@@ -155,7 +154,7 @@ def test_gradients_and_values_that_share_memory():
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('grid, shift', [((14, 14), (0, 0)), ((1, 60), (5, 3)), ((13, 18), (5, 3))], ids=str)
+@pytest.mark.parametrize('grid, shift', [((14, 14), (0, 0)), ((1, 20), (5, 3)), ((12, 10), (5, 3))], ids=str)
 def test_rows_sum_to_one(grid, shift):
     """Rows of the Laplacian's inverse sum to 1, with edges up to 100 and with edges of 4 * 4^level."""
     levels = quadtree_levels(*grid, None, shift)
@@ -180,7 +179,7 @@ def test_large_edges_and_none():
 
 
 def test_results_are_the_same_every_time():
-    values, edges = _inputs(7, 11, batch=2, heads=2)
+    values, edges = _inputs(5, 3, heads=2)
     first, second = (_run(values, edges, 'triton') for _ in range(2))
     assert all(torch.equal(x, y) for one, other in zip(first, second) for x, y in zip(one, other))
 
@@ -238,7 +237,7 @@ def test_images_beyond_32_bit_offsets_are_refused():
 
 @pytest.mark.parametrize('parametrization, shift, levels', [('laplacian', (0, 0), None), ('skew', (5, 3), 2)])
 def test_opcheck(parametrization, shift, levels):
-    values, edges = _inputs(3, 5, parametrization, shift, levels, dim=2, edge_dtype=torch.float64)
+    values, edges = _inputs(2, 3, parametrization, shift, levels, dim=2, edge_dtype=torch.float64)
     values = [x.permute(0, 1, 4, 2, 3).contiguous().permute(0, 1, 3, 4, 2) for x in values]
     ops = torch.ops.subquad
     solution = ops.quadtree_solve_fwd(values, edges, parametrization, list(shift))

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import timm
+from pairwise import slow
 from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint
@@ -198,10 +199,10 @@ def images(tmp_path_factory):
 
 
 TRAINED = [name for name in RECIPES if 'in21k' not in name or '-150_' in name]
+SMALLEST = [name for name in TRAINED if re.search('-t_|-050_|multiscale|in21k', name)]
 
 
-@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0))
-                                  for n, name in enumerate(TRAINED)])
+@pytest.mark.parametrize('name', [*SMALLEST, *slow(*(name for name in TRAINED if name not in SMALLEST))])
 def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
     """With its own network, on small images."""
     size = '(3,64,64)'

@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper
+from pairwise import slow
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from timm.utils import ModelEmaV3
@@ -323,12 +324,12 @@ def _rates(work):
 
 
 @pytest.mark.parametrize('schedule', [
-    "[dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=2, convert_to_iter_based=True),"
-    "dict(type='CosineAnnealingLR', by_epoch=True, begin=2, convert_to_iter_based=True)]",
-    "[dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=3),"
-    "dict(type='MultiStepLR', by_epoch=True, milestones=[2, 3], gamma=0.1)]",
-    "[dict(type='EpochCosineLR', warmup=1.5, warmup_lr=1e-6, eta_min_ratio=0.1, delay=1, convert_to_iter_based=True)]"],
-    ids=['cosine', 'steps', 'epochs'])
+    "[dict(type='EpochCosineLR', warmup=1.5, warmup_lr=1e-6, eta_min_ratio=0.1, delay=1, convert_to_iter_based=True)]",
+    *slow(
+        "[dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=2, convert_to_iter_based=True),"
+        "dict(type='CosineAnnealingLR', by_epoch=True, begin=2, convert_to_iter_based=True)]",
+        "[dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=3),"
+        "dict(type='MultiStepLR', by_epoch=True, milestones=[2, 3], gamma=0.1)]")], ids=['epochs', 'cosine', 'steps'])
 def test_a_resumed_training_follows_the_schedule_of_its_config(schedule, images, tmp_path, capsys):
     """As if it had had this schedule from the start, in a line that says so; with the same options nothing is said."""
     options = ['auto_scale_lr.enable=True', 'auto_scale_lr.base_batch_size=2', 'default_hooks.logger.interval=1']
