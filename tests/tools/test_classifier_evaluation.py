@@ -17,10 +17,11 @@ from subquad.tools import test
 from subquad.tools.engine.classification import throughput
 from subquad.tools.engine.classification.class_report import ClassReport
 from subquad.tools.engine.classification.prediction_metrics import (
+    AccuracyMetric,
     CalibrationMetric,
     Predictions,
     expected_calibration_error,
-    rank,
+    ranks,
 )
 from subquad.tools.engine.classification.views import EvaluatedNet, view_transform
 from subquad.tools.engine.classification.weight_files import transform_differences
@@ -69,7 +70,6 @@ def test_expected_calibration_error_by_hand():
     ([float('nan'), 1., 0.], 1, (-1, 1., False)), ([float('inf'), 0., 0.], 0, (-1, 1., False))])
 def test_predictions_with_ties_and_scores_that_are_not_finite(scores, label, expected):
     """They are correct exactly if AccuracyMetric counts them."""
-    from subquad.tools.engine.classification.model import AccuracyMetric
     metric, accuracy = CalibrationMetric(), AccuracyMetric(topk=(1,))
     sample = dict(scores=torch.tensor(scores), label=torch.tensor(label))
     metric.process(None, [sample])
@@ -79,12 +79,12 @@ def test_predictions_with_ties_and_scores_that_are_not_finite(scores, label, exp
     assert accuracy.compute_metrics(accuracy.results)['top1'] == 100 * correct
 
 
-def test_rank_with_several_correct_classes():
-    scores, correct = torch.tensor([0.1, 0.4, 0.3, 0.2]), torch.tensor([True, False, True, False])
-    assert rank(scores, correct) == 1
-    assert rank(scores, torch.tensor([True, True, False, False])) == 0
-    assert rank(torch.tensor([0.4, 0.4, 0.1, 0.1]), torch.tensor([True, False, False, False])) == 1
-    assert rank(torch.tensor([0.4, float('nan'), 0.1, 0.1]), torch.tensor([True, False, False, False])) > 1000
+def test_ranks_with_several_correct_classes():
+    nan, other = float('nan'), [True, False, False, False]
+    scores = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2], [0.4, 0.4, 0.1, 0.1], [0.4, nan, 0.1, 0.1]])
+    correct = torch.tensor([[True, False, True, False], [True, True, False, False], other, other])
+    found = ranks(scores, correct).tolist()
+    assert found[:3] == [1, 0, 1] and found[3] > 1000
 
 
 # ---- weights

@@ -12,7 +12,7 @@ from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.checkpoints.earlier_runs import earlier_files, note_earlier, noted, now_own
 from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
-from subquad.tools.engine.classification.model import AccuracyMetric
+from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric
 from subquad.tools.engine.config import find
 
 LINEAR = "dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=3)"

@@ -11,7 +11,8 @@ from user_errors import user_error
 from subquad.tools import make_dataset, train
 from subquad.tools import test as test_tool
 from subquad.tools.data import recall, token_sets
-from subquad.tools.engine.classification.model import AccuracyMetric, PerplexityMetric, TimmClassifier
+from subquad.tools.engine.classification.model import TimmClassifier
+from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric, PerplexityMetric
 from subquad.tools.engine.training.schedules import InverseSqrtLR
 
 # ---- multi-query associative recall

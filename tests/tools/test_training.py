@@ -17,7 +17,7 @@ from training_cases import fails, folder_arguments, make_images
 from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
 from subquad.tools import test, train
 from subquad.tools.engine.classification import evaluation
-from subquad.tools.engine.classification.model import AccuracyMetric
+from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric
 
 DIGITS = 'test-ppma_digits'
 

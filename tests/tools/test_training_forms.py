@@ -12,7 +12,8 @@ from training_cases import fails, folder_arguments, make_images
 from subquad.backbones.weights import read_checkpoint, save_state_dict
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.model import AccuracyMetric, MultiLabelMetric, TimmClassifier
+from subquad.tools.engine.classification.model import TimmClassifier
+from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric, MultiLabelMetric
 from subquad.tools.engine.classification.task import build_data
 from subquad.tools.engine.config import load
 from subquad.tools.engine.training.finite import FiniteHook

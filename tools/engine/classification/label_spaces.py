@@ -53,4 +53,4 @@ def use_labels(config, text: str, data: Optional[str]) -> None:
     config.test_dataloader.dataset = imagenet_folder(data, labels, dataset.get('transform'), real,
                                                      bool(config.get('strict_images')))
     if labels == 'real':
-        config.test_evaluator = dict(type='RealAccuracyMetric')
+        config.test_evaluator = dict(type='AccuracyMetric')

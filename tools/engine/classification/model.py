@@ -1,16 +1,14 @@
-"""A timm model as an MMEngine model, its metrics, and an optimizer constructor for timm's factory."""
-import math
+"""A timm model as an MMEngine model, and an optimizer constructor for timm's factory."""
 import re
 from inspect import signature
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
-from mmengine.registry import METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from mmengine.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from timm.layers import LayerScale
 from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_class
@@ -51,7 +49,10 @@ class TimmClassifier(BaseModel):
         super().__init__(data_preprocessor=data_preprocessor or dict(type='ImagePreprocessor'))
         self.net = create(name, **kwargs)
         if grad_checkpointing:
-            self._checkpoint_gradients(name)
+            try:
+                self.net.set_grad_checkpointing(True)
+            except (AssertionError, AttributeError) as error:        # timm's way to refuse
+                raise UserError(f'{name} does not support grad_checkpointing') from error
         mixed = isinstance(self.data_preprocessor, MixupPreprocessor)
         if mixed:
             self.data_preprocessor.num_classes = self.net.num_classes
@@ -66,18 +67,14 @@ class TimmClassifier(BaseModel):
             raise UserError(f"trainable must be 'all' or 'head', got {trainable!r}")
         self.trainable, self.channels_last = trainable, channels_last
         if trainable == 'head':
-            self._freeze(name)
+            self.net.requires_grad_(False)
+            for part in self._classifiers():
+                part.requires_grad_(True)
+            if not any(parameter.requires_grad for parameter in self.net.parameters()):
+                raise UserError(f"trainable='head': {name} has no classifier with parameters")
+            self.train()
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
-
-    def _freeze(self, name: str) -> None:
-        """Freeze all but the classifier."""
-        self.net.requires_grad_(False)
-        for part in self._classifiers():
-            part.requires_grad_(True)
-        if not any(parameter.requires_grad for parameter in self.net.parameters()):
-            raise UserError(f"trainable='head': {name} has no classifier with parameters")
-        self.train()
 
     def _classifiers(self) -> Tuple[nn.Module, ...]:
         classifiers = self.net.get_classifier()
@@ -91,12 +88,6 @@ class TimmClassifier(BaseModel):
             for part in self._classifiers():
                 part.train()
         return self
-
-    def _checkpoint_gradients(self, name: str) -> None:
-        try:
-            self.net.set_grad_checkpointing(True)
-        except (AssertionError, AttributeError) as error:        # timm's way to refuse
-            raise UserError(f'{name} does not support grad_checkpointing') from error
 
     def init_weights(self) -> None:
         """Initialize the weights unless they were loaded (`has_weights`).
@@ -122,7 +113,9 @@ class TimmClassifier(BaseModel):
             the n tokens with a label. Scores are probabilities: of each class by itself if an image has several.
         """
         if self.channels_last:
-            inputs = _channels_last(inputs)
+            if inputs.ndim != 4:
+                raise UserError(f'channels_last is for images (B, C, H, W), got a batch {tuple(inputs.shape)}')
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         logits = self.net(inputs)
         if logits.ndim == 3 and mode != 'tensor':
             return self._of_tokens(logits, label, mode)
@@ -160,100 +153,6 @@ class TimmClassifier(BaseModel):
             return dict(loss=F.cross_entropy(logits[known].float(), label[known],
                                              label_smoothing=self.label_smoothing))
         return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
-
-
-def _channels_last(images: Tensor) -> Tensor:
-    if images.ndim != 4:
-        raise UserError(f'channels_last is for images (B, C, H, W), got a batch {tuple(images.shape)}')
-    return images.contiguous(memory_format=torch.channels_last)
-
-
-_WRONG = 2 ** 31                                                # a rank larger than every k
-
-
-@METRICS.register_module()
-class AccuracyMetric(BaseMetric):
-    """Percentage of images, or of labeled tokens, whose class is among the k best: accuracy/top1, accuracy/top5.
-
-    Images with a negative label, which could not be read, do not count. A class with the same score as the label ranks
-    before it, and an image with a score that is NaN or infinite counts as wrong. A network with constant outputs
-    therefore has an accuracy of 0.
-    """
-
-    default_prefix = 'accuracy'
-
-    def __init__(self, topk: Sequence[int] = (1, 5), **kwargs: Any):
-        super().__init__(**kwargs)
-        self.topk = topk
-
-    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
-        for sample in data_samples:
-            scores, label = _rows(sample)
-            # The label's own score is counted, too: subtract 1.
-            ranks = (scores >= scores.gather(1, label)).sum(1) - 1
-            self.results.append(ranks.where(scores.isfinite().all(1), _WRONG).tolist())
-
-    def compute_metrics(self, results: List[List[int]]) -> Dict[str, float]:
-        ranks = torch.tensor([rank for sample in results for rank in sample])
-        return {f'top{k}': (ranks < k).float().mean().item() * 100 for k in self.topk}
-
-
-def _rows(sample: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
-    """Return the scores (n, num_classes) and labels (n, 1) of an image, n = 1 (0 without label), or of n tokens."""
-    scores = sample['scores'].reshape(-1, sample['scores'].shape[-1])
-    label = torch.as_tensor(sample['label'], device=scores.device).reshape(-1, 1)
-    if len(label) != len(scores):
-        raise UserError("labels of several classes for each image need the metric dict(type='MultiLabelMetric')")
-    known = label[:, 0] >= 0
-    return scores[known], label[known]
-
-
-@METRICS.register_module()
-class MultiLabelMetric(BaseMetric):
-    """multi_label/mAP: the mean over the classes that images have of the average precision, in percent.
-
-    The average precision of a class is the sum over images in the order of its score, the highest first, of
-    (recall - recall before) * precision; images with equal scores count together, and a score that is not finite is the
-    lowest. An image with a negative label, which could not be read, does not count.
-    """
-
-    default_prefix = 'multi_label'
-
-    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
-        self.results += [(sample['scores'].cpu().nan_to_num(-1., -1., -1.), sample['label'].cpu())
-                         for sample in data_samples]
-
-    def compute_metrics(self, results: List[Tuple[Tensor, Tensor]]) -> Dict[str, float]:
-        scores, labels = (torch.stack(part) for part in zip(*results))
-        known = (labels >= 0).all(1)
-        found = [average_precision(s, n) for s, n in zip(scores[known].T, labels[known].T > 0.5) if n.any()]
-        return dict(mAP=100 * sum(found) / len(found) if found else math.nan)
-
-
-def average_precision(scores: Tensor, positive: Tensor) -> float:
-    """Return the average precision of a class, see `MultiLabelMetric`, of scores (n,) and booleans (n,)."""
-    order = scores.argsort(descending=True)
-    scores, found = scores[order], positive[order].double().cumsum(0)
-    last = torch.cat([scores[1:] != scores[:-1], torch.tensor([True])]).nonzero()[:, 0]        # of equal scores
-    gained = found[last].diff(prepend=torch.zeros(1, dtype=torch.double))
-    return float((gained * found[last] / (last + 1)).sum() / found[-1])
-
-
-@METRICS.register_module()
-class PerplexityMetric(BaseMetric):
-    """language/perplexity, and language/log_likelihood: its negative logarithm, the mean over tokens in nats."""
-
-    default_prefix = 'language'
-
-    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
-        for sample in data_samples:
-            scores, label = _rows(sample)
-            self.results.append((scores.double().gather(1, label).log().sum().item(), len(label)))
-
-    def compute_metrics(self, results: List[Tuple[float, int]]) -> Dict[str, float]:
-        total, count = (sum(part) for part in zip(*results))
-        mean = total / count
-        return dict(perplexity=math.exp(min(-mean, 700)), log_likelihood=mean)
 
 
 def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:
