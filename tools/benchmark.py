@@ -109,9 +109,6 @@ def size(text: str, tokens: bool) -> ops.Grid:
         text: Value of --size.
         tokens: Return tokens, for an operator. A name then stands for the token grid of its image
             at stride 16, and numbers are tokens.
-
-    Raises:
-        UserError: The text is none of these.
     """
     if text not in ops.SIZES:
         return parse_size(text, list(ops.SIZES))

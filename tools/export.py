@@ -100,11 +100,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
-    """Return the function that builds the `Subject` for a format; detectors differ by format.
-
-    Raises:
-        UserError: Model or weights are unknown or do not match, or the model does not take images of this size.
-    """
+    """Return the function that builds the `Subject` for a format; detectors differ by format."""
     from .engine.counting.counting_configs import is_config
     from .exporters.subject import classifier_from, classifier_subject, with_normalization
     model, checkpoint = _named(args.model, args.checkpoint)

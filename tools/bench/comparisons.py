@@ -20,11 +20,7 @@ _COMPILED = ('compiled', 'flex')
 
 
 def working(calls: Mapping[str, Call], first: str) -> Dict[str, Call]:
-    """Run each call once and keep those that succeed; print why the others are left out.
-
-    Raises:
-        UserError: The first one fails.
-    """
+    """Run each call once and keep those that succeed; print why the others are left out."""
     kept = {}
     for name, call in calls.items():
         try:

@@ -16,9 +16,6 @@ def prepare(out: Path, device: str) -> Path:
     """Create the results file of a device and its folder.
 
     This runs before anything is measured, so that an unwritable folder costs no time.
-
-    Raises:
-        UserError: The folder cannot be created, or the file cannot be written.
     """
     path = out / FILES[device]
     try:

@@ -24,11 +24,7 @@ class Subject(NamedTuple):
 
 
 def parse_model(text: str) -> Subject:
-    """Read 'NAME' with an optional '@BACKEND' and then '+compile' or '+autocast' or both.
-
-    Raises:
-        UserError: The text has another form, or the backend is unknown.
-    """
+    """Read 'NAME' with an optional '@BACKEND' and then '+compile' or '+autocast' or both."""
     model, *options = text.split('+')
     name, at, backend = model.partition('@')
     if not set(options) <= set(OPTIONS) or len(set(options)) < len(options) or at and backend not in OWN_BACKENDS:
@@ -58,9 +54,6 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
 
     Returns:
         (the function, the model's state dict).
-
-    Raises:
-        UserError: The model or backend is unknown, or the model refuses the size.
     """
     subject = parse_model(text)
     fixed = zoo.size_options(subject.name, images.shape[2:])

@@ -192,9 +192,6 @@ def operator_call(op: str, implementation: str) -> Callable[..., Tensor]:
 
     Returns:
         A function of the operator's inputs.
-
-    Raises:
-        UserError: The operator or the implementation is unknown.
     """
     if op not in OPERATORS:
         raise UserError(f"unknown operator {op!r}{nearest(op, list(OPERATORS))}; there are {', '.join(OPERATORS)}")

@@ -26,7 +26,11 @@ _HINT = '; --traceback shows where'
 
 
 class UserError(Exception):
-    """An error that the user can correct; its message is one sentence that says how."""
+    """An error that the user can correct; its message is one sentence that says how.
+
+    Functions of `tools` raise it for what a user gives. Their docstrings name other errors, and not this one, except in
+    what the documentation lists.
+    """
 
 
 @contextlib.contextmanager

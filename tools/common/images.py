@@ -45,11 +45,7 @@ class LeftOut:
         print(f'left out: {error}', file=sys.stderr, flush=True)
 
     def code(self) -> int:
-        """Return the exit code: 0, or 1 if files were left out; their count is printed.
-
-        Raises:
-            UnreadableImage: No file could be read.
-        """
+        """Return the exit code: 0, or 1 if files were left out; their count is printed."""
         if self.count and self.count == self.total:
             raise UnreadableImage(f'no image could be read ({self.total} tried, see above)')
         if self.count:
@@ -108,11 +104,7 @@ def reported() -> int:
 
 
 def image_files(paths: Sequence[str]) -> List[Path]:
-    """Return the files, and for each folder all images in it and its subfolders, sorted.
-
-    Raises:
-        UserError: A path does not exist or is too long, or a folder holds no images.
-    """
+    """Return the files, and for each folder all images in it and its subfolders, sorted."""
     files = []
     if '' in paths:
         raise UserError('an image or folder has an empty name')
@@ -142,9 +134,6 @@ def open_image(file: Union[str, Path], upright: bool = True) -> Image.Image:
     Args:
         file: The image file; the first frame is read if there are several.
         upright: Rotate and flip as the EXIF orientation says.
-
-    Raises:
-        UnreadableImage: The file cannot be read; the message names it.
     """
     try:
         with warnings.catch_warnings():

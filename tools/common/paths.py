@@ -10,11 +10,7 @@ from .cli import UserError
 
 
 def expanded(name: str) -> Path:
-    """Return the path with ~ expanded.
-
-    Raises:
-        UserError: There is no such user.
-    """
+    """Return the path with ~ expanded."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -22,11 +18,7 @@ def expanded(name: str) -> Path:
 
 
 def writable_folder(folder: str) -> Path:
-    """Create a folder if it is missing, check that it can be written to, and return it.
-
-    Raises:
-        UserError: The folder cannot be created or written to.
-    """
+    """Create a folder if it is missing, check that it can be written to, and return it."""
     path = expanded(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)

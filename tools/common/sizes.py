@@ -13,9 +13,6 @@ def parse_size(text: str, names: Sequence[str] = (), smallest: int = 1, largest:
         names: Other values that the option takes, for the message.
         smallest: Smallest side.
         largest: Largest side.
-
-    Raises:
-        UserError: The text has another form, or a side is out of range.
     """
     match = re.fullmatch(r'(\d{1,9})(?:x(\d{1,9}))?', text.lower(), re.ASCII)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

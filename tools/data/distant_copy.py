@@ -51,9 +51,6 @@ def distant_copies(count: int, seed: Union[int, Sequence[int]] = 0, size: int = 
         patch: side of a patch in pixels.
         classes: number of colors, 2 to 64.
         distractors: number of patches that lie in no corner and do not matter; at most a quarter of all places.
-
-    Raises:
-        UserError: an argument is out of range.
     """
     for name, value, least in (('count', count, 1), ('patch', patch, 1), ('size', size, 4 * patch),
                                ('classes', classes, 2), ('distractors', distractors, 0)):

@@ -28,9 +28,6 @@ def already_there(folder: Path, metadata: Dict[str, Any], files: Callable[[Dict[
             same options generate other files) and options.
         files: Returns the other files of a data set with some options, relative to its folder, with slashes.
         force: Allow a data set of this kind to be replaced.
-
-    Raises:
-        UserError: The folder holds files that must not be replaced.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f'{folder} is a file; give a folder')
@@ -60,11 +57,7 @@ def already_there(folder: Path, metadata: Dict[str, Any], files: Callable[[Dict[
 
 @contextmanager
 def written_folder(folder: Path, metadata: Dict[str, Any]) -> Iterator[Path]:
-    """Give an empty folder to fill, and put it in the place of `folder` with a METADATA_FILE.
-
-    Raises:
-        UserError: The folder cannot be written to.
-    """
+    """Give an empty folder to fill, and put it in the place of `folder` with a METADATA_FILE."""
     try:
         with replaced_folder(folder) as new:
             yield new

@@ -30,9 +30,6 @@ def build_transform(options: Dict[str, Any]):
 
     With auto_augment='torchvision', RandAugment and random erasing are torchvision's, as in cvnets. timm's RandAugment
     posterizes to at least one bit, because Pillow refuses none.
-
-    Raises:
-        UserError: timm does not have one of the options.
     """
     torchvision = options.get('auto_augment') == 'torchvision'
     try:
@@ -170,9 +167,6 @@ def _refuse_empty_folders(folder: Path, with_images: Set[Path]) -> None:
     Args:
         folder: The data folder.
         with_images: The folders that hold images.
-
-    Raises:
-        UserError: A subfolder, except hidden ones, has no image in it or below.
     """
     above = {parent for path in with_images for parent in (path, *path.parents)}
     empty = sorted(path.name for path in folder.iterdir()
@@ -245,11 +239,7 @@ class ImageFolder(_Transformed):
         return len(self.samples)
 
     def _open(self, index: int) -> Tuple[Image.Image, int]:
-        """Return an image and its label.
-
-        Raises:
-            UnreadableImage: `strict` is set, or no image of the class can be read.
-        """
+        """Return an image and its label."""
         file, label = self.samples[index]
         try:
             return open_image(file), label

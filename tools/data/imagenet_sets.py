@@ -89,11 +89,7 @@ def _lines(name: str) -> List[int]:
 
 
 def _real_labels(file: Optional[str]) -> List[List[int]]:
-    """Return ReaL's classes of each validation image.
-
-    Raises:
-        UserError: The file cannot be read, or holds something else.
-    """
+    """Return ReaL's classes of each validation image."""
     path = Path(file).expanduser() if file else files('timm.data') / '_info' / 'imagenet_real_labels.json'
     try:
         found = json.loads(path.read_text())
@@ -107,11 +103,7 @@ def _real_labels(file: Optional[str]) -> List[List[int]]:
 
 
 def _image_number(file: str, count: int) -> int:
-    """Return the place of a validation image in ReaL's list, from its file's name.
-
-    Raises:
-        UserError: The name is not that of a validation image.
-    """
+    """Return the place of a validation image in ReaL's list, from its file's name."""
     match = _VALIDATION_FILE.fullmatch(Path(file).stem)
     if not match or not 1 <= int(match[1]) <= count:
         raise UserError(f'{shown(file)} is not named like an image of ImageNet\'s validation set '

@@ -65,9 +65,6 @@ def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 5
         min_length, max_length: bounds of the number of tokens, both excluded; 50 and 128 give a short version.
         max_depth: largest depth of a tree; the outermost operator has depth 1.
         max_args: largest number of arguments of an operator; the smallest is 2.
-
-    Raises:
-        UserError: an argument is out of range, or no tree has a length within the bounds.
     """
     for name, value, least in (('count', count, 1), ('min_length', min_length, 1), ('max_depth', max_depth, 2),
                                ('max_args', max_args, 2)):

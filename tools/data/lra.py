@@ -26,9 +26,6 @@ def lra_listops(root: str, split: str) -> Expressions:
 
     The files have the columns Source and Target, separated by a tab. The parentheses of Source are dropped, as the
     benchmark's tokenizer does.
-
-    Raises:
-        UserError: a file is missing, truncated or of another format, or the split is unknown. The error names the line.
     """
     check_split(split, SPLITS)
     folder = folder_with(root, ('listops-1000', '.'), 'give the one with basic_train.tsv')
@@ -81,9 +78,6 @@ def lra_pathfinder(root: str, split: str, size: int = 32,
 
     Returns:
         n paths, and labels, int64 (n,): 1 if both dots are on one curve.
-
-    Raises:
-        UserError: a file is missing, truncated or of another format, or the split, size or difficulty is unknown.
     """
     check_split(split, SPLITS)
     if size not in SIZES:

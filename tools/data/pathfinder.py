@@ -244,9 +244,6 @@ def pathfinder_like(count: int, seed: Union[int, Sequence[int]] = 0,
 
     Returns:
         images, uint8 (count, size, size), and labels, int64 (count,): 1 if both dots are on one curve.
-
-    Raises:
-        UserError: count is out of range.
     """
     check_least('count', count, 1)
     scenery, answers = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))

@@ -46,9 +46,6 @@ def multi_query_recall(count: int, seed: Union[int, Sequence[int]] = 0, vocab_si
         pairs: number of pairs, and of queries.
         power: exponent of the power law of the queries' places, above 0.
         filler: tokens without a role are 0 ('zero'), or any token of the vocabulary ('random'), also keys and values.
-
-    Raises:
-        UserError: an argument is out of range.
     """
     check_least('count', count, 1)
     check_least('pairs', pairs, 1)

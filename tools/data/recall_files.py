@@ -23,9 +23,6 @@ def write_recall(folder: Path, options: Dict[str, Any], force: bool = False) -> 
 
     Returns:
         False if the folder already holds this data set.
-
-    Raises:
-        UserError: an option is out of range, or the folder holds other files or cannot be written to.
     """
     metadata = dict(dataset='mqar', format=FORMAT, options=options, layout=_LAYOUT)
     if already_there(folder, metadata, lambda _: {f'{part}.npz' for part in _STREAMS}, force):

@@ -26,9 +26,6 @@ def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
         root: folder that the user gave.
         subfolders: names of subfolders; '.' stands for root itself.
         what: hint for the error message.
-
-    Raises:
-        UserError: root is not a folder.
     """
     path = expanded(str(root))
     if not path.is_dir():
@@ -64,9 +61,6 @@ def mnist_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
 
     Returns:
         images, uint8 (n, 28, 28), where ink is 255, and labels, int64 (n,), from 0 to 9.
-
-    Raises:
-        UserError: a file is missing, truncated or of another format, or the split is unknown.
     """
     check_split(split, ('train', 'val', 'all', 'test'))
     folder = folder_with(root, ('MNIST/raw', 'raw', '.'), 'give the one with train-images-idx3-ubyte')
@@ -124,9 +118,6 @@ def cifar10_arrays(root: str, split: str) -> Tuple[np.ndarray, np.ndarray]:
 
     Returns:
         RGB images, uint8 (n, 32, 32, 3), and labels, int64 (n,), indices into CIFAR10_CLASSES.
-
-    Raises:
-        UserError: a file is missing, truncated or of another format, or the split is unknown.
     """
     check_split(split, ('train', 'val', 'all', 'test'))
     folder = folder_with(root, ('cifar-10-batches-py', '.'), 'give the one with data_batch_1 to 5 and test_batch')

@@ -59,9 +59,6 @@ def make_shapes(folder: Path, options: Dict[str, Any], force: bool = False) -> O
 
     Returns:
         Number of shapes in each part, or None if the folder already holds this dataset.
-
-    Raises:
-        UserError: A photograph is missing, or the folder holds other files or cannot be written to.
     """
     known = dict(dataset='shapes', format=FORMAT, options=options)
     if already_there(folder, known, _files, force):

@@ -130,11 +130,7 @@ class _Streamed(_Read, IterableDataset):
         self.reader.set_epoch(epoch)
 
     def for_loader(self, loader: Dict[str, Any]) -> Dict[str, Any]:
-        """Tell the reader about its loader and processes, and return the options of the loader without samplers.
-
-        Raises:
-            UserError: The loader has batches that need random access.
-        """
+        """Tell the reader about its loader and processes, and return the options of the loader without samplers."""
         if loader.get('batch_sampler'):
             raise UserError(f"{self.source} is streamed, which {loader['batch_sampler']['type']} does not support")
         if (loader.get('sampler') or {}).get('type') == 'RepeatedAugmentationSampler':

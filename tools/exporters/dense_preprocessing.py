@@ -39,9 +39,6 @@ def input_size(config: Any, checkpoint: Optional[str], size: Optional[Sequence[i
         checkpoint: Name or file of the weights, or None.
         size: Height and width that the user wants; None for those of the test pipeline, of the training crops or of
             the published weights.
-
-    Raises:
-        UserError: Nothing defines the size, or the network does not take it.
     """
     size = tuple(size) if size is not None else _default_size(config, checkpoint)
     if size is None:
@@ -80,9 +77,6 @@ def preparation(config: Any, size: Size) -> Tuple[Dict[str, Any], str]:
         The entry `preprocessing` of the metadata and the order of the colors, 'RGB' or 'BGR'. An image is resized to
         resize.size, or, with resize.keep_ratio, to the largest size of its own ratio that fits; without resize.enlarge
         only if it does not fit. Then it is normalized and padded at the right and bottom to pad.to with pad.value.
-
-    Raises:
-        UserError: The pipeline has a step that this description does not cover.
     """
     resize = dict(size=list(size), keep_ratio=True, enlarge=False, interpolation='bilinear', antialias=False)
     given = config.model.get('data_preprocessor') or {}
@@ -115,11 +109,7 @@ def _three(value: Any) -> List[float]:
 
 
 def read_image(file: Path, metadata: Dict[str, Any]) -> PreparedImage:
-    """Read an image file and prepare it as the metadata of an exported file say, including the normalization.
-
-    Raises:
-        UnreadableImage: The file cannot be read.
-    """
+    """Read an image file and prepare it as the metadata of an exported file say, including the normalization."""
     given = metadata['preprocessing']
     image = np.asarray(open_image(file))
     image = np.ascontiguousarray(image[..., ::-1] if metadata['input']['color'] == 'BGR' else image)

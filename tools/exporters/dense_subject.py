@@ -119,11 +119,7 @@ def _use_plain_norms(config: Any) -> None:
 
 
 def _task(model: nn.Module, name: str) -> str:
-    """Return 'detection' or 'segmentation'.
-
-    Raises:
-        UserError: The head has no export form.
-    """
+    """Return 'detection' or 'segmentation'."""
     head = getattr(model, 'bbox_head', None)
     if isinstance(head, SSDLiteJointHead):
         kind = head.test_cfg.get('nms', {}).get('type', 'nms')

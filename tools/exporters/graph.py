@@ -20,10 +20,6 @@ def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) ->
     Args:
         subject: What to export.
         dynamic: 'batch' and 'hw' for the dimensions that the graph leaves open.
-
-    Raises:
-        UserError: The model does not support dynamic sizes, or its graph cannot be recorded, or `check_program` refuses
-            the graph.
     """
     if 'hw' in dynamic and isinstance(subject.sizes, str):
         raise UserError(subject.sizes)
@@ -59,12 +55,7 @@ def _example_size(subject: Subject) -> List[int]:
 
 
 def check_program(program: torch.export.ExportedProgram) -> None:
-    """Refuse operators that other runtimes do not have.
-
-    Raises:
-        UserError: The decomposed graph holds a custom operator, linear algebra, control flow, complex numbers, or
-            arithmetic on tensors of more than 4 dimensions.
-    """
+    """Refuse operators that other runtimes do not have."""
     bad = list(dict.fromkeys(_refused(program)))
     if bad:
         raise UserError('the exported graph holds operators that other runtimes cannot run: ' + ', '.join(bad[:5]))

@@ -177,12 +177,7 @@ def refuse_other_sizes(model: ModelProto, multiple: int) -> None:
 
 
 def check_graph(model: ModelProto) -> None:
-    """Refuse what a runtime may not have.
-
-    Raises:
-        UserError: The graph holds an operator outside of the standard, a function, control flow, a tensor of more than
-            4 dimensions, or one of unknown rank.
-    """
+    """Refuse what a runtime may not have."""
     bad = [f'{node.domain}.{node.op_type}' for node in model.graph.node if node.domain not in ('', 'ai.onnx')]
     bad += [f'function {function.name}' for function in model.functions]
     bad += [node.op_type for node in model.graph.node if node.op_type in _CONTROL_FLOW]

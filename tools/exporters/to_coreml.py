@@ -29,9 +29,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         subject: What to export.
         options: Precision, and whether the batch is dynamic.
         path: The `.mlpackage` folder.
-
-    Raises:
-        UserError: The graph cannot be converted.
     """
     # The converter does not know the logarithm of a sigmoid.
     forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
@@ -63,12 +60,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 
 def check(path: Path) -> None:
-    """Reload a package and check its operators, their ranks and, with a dynamic batch, its shapes.
-
-    Raises:
-        UserError: The package is broken, or holds an operator that Core ML does not define, or a tensor of rank 6, or a
-            reshape to constants where the batch is dynamic.
-    """
+    """Reload a package and check its operators, their ranks and, with a dynamic batch, its shapes."""
     model = _reload(path)
     operations = _operations(model)
     with silence():
@@ -85,11 +77,7 @@ def check(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> Dict[str, Any]:
-    """Return the metadata in the package.
-
-    Raises:
-        UserError: The package is broken or has no metadata.
-    """
+    """Return the metadata in the package."""
     try:
         return json.loads(_reload(path).user_defined_metadata[_KEY])
     except (KeyError, ValueError) as error:

@@ -27,9 +27,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
     fp16 computes with float16 weights and values; int8 quantizes the inputs and weights of convolutions and linear
     layers, with one scale for each output channel.
-
-    Raises:
-        UserError: The graph cannot be recorded, or holds a tensor of more than 4 dimensions.
     """
     with silence():
         program, conversion = _lowered(_program(subject, options), json.dumps(subject.metadata, ensure_ascii=False))
@@ -137,9 +134,6 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     """Return a function that runs a .pte file on images (B, C, H, W), float32: -> [tensor of each output].
 
     All programs of a process share one pool of threads. A call sets it to the function's number of threads.
-
-    Raises:
-        UserError: The file cannot be read. The function raises it for images that the file does not take.
     """
     program = _Program(path)
     program.prepare(threads)
@@ -155,11 +149,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
 
 
 def read_metadata(path: Path) -> Dict[str, Any]:
-    """Return the metadata of a .pte file.
-
-    Raises:
-        UserError: The file cannot be read or holds no metadata.
-    """
+    """Return the metadata of a .pte file."""
     program = _Program(path)
     with silence():
         return json.loads(program.method('metadata').execute(())[0])

@@ -29,9 +29,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         subject: What to export.
         options: Precision.
         path: The `.tflite` file.
-
-    Raises:
-        UserError: The graph cannot be converted.
     """
     export_program(subject)                                  # its checks hold for every format
     with silence():
@@ -45,11 +42,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
-    """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs.
-
-    Raises:
-        UserError: The file is broken.
-    """
+    """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
     run = _interpreter(path, threads).get_signature_runner()
     inputs, outputs = list(run.get_input_details()), sorted(run.get_output_details(), key=_number)
     shape = tuple(run.get_input_details()[inputs[0]]['shape'])
@@ -64,11 +57,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
 
 
 def read_metadata(path: Path) -> Dict[str, Any]:
-    """Return the metadata at the end of the file.
-
-    Raises:
-        UserError: The file is missing or has no metadata.
-    """
+    """Return the metadata at the end of the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             return json.loads(archive.read(_METADATA))
@@ -93,11 +82,7 @@ def _number(name: str) -> int:
 
 
 def _operators(path: Path) -> Dict[str, int]:
-    """Return the number of operators by name.
-
-    Raises:
-        UserError: A tensor has more than 4 dimensions, which GPU delegates refuse.
-    """
+    """Return the number of operators by name."""
     from ai_edge_litert.interpreter import OpResolverType
     plain = _interpreter(path, experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES)
     rank = max(len(tensor['shape']) for tensor in plain.get_tensor_details())

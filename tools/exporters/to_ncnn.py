@@ -31,9 +31,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         subject: What to export.
         options: Precision.
         path: The `.ncnn.param` file.
-
-    Raises:
-        UserError: pnnx cannot convert the graph.
     """
     program = export_program(subject)
     with tempfile.TemporaryDirectory(prefix='subquad-ncnn-') as folder:
@@ -50,11 +47,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
-    """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs.
-
-    Raises:
-        UserError: The files are missing or broken.
-    """
+    """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
     import ncnn
     metadata = read_metadata(path)
     net = ncnn.Net()
@@ -83,11 +76,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
 
 
 def read_metadata(path: Path) -> Dict[str, Any]:
-    """Return the metadata beside the file.
-
-    Raises:
-        UserError: There is no readable metadata.
-    """
+    """Return the metadata beside the file."""
     try:
         return json.loads(_beside(path, '.json').read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:

@@ -39,10 +39,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         subject: What to export.
         options: Precision, dynamic dimensions and calibration images.
         path: The file to write.
-
-    Raises:
-        UserError: The graph cannot be recorded or holds what other runtimes cannot run, or the model is larger than
-            2 GB.
     """
     model = record(subject, options.dynamic)
     with silence():
@@ -64,11 +60,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 
 def record(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> ModelProto:
-    """Return a subject as an ONNX model in float32.
-
-    Raises:
-        UserError: The graph cannot be recorded, or the model is larger than 2 GB.
-    """
+    """Return a subject as an ONNX model in float32."""
     with silence():
         exported = torch.onnx.export(
             export_program(subject, dynamic),
@@ -120,9 +112,6 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     Returns:
         A function from images (B, C, H, W), float32, to the outputs in the order of the file. Of a detector that
         selects its detections, these are the boxes and scores before.
-
-    Raises:
-        UserError: ONNX Runtime cannot read the file.
     """
     session = open_session(path, threads)
     names = [output.name for output in session.get_outputs()]
@@ -135,11 +124,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
 
 
 def read_metadata(path: Path) -> Dict[str, Any]:
-    """Return the metadata of a file; see `subject.describe`.
-
-    Raises:
-        UserError: ONNX Runtime cannot read the file, or it has no such metadata.
-    """
+    """Return the metadata of a file; see `subject.describe`."""
     properties = open_session(path, optimize=False).get_modelmeta().custom_metadata_map
     if METADATA not in properties:
         raise UserError(f'{shown(path)} has no metadata of `subquad export`')
@@ -153,9 +138,6 @@ def open_session(path: Path, threads: int = 1, optimize: bool = True) -> onnxrun
         path: File of the format ONNX or ORT.
         threads: Number of threads.
         optimize: Optimize the graph of an ONNX file, which takes longer.
-
-    Raises:
-        UserError: ONNX Runtime cannot read the file.
     """
     options = _session_options(threads)
     if not optimize:

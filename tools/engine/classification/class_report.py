@@ -91,11 +91,7 @@ class ClassReport:
             print_table(table)
 
     def write(self, folder: Path, metrics: Dict[str, float]) -> List[Path]:
-        """Write report.json, classes.csv, confusion.png and reliability.png, and return their paths.
-
-        Raises:
-            UserError: A file cannot be written, or matplotlib or scikit-learn is missing.
-        """
+        """Write report.json, classes.csv, confusion.png and reliability.png, and return their paths."""
         writers = {'reliability.png': lambda path: _save(self._reliability_page(), path)}
         if self.by_class:
             writers['classes.csv'] = self._write_csv
@@ -172,11 +168,7 @@ def _short(name: str, longest: int = 28) -> str:
 
 
 def _page(size: Tuple[float, float], rows: int = 1, **ratios: Any) -> Any:
-    """Return a figure and its axes.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
+    """Return a figure and its axes."""
     page = figure(size)
     return page, page.subplots(rows, **ratios)
 

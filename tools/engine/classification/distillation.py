@@ -95,9 +95,6 @@ class Distillation:
             num_classes: Number of the student's classes.
             classes: Names of the classes of the data.
             transform: Arguments of timm.data.create_transform for the training images.
-
-        Raises:
-            UserError: The teacher has other classes, or does not accept the images; or the data are no images.
         """
         if transform is None:
             raise UserError('distillation is for images: train_dataloader.dataset has no transform')
@@ -115,22 +112,14 @@ class Distillation:
         self._check(self(torch.zeros(1, *size)), num_classes)
 
     def _check(self, logits: Tensor, num_classes: int) -> None:
-        """Refuse logits of another shape than (B, num_classes).
-
-        Raises:
-            UserError: They have another shape.
-        """
+        """Refuse logits of another shape than (B, num_classes)."""
         if logits.ndim != 2 or logits.shape[1] != num_classes:
             raise UserError(f'distillation: the teacher {self.name} returns logits {tuple(logits.shape)}, but (B, '
                             f'{num_classes}) are needed for the {num_classes} classes of the model')
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the teacher's logits (B, num_classes) of a batch (B, 3, H, W) for the student.
-
-        Raises:
-            UserError: The teacher does not accept the batch.
-        """
+        """Return the teacher's logits (B, num_classes) of a batch (B, 3, H, W) for the student."""
         device = inputs.device
         if next(self.net.parameters()).device != device:
             self.net.to(device)
@@ -152,9 +141,6 @@ class Distillation:
             loss: Loss of the labels.
             logits: Logits of the student (B, num_classes).
             inputs: The batch (B, 3, H, W).
-
-        Raises:
-            UserError: The teacher does not accept the batch or has another number of classes.
         """
         teacher = self(inputs)
         self._check(teacher, logits.shape[-1])
@@ -166,11 +152,7 @@ class Distillation:
 
 
 def _checked(teacher: Dict[str, Any]) -> Dict[str, Any]:
-    """Refuse a teacher with unknown options or without trained weights.
-
-    Raises:
-        UserError: The options do not define a teacher.
-    """
+    """Refuse a teacher with unknown options or without trained weights."""
     known = ('name', 'weights', 'pretrained', 'mean', 'std')
     unknown = [key for key in teacher if key not in known]
     if unknown:
@@ -186,11 +168,7 @@ def _checked(teacher: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _pretrained(name: str) -> nn.Module:
-    """Create a timm model with its own weights.
-
-    Raises:
-        UserError: The name is unknown, or the weights cannot be downloaded.
-    """
+    """Create a timm model with its own weights."""
     if not timm.is_model(name):
         create(name)                                             # raises, with the nearest names
     try:

@@ -60,9 +60,6 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
         options: How to evaluate; None for the defaults.
-
-    Raises:
-        UserError: The config, the data, the options or the checkpoint do not match.
     """
     options = options or Options()
     content = _read(checkpoint, options.weights, allow_nonfinite)
@@ -90,11 +87,7 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
 
 
 def _read(checkpoint: str, choice: Optional[str], allow_nonfinite: bool) -> WeightFile:
-    """Read the chosen weights of a file, and say which were chosen if it holds both.
-
-    Raises:
-        UserError: The file cannot be read or lacks them, or holds weights that are not finite.
-    """
+    """Read the chosen weights of a file, and say which were chosen if it holds both."""
     try:
         content = read_file(resolve(checkpoint), choice)
         if not allow_nonfinite:
@@ -111,11 +104,7 @@ def _read(checkpoint: str, choice: Optional[str], allow_nonfinite: bool) -> Weig
 
 
 def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[str, Any]:
-    """Run the test loop, with the views, the classes and the measurements that are asked for.
-
-    Raises:
-        UserError: An option does not apply to the test data.
-    """
+    """Run the test loop, with the views, the classes and the measurements that are asked for."""
     dataset = runner.test_dataloader.dataset
     model = getattr(runner.model, 'module', runner.model)
     evaluator = made(lambda: runner.test_loop, 'test_evaluator').evaluator

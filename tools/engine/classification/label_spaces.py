@@ -8,11 +8,7 @@ from ...common.paths import expanded
 
 
 def parsed_labels(text: str) -> Tuple[str, Optional[str]]:
-    """Return the name of a test set and, of 'real=FILE', the file.
-
-    Raises:
-        UserError: There is no such test set.
-    """
+    """Return the name of a test set and, of 'real=FILE', the file."""
     name, equals, file = text.partition('=')
     if name not in TEST_SETS or equals and (name != 'real' or not file):
         raise UserError(f"--labels must be {', '.join(TEST_SETS)} or real=FILE, got {text!r}"
@@ -40,9 +36,6 @@ def use_labels(config, text: str, data: Optional[str]) -> None:
         config: MMEngine Config of a classifier of image folders.
         text: As `parsed_labels` takes it.
         data: The folder; see `imagenet_folder`.
-
-    Raises:
-        UserError: There is no such test set, no folder, or the config is of other data.
     """
     labels, real = parsed_labels(text)
     dataset = config.get('test_dataloader', {}).get('dataset', {})

@@ -76,11 +76,7 @@ class MixupPreprocessor(ImagePreprocessor):
 
     @staticmethod
     def check_batches(loader: Dict[str, Any]) -> None:
-        """Refuse a loader that can give batches of an odd size, which cannot be mixed in pairs.
-
-        Raises:
-            UserError: The batch size is odd, or the last batch of an epoch is kept.
-        """
+        """Refuse a loader that can give batches of an odd size, which cannot be mixed in pairs."""
         batches = loader.get('batch_sampler') or {}
         if batches.get('type') == 'VariableBatchSampler':
             if batches.get('multiple', 2) % 2:

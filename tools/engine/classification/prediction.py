@@ -10,11 +10,7 @@ from ...common.output import add_row, print_table, progress
 
 
 def load_images(files: Iterable[Path], transform, left_out: LeftOut) -> Iterator[Tuple[Path, Any]]:
-    """Yield (file, tensor) for each file; `left_out` receives the errors of files that cannot be read.
-
-    Raises:
-        UnreadableImage: `left_out` raises it.
-    """
+    """Yield (file, tensor) for each file; `left_out` receives the errors of files that cannot be read."""
     for file in files:
         try:
             yield file, transform(open_image(file))
@@ -37,10 +33,6 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
 
     Returns:
         For each file dict(file, classes=[dict(name, probability), ...]), the likeliest class first.
-
-    Raises:
-        UnreadableImage: A file cannot be read, and `left_out` does not accept the error.
-        UserError: The model does not accept the size of the images.
     """
     import torch
     results = []

@@ -42,11 +42,7 @@ class Comparison:
 
 
 def published_classifier(name: str) -> PublishedWeights:
-    """Return the published weights of a classifier.
-
-    Raises:
-        UserError: There are no such weights, they are a detector's or segmenter's, or no figure is reported.
-    """
+    """Return the published weights of a classifier."""
     try:
         entry = find(name)
     except WeightsError as error:
@@ -69,9 +65,6 @@ def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, work
         data: Folder of ImageNet: the folders of the classes, or `val` with them. None for the package's own
             classifiers, whose test images come with scikit-learn.
         batch_size, workers: Of the data loader.
-
-    Raises:
-        UserError: The folder is missing or superfluous.
     """
     transform = {key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')}
     if entry.tag == 'digits':
@@ -100,11 +93,7 @@ def describe(entry: PublishedWeights) -> str:
 
 
 def check_complete(config: Config, partial: bool) -> Dict[str, int]:
-    """Return the numbers of images and classes of the test data.
-
-    Raises:
-        UserError: It is not ImageNet's whole validation set, and `partial` is not set.
-    """
+    """Return the numbers of images and classes of the test data."""
     dataset = build(DATASETS, config.test_dataloader.dataset.to_dict(), 'the data')
     found = dict(images=len(dataset), classes=getattr(dataset, 'present', len(dataset.classes)))
     if config.test_dataloader.dataset.type == 'ImageNetFolder' and not partial and (
@@ -125,9 +114,6 @@ def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], 
         checkpoint: A file to evaluate instead of the published one, which is downloaded otherwise.
         tolerance: The largest difference that passes, in percentage points.
         weights: See `evaluation.Options`; None for the averaged ones if the file has both.
-
-    Raises:
-        UserError: See `evaluate`.
     """
     given = [f'test_dataloader.dataset.transform.{key}' for key in config.test_dataloader.dataset.transform]
     measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, options=Options(weights, given=given))

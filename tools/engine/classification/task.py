@@ -22,10 +22,6 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
         config: Config; its model receives the number of classes and the options of the starting weights.
         classes: Names of the classes of the data.
         training: Whether the model is for training.
-
-    Raises:
-        UserError: The model cannot be built, or classes, batches, starting weights or a checkpoint to resume do not
-            match it.
     """
     if config.model.setdefault('num_classes', len(classes)) != len(classes):
         raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')
@@ -52,11 +48,7 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmC
 
 
 def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], List[str]]:
-    """Return the Runner's data loaders of these parts, with data sets already built, and the names of the classes.
-
-    Raises:
-        UserError: A data set cannot be built, or the parts have different classes.
-    """
+    """Return the Runner's data loaders of these parts, with data sets already built, and the names of the classes."""
     arguments: Dict[str, Any] = {}
     for part in parts:
         loader = config[f'{part}_dataloader'].to_dict()
@@ -78,11 +70,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
 
 
 def _dataset(config: Config, options: Dict[str, Any], part: str) -> Any:
-    """Build the data set of a part. Data that do not name their classes take the number of the model's.
-
-    Raises:
-        UserError: The data set cannot be built, or the number of classes is unknown.
-    """
+    """Build the data set of a part. Data that do not name their classes take the number of the model's."""
     if options.get('type') == 'TimmDataset':
         seed = (config.get('randomness') or {}).get('seed') or 0
         options = {'is_training': part == 'train', 'seed': seed, **options}

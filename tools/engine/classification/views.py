@@ -41,9 +41,6 @@ def view_transform(transform: Any, mode: str, crop_pct: Optional[float]) -> Any:
         mode: 'flip' (the image and its mirror image), 'five-crop' (corners and center of the resized image, each of the
             size of the center crop) or 'ten-crop' (these and their mirror images).
         crop_pct: The share of the resized image that the center crop keeps.
-
-    Raises:
-        UserError: The transform has no center crop, or one that leaves nothing out.
     """
     if mode == 'flip':
         return _Flip(transform)

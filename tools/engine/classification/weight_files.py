@@ -49,9 +49,6 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
         checkpoint: A file of `subquad train`, the name of published weights, or any other file together with `name`.
         name: timm name of the model, if the file does not contain it.
         allow_nonfinite: Accept weights that hold NaN or infinities.
-
-    Raises:
-        UserError: The file cannot be read or does not match the model, or the model is unknown.
     """
     import timm.data
 
@@ -76,9 +73,6 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
         checkpoint: see `classifier_from_file`.
         name: see `classifier_from_file`.
         allow_nonfinite: see `classifier_from_file`.
-
-    Raises:
-        UserError: see `classifier_from_file`.
     """
     from ....backbones.weights import (
         NonFiniteError,
@@ -124,10 +118,6 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
 
     Returns:
         The model, and its options, with the number of classes of the file.
-
-    Raises:
-        UserError: The name is unknown, or the model refuses the options.
-        WeightsError: A file must not set these options, or the weights belong to another model.
     """
     import timm
 
@@ -178,9 +168,6 @@ def assumed_transform(read: Classifier, path: str) -> Dict[str, Any]:
 
 def own_metadata(content: WeightFile, path: str) -> Dict[str, Any]:
     """Return the known ones of model, options, classes and transform of a file: its metadata, or its Runner's config.
-
-    Raises:
-        WeightsError: An entry has a wrong type.
     """
     if content.metadata or content.source not in _RUNNERS:
         return content.metadata
@@ -192,12 +179,7 @@ def own_metadata(content: WeightFile, path: str) -> Dict[str, Any]:
 
 
 def recorded_transform(checkpoint: str, content: WeightFile) -> Dict[str, Any]:
-    """Return the transform that a file records for test images, or that of published weights; {} if it is unknown.
-
-    Raises:
-        UserError: The published weights are not a classifier's.
-        WeightsError: The file's transform has an unknown argument or a wrong value.
-    """
+    """Return the transform that a file records for test images, or that of published weights; {} if it is unknown."""
     from ....backbones.weights.resolve import published
     entry = published(checkpoint)
     known = _published_metadata(entry) if entry and not content.metadata else own_metadata(content, checkpoint)
@@ -233,11 +215,7 @@ def _settings(transform: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
-    """Return what `own_metadata` does or, for a Runner's checkpoint without its config, what files beside it hold.
-
-    Raises:
-        WeightsError: An entry has a wrong type.
-    """
+    """Return what `own_metadata` does or, for a Runner's checkpoint without its config, what files beside it hold."""
     from ....backbones.weights import WeightsError, read_metadata
     metadata = own_metadata(content, str(path))
     if content.metadata or content.source not in _RUNNERS:
@@ -264,11 +242,7 @@ def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
 
 
 def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
-    """Return model, options, classes and transform of published weights whose file does not hold them.
-
-    Raises:
-        UserError: The weights are not a classifier's.
-    """
+    """Return model, options, classes and transform of published weights whose file does not hold them."""
     from timm.data import ImageNetInfo
     if entry.task != 'classification':
         raise UserError(f'{entry.name} are weights for {entry.task}, but a classifier is needed (`subquad predict '

@@ -7,11 +7,7 @@ from ...common.cli import UserError
 
 
 def check_channels(model: nn.Module) -> None:
-    """Compare the channels of a backbone that states them (`out_channels`) with those of what follows it.
-
-    Raises:
-        UserError: The numbers differ; the message names both.
-    """
+    """Compare the channels of a backbone that states them (`out_channels`) with those of what follows it."""
     model = getattr(model, 'module', model)                  # of test-time augmentation
     given = list(getattr(getattr(model, 'backbone', None), 'out_channels', None) or ())
     for name, channels, places in _taken(model) if given else ():

@@ -47,9 +47,6 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
         show_dir: Empty folder for pictures.
         tta: Test with the config's `tta_model` and `tta_pipeline`.
         allow_nonfinite: Accept weights that hold NaN or infinities.
-
-    Raises:
-        UserError: The config, the data, the checkpoint or the folder cannot be used together.
     """
     if tta:
         if 'tta_model' not in config or 'tta_pipeline' not in config:

@@ -23,9 +23,6 @@ def build_dataset(config: Dict[str, Any], name: str) -> Any:
     Args:
         config: Config of the data set.
         name: Its place in the whole config, for messages.
-
-    Raises:
-        UserError: The data set cannot be built; the message names the missing or damaged file or folder, if any.
     """
     try:
         return DATASETS.build(config)
@@ -47,9 +44,6 @@ def check_evaluator(config: Any, known: List[Any]) -> None:
     Args:
         config: Config of one evaluator or a list of them.
         known: Configs of data sets, whose files have been read already.
-
-    Raises:
-        UserError: The file is missing or damaged.
     """
     read = {_path(part, part.get('ann_file')) for dataset in known for part in _parts(dataset)}
     for part in config if isinstance(config, (list, tuple)) else [config]:

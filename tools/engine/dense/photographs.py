@@ -106,9 +106,6 @@ def pixels(file: Union[str, Path], size: Optional[Tuple[int, int]] = None) -> np
 
     Returns:
         The image; with `size`, a black image if the file cannot be read.
-
-    Raises:
-        UnreadableImage: The image cannot be read, and `size` is None.
     """
     try:
         image = open_image(file)

@@ -33,9 +33,6 @@ class Predictor:
         checkpoint: File of weights, or the name of published ones.
         device: torch device; by default a GPU if there is one, else the CPU.
         allow_nonfinite: Accept weights that hold NaN or infinities.
-
-    Raises:
-        UserError: The config cannot be built, or the checkpoint belongs to another model.
     """
 
     def __init__(self, config: Config, checkpoint: str, device: str = '', allow_nonfinite: bool = False):
@@ -59,11 +56,7 @@ class Predictor:
         self.palette = palette_of(dataset)
 
     def __call__(self, file: Path) -> Any:
-        """Return the data sample that the model predicts for an image file.
-
-        Raises:
-            UnreadableImage: The file is not an image, or the pipeline cannot prepare it.
-        """
+        """Return the data sample that the model predicts for an image file."""
         try:
             data = self.pipeline(dict(img_path=str(file), img_id=0, seg_fields=[]))
         except UserError:
@@ -126,9 +119,6 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
 
     Returns:
         What `Predictor.describe` returns for each file, with the path of its picture.
-
-    Raises:
-        UserError: A picture would replace one of the images, or `Predictor` refuses the config or the checkpoint.
     """
     names, left_out = PictureNames(), left_out or LeftOut(len(files), strict=True)
     pictures = [(file, out / names(file)) for file in files]

@@ -40,9 +40,6 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
 
     Images are read with `open_image`. One that cannot be read is reported and replaced by another one in training, by
     a black image elsewhere; `strict_images=True` makes it an error.
-
-    Raises:
-        UserError: A data set or an evaluator's file cannot be read, or the classes of data and model differ.
     """
     arguments = {}
     for part in parts:
@@ -71,9 +68,6 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> nn.Mo
         config: Config; its `load_from` receives the scheme of published weights.
         classes: Names of the classes of the data.
         training: Whether the model is for training.
-
-    Raises:
-        UserError: The model cannot be built, or the file belongs to another model.
     """
     model = build(MODELS, config.model, 'model')
     check_channels(model)
@@ -112,12 +106,7 @@ def _new_heads(config: Config) -> Optional[Sequence[str]]:
 
 
 def check_dataset(dataset: Any, config: Config, part: str) -> None:
-    """Refuse a data set whose classes differ from the model's.
-
-    Raises:
-        UserError: The data set has no images or another number of classes than a head, or a class is missing in the
-            annotation file.
-    """
+    """Refuse a data set whose classes differ from the model's."""
     parts = getattr(dataset, 'datasets', [dataset])              # of a ConcatDataset
     for piece in parts:
         piece = getattr(piece, 'dataset', piece)                 # of a RepeatDataset and its like

@@ -41,11 +41,7 @@ class Picture(NamedTuple):
 
 
 def draw(pictures: Sequence[Picture], title: str) -> Any:
-    """Return a matplotlib figure with all pictures, one below the other.
-
-    Raises:
-        UserError: There are too many rows or columns to draw.
-    """
+    """Return a matplotlib figure with all pictures, one below the other."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -96,11 +92,7 @@ def _label(axis: Any, row: Row) -> None:
 
 
 def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None:
-    """Write all pictures into one image file.
-
-    Raises:
-        UserError: The file cannot be written, or there are too many panels.
-    """
+    """Write all pictures into one image file."""
     page = draw(pictures, title)
     if path.suffix.lower() not in _VECTOR_FORMATS:
         _check_pixels(page, dpi)

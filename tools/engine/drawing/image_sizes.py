@@ -21,9 +21,6 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
             are at least as large as the transform's.
         max_side: Longest side of images at their own size; larger ones are reduced, with a note on stderr. The shortest
             side stays at 32 pixels or more.
-
-    Raises:
-        UnreadableImage: `left_out` raises it.
     """
     found = []
     for file in files:
@@ -41,11 +38,7 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
 
 
 def _reduced(image: Any, file: Path, max_side: int) -> Any:
-    """Return the image, reduced to a longest side `max_side` as far as its shortest side does not fall below 32.
-
-    Raises:
-        UnreadableImage: The image is so long that it is still large then.
-    """
+    """Return the image, reduced to a longest side `max_side` as far as its shortest side does not fall below 32."""
     from PIL import Image
 
     from ....backbones.options import MIN_SIZE

@@ -51,11 +51,7 @@ def unnormalized(inputs, transform) -> Any:
 
 
 def save(figure, path: Path, dpi: int = 120) -> None:
-    """Write a figure and close it.
-
-    Raises:
-        UserError: The output file cannot be written.
-    """
+    """Write a figure and close it."""
     import matplotlib.pyplot as plt
     try:
         with warnings.catch_warnings():

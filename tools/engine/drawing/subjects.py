@@ -33,9 +33,6 @@ def load(checkpoint: str, name: Optional[str], random: bool, allow_nonfinite: bo
         name: timm name of the model, if the file does not contain it.
         random: Make a model with random weights. Nothing else leads to random weights.
         allow_nonfinite: Accept weights that hold NaN or infinities.
-
-    Raises:
-        UserError: The weights cannot be loaded, or the model is unknown or takes no images.
     """
     from ..classification.weight_files import classifier_from_file
     if random:

@@ -61,11 +61,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(model: Any, wish: Wish, classes: Sequence[str]) -> Plan:
-    """Choose panels and layers.
-
-    Raises:
-        UserError: A name is unknown, or an option has no effect on these panels.
-    """
+    """Choose panels and layers."""
     from ....backbones.influence import model_mixers, pixel_of
     known = kinds()
     try:
@@ -102,11 +98,7 @@ def make_plan(model: Any, wish: Wish, classes: Sequence[str]) -> Plan:
 
 
 def _chosen(layers: Dict[str, Any], wanted: Optional[List[str]]) -> Dict[str, Any]:
-    """Return the layers whose names contain one of the wanted texts.
-
-    Raises:
-        UserError: A text matches no layer.
-    """
+    """Return the layers whose names contain one of the wanted texts."""
     for text in wanted or []:
         if not any(text in name for name in layers):
             hint = nearest(text, list(layers)) or (f"; there are {', '.join(layers)}" if layers else '')
@@ -273,10 +265,6 @@ def visualize(out: Path, model: Any, title: str, transform: Any, images: Sequenc
         images: (file, tensor (3, H, W)) of each image.
         classes: Names of the classes.
         wish: What is to be seen.
-
-    Raises:
-        UserError: An option has no effect, a named panel cannot be drawn, the model takes no image, or the file cannot
-            be written.
     """
     plan = make_plan(model, wish, classes)
     page = out.suffix.lower() == '.html'
@@ -301,11 +289,7 @@ def visualize(out: Path, model: Any, title: str, transform: Any, images: Sequenc
 
 def _draw_images(model: Any, images: Sequence[Tuple[Path, Any]], transform: Any, plan: Plan, wish: Wish,
                  classes: Sequence[str], page: bool) -> Tuple[List[_Drawn], List[str]]:
-    """Return what is drawn of each image, and notes about the images that the model does not take.
-
-    Raises:
-        UserError: The model takes no image, or does not take one and `wish` is strict.
-    """
+    """Return what is drawn of each image, and notes about the images that the model does not take."""
     import torch
     drawn, errors = [], []
     for file, x in images:
@@ -320,11 +304,7 @@ def _draw_images(model: Any, images: Sequence[Tuple[Path, Any]], transform: Any,
 
 
 def _check_panels(model: Any, plan: Plan, panels: List[str], drawn: List[_Drawn]) -> List[str]:
-    """Return a note about each panel that is left out, and about images without panels.
-
-    Raises:
-        UserError: A panel that the user named is drawn nowhere, or no panel is.
-    """
+    """Return a note about each panel that is left out, and about images without panels."""
     left_out: LeftOutPanels = {}
     for one in drawn:
         for key, layers in one.left_out.items():
@@ -343,11 +323,7 @@ def _check_panels(model: Any, plan: Plan, panels: List[str], drawn: List[_Drawn]
 
 
 def check_suffix(out: Path) -> Path:
-    """Return the path of the output file.
-
-    Raises:
-        UserError: Its ending is that of no format that can be written.
-    """
+    """Return the path of the output file."""
     if out.suffix.lower() not in SUFFIXES:
         raise UserError(f"--out must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {shown(out)}")
     return out

@@ -160,9 +160,6 @@ def write_page(path: Path, pictures: Sequence[Picture], viewers: Sequence[Viewer
         viewers: Maps that follow a pixel.
         title: The first line is the page's title, and the others are a paragraph.
         dpi: Resolution of the pictures.
-
-    Raises:
-        UserError: The file cannot be written, or there are too many panels.
     """
     heading, _, notes = title.partition('\n')
     figures = [f'<h2>{html.escape(shown(picture.name))}</h2><img class="figure" alt="panels of '

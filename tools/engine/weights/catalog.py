@@ -13,11 +13,7 @@ GOOD = ('ok', 'no known hash')      # what `verify` returns for files that may b
 
 
 def matching(pattern: str) -> List[PublishedWeights]:
-    """Return the weights whose names match a pattern or contain a text.
-
-    Raises:
-        UserError: There are none.
-    """
+    """Return the weights whose names match a pattern or contain a text."""
     names = fnmatch.filter(WEIGHTS, pattern if _is_pattern(pattern) else f'*{pattern}*')
     if not names:
         raise UserError(f'no weights match {pattern!r}{nearest(pattern, list(WEIGHTS))} (`subquad weights list` shows '
@@ -26,12 +22,7 @@ def matching(pattern: str) -> List[PublishedWeights]:
 
 
 def named(names: List[str]) -> List[PublishedWeights]:
-    """Return the weights of names, as `find` does, and of patterns, each once.
-
-    Raises:
-        UserError: A pattern has no match.
-        WeightsError: There are no weights of a name.
-    """
+    """Return the weights of names, as `find` does, and of patterns, each once."""
     found = [weights for name in names for weights in (matching(name) if _is_pattern(name) else [find(name)])]
     return list({weights.name: weights for weights in found}.values())
 
@@ -49,9 +40,6 @@ def download(weights: PublishedWeights, update: bool = False) -> Dict[str, Any]:
     Args:
         weights: The weights.
         update: Take the present file, although another was downloaded first.
-
-    Raises:
-        WeightsError: See `fetch`.
     """
     path = renew(weights) if update else fetch(weights)
     return dict(name=weights.name, path=str(path), size=path.stat().st_size, sha256=sha256_of(path))

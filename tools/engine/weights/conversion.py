@@ -55,10 +55,6 @@ def convert_command(args: argparse.Namespace) -> int:
 
     The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
     is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
-
-    Raises:
-        UserError: The file cannot be read or does not match the model, the model cannot be found, or the new file
-            exists or cannot be written.
     """
     import subquad  # noqa: F401  (before timm)
 
@@ -101,11 +97,7 @@ def _file_name(name: str, to: str) -> str:
 
 
 def _target(content: Any, path: str, model: Optional[str], config: Optional[str], entry: Any) -> Target:
-    """Find the model of a weight file, of which `entry` is the description if it is published by a name.
-
-    Raises:
-        UserError: The model cannot be found or built.
-    """
+    """Find the model of a weight file, of which `entry` is the description if it is published by a name."""
     if entry is not None and not (model or config):
         if entry.config:
             return _dense_target(entry.config, content)
@@ -174,11 +166,7 @@ def _find_classifier(weights: Dict[str, Any], headless: bool = False) -> Optiona
 
 
 def _find_config(content: Any, path: str) -> Tuple[str, str]:
-    """Return the config of a published detector or segmenter, and a sentence that says so.
-
-    Raises:
-        UserError: It is not one of them.
-    """
+    """Return the config of a published detector or segmenter, and a sentence that says so."""
     from ....backbones.weights.convert import published_format
     from ....backbones.weights.metadata import dataset_classes
     from ....backbones.weights.registry import of_arch

@@ -77,9 +77,6 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     Args:
         checkpoint: see `classifier_from_file`.
         name: see `classifier_from_file`.
-
-    Raises:
-        UserError: The file cannot be read, or holds no image classifier.
     """
     path = shorten_path(checkpoint)
     try:
@@ -97,11 +94,7 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
 
 
 def _dense_config(checkpoint: str) -> Optional[str]:
-    """Return the config of a detector or segmenter, or None for a classifier and for files that do not tell.
-
-    Raises:
-        WeightsError: there are no such weights, or the file is damaged.
-    """
+    """Return the config of a detector or segmenter, or None for a classifier and for files that do not tell."""
     entry = published(checkpoint)
     if entry is not None:
         return entry.config
@@ -125,9 +118,6 @@ def write_hub_folder(folder: Path, read: Classifier, source: str, license: str =
         repo: OWNER/NAME on the Hub, for the card.
         reported: metric -> the figure that was published with the weights, for the card.
         force: Replace a folder that this function wrote.
-
-    Raises:
-        UserError: The folder cannot be written or holds other files, or the license is no identifier.
     """
     if not re.fullmatch(r'[a-z0-9][a-z0-9.+-]*', license):
         raise UserError(f'--license must be an identifier of the Hub such as apache-2.0, mit or other, got {license!r}')
@@ -145,11 +135,7 @@ def write_hub_folder(folder: Path, read: Classifier, source: str, license: str =
 
 
 def _check_folder(folder: Path, force: bool) -> None:
-    """Refuse a folder that holds files, unless they are those of an earlier call and `force` is given.
-
-    Raises:
-        UserError: The folder must not be replaced.
-    """
+    """Refuse a folder that holds files, unless they are those of an earlier call and `force` is given."""
     try:
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
@@ -288,9 +274,6 @@ def upload(folder: Path, repo: str, private: bool = False) -> str:
 
     Returns:
         The address of the repository.
-
-    Raises:
-        UserError: The Hub cannot be reached or refuses the upload.
     """
     import huggingface_hub
     from huggingface_hub.utils import HfHubHTTPError
@@ -306,11 +289,7 @@ def upload(folder: Path, repo: str, private: bool = False) -> str:
 
 
 def check_repo(repo: str) -> None:
-    """Check the name of a repository, and that there is a token, before anything is written.
-
-    Raises:
-        UserError: The name is not OWNER/NAME, or there is no token.
-    """
+    """Check the name of a repository, and that there is a token, before anything is written."""
     import huggingface_hub
     from huggingface_hub.utils import HFValidationError, validate_repo_id
     try:

@@ -49,9 +49,6 @@ def adopt_options(config: Any, path: str) -> None:
     """Take the network's options from a file of `subquad train` unless the config sets them, and compare transforms.
 
     A wrong option can leave every shape of a weight the same, so that nothing else would notice it.
-
-    Raises:
-        UserError: The file cannot be read, or belongs to another model.
     """
     content = _checkpoint(path, allow_nonfinite=bool(config.get('resume')))
     try:
@@ -84,11 +81,7 @@ def _compare_transforms(path: str, theirs: Dict[str, Any], ours: Any) -> None:
 
 
 def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) -> Dict[str, Any]:
-    """Return the network's options in a file's metadata, checked for types and bounds unless the config has them.
-
-    Raises:
-        UserError: The metadata name no model, or hold an option that the network does not have or allow.
-    """
+    """Return the network's options in a file's metadata, checked for types and bounds unless the config has them."""
     if not isinstance(metadata.get('model'), str):
         raise UserError(f'{path} holds metadata without the name of a model')
     options = metadata.get('options') or {}
@@ -108,9 +101,6 @@ def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> 
         net: The timm model.
         path: A file of `subquad train`, of timm or of the authors, or the name of published weights.
         classes: Names of the classes to train on.
-
-    Raises:
-        UserError: The file cannot be read, holds NaN, or belongs to another model.
     """
     content = _checkpoint(path)
     weights, own = checkpoint_filter_fn(content.weights, net), net.state_dict()
@@ -131,11 +121,7 @@ def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> 
 
 
 def refuse_other_state(net: nn.Module, path: str) -> None:
-    """Refuse to resume from a checkpoint of another network, of which MMEngine would load the matching weights.
-
-    Raises:
-        UserError: Keys or shapes differ; the message names them.
-    """
+    """Refuse to resume from a checkpoint of another network, of which MMEngine would load the matching weights."""
     weights = _checkpoint(path, allow_nonfinite=True).weights
     weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
     problems = differences(net.state_dict(), weights)
@@ -166,11 +152,7 @@ def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
 
 
 def _checkpoint(path: str, preferred: str = 'averaged', allow_nonfinite: bool = False) -> WeightFile:
-    """Read a file or published weights; `preferred` as `read_file` takes it.
-
-    Raises:
-        UserError: The file cannot be read, or holds NaN or infinities.
-    """
+    """Read a file or published weights; `preferred` as `read_file` takes it."""
     try:
         content = read_file(resolve(path), preferred=preferred)
         if not allow_nonfinite:
@@ -195,11 +177,7 @@ class StartHook(Hook):
         self.path, self.weights, self.what = path, {}, ''
 
     def prepare(self, model: nn.Module, classes: Sequence[str]) -> None:
-        """Read the file and match its weights with the model.
-
-        Raises:
-            UserError: The file cannot be read, holds NaN, or matches neither the model nor its backbone.
-        """
+        """Read the file and match its weights with the model."""
         from ....backbones.mm.published_keys import has_unused_classes, translate_keys, unused_classes_note
         content = _checkpoint(self.path, 'raw')
         cut_classes = has_unused_classes(content.weights, model)
