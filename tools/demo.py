@@ -17,7 +17,6 @@ PANELS = 4                              # images in the picture of `subquad visu
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad demo', description=__doc__)
     parser.add_argument('--out', default='demo', metavar='FOLDER',
                         help='folder for weights, images and pictures (default: demo)')
@@ -76,10 +75,9 @@ def _draw_panels(files: Sequence[Path], picture: Path) -> None:
     """Draw the first stage of the network of the package for a few images, as `subquad visualize` does."""
     from .common.images import open_image
     from .engine.drawing import subjects, visualization
-    subject = subjects.load(PRETRAINED, None, random=False, allow_nonfinite=False)
+    subject = subjects.load(PRETRAINED)
     images = [(file, subject.transform(open_image(file))) for file in files]
-    visualization.visualize(picture, subject.model, subject.title, subject.transform, images, subject.classes,
-                            visualization.Wish(layers=['stages.0']))
+    visualization.visualize(picture, subject, images, visualization.Wish(layers=['stages.0']))
     print(f'drew {picture}', flush=True)
 
 

@@ -18,8 +18,6 @@ from .common.sizes import parse_size
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm)
-
     from .exporters.formats import FORMATS, Options, chosen_formats
     from .exporters.pipeline import export, print_reports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that temporary folders are removed

@@ -9,7 +9,6 @@ from .common.paths import expanded
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    import subquad  # noqa: F401  (before timm)
     parser = argparse.ArgumentParser('subquad logs', description=__doc__)
     parser.add_argument('runs', nargs='+', metavar='RUN', help='work folder of a run, such as runs/test-ppma_digits; '
                         'the parts of a resumed run are joined')

@@ -20,8 +20,6 @@ def metadata(name: str) -> Dict[str, Any]:
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm)
-
     from .engine.zoo import our_models
     parser = argparse.ArgumentParser('subquad models', description=__doc__)
     parser.add_argument('filter', nargs='?', default='*',

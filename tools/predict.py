@@ -5,7 +5,10 @@ import argparse
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from .common.cli import UserError, quiet, shown
+from ..backbones.prepare import prepare
+from ..backbones.weights.registry import of_arch
+from ..backbones.weights.resolve import published
+from .common.cli import UserError, quiet, shown, weight_errors
 from .common.images import LeftOut, image_files
 from .common.output import dumps
 from .common.paths import writable_folder
@@ -14,7 +17,6 @@ Results = List[Dict[str, Any]]
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm and torchvision)
     parser = argparse.ArgumentParser('subquad predict', description=__doc__)
     parser.add_argument('checkpoint', metavar='[CONFIG] NAME_OR_FILE', help='weights of subquad train (.safetensors), '
                         'published weights by name, such as ppma_tiny.in1k, or other weights with --model; or a '
@@ -43,27 +45,22 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 def _take_config(args: argparse.Namespace) -> bool:
     """Set `args.config` to the config before the checkpoint, or to that of published weights; '' for a classifier."""
-    from ..backbones.weights import WeightsError
-    from ..backbones.weights.registry import of_arch
-    from ..backbones.weights.resolve import published
     name, args.config = args.checkpoint, ''
     try:
         # Files and published weights have a suffix, apart from the default weights of an architecture.
         if name.endswith('.py') or not (Path(name).suffix or '://' in name or of_arch(name) or Path(name).exists()):
             args.config, args.checkpoint, args.images = name, args.images[0], args.images[1:]
         else:
-            weights = published(name)
+            with weight_errors():
+                weights = published(name)
             args.config = weights.config or '' if weights else ''
     except OSError as error:
         raise UserError(f'{shown(name)}: {error.strerror or error}') from error
-    except WeightsError as error:
-        raise UserError(str(error)) from error
     return bool(args.config)
 
 
 def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     """Classify the images, and print the classes unless --json is given: (results, exit code)."""
-    from ..backbones.prepare import prepare
     from .engine.classification.prediction import classify, print_classes
     from .engine.classification.weight_files import classifier_from_file
     for name in ('out', 'score'):

@@ -9,7 +9,6 @@ from .common.output import add_row, dumps, print_table
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
     if not args.tolerance >= 0:
         raise UserError(f'--tolerance must be at least 0, got {args.tolerance:g}')

@@ -31,8 +31,6 @@ def _options(pairs: List[str]) -> Dict[str, Any]:
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm)
-
     from .engine.counting.counting_configs import count_config, is_config, reported
     from .engine.counting.counts import count
     from .engine.zoo import our_models, takes_images

@@ -17,7 +17,6 @@ _CLASSIFIERS_ONLY = ('labels', 'report', 'out', 'throughput')
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
     config, unreadable = config_with_options(args), images.reported()
     metrics, report = _evaluate_classifier(config, args) if is_classifier(config) else _evaluate_dense(config, args)
@@ -88,16 +87,15 @@ def _evaluate_classifier(config, args: argparse.Namespace) -> Any:
         raise UserError('--show-dir and --tta without a word are for detectors and segmenters; classifiers have --out '
                         f"FOLDER, --tta {', --tta '.join(_VIEWS)} and subquad visualize")
     from .engine.classification.class_report import ClassReport
-    from .engine.classification.evaluation import Options, evaluate
+    from .engine.classification.evaluation import evaluate
     from .engine.classification.label_spaces import use_labels
     if args.labels:
         use_labels(config, args.labels, args.data)
     if args.out:
         writable_folder(args.out)                             # an error now, not after minutes
     report = ClassReport() if args.report or args.out else None
-    options = Options(args.choice, args.tta, args.throughput, report, given=tuple(args.cfg_options or ()))
-    return evaluate(config, args.checkpoint, as_configured=bool(args.record), allow_nonfinite=args.allow_nonfinite,
-                    options=options), report
+    return evaluate(config, args.checkpoint, bool(args.record), args.allow_nonfinite, choice=args.choice, tta=args.tta,
+                    throughput=args.throughput, report=report, given=tuple(args.cfg_options or ())), report
 
 
 def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None:

@@ -11,7 +11,6 @@ from .engine.config import LOGGERS, add_config_arguments, config_with_options, f
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
     _check(args)
     config = config_with_options(args)

@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm and torchvision)
     args = _parser().parse_args(argv)
     for name, value, least in (('--max-images', args.max_images, 1), ('--max-side', args.max_side, 32),
                                ('--dpi', args.dpi, 20)):
@@ -75,13 +74,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     code = left_out.code()
     wish = visualization.Wish(args.panels, args.layers, tuple(args.at) if args.at else None, args.heads, args.target,
                               args.dpi, args.strict)
-    drawn = visualization.visualize(out, subject.model, subject.title, subject.transform, images, subject.classes, wish)
-    print(f"drew {shown(out)}: {drawn.images} image(s), {drawn.layers} layer(s), {', '.join(drawn.panels)}")
+    drawn, layers, panels = visualization.visualize(out, subject, images, wish)
+    print(f"drew {shown(out)}: {drawn} image(s), {layers} layer(s), {', '.join(panels)}")
     if len(files) < len(found):
         print(f'{len(found) - len(files)} of {len(found)} images were left out; --max-images draws more')
     if subject.note:
         print(subject.note)
-    return code or int(drawn.images < len(images))
+    return code or int(drawn < len(images))
 
 
 if __name__ == '__main__':

@@ -2,21 +2,16 @@
 import argparse
 from typing import Callable, List, Optional
 
-from .common.cli import UserError, add_weight_choice
+from .common.cli import add_weight_choice, weight_errors
 from .common.output import add_row, dumps, print_table
 from .engine.weights.conversion import add_convert_arguments, convert_command
 from .engine.weights.hub_folder import add_push_arguments, push_command
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    import subquad  # noqa: F401  (before timm)
-
-    from ..backbones.weights import WeightsError
     args = _parser().parse_args(argv)
-    try:
+    with weight_errors():
         return args.run(args)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,8 +12,10 @@ from typing import Callable, Iterator, List, NoReturn, Optional
 
 from subquad_cli import TOOLS, leave, main, nearest
 
+from ...backbones.weights import NonFiniteError, WeightsError
+
 __all__ = ['TOOLS', 'UserError', 'add_weight_choice', 'install', 'leave', 'main', 'nearest', 'need', 'one_line',
-           'place', 'quiet', 'run', 'shown']
+           'place', 'quiet', 'run', 'shown', 'weight_errors']
 
 _LONGEST = 500                  # characters of a name in a sentence
 # Module -> the extra of setup.py that installs it.
@@ -38,6 +40,15 @@ def quiet() -> Iterator[None]:
     """Discard what other libraries print; the standard output is for results."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+@contextlib.contextmanager
+def weight_errors(allow: str = '') -> Iterator[None]:
+    """Turn errors of weight files into UserErrors; `allow` says what permits weights that are not finite."""
+    try:
+        yield
+    except WeightsError as error:
+        raise UserError(f'{error}{allow if isinstance(error, NonFiniteError) else ""}') from error
 
 
 def one_line(error: BaseException) -> str:

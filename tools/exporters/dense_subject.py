@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ...backbones.export import prepare_for_export
 from ...backbones.mm.checkpoints import load_checkpoint
 from ...backbones.mm.ssdlite import SSDLiteJointHead
-from ...backbones.weights import NonFiniteError, WeightsError
-from ..common.cli import UserError, one_line, quiet
+from ..common.cli import UserError, one_line, quiet, weight_errors
 from ..engine.config import is_classifier
 from ..engine.dense.task import classes_of, network_options
 from ..engine.training.building import build
@@ -70,7 +69,8 @@ def dense_subject(
     task = 'features' if features else _task(eager, name)
     classes = classes_of(config.test_dataloader.dataset)
     if checkpoint is not None:
-        _load(eager, checkpoint, classes, config, allow_nonfinite)
+        with weight_errors('; --allow-nonfinite loads it anyway'):
+            load_checkpoint(eager, checkpoint, classes, allow_nonfinite, network_options(config))
     size = input_size(config, checkpoint, size)
     preprocessing, color = preparation(config, size)
     for target, source in zip(module.state_dict().values(), eager.state_dict().values()):
@@ -131,15 +131,6 @@ def _task(model: nn.Module, name: str) -> str:
         return 'segmentation'
     raise UserError(f'the head of a {type(model).__name__} cannot be exported ({name}); --features exports the maps of '
                     'its backbone and neck')
-
-
-def _load(model: nn.Module, checkpoint: str, classes: List[str], config: Config, allow_nonfinite: bool) -> None:
-    try:
-        load_checkpoint(model, checkpoint, classes, allow_nonfinite, network_options(config))
-    except NonFiniteError as error:
-        raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
-    except WeightsError as error:
-        raise UserError(str(error)) from error
 
 
 def _postprocessing(model: nn.Module, task: str, nms: bool, labels: bool) -> Dict[str, Any]:

@@ -1,22 +1,15 @@
 """Evaluate a classifier's weights on the test data of a config."""
 import tempfile
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 from mmengine.runner import Runner
 
 from ....backbones.prepare import prepare
-from ....backbones.weights import (
-    NonFiniteError,
-    WeightsError,
-    check_finite,
-    load_state_dict,
-    read_file,
-)
-from ....backbones.weights.files import WeightFile
+from ....backbones.weights import check_finite, load_state_dict, read_file
 from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import resolve
-from ...common.cli import UserError
+from ...common.cli import UserError, weight_errors
 from ..training.building import close_log, made
 from ..training.runner import build_runner
 from ..weights.starting_weights import network_options, say
@@ -31,25 +24,9 @@ from .weight_files import WRAPPER_ARGUMENTS, own_metadata, recorded_transform, t
 _TRANSFORM = 'test_dataloader.dataset.transform.'
 
 
-class Options(NamedTuple):
-    """How a classifier is evaluated.
-
-    Attributes:
-        weights: 'averaged' or 'raw' weights of a file that holds both; None for the averaged ones.
-        tta: A mode of `views.VIEWS`: the probabilities of several views of each image are averaged.
-        throughput: Measure throughput/model and throughput/loader, in images per second.
-        report: Receives the predictions.
-        given: Dotted keys of the config whose values the command gives; they override the settings of the file.
-    """
-    weights: Optional[str] = None
-    tta: Optional[str] = None
-    throughput: bool = False
-    report: Optional[ClassReport] = None
-    given: Sequence[str] = ()
-
-
-def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True,
-             options: Optional[Options] = None) -> Dict[str, float]:
+def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfinite: bool = True, *,
+             choice: Optional[str] = None, tta: Optional[str] = None, throughput: bool = False,
+             report: Optional[ClassReport] = None, given: Sequence[str] = ()) -> Dict[str, float]:
     """Compute the metrics of a checkpoint on the config's test data: accuracies and calibration in percent.
 
     The model is built with the options that the checkpoint holds, and images are prepared as it records.
@@ -59,51 +36,40 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         checkpoint: File of weights, or the name of published ones.
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
-        options: How to evaluate; None for the defaults.
+        choice: 'averaged' or 'raw' weights of a file that holds both; None for the averaged ones.
+        tta: A mode of `views.VIEWS`: the probabilities of several views of each image are averaged.
+        throughput: Measure throughput/model and throughput/loader, in images per second.
+        report: Receives the predictions.
+        given: Dotted keys of the config whose values the command gives; they override the settings of the file.
     """
-    options = options or Options()
-    content = _read(checkpoint, options.weights, allow_nonfinite)
-    try:
+    with weight_errors('; --allow-nonfinite tests it anyway'):
+        content = read_file(resolve(checkpoint), choice)
+        if not allow_nonfinite:
+            check_finite(content.weights, checkpoint)
         metadata, transform = own_metadata(content, checkpoint), recorded_transform(checkpoint, content)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
+    if content.choice:
+        say(f'{checkpoint}: {content.choice}')
+    elif choice and not content.source:
+        raise UserError(f'{checkpoint} holds one set of weights and does not say which; leave --ema and --raw out')
     if metadata:
         _take_options(config, checkpoint, metadata, as_configured)
-    _take_transform(config, checkpoint, transform, as_configured, options.given)
+    _take_transform(config, checkpoint, transform, as_configured, given)
     with tempfile.TemporaryDirectory() as folder:       # MMEngine requires a folder for its log
         runner = build_runner(config, folder, training=False)
         classes = list(runner.test_dataloader.dataset.classes)
         other = class_difference(content.classes, classes)
         if other:
             raise UserError(f'{checkpoint} {other}')
-        try:
+        with weight_errors():
             load_state_dict(timm_model(runner), content.weights, checkpoint)
-        except WeightsError as error:
-            raise UserError(str(error)) from error
         prepare(timm_model(runner).eval())
-        metrics = _test(runner, config, classes, options)
+        metrics = _test(runner, config, classes, tta, throughput, report)
         close_log(runner)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _read(checkpoint: str, choice: Optional[str], allow_nonfinite: bool) -> WeightFile:
-    """Read the chosen weights of a file, and say which were chosen if it holds both."""
-    try:
-        content = read_file(resolve(checkpoint), choice)
-        if not allow_nonfinite:
-            check_finite(content.weights, checkpoint)
-    except NonFiniteError as error:
-        raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
-    except WeightsError as error:
-        raise UserError(str(error)) from error
-    if content.choice:
-        say(f'{checkpoint}: {content.choice}')
-    elif choice and not content.source:
-        raise UserError(f'{checkpoint} holds one set of weights and does not say which; leave --ema and --raw out')
-    return content
-
-
-def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[str, Any]:
+def _test(runner: Runner, config, classes: List[str], tta: Optional[str], throughput: bool,
+          report: Optional[ClassReport]) -> Dict[str, Any]:
     """Run the test loop, with the views, the classes and the measurements that are asked for."""
     dataset = runner.test_dataloader.dataset
     model = getattr(runner.model, 'module', runner.model)
@@ -111,22 +77,22 @@ def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[
     several = getattr(dataset, 'multi_label', None)
     if several is None:
         several = torch.as_tensor(dataset[0]['label']).ndim and getattr(dataset, 'correct', None) is None
-    if several and (options.tta or options.report):
+    if several and (tta or report):
         raise UserError('--tta, --report and --out are for images with one class each, but these data have several '
                         'for each image, or one for each token')
-    if options.tta:
+    if tta:
         if getattr(dataset, 'transform', None) is None:
-            raise UserError(f'--tta {options.tta} is for images')
+            raise UserError(f'--tta {tta} is for images')
         settings = config.test_dataloader.dataset.get('transform') or {}
-        dataset.transform = view_transform(dataset.transform, options.tta, settings.get('crop_pct'))
+        dataset.transform = view_transform(dataset.transform, tta, settings.get('crop_pct'))
     valid = getattr(dataset, 'valid', None)
-    if options.tta or valid is not None:
-        model.net = EvaluatedNet(model.net, bool(options.tta), valid)
+    if tta or valid is not None:
+        model.net = EvaluatedNet(model.net, bool(tta), valid)
     calibration = None if several else CalibrationMetric()
     if calibration:
         calibration.dataset_meta = dataset.metainfo
         evaluator.metrics.append(calibration)
-    stopwatch = Stopwatch(model.net) if options.throughput else None
+    stopwatch = Stopwatch(model.net) if throughput else None
     metrics = runner.test()
     if stopwatch:
         metrics = {**metrics, 'throughput/model': stopwatch.rate(),
@@ -135,8 +101,8 @@ def _test(runner: Runner, config, classes: List[str], options: Options) -> Dict[
     if predictions is not None and predictions.nonfinite:
         say(f'{predictions.nonfinite} of {len(predictions.labels)} images have scores that are NaN or infinite; they '
             'count as wrong')
-    if predictions is not None and options.report:
-        options.report.take(predictions, classes)
+    if predictions is not None and report:
+        report.take(predictions, classes)
     return metrics
 
 

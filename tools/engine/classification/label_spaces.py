@@ -1,19 +1,10 @@
 """Point a classification config at one of ImageNet's test sets."""
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 from ...common.cli import UserError, nearest
 from ...common.imagenet import TEST_SETS
 from ...common.paths import expanded
-
-
-def parsed_labels(text: str) -> Tuple[str, Optional[str]]:
-    """Return the name of a test set and, of 'real=FILE', the file."""
-    name, equals, file = text.partition('=')
-    if name not in TEST_SETS or equals and (name != 'real' or not file):
-        raise UserError(f"--labels must be {', '.join(TEST_SETS)} or real=FILE, got {text!r}"
-                        f'{nearest(name, [*TEST_SETS], 1)}')
-    return name, file or None
 
 
 def imagenet_folder(data: str, labels: str, transform: Dict[str, Any], real: Optional[str] = None,
@@ -34,16 +25,19 @@ def use_labels(config, text: str, data: Optional[str]) -> None:
 
     Args:
         config: MMEngine Config of a classifier of image folders.
-        text: As `parsed_labels` takes it.
+        text: A name of `TEST_SETS`, or 'real=FILE'.
         data: The folder; see `imagenet_folder`.
     """
-    labels, real = parsed_labels(text)
+    labels, equals, real = text.partition('=')
+    if labels not in TEST_SETS or equals and (labels != 'real' or not real):
+        raise UserError(f"--labels must be {', '.join(TEST_SETS)} or real=FILE, got {text!r}"
+                        f'{nearest(labels, [*TEST_SETS], 1)}')
     dataset = config.get('test_dataloader', {}).get('dataset', {})
     if dataset.get('type') != 'ImageFolder':
         raise UserError('--labels needs a config of image folders, such as ppma-tiny_folder')
     if not data:
         raise UserError(f'--labels {labels} needs its images: --data FOLDER')
-    config.test_dataloader.dataset = imagenet_folder(data, labels, dataset.get('transform'), real,
+    config.test_dataloader.dataset = imagenet_folder(data, labels, dataset.get('transform'), real or None,
                                                      bool(config.get('strict_images')))
     if labels == 'real':
         config.test_evaluator = dict(type='AccuracyMetric')

@@ -5,12 +5,12 @@ from typing import Any, Dict, Optional
 from mmengine.config import Config
 from mmengine.registry import DATASETS
 
-from ....backbones.weights import WeightsError
 from ....backbones.weights.registry import PublishedWeights, find
-from ...common.cli import UserError
+from ...common.cli import UserError, weight_errors
 from ..training.building import build
-from .evaluation import Options, evaluate
+from .evaluation import evaluate
 from .label_spaces import imagenet_folder
+from .weight_files import published_transform
 
 VALIDATION_IMAGES, CLASSES = 50_000, 1000           # of ImageNet-1k
 # Rounding of floating-point numbers must not decide at the tolerance itself.
@@ -43,10 +43,8 @@ class Comparison:
 
 def published_classifier(name: str) -> PublishedWeights:
     """Return the published weights of a classifier."""
-    try:
+    with weight_errors():
         entry = find(name)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
     if entry.task != 'classification':
         raise UserError(f'{entry.name} are weights for {entry.task}; subquad reproduce takes classifiers only so far '
                         f'(subquad test {entry.config} {entry.name} --data FOLDER evaluates them)')
@@ -66,7 +64,7 @@ def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, work
             classifiers, whose test images come with scikit-learn.
         batch_size, workers: Of the data loader.
     """
-    transform = {key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')}
+    transform = published_transform(entry)
     if entry.tag == 'digits':
         if data:
             raise UserError(f'--data is not supported: {entry.name} is tested on scikit-learn\'s digits')
@@ -105,7 +103,7 @@ def check_complete(config: Config, partial: bool) -> Dict[str, int]:
 
 
 def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], tolerance: float,
-            weights: Optional[str] = None) -> Dict[str, Comparison]:
+            choice: Optional[str] = None) -> Dict[str, Comparison]:
     """Evaluate the weights, and compare each reported metric.
 
     Args:
@@ -113,9 +111,9 @@ def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], 
         config: As `protocol` returns it.
         checkpoint: A file to evaluate instead of the published one, which is downloaded otherwise.
         tolerance: The largest difference that passes, in percentage points.
-        weights: See `evaluation.Options`; None for the averaged ones if the file has both.
+        choice: See `evaluate`.
     """
     given = [f'test_dataloader.dataset.transform.{key}' for key in config.test_dataloader.dataset.transform]
-    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, options=Options(weights, given=given))
+    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, choice=choice, given=given)
     return {metric: Comparison(metric, reported, measured[f'accuracy/{metric}'], tolerance)
             for metric, reported in entry.reported.items()}

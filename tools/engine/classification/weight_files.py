@@ -3,10 +3,27 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+import timm
+import timm.data
+from timm.data.constants import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from ....backbones.weights import (
+    WeightsError,
+    check_finite,
+    check_options,
+    checkpoint_filter_fn,
+    load_state_dict,
+    match_to_model,
+    read_file,
+    read_metadata,
+    shorten_path,
+)
 from ....backbones.weights.files import WeightFile
 from ....backbones.weights.metadata import check_metadata, check_transform, parse_config
 from ....backbones.weights.registry import PublishedWeights
-from ...common.cli import UserError, one_line
+from ....backbones.weights.resolve import published, resolve
+from ...common.cli import UserError, one_line, weight_errors
+from ..zoo import create, our_models
 
 # Arguments of TimmClassifier itself; all others are options of the timm model.
 WRAPPER_ARGUMENTS = ('type', 'name', 'label_smoothing', 'grad_checkpointing', 'data_preprocessor', 'distillation',
@@ -50,9 +67,6 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
         name: timm name of the model, if the file does not contain it.
         allow_nonfinite: Accept weights that hold NaN or infinities.
     """
-    import timm.data
-
-    from ....backbones.weights import shorten_path
     read = read_classifier(checkpoint, name, allow_nonfinite)
     path, model = shorten_path(checkpoint), read.model
     if getattr(model, 'in_chans', 3) != 3:
@@ -67,24 +81,9 @@ def classifier_from_file(checkpoint: str, name: Optional[str] = None,
 
 
 def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite: bool = False) -> Classifier:
-    """Build the classifier of a weight file, and read what the file says about it.
-
-    Args:
-        checkpoint: see `classifier_from_file`.
-        name: see `classifier_from_file`.
-        allow_nonfinite: see `classifier_from_file`.
-    """
-    from ....backbones.weights import (
-        NonFiniteError,
-        WeightsError,
-        check_finite,
-        load_state_dict,
-        read_file,
-        shorten_path,
-    )
-    from ....backbones.weights.resolve import published, resolve
+    """Build the classifier of a weight file, and read what the file says; arguments as of `classifier_from_file`."""
     path = shorten_path(checkpoint)
-    try:
+    with weight_errors('; predict, test and visualize take it with --allow-nonfinite'):
         entry = published(checkpoint)
         known = _published_metadata(entry) if entry else {}
         file = resolve(checkpoint)
@@ -102,14 +101,21 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
             print(f'{path}: {content.choice}', file=sys.stderr)
         transform = check_transform((metadata.get('transform') if same else None) or {}, path)
         transform = with_defaults(transform) if transform else {}
-    except NonFiniteError as error:
-        raise UserError(f'{error}; predict, test and visualize take it with --allow-nonfinite') from error
-    except WeightsError as error:
-        raise UserError(str(error)) from error
     classes = metadata.get('classes') or []
     if classes and len(classes) != model.num_classes:
         raise UserError(f'{path} names {len(classes)} classes for a model of {model.num_classes}')
     return Classifier(model, name, options, classes, transform, metadata)
+
+
+def sketch(name: str, options: Dict[str, Any], weights: Dict[str, Any]) -> Tuple[Any, Dict[str, Any]]:
+    """Build a classifier on the meta device with the number of classes of a file's weights: (model, options)."""
+    model = create(name, **options, device='meta')
+    classifier = timm.get_pretrained_cfg_value(name, 'classifier')
+    layer = checkpoint_filter_fn(weights, model).get(f'{classifier}.weight')
+    if 'num_classes' not in options and layer is not None and layer.ndim and len(layer) != model.num_classes:
+        options = dict(options, num_classes=len(layer))
+        model = create(name, **options, device='meta')
+    return model, options
 
 
 def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
@@ -119,23 +125,13 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
     Returns:
         The model, and its options, with the number of classes of the file.
     """
-    import timm
-
-    from ....backbones.weights import check_options, checkpoint_filter_fn, match_to_model
-    from ..zoo import create, our_models
     if not timm.is_model(name):
         create(name)                                         # raises, with the nearest names
     options = check_options(name, options, path)
     try:
         try:
-            sketch = create(name, **options, device='meta')
-            if 'num_classes' not in options:
-                classifier = timm.get_pretrained_cfg_value(name, 'classifier')
-                layer = checkpoint_filter_fn(weights, sketch).get(f'{classifier}.weight')
-                if layer is not None and layer.ndim and len(layer) != sketch.num_classes:
-                    options['num_classes'] = len(layer)
-                    sketch = create(name, **options, device='meta')
-            match_to_model(weights, sketch, path)
+            model, options = sketch(name, options, weights)
+            match_to_model(weights, model, path)
         except (UserError, NotImplementedError, RuntimeError, TypeError) as error:
             if name in our_models():
                 raise UserError(f'{path}: {one_line(error)}') from error
@@ -148,7 +144,6 @@ def _fitting_model(name: str, options: Dict[str, Any], weights: Dict[str, Any],
 
 def with_defaults(transform: Dict[str, Any]) -> Dict[str, Any]:
     """Add what `timm.data.create_transform` takes if a transform for evaluation leaves it out, for other programs."""
-    from timm.data.constants import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     defaults = dict(input_size=224, interpolation='bilinear', mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
     found = {**defaults, **transform, 'crop_pct': transform.get('crop_pct') or DEFAULT_CROP_PCT}
     size = found['input_size']
@@ -157,7 +152,6 @@ def with_defaults(transform: Dict[str, Any]) -> Dict[str, Any]:
 
 def assumed_transform(read: Classifier, path: str) -> Dict[str, Any]:
     """Return the model's own transform, and say on stderr that it is assumed."""
-    import timm.data
     transform = timm.data.resolve_model_data_config(read.model)
     numbers = {key: ', '.join(f'{value:g}' for value in transform[key]) for key in ('mean', 'std')}
     size = ' x '.join(map(str, transform['input_size'][-2:]))
@@ -180,7 +174,6 @@ def own_metadata(content: WeightFile, path: str) -> Dict[str, Any]:
 
 def recorded_transform(checkpoint: str, content: WeightFile) -> Dict[str, Any]:
     """Return the transform that a file records for test images, or that of published weights; {} if it is unknown."""
-    from ....backbones.weights.resolve import published
     entry = published(checkpoint)
     known = _published_metadata(entry) if entry and not content.metadata else own_metadata(content, checkpoint)
     return check_transform(known.get('transform') or {}, checkpoint)
@@ -216,7 +209,6 @@ def _settings(transform: Dict[str, Any]) -> Dict[str, Any]:
 
 def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
     """Return what `own_metadata` does or, for a Runner's checkpoint without its config, what files beside it hold."""
-    from ....backbones.weights import WeightsError, read_metadata
     metadata = own_metadata(content, str(path))
     if content.metadata or content.source not in _RUNNERS:
         return metadata
@@ -243,14 +235,18 @@ def _metadata(path: Path, content: WeightFile) -> Dict[str, Any]:
 
 def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
     """Return model, options, classes and transform of published weights whose file does not hold them."""
-    from timm.data import ImageNetInfo
     if entry.task != 'classification':
         raise UserError(f'{entry.name} are weights for {entry.task}, but a classifier is needed (`subquad predict '
                         f'{entry.name} IMAGES` runs them with their config)')
-    names = ImageNetInfo().label_descriptions() if entry.num_classes == 1000 else map(str, range(entry.num_classes))
+    names = map(str, range(entry.num_classes))
+    names = timm.data.ImageNetInfo().label_descriptions() if entry.num_classes == 1000 else names
     return dict(model=entry.arch, options=dict(num_classes=entry.num_classes), classes=[*names],
-                transform={key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std',
-                                                                'interpolation')})
+                transform=published_transform(entry))
+
+
+def published_transform(entry: PublishedWeights) -> Dict[str, Any]:
+    """Return the arguments of `timm.data.create_transform` for the test images of published weights."""
+    return {key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')}
 
 
 def config_metadata(text: Any) -> Dict[str, Any]:

@@ -7,8 +7,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
 
 from ....backbones.mm.checkpoints import load_checkpoint
-from ....backbones.weights import NonFiniteError, WeightsError
-from ...common.cli import UserError, quiet
+from ...common.cli import UserError, quiet, weight_errors
 from ...common.paths import writable_folder
 from ..training.building import close_log, made
 from ..training.runner import build_runner
@@ -62,13 +61,9 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=False, hooks=hooks)
         model = getattr(runner.model, 'module', runner.model)        # inside a distributed wrapper
-        try:
+        with weight_errors('; --allow-nonfinite tests it anyway'):
             load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
                             allow_nonfinite, network_options(config))
-        except NonFiniteError as error:
-            raise UserError(f'{error}; --allow-nonfinite tests it anyway') from error
-        except WeightsError as error:
-            raise UserError(str(error)) from error
         made(lambda: runner.test_loop, 'test_evaluator')         # build it now, not after minutes
         metrics = runner.test()
         close_log(runner)

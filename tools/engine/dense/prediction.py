@@ -14,8 +14,7 @@ from torch import nn
 
 from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.prepare import prepare
-from ....backbones.weights import NonFiniteError, WeightsError
-from ...common.cli import UserError, one_line, quiet, shown
+from ...common.cli import UserError, one_line, quiet, shown, weight_errors
 from ...common.images import LeftOut, UnreadableImage
 from ...common.output import add_row, print_table, progress
 from ..training.building import build
@@ -42,12 +41,8 @@ class Predictor:
         model: nn.Module = build(MODELS, config.model, 'model')
         dataset = config.test_dataloader.dataset
         self.classes = classes_of(dataset)
-        try:
+        with weight_errors('; --allow-nonfinite loads it anyway'):
             load_checkpoint(model, checkpoint, self.classes, allow_nonfinite, network_options(config))
-        except NonFiniteError as error:
-            raise UserError(f'{error}; --allow-nonfinite loads it anyway') from error
-        except WeightsError as error:
-            raise UserError(str(error)) from error
         accept_tiny_images(model)
         self.model = prepare(model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).eval())
         # Image files of a user have no annotations.

@@ -3,6 +3,7 @@ import io
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from ...common.canvas import figure
 from ...common.cli import UserError
 from .panels import Chart, Panel, draw_panel, mark
 from .pictures import save, text
@@ -42,9 +43,6 @@ class Picture(NamedTuple):
 
 def draw(pictures: Sequence[Picture], title: str) -> Any:
     """Return a matplotlib figure with all pictures, one below the other."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     columns = 1 + max(len(row.panels) for picture in pictures for row in picture.rows)
     heights = [_TITLE + _LINE * max(panel.title.count('\n') - 1 for panel in row.panels)
                + _WIDTH * min(picture.image.shape[0] / picture.image.shape[1], _STEEPEST)
@@ -52,8 +50,8 @@ def draw(pictures: Sequence[Picture], title: str) -> Any:
     if len(heights) > _MOST_ROWS or columns > _MOST_COLUMNS or sum(heights) > _TALLEST:
         raise UserError(f'{len(heights)} rows of {columns} panels are too many for one picture; choose fewer --layers '
                         'or --panels, a smaller --max-images, or no --heads')
-    page, axes = plt.subplots(len(heights), columns, squeeze=False, layout='constrained', height_ratios=heights,
-                              figsize=((_WIDTH + _BAR) * columns, sum(heights) + 0.2 + 0.2 * title.count('\n')))
+    page = figure(((_WIDTH + _BAR) * columns, sum(heights) + 0.2 + 0.2 * title.count('\n')))
+    axes = page.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     page.suptitle(text(title), fontsize=9)
     first = 0
     for picture in pictures:
@@ -78,17 +76,11 @@ def _draw_picture(page: Any, axes: Any, picture: Picture) -> None:
                 draw_panel(page, axis, row.panels[column - 1], picture.image, picture.place)
             elif n or column:
                 axis.axis('off')
-        if row.label:
-            _label(axes[n, 1], row)
-
-
-def _label(axis: Any, row: Row) -> None:
-    """Write a row's label to the left of its first panel; a chart has the label of its own axis there."""
-    if isinstance(row.panels[0], Chart):
-        axis.annotate(text(row.label), (-0.35, 0.5), xycoords='axes fraction', rotation=90, fontsize=7.5, ha='center',
-                      va='center')
-    else:
-        axis.set_ylabel(text(row.label), fontsize=7.5)
+        if row.label and isinstance(row.panels[0], Chart):           # a chart has the label of its own axis there
+            axes[n, 1].annotate(text(row.label), (-0.35, 0.5), xycoords='axes fraction', rotation=90, fontsize=7.5,
+                                ha='center', va='center')
+        elif row.label:
+            axes[n, 1].set_ylabel(text(row.label), fontsize=7.5)
 
 
 def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None:
@@ -101,19 +93,14 @@ def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None
 
 def png(picture: Picture, dpi: int) -> bytes:
     """Return a picture as the bytes of a PNG file."""
-    import matplotlib.pyplot as plt
     page, buffer = draw([picture], ''), io.BytesIO()
     _check_pixels(page, dpi)
     page.savefig(buffer, format='png', dpi=dpi)
-    plt.close(page)
     return buffer.getvalue()
 
 
 def _check_pixels(page: Any, dpi: int) -> None:
-    """Close a figure and raise UserError if it has too many pixels for an image."""
-    import matplotlib.pyplot as plt
     width, height = (int(length * dpi) for length in page.get_size_inches())
     if max(width, height) > _MOST_SIDE or width * height > _MOST_PIXELS:
-        plt.close(page)
         raise UserError(f'{height:,} x {width:,} pixels are too many for one picture; choose a smaller --dpi, fewer '
                         '--layers or --panels, or a smaller --max-images')

@@ -1,6 +1,9 @@
 """Panels of a picture: a map with its color scale or a chart, and how an axis shows it."""
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
+import numpy as np
+from matplotlib.colors import LogNorm, Normalize
+
 # Share of the values at each end of a map that may lie beyond its color scale.
 _BEYOND = 0.005
 # The lowest color of a logarithmic scale over several decades, as a share of the highest value.
@@ -14,11 +17,12 @@ class Panel(NamedTuple):
 
     Attributes:
         title: what is seen, in one or two lines.
-        values: tensor (h, w) of finite numbers.
+        values: tensor (h, w) of finite numbers; (heads, h, w) before `of_head`.
         label: unit of the numbers, below the map.
         scale: a key of SCALES.
         marked: whether the map belongs to the chosen pixel, which gets a cross.
         over_image: whether the map is drawn over the image: interpolated, and the more opaque the higher.
+        geometric: whether the heads' mean is a geometric one.
     """
     title: str
     values: Any
@@ -26,12 +30,25 @@ class Panel(NamedTuple):
     scale: str = 'positive'
     marked: bool = False
     over_image: bool = False
+    geometric: bool = False
 
 
 class Chart(NamedTuple):
     """A chart: `draw` is called with the axis."""
     title: str
     draw: Callable[[Any], None]
+
+
+def of_head(panel: Union[Panel, Chart], head: Optional[int]) -> Union[Panel, Chart]:
+    """Return the panel of one head, or of the mean of all heads; charts show all heads."""
+    if isinstance(panel, Chart):
+        return panel
+    values = panel.values.detach().double()
+    if head is not None:
+        values = values[min(head, len(values) - 1)]
+    else:
+        values = values.log().mean(0).exp() if panel.geometric else values.mean(0)
+    return panel._replace(values=values)
 
 
 def _ends(values: Any, beyond: float = _BEYOND) -> Tuple[float, float]:
@@ -42,12 +59,9 @@ def _ends(values: Any, beyond: float = _BEYOND) -> Tuple[float, float]:
     return float(ordered[cut]), float(ordered[last - cut])
 
 
-def _range(values: Any) -> Tuple[float, float, bool]:
-    return (*_ends(values), False)
-
-
-def _positive(values: Any) -> Tuple[float, float, bool]:
-    return 0.0, _ends(values)[1] or float(values.max()), False
+def _decades(values: Any) -> Tuple[float, float, bool]:
+    high = float(values.max())
+    return max(float(values.min()), high * _LOWEST), high, high > 0
 
 
 def _signed(values: Any) -> Tuple[float, float, bool]:
@@ -55,23 +69,14 @@ def _signed(values: Any) -> Tuple[float, float, bool]:
     return -high, high, False
 
 
-def _logarithmic(values: Any) -> Tuple[float, float, bool]:
-    return (*_ends(values), True)
-
-
-def _decades(values: Any) -> Tuple[float, float, bool]:
-    high = float(values.max())
-    return max(float(values.min()), high * _LOWEST), high, high > 0
-
-
 # Scale -> color map, and a function of the values that returns the lowest and highest color's value, and whether the
 # scale is logarithmic. All color maps are perceptually uniform, but for the diverging one.
 SCALES: Dict[str, Tuple[str, Callable[[Any], Tuple[float, float, bool]]]] = {
-    'range': ('viridis', _range),
-    'positive': ('magma', _positive),
-    'span': ('magma', _range),
+    'range': ('viridis', lambda values: (*_ends(values), False)),
+    'positive': ('magma', lambda values: (0.0, _ends(values)[1] or float(values.max()), False)),
+    'span': ('magma', lambda values: (*_ends(values), False)),
     'signed': ('RdBu_r', _signed),
-    'logarithmic': ('magma', _logarithmic),
+    'logarithmic': ('magma', lambda values: (*_ends(values), True)),
     'decades': ('magma', _decades),
 }
 
@@ -91,12 +96,6 @@ def limits(panel: Panel) -> Tuple[float, float, bool]:
         return low, high, logarithmic
     spread = 0.01 * abs(high) or 1.0
     return (low - spread if panel.scale in ('range', 'span', 'logarithmic') else 0.0), high + spread, False
-
-
-def is_constant(panel: Panel) -> bool:
-    """Whether all values of a map are equal up to rounding."""
-    low, high = float(panel.values.min()), float(panel.values.max())
-    return high - low <= 1e-5 * max(abs(high), abs(low))
 
 
 def ticks(low: float, high: float, logarithmic: bool) -> Dict[str, Any]:
@@ -121,19 +120,19 @@ def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], image: Any,
         image: pixels of the image, (H, W, 3) from 0 to 1.
         place: the chosen pixel, as fractions of height and width, for panels that belong to it.
     """
-    from matplotlib.colors import LogNorm, Normalize
     if isinstance(panel, Chart):
         axis.set_title(panel.title, fontsize=7.5)
         panel.draw(axis)
         return
-    constant, (low, high, logarithmic) = is_constant(panel), limits(panel)
+    low, high, logarithmic = limits(panel)
     norm = (LogNorm if logarithmic else Normalize)(low, high)
     values = panel.values.double().numpy()
-    # A logarithm does not show zeros.
+    constant = np.ptp(values) <= 1e-5 * max(abs(values.max()), abs(values.min()))          # up to rounding
     size = image.shape[:2]
     extent = (0, size[1], size[0], 0)
     if panel.over_image:
         axis.imshow(image, extent=extent)
+    # A logarithm does not show zeros.
     shown = axis.imshow(values.clip(low) if logarithmic else values, cmap=SCALES[panel.scale][0], norm=norm,
                         extent=extent, interpolation='bilinear' if panel.over_image else 'nearest',
                         alpha=0.7 * norm(values).filled(0).clip(0, 1) if panel.over_image else 1)

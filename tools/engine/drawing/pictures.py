@@ -3,6 +3,12 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, Sequence, Tuple
 
+import torch
+from PIL import Image
+
+from ....backbones.mixers import PolylineMixer
+from ....backbones.observation import observe_inputs
+from ...common.canvas import figure
 from ...common.cli import UserError, shown
 
 
@@ -24,10 +30,6 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
     Raises:
         ValueError: The attention of the model does not decay.
     """
-    import torch
-
-    from ....backbones.mixers import PolylineMixer
-    from ....backbones.observation import observe_inputs
     mixers = {name: mixer for name, mixer in model.mixers(PolylineMixer).items() if mixer.paths != 'none'}
     if not mixers:
         raise ValueError("the model has paths='none': its attention does not decay with distance")
@@ -42,7 +44,6 @@ def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
 
 def unnormalized(inputs, transform) -> Any:
     """Convert a model's inputs (B, 3, H, W) back to images of values from 0 to 1."""
-    import torch
     for step in getattr(transform, 'transforms', ()):
         if type(step).__name__ == 'Normalize':
             mean, std = (torch.as_tensor(x, dtype=inputs.dtype).reshape(-1, 1, 1) for x in (step.mean, step.std))
@@ -50,41 +51,32 @@ def unnormalized(inputs, transform) -> Any:
     return inputs.float().clamp(0, 1)
 
 
-def save(figure, path: Path, dpi: int = 120) -> None:
-    """Write a figure and close it."""
-    import matplotlib.pyplot as plt
+def save(page, path: Path, dpi: int = 120) -> None:
+    """Write a figure."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', 'Glyph')       # the font lacks letters of a file name
-            figure.savefig(path, dpi=dpi)
+            page.savefig(path, dpi=dpi)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write {shown(path)}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        plt.close(figure)
 
 
 def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: Sequence[str], horizontal, vertical,
                     title: str) -> None:
     """Draw a row of images with labels and predictions, then their horizontal and vertical decay factors."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    from PIL import Image
-    figure, axes = plt.subplots(3, len(files), figsize=(1.5 * len(files) + 1.4, 5.6), layout='constrained')
-    low, high = (float(f(horizontal.min(), vertical.min()) if f is min else f(horizontal.max(), vertical.max()))
-                 for f in (min, max))
+    page = figure((1.5 * len(files) + 1.4, 5.6))
+    axes = page.subplots(3, len(files))
+    low, high = (float(end) for end in torch.cat([horizontal, vertical]).aminmax())
     for column, ((file, label), prediction) in enumerate(zip(files, predictions)):
         axes[0, column].imshow(Image.open(file), cmap='gray')
         axes[0, column].set_title(f'label {label}, predicted {prediction}', fontsize=9,
                                   color='black' if str(label) == prediction else 'red')
         for row, factors in ((1, horizontal), (2, vertical)):
-            shown = axes[row, column].imshow(factors[column], cmap='viridis', vmin=low, vmax=high)
+            drawn = axes[row, column].imshow(factors[column], cmap='viridis', vmin=low, vmax=high)
     for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
+        axis.set(xticks=[], yticks=[])
     for row, name in enumerate(('test image', 'horizontal\ndecay factor', 'vertical\ndecay factor')):
         axes[row, 0].set_ylabel(name, fontsize=9)
-    figure.colorbar(shown, ax=axes[1:, :], shrink=0.8, label='per step; 1: no decay')
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    page.colorbar(drawn, ax=axes[1:, :], shrink=0.8, label='per step; 1: no decay')
+    page.suptitle(title, fontsize=10)
+    page.savefig(path, dpi=110)

@@ -7,9 +7,17 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
+from ....backbones.weights import WeightsError, check_options, match_to_model, read_file, shorten_path
+from ....backbones.weights.convert import FORMATS, convert, published_format
+from ....backbones.weights.metadata import dataset_classes
+from ....backbones.weights.registry import of_arch
+from ....backbones.weights.resolve import published, resolve
 from ...common.cli import UserError, quiet
 from ...common.output import dumps
 from ...common.paths import expanded
+from ..classification.weight_files import config_metadata, published_transform, sketch
+from ..config import is_classifier, load
+from ..zoo import create, our_models
 
 # Beginning of keys that only files of one kind of detector or segmenter have -> beginning of the names of its configs.
 _KINDS = (('roi_head.mask_head.', 'mask-rcnn_'), ('decode_head.psp_modules.', 'upernet_'), ('ssd_heads.', 'ssdlite_'),
@@ -56,11 +64,6 @@ def convert_command(args: argparse.Namespace) -> int:
     The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
     is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
     """
-    import subquad  # noqa: F401  (before timm)
-
-    from ....backbones.weights import WeightsError, read_file, shorten_path
-    from ....backbones.weights.convert import FORMATS, convert
-    from ....backbones.weights.resolve import published, resolve
     if args.model and args.config:
         raise UserError('give --model for a classifier or --config for a detector or segmenter, not both')
     name = shorten_path(args.file)
@@ -69,7 +72,8 @@ def convert_command(args: argparse.Namespace) -> int:
         source = resolve(args.file)
         content = read_file(source, args.choice)
         target = _target(content, name, args.model, args.config, entry)
-        out = expanded(args.out) if args.out else Path(_file_name(target.name, args.to) + FORMATS[args.to][1])
+        out = expanded(args.out) if args.out else Path(
+            Path(target.name).stem + ('' if args.to == 'subquad' else f'_{args.to}') + FORMATS[args.to][1])
         if not out.parent.is_dir():
             raise UserError(f'there is no folder {out.parent}; create it, or give another file with --out')
         if out.exists():
@@ -92,17 +96,12 @@ def convert_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _file_name(name: str, to: str) -> str:
-    return Path(name).stem + ('' if to == 'subquad' else f'_{to}')
-
-
 def _target(content: Any, path: str, model: Optional[str], config: Optional[str], entry: Any) -> Target:
     """Find the model of a weight file, of which `entry` is the description if it is published by a name."""
     if entry is not None and not (model or config):
         if entry.config:
             return _dense_target(entry.config, content)
-        keys = ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')
-        return _classifier_target(entry.arch, content, {'transform': {key: getattr(entry, key) for key in keys}}, path)
+        return _classifier_target(entry.arch, content, {'transform': published_transform(entry)}, path)
     config = config or (None if model else content.metadata.get('config'))
     if config:
         return _dense_target(config, content)
@@ -110,7 +109,6 @@ def _target(content: Any, path: str, model: Optional[str], config: Optional[str]
     if dense and not model:
         config, how = _find_config(content, path)
         return _dense_target(config, content)._replace(assumed=how)
-    from ..classification.weight_files import config_metadata
     known = content.metadata or config_metadata(content.runner_meta.get('cfg'))
     if model or 'model' in known:
         same = model in (None, known.get('model'))
@@ -124,39 +122,22 @@ def _target(content: Any, path: str, model: Optional[str], config: Optional[str]
 
 
 def _classifier_target(name: str, content: Any, known: Dict[str, Any], path: str) -> Target:
-    from ....backbones.weights import check_options
-    from ..zoo import create
     create(name, device='meta')                          # raises UserError with the nearest names
     options = check_options(name, known.get('options') or {}, path)
-    model, options = _sketch(name, content.weights, options)
+    model, options = sketch(name, options, content.weights)
     metadata = {key: known[key] for key in ('classes', 'transform') if known.get(key)}
     return Target(name, model, dict(model=name, options=options, **metadata))
 
 
-def _sketch(name: str, weights: Dict[str, Any], options: Dict[str, Any]) -> Tuple[nn.Module, Dict[str, Any]]:
-    """Build a classifier on the meta device with the number of classes of a file: (model, options)."""
-    from ....backbones.weights import checkpoint_filter_fn
-    from ..zoo import create
-    model = create(name, **options, device='meta')
-    layer = checkpoint_filter_fn(weights, model).get(f"{model.pretrained_cfg.get('classifier')}.weight")
-    if 'num_classes' not in options and layer is not None and layer.ndim and len(layer) != model.num_classes:
-        options = dict(options, num_classes=len(layer))
-        model = create(name, **options, device='meta')
-    return model, options
-
-
 def _find_classifier(weights: Dict[str, Any], headless: bool = False) -> Optional[str]:
     """Return the name of the first network whose keys and shapes are those of the weights."""
-    from ....backbones.weights import WeightsError, match_to_model
-    from ....backbones.weights.convert import published_format
-    from ..zoo import our_models
     family = {'ppma': 'ppma', 'cvnets': 'mobilevitv2', 'transformers': 'mobilevitv2'}.get(published_format(weights), '')
     if not family and not any(key.startswith(('stages.', 'backbone.stages.', 'encoder.')) for key in weights):
         return None
     for name in our_models():
         if family not in name or name.endswith('_crisscross'):         # these have the shapes of the published network
             continue
-        model, _ = _sketch(name, {} if headless else weights, {})
+        model, _ = sketch(name, {}, {} if headless else weights)
         try:
             match_to_model(weights, model, 'the file', headless=headless)
         except WeightsError:
@@ -167,9 +148,6 @@ def _find_classifier(weights: Dict[str, Any], headless: bool = False) -> Optiona
 
 def _find_config(content: Any, path: str) -> Tuple[str, str]:
     """Return the config of a published detector or segmenter, and a sentence that says so."""
-    from ....backbones.weights.convert import published_format
-    from ....backbones.weights.metadata import dataset_classes
-    from ....backbones.weights.registry import of_arch
     weights = content.weights
     kind = next((kind for key, kind in _KINDS if any(name.startswith(key) for name in weights)), '')
     if kind and published_format(weights) != 'subquad':
@@ -184,13 +162,10 @@ def _find_config(content: Any, path: str) -> Tuple[str, str]:
 
 
 def _dense_target(name: str, content: Any) -> Target:
-    from ....backbones.weights.metadata import dataset_classes
-    from ..config import load
     config = load(name)
     with quiet():                                        # for what imported modules print
         from mmengine.registry import MODELS, init_default_scope
 
-        from ..config import is_classifier
         from ..dense.task import metadata
         from ..training.building import build
     if is_classifier(config):

@@ -78,11 +78,10 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
         checkpoint: see `classifier_from_file`.
         name: see `classifier_from_file`.
     """
-    path = shorten_path(checkpoint)
-    try:
-        config = _dense_config(checkpoint)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
+    path, entry = shorten_path(checkpoint), published(checkpoint)
+    is_ours = entry is None and checkpoint.endswith('.safetensors') and Path(checkpoint).exists()
+    metadata = read_metadata(checkpoint) if is_ours else {}
+    config = entry.config if entry else metadata.get('config') if 'model' not in metadata else None
     if config:
         raise UserError(f'{path} holds a detector or segmenter ({config}); only image classifiers can be pushed')
     read = read_classifier(checkpoint, name)
@@ -91,16 +90,6 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     if read.transform.get('crop_border_pixels'):
         raise UserError(f'{path}: config.json of timm cannot hold crop_border_pixels of the transform')
     return read if read.transform else read._replace(transform=assumed_transform(read, path))
-
-
-def _dense_config(checkpoint: str) -> Optional[str]:
-    """Return the config of a detector or segmenter, or None for a classifier and for files that do not tell."""
-    entry = published(checkpoint)
-    if entry is not None:
-        return entry.config
-    is_ours = checkpoint.endswith('.safetensors') and Path(checkpoint).exists()
-    metadata = read_metadata(checkpoint) if is_ours else {}
-    return metadata.get('config') if 'model' not in metadata else None
 
 
 def write_hub_folder(folder: Path, read: Classifier, source: str, license: str = 'unknown', repo: Optional[str] = None,

@@ -6,19 +6,11 @@ from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from torch import Tensor, nn
 
-from ....backbones.weights import (
-    WeightsError,
-    check_finite,
-    check_options,
-    checkpoint_filter_fn,
-    differences,
-    read_file,
-    some,
-)
+from ....backbones.weights import check_finite, check_options, checkpoint_filter_fn, differences, read_file, some
 from ....backbones.weights.files import WeightFile
 from ....backbones.weights.metadata import class_difference
 from ....backbones.weights.resolve import resolve
-from ...common.cli import UserError
+from ...common.cli import UserError, weight_errors
 from ..classification.weight_files import own_metadata, recorded_transform, transform_differences, values
 
 # Prefixes of classifier weights, in this package and in timm.
@@ -51,13 +43,14 @@ def adopt_options(config: Any, path: str) -> None:
     A wrong option can leave every shape of a weight the same, so that nothing else would notice it.
     """
     content = _checkpoint(path, allow_nonfinite=bool(config.get('resume')))
-    try:
+    with weight_errors():
         metadata = own_metadata(content, path)
         if not config.get('resume'):                         # ResumableRunner names the settings that differ
-            transform = recorded_transform(path, content)
-            _compare_transforms(path, transform, config.train_dataloader.dataset.get('transform'))
-    except WeightsError as error:
-        raise UserError(str(error)) from error
+            theirs, ours = recorded_transform(path, content), config.train_dataloader.dataset.get('transform')
+            other = transform_differences(theirs, ours) if theirs and ours else {}
+            other = {key: other[key] for key in ('input_size', 'mean', 'std') if key in other}
+            if other:
+                say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
     if not isinstance(metadata.get('model'), str):
         return
     if metadata['model'] != config.model.name:
@@ -72,24 +65,14 @@ def adopt_options(config: Any, path: str) -> None:
             say(f'{path} was trained with {key}={value!r}; the config has {key}={given!r}, which is kept')
 
 
-def _compare_transforms(path: str, theirs: Dict[str, Any], ours: Any) -> None:
-    """Say how the size or the normalization of the images differs from what a file records."""
-    other = transform_differences(theirs, ours) if theirs and ours else {}
-    other = {key: other[key] for key in ('input_size', 'mean', 'std') if key in other}
-    if other:
-        say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
-
-
 def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) -> Dict[str, Any]:
     """Return the network's options in a file's metadata, checked for types and bounds unless the config has them."""
     if not isinstance(metadata.get('model'), str):
         raise UserError(f'{path} holds metadata without the name of a model')
     options = metadata.get('options') or {}
     same = {key: value for key, value in options.items() if key in model and model[key] == value}
-    try:
+    with weight_errors():
         return {**same, **check_options(metadata['model'], {k: v for k, v in options.items() if k not in same}, path)}
-    except WeightsError as error:
-        raise UserError(str(error)) from error
 
 
 def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> None:
@@ -153,12 +136,10 @@ def _classifier_keys(net: nn.Module, own: Dict[str, Tensor]) -> List[str]:
 
 def _checkpoint(path: str, preferred: str = 'averaged', allow_nonfinite: bool = False) -> WeightFile:
     """Read a file or published weights; `preferred` as `read_file` takes it."""
-    try:
+    with weight_errors():
         content = read_file(resolve(path), preferred=preferred)
         if not allow_nonfinite:
             check_finite(content.weights, path)
-    except WeightsError as error:
-        raise UserError(str(error)) from error
     return content
 
 
