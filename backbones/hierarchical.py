@@ -6,7 +6,6 @@ the same for all families, so that a comparison between families compares mixers
 from functools import partial
 from typing import Annotated, Any, Callable, Dict, Optional, Sequence, Set, Type
 
-import torch
 from timm.layers import calculate_drop_path_rates
 from torch import Tensor, nn
 
@@ -23,15 +22,47 @@ from .options import (
     checked,
     each_stage,
     integer,
+    known_options,
     number,
     one_of,
     one_or_each_stage,
-    options_of,
     or_none,
 )
 from .timm_interface import TimmInterface, init_linear
 
 STRIDES = (4, 8, 16, 32)
+# The published networks of PPMA, including their drop path rates, and a small one for tests.
+ARCHS: Dict[str, Dict[str, Any]] = {
+    'tiny': dict(
+        dims=(64, 128, 256, 512),
+        depths=(2, 2, 8, 2),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(3, 3, 3, 3),
+        drop_path_rate=0.1,
+    ),
+    'small': dict(
+        dims=(64, 128, 256, 512),
+        depths=(3, 4, 18, 4),
+        num_heads=(4, 4, 8, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.15,
+    ),
+    'base': dict(
+        dims=(80, 160, 320, 512),
+        depths=(4, 8, 25, 8),
+        num_heads=(5, 5, 10, 16),
+        mlp_ratios=(4, 4, 3, 3),
+        drop_path_rate=0.4,
+        layer_scale=(False, False, True, True),
+    ),
+    'test': dict(
+        dims=(32, 48, 64, 96),
+        depths=(1, 1, 2, 1),
+        num_heads=(2, 3, 4, 6),
+        mlp_ratios=(3, 3, 3, 3),
+        head_hidden_size=128,
+    ),
+}
 # Ends of the names of parameters without weight decay, apart from biases and norms: decays and biases of edges.
 _NO_WEIGHT_DECAY = ('.A_log', '.dt_bias', '.edge_bias')
 
@@ -48,7 +79,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # (B, H, W, C): a view, because the memory is channels-last.
         x = self.downsample(x).permute(0, 2, 3, 1)
-        if self.grad_checkpointing and not torch.jit.is_tracing():
+        if self.grad_checkpointing:
             x = checkpoint_seq(self.blocks, x)
         else:
             x = self.blocks(x)
@@ -118,7 +149,7 @@ class HierarchicalBackbone(TimmInterface):
             dtype=None,
             **mixer_options: Any,
     ):
-        options = options_of(type(self))
+        options = known_options(type(self))
         warn_of_unused(mixers, attention_share, depths, {
             name: value for name, value in mixer_options.items() if value != options[name].default})
         super().__init__(num_classes, in_chans)

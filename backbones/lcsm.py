@@ -11,46 +11,22 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from . import hierarchical
 from .hierarchical import HierarchicalBackbone
 from .mixers import EosMixer
 from .mixers.eos_decay import StateDecay
 from .observation import observe_inputs
-from .options import Options, options_of
+from .options import Options, known_options
 from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['LCSM']
 
-# Widths, depths and ratios of PPMA. Heads have 32 channels, or 16 where 32 does not divide the width.
+# Heads have 32 channels, or 16 where 32 does not divide the width.
 ARCHS: Dict[str, Dict[str, Any]] = {
-    'tiny': dict(
-        dims=(64, 128, 256, 512),
-        depths=(2, 2, 8, 2),
-        num_heads=(2, 4, 8, 16),
-        mlp_ratios=(3, 3, 3, 3),
-        drop_path_rate=0.1,
-    ),
-    'small': dict(
-        dims=(64, 128, 256, 512),
-        depths=(3, 4, 18, 4),
-        num_heads=(2, 4, 8, 16),
-        mlp_ratios=(4, 4, 3, 3),
-        drop_path_rate=0.15,
-    ),
-    'base': dict(
-        dims=(80, 160, 320, 512),
-        depths=(4, 8, 25, 8),
-        num_heads=(5, 5, 10, 16),
-        mlp_ratios=(4, 4, 3, 3),
-        drop_path_rate=0.4,
-        layer_scale=(False, False, True, True),
-    ),
-    'test': dict(
-        dims=(32, 48, 64, 96),
-        depths=(1, 1, 2, 1),
-        num_heads=(1, 3, 2, 3),
-        mlp_ratios=(3, 3, 3, 3),
-        head_hidden_size=128,
-    ),
+    'tiny': dict(hierarchical.ARCHS['tiny'], num_heads=(2, 4, 8, 16)),
+    'small': dict(hierarchical.ARCHS['small'], num_heads=(2, 4, 8, 16)),
+    'base': dict(hierarchical.ARCHS['base'], num_heads=(5, 5, 10, 16)),
+    'test': dict(hierarchical.ARCHS['test'], num_heads=(1, 3, 2, 3)),
 }
 
 
@@ -66,7 +42,7 @@ class LCSM(HierarchicalBackbone):
         TypeError: an option does not exist.
     """
 
-    PASSED_ON: ClassVar[Options] = options_of(EosMixer)
+    PASSED_ON: ClassVar[Options] = known_options(EosMixer)
 
     def __init__(self, **kwargs: Any):
         def mixer(stage: int, block: int, **options: Any) -> nn.Module:

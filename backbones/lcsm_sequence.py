@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .blocks import check_tokens
 from .mixers import EosMixer
-from .options import Flag, NumClasses, Options, Rate, check, checked, integer, number, options_of, or_none
+from .options import Flag, NumClasses, Options, Rate, check, checked, integer, known_options, number, or_none
 from .timm_interface import build_model, published_cfgs
 
 __all__ = ['LCSMSequence']
@@ -80,7 +80,7 @@ class LCSMSequence(nn.Module):
         TypeError: an option does not exist.
     """
 
-    PASSED_ON: ClassVar[Options] = options_of(EosMixer, without=('mode',))
+    PASSED_ON: ClassVar[Options] = known_options(EosMixer, without=('mode',))
 
     @checked
     def __init__(
@@ -147,7 +147,7 @@ class LCSMSequence(nn.Module):
         """
         if global_pool is not None:
             raise ValueError(f'global_pool must be None, got {global_pool!r}: each token has its own logits')
-        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes})
+        check(type(self).__name__, known_options(type(self)), {'num_classes': num_classes})
         weight = self.embedding.weight
         self.num_classes, self.tied = num_classes, False
         self.head = (nn.Linear(self.num_features, num_classes, bias=False, device=weight.device, dtype=weight.dtype)
@@ -192,12 +192,5 @@ default_cfgs = generate_default_cfgs(published_cfgs({'lcsm_sequence': dict(
 
 @register_model
 def lcsm_sequence(pretrained: bool = False, **kwargs: Any) -> LCSMSequence:
-    """A causal language model over tokens; every size is an option.
-
-    Raises:
-        ValueError: features_only=True, because a sequence has no feature maps.
-    """
-    if kwargs.pop('features_only', False):
-        raise ValueError('lcsm_sequence has no feature maps for features_only=True; lcsm_tiny, lcsm_small and '
-                         'lcsm_base have them')
+    """A causal language model over tokens; every size is an option."""
     return build_model(LCSMSequence, 'lcsm_sequence', pretrained, kwargs, feature_maps=0)

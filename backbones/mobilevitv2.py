@@ -9,7 +9,7 @@ regrouping its tokens, stochastic depth acts on residual branches only, and new 
 (`weight_init`).
 """
 from collections import OrderedDict
-from typing import Annotated, Any, Callable, Dict, Optional, Tuple, Union
+from typing import Annotated, Any, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from .blocks import check_image, check_pool
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import LatentTokens, Sampling, check_source
 from .observation import observe_inputs
-from .options import Flag, ImageSize, InChans, NumClasses, Rate, check, checked, number, one_of, options_of
+from .options import Flag, ImageSize, InChans, NumClasses, Rate, checked, number, one_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
 from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
 
@@ -35,26 +35,6 @@ PATCH = (2, 2)
 ARCHS: Dict[str, Dict[str, Any]] = {
     **{f'{width:03d}': dict(width=width / 100) for width in range(50, 225, 25)},
     'test': dict(width=0.25),
-}
-
-
-def _separable(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
-    return SeparableSelfAttention(dim, num_latent_tokens, PATCH[0], sampling, **dd)
-
-
-def _multi_head(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
-    return MultiHeadSelfAttention(dim, **dd)
-
-
-def _linformer(dim: int, num_latent_tokens: int, sampling: str, tokens: Tuple[int, int], **dd: Any) -> nn.Module:
-    return LinformerSelfAttention(dim, tokens, **dd)
-
-
-# Builders of the attention units, by the value of the option `attention`, with the same arguments.
-ATTENTION_UNITS: Dict[str, Callable[..., nn.Module]] = {
-    'separable': _separable,
-    'mha': _multi_head,
-    'linformer': _linformer,
 }
 
 
@@ -240,7 +220,7 @@ class MobileStage(nn.Sequential):
     grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.grad_checkpointing and not torch.jit.is_tracing():
+        if self.grad_checkpointing:
             return checkpoint_seq(self, x)
         return super().forward(x)
 
@@ -279,7 +259,7 @@ class MobileViTv2(TimmInterface):
             self,
             width: Annotated[float, number(0.25, 2.5)] = 1.0,
             num_latent_tokens: LatentTokens = 1,
-            attention: Annotated[str, one_of(*ATTENTION_UNITS)] = 'separable',
+            attention: Annotated[str, one_of('separable', 'mha', 'linformer')] = 'separable',
             sampling: Sampling = 'pixel',
             exact_size: Flag = False,
             output_stride: Annotated[int, one_of(8, 16, 32)] = 32,
@@ -299,49 +279,23 @@ class MobileViTv2(TimmInterface):
                              f'got attention={attention!r}')
         check_pool(global_pool, num_classes)
         dd = {'device': device, 'dtype': dtype}
-        self._make_stages(
-            width=width,
-            num_latent_tokens=num_latent_tokens,
-            attention=attention,
-            sampling=sampling,
-            exact_size=exact_size,
-            output_stride=output_stride,
-            in_chans=in_chans,
-            drop_path_rate=drop_path_rate,
-            img_size=(img_size, img_size) if isinstance(img_size, int) else tuple(img_size or (256, 256)),
-            **dd,
-        )
-        self.num_features = self.feature_info[-1]['num_chs']
-        self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, **dd)
-        self.head_hidden_size = pooled_width(self.head)
-        self.weight_init = weight_init
-        if weight_init == 'kaiming':
-            self.apply(init_kaiming)
-        else:
-            self.head.apply(init_xavier)
+        img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size or (256, 256))
 
-    def _make_stages(
-            self,
-            width: float,
-            num_latent_tokens: int,
-            attention: str,
-            sampling: str,
-            exact_size: bool,
-            output_stride: int,
-            in_chans: int,
-            drop_path_rate: float,
-            img_size: Tuple[int, int],
-            **dd: Any,
-    ) -> None:
-        """Set `stem`, `stages` and `feature_info`."""
+        def attention_unit(dim: int, stride: int) -> nn.Module:
+            if attention == 'mha':
+                return MultiHeadSelfAttention(dim, **dd)
+            if attention == 'linformer':
+                return LinformerSelfAttention(dim, tuple(-(-n // (stride * p)) for n, p in zip(img_size, PATCH)), **dd)
+            return SeparableSelfAttention(dim, num_latent_tokens, PATCH[0], sampling, **dd)
+
         # The authors' rounding, which has no effect at the published widths.
         in_chs = make_divisible(min(max(32 * width, 16), 64), 8)
         self.stem = MobileStem(in_chans, in_chs, kernel_size=3, stride=2, **dd)
-        dims = [make_divisible(c * width, 8 if n else 16) for n, c in enumerate(CHANNELS)]
         rates = calculate_drop_path_rates(drop_path_rate, [1, 2, 2, 2, 2], stagewise=True)
         stages, stride, dilation = [], 2, 1
         self.feature_info = []
-        for n, (chs, rate) in enumerate(zip(dims, rates)):
+        for n, rate in enumerate(rates):
+            chs = make_divisible(CHANNELS[n] * width, 8 if n else 16)
             step = 1 if n == 0 or stride >= output_stride else 2
             first_dilation = 1 if dilation == 1 else 2
             dilation = dilation * 2 if n and step == 1 else dilation
@@ -351,13 +305,10 @@ class MobileViTv2(TimmInterface):
                 blocks.append(InvertedResidual(chs, chs, drop_path=rate[1], **dd))
             if n >= 2:
                 dim = make_divisible(CHANNELS[n] // 2 * width, 8)
-                tokens = tuple(-(-side // (stride * p)) for side, p in zip(img_size, PATCH))
-                make_attention = ATTENTION_UNITS[attention]
                 blocks.append(MobileViTv2Block(
                     chs,
                     dim,
-                    tuple(make_attention(dim, num_latent_tokens, sampling, tokens, **dd)
-                          for _ in range(DEPTHS[n - 2])),
+                    tuple(attention_unit(dim, stride) for _ in range(DEPTHS[n - 2])),
                     dilation=dilation,
                     drop_path=rate[1],
                     sampling=sampling,
@@ -368,6 +319,14 @@ class MobileViTv2(TimmInterface):
             self.feature_info.append(dict(num_chs=chs, reduction=stride, module=f'stages.{n}'))
             in_chs = chs
         self.stages = nn.Sequential(*stages)
+        self.num_features = chs
+        self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, **dd)
+        self.head_hidden_size = pooled_width(self.head)
+        self.weight_init = weight_init
+        if weight_init == 'kaiming':
+            self.apply(init_kaiming)
+        else:
+            self.head.apply(init_xavier)
 
     def set_input_size(self, img_size: Union[None, int, Tuple[int, int]] = None) -> None:
         """Check an image size, on which no weight depends but those of attention='linformer'.
@@ -381,16 +340,7 @@ class MobileViTv2(TimmInterface):
                              'timm.create_model')
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Replace the classifier by a randomly initialized one.
-
-        Args:
-            num_classes: number of classes; 0 for no classifier.
-            global_pool: name of the pooling; None keeps the current one.
-
-        Raises:
-            ValueError: the number of classes or the pooling is not allowed.
-        """
-        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes})
+        """Replace the classifier by a randomly initialized one; see `TimmInterface.reset_classifier`."""
         if global_pool is not None:
             check_pool(global_pool, num_classes)
         super().reset_classifier(num_classes, global_pool)

@@ -11,46 +11,13 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..kernels.trees import common_ancestor_levels
-from .hierarchical import HierarchicalBackbone
+from .hierarchical import ARCHS, HierarchicalBackbone
 from .mixers import TreeMixer
 from .observation import observe_inputs
-from .options import Flag, Options, checked, options_of
+from .options import Flag, Options, checked, known_options
 from .timm_interface import build_model, image_cfg, published_cfgs
 
 __all__ = ['Myo']
-
-# Widths, depths and ratios of PPMA.
-ARCHS: Dict[str, Dict[str, Any]] = {
-    'tiny': dict(
-        dims=(64, 128, 256, 512),
-        depths=(2, 2, 8, 2),
-        num_heads=(4, 4, 8, 16),
-        mlp_ratios=(3, 3, 3, 3),
-        drop_path_rate=0.1,
-    ),
-    'small': dict(
-        dims=(64, 128, 256, 512),
-        depths=(3, 4, 18, 4),
-        num_heads=(4, 4, 8, 16),
-        mlp_ratios=(4, 4, 3, 3),
-        drop_path_rate=0.15,
-    ),
-    'base': dict(
-        dims=(80, 160, 320, 512),
-        depths=(4, 8, 25, 8),
-        num_heads=(5, 5, 10, 16),
-        mlp_ratios=(4, 4, 3, 3),
-        drop_path_rate=0.4,
-        layer_scale=(False, False, True, True),
-    ),
-    'test': dict(
-        dims=(32, 48, 64, 96),
-        depths=(1, 1, 2, 1),
-        num_heads=(2, 3, 4, 6),
-        mlp_ratios=(3, 3, 3, 3),
-        head_hidden_size=128,
-    ),
-}
 
 
 class Influence(NamedTuple):
@@ -82,7 +49,7 @@ class Myo(HierarchicalBackbone):
         TypeError: an option does not exist.
     """
 
-    PASSED_ON: ClassVar[Options] = options_of(TreeMixer, without=('shift_grid', 'rho'))
+    PASSED_ON: ClassVar[Options] = known_options(TreeMixer, without=('shift_grid', 'rho'))
 
     @checked
     def __init__(self, shifted_blocks: Flag = True, **kwargs: Any):

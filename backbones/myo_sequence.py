@@ -25,9 +25,9 @@ from .options import (
     checked,
     image_size,
     integer,
+    known_options,
     number,
     one_of,
-    options_of,
     or_none,
 )
 from .timm_interface import build_model, image_cfg, published_cfgs
@@ -198,7 +198,7 @@ class MyoSequence(nn.Module):
             ValueError: the number of classes or the pooling is not allowed.
         """
         pooling = {} if global_pool is None else {'global_pool': global_pool}
-        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes, **pooling})
+        check(type(self).__name__, known_options(type(self)), {'num_classes': num_classes, **pooling})
         weight = self.norm.weight
         self.num_classes = num_classes
         self.head = (nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
@@ -224,7 +224,7 @@ class MyoSequence(nn.Module):
         if nodes is not None:
             u = self._with_inner_nodes(u, nodes)
         for layer in self.layers:
-            if self.grad_checkpointing and not torch.jit.is_tracing():
+            if self.grad_checkpointing:
                 u = checkpoint(layer, u, mask if nodes is None else nodes, use_reentrant=False)
             else:
                 u = layer(u, mask if nodes is None else nodes)
@@ -285,12 +285,5 @@ default_cfgs = generate_default_cfgs(published_cfgs({'myo_sequence': _cfg()}))
 
 @register_model
 def myo_sequence(pretrained: bool = False, **kwargs: Any) -> MyoSequence:
-    """The paper's stack of tree solves over a flattened image or a sequence; every size is an option.
-
-    Raises:
-        ValueError: features_only=True, because a sequence has no feature maps.
-    """
-    if kwargs.pop('features_only', False):
-        raise ValueError('myo_sequence has no feature maps for features_only=True; myo_tiny, myo_small and myo_base '
-                         'have them')
+    """The paper's stack of tree solves over a flattened image or a sequence; every size is an option."""
     return build_model(MyoSequence, 'myo_sequence', pretrained, kwargs, feature_maps=0)

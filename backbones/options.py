@@ -93,7 +93,7 @@ ImageSize = Annotated[Union[None, int, Tuple[int, int]], or_none(image_size())]
 
 
 @lru_cache(maxsize=None)
-def options_of(cls: type, without: Tuple[str, ...] = ()) -> Options:
+def known_options(cls: type, without: Tuple[str, ...] = ()) -> Options:
     """Return the options of a class by name.
 
     They are the arguments with bounds of its constructor and of those of its base classes, and those that the class
@@ -124,7 +124,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        options = options_of(type(self))
+        options = known_options(type(self))
         given = {**dict(zip(names[1:], args)), **kwargs}
         others = {'device', 'dtype', *names}
         check(type(self).__name__, options, {k: v for k, v in given.items() if k in options or k not in others})

@@ -10,52 +10,26 @@ from typing import Annotated, Any, ClassVar, Dict, Sequence, Union
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
+from . import hierarchical
 from .hierarchical import HierarchicalBackbone
 from .mixers import PolylineMixer
 from .mixers.polyline import ATTENTIONS
-from .options import Options, checked, each_stage, number, one_of, one_or_each_stage, options_of
+from .options import Options, checked, each_stage, known_options, number, one_of, one_or_each_stage
 from .timm_interface import build_model, image_cfg, published_cfgs
 from .weights.ppma_keys import is_published, to_our_keys
 
 __all__ = ['PPMA']
 
-# The published networks, including their drop path rates. They use criss-cross attention on large maps and full
-# attention on small maps.
+# The published networks use criss-cross attention on large maps and full attention on small maps.
 ARCHS: Dict[str, Dict[str, Any]] = {
-    'tiny': dict(
-        dims=(64, 128, 256, 512),
-        depths=(2, 2, 8, 2),
-        num_heads=(4, 4, 8, 16),
-        mlp_ratios=(3, 3, 3, 3),
-        attention=('crisscross', 'crisscross', 'full', 'full'),
-        drop_path_rate=0.1,
-    ),
-    'small': dict(
-        dims=(64, 128, 256, 512),
-        depths=(3, 4, 18, 4),
-        num_heads=(4, 4, 8, 16),
-        mlp_ratios=(4, 4, 3, 3),
-        attention=('crisscross', 'crisscross', 'crisscross', 'full'),
-        drop_path_rate=0.15,
-    ),
+    'tiny': dict(hierarchical.ARCHS['tiny'], attention=('crisscross', 'crisscross', 'full', 'full')),
+    'small': dict(hierarchical.ARCHS['small'], attention=('crisscross', 'crisscross', 'crisscross', 'full')),
     'base': dict(
-        dims=(80, 160, 320, 512),
-        depths=(4, 8, 25, 8),
-        num_heads=(5, 5, 10, 16),
-        mlp_ratios=(4, 4, 3, 3),
+        hierarchical.ARCHS['base'],
         attention=('crisscross', 'crisscross', 'crisscross', 'full'),
-        drop_path_rate=0.4,
-        layer_scale=(False, False, True, True),
         rmt_range=(5, 5, 6, 6),
     ),
-    'test': dict(
-        dims=(32, 48, 64, 96),
-        depths=(1, 1, 2, 1),
-        num_heads=(2, 3, 4, 6),
-        mlp_ratios=(3, 3, 3, 3),
-        attention=('crisscross', 'crisscross', 'full', 'full'),
-        head_hidden_size=128,
-    ),
+    'test': dict(hierarchical.ARCHS['test'], attention=('crisscross', 'crisscross', 'full', 'full')),
 }
 # Criss-cross attention in every stage. Its cost grows as N^1.5 with the number N of tokens, that of full attention
 # as N^2.
@@ -77,7 +51,7 @@ class PPMA(HierarchicalBackbone):
         TypeError: an option does not exist.
     """
 
-    PASSED_ON: ClassVar[Options] = options_of(PolylineMixer)
+    PASSED_ON: ClassVar[Options] = known_options(PolylineMixer)
 
     @checked
     def __init__(

@@ -7,7 +7,7 @@ from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 from torch import Tensor, nn
 
 from ._timm import feature_take_indices, narrow_head, pooled_width
-from .options import check, options_of
+from .options import check, known_options
 from .weights import WeightsError, pretrained_filter
 from .weights.download import SHIPPED
 from .weights.files import remove_prefixes
@@ -98,12 +98,18 @@ def build_model(
         pretrained: whether to load pretrained weights.
         options: keyword arguments of the entry point, for `cls` and for timm's builder.
         feature_maps: number of feature maps that `features_only=True` returns by default; 0 for a model without.
+
+    Raises:
+        ValueError: features_only=True for a model without feature maps.
     """
-    feature_cfg: Dict[str, Any] = dict(out_indices=tuple(range(feature_maps))) if feature_maps else {}
+    if options.get('features_only') and not feature_maps:
+        raise ValueError(f'{name} has no feature maps for features_only=True; an image backbone such as '
+                         f"{name.partition('_')[0]}_tiny has them")
+    feature_cfg: Dict[str, Any] = dict(out_indices=tuple(range(feature_maps)))
     if options.get('output_norms'):
         # `forward_intermediates` applies the output norms. timm's getter calls it, its default wrapper does not.
         feature_cfg.update(feature_cls='getter', norm=True)
-    elif feature_maps:
+    else:
         feature_cfg.update(flatten_sequential=True)
     overlay = dict(options.get('pretrained_cfg_overlay') or {})
     if any(overlay.get(key) for key in ('file', 'url', 'hf_hub_id')):
@@ -206,7 +212,7 @@ class TimmInterface(nn.Module):
         Raises:
             ValueError: a side is below 32.
         """
-        check(type(self).__name__, options_of(type(self)), {'img_size': img_size})
+        check(type(self).__name__, known_options(type(self)), {'img_size': img_size})
 
     def no_weight_decay(self) -> Set[str]:
         """Names of parameters without weight decay, apart from biases and norms. Families override it."""
@@ -232,7 +238,7 @@ class TimmInterface(nn.Module):
             ValueError: the number of classes or the pooling is not allowed.
         """
         pooling = {} if global_pool is None else {'global_pool': global_pool}
-        check(type(self).__name__, options_of(type(self)), {'num_classes': num_classes, **pooling})
+        check(type(self).__name__, known_options(type(self)), {'num_classes': num_classes, **pooling})
         self.head.reset(num_classes, global_pool, **get_device_dtype(self))
         self.num_classes = num_classes
         self.head_hidden_size = pooled_width(self.head)

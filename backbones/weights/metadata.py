@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import timm
 
-from ..options import check, options_of
+from ..options import check, known_options
 from .errors import WeightsError, some
 
 # Bounds of the numeric options of timm's own networks. Other numbers are at most LARGEST. Depths need a bound of their
@@ -139,7 +139,7 @@ def check_options(model: str, options: Dict[str, Any], name: str) -> Dict[str, A
         WeightsError: the model does not have an option, or a value is not allowed.
     """
     cls = typing.get_type_hints(timm.models.model_entrypoint(model)).get('return')
-    bounded = options_of(cls) if inspect.isclass(cls) else {}
+    bounded = known_options(cls) if inspect.isclass(cls) else {}
     if bounded:
         try:
             check(model, bounded, options)

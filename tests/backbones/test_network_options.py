@@ -8,7 +8,7 @@ from helpers import ROOT
 
 from subquad.backbones import LCSM, PPMA, LCSMSequence, MobileViTv2, Myo, MyoSequence
 from subquad.backbones.mixers import TreeMixer
-from subquad.backbones.options import check, options_of
+from subquad.backbones.options import check, known_options
 
 FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_lcsm': LCSM, 'test_mobilevitv2': MobileViTv2,
             'myo_sequence': MyoSequence, 'lcsm_sequence': LCSMSequence}
@@ -20,29 +20,31 @@ BESIDE = {'True or False': (1, 0, 'True', 'False'), 'an integer': (True, 1.0, '1
           'one value for each of 4 stages': (4, (1, 1, 1), (1, 1, 1, -1), (1, 1, 1, '1'), (1, 1, 1, None), '1111',
                                              ('no',) * 4),
           'an integer of at least 32 or a pair': ((64,), (64, 64, 64), 64.0, (64, True), (64, '64'), 0, True, '64')}
-CASES = [(name, option) for name, family in FAMILIES.items() for option in options_of(family)]
+CASES = [(name, option) for name, family in FAMILIES.items() for option in known_options(family)]
 
 
 @pytest.mark.parametrize('name', FAMILIES)
 def test_all_arguments_of_a_family_have_bounds(name):
     arguments = {argument for base in FAMILIES[name].__mro__ if base.__name__ in (
         FAMILIES[name].__name__, 'HierarchicalBackbone') for argument in inspect.signature(base).parameters}
-    assert arguments - set(options_of(FAMILIES[name])) <= {'device', 'dtype', 'kwargs', 'build_mixer', 'mixer_options'}
+    without = {'device', 'dtype', 'kwargs', 'build_mixer', 'mixer_options'}
+    passed_on = set(getattr(FAMILIES[name], 'PASSED_ON', {}))
+    assert arguments - without | passed_on == set(known_options(FAMILIES[name]))
 
 
 def test_a_family_has_the_options_of_its_mixer():
-    options = {name: set(options_of(family)) for name, family in FAMILIES.items()}
+    options = {name: set(known_options(family)) for name, family in FAMILIES.items()}
     assert {'paths', 'mask_mode', 'shared_decay', 'attention', 'rmt_range', 'dims'} <= options['test_ppma']
     assert {'max_levels', 'static_edges', 'shifted_blocks'} <= options['test_myo']
     assert not {'rho', 'shift_grid'} & options['test_myo']
     assert {'mixer', 'mode', 'tau', 'gated'} <= options['test_lcsm']
     assert 'tau' in options['lcsm_sequence'] and 'mode' not in options['lcsm_sequence']
-    assert options_of(PPMA)['attention'].default == 'full' and options_of(PPMA)['paths'].default == 'both'
+    assert known_options(PPMA)['attention'].default == 'full' and known_options(PPMA)['paths'].default == 'both'
 
 
 @pytest.mark.parametrize('name, option', CASES)
 def test_values_of_wrong_type_or_out_of_bounds_are_rejected(name, option):
-    allowed = options_of(FAMILIES[name])[option]
+    allowed = known_options(FAMILIES[name])[option]
     words = allowed.allowed if ' ' in allowed.allowed else f'one of {allowed.allowed}'          # with one allowed value
     beside = [values for key, values in BESIDE.items() if key in words]
     assert beside, f'no wrong values for {words}'
@@ -134,7 +136,7 @@ def test_unknown_options_get_a_suggestion(name, wrong, near):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'; did you mean '{near}'"):
         timm.create_model(name, **{wrong: 1})
     with pytest.raises(TypeError, match=f"{FAMILIES[name].__name__} got an unexpected .*; did you mean '{near}'"):
-        check(FAMILIES[name].__name__, options_of(FAMILIES[name]), {wrong: 1})
+        check(FAMILIES[name].__name__, known_options(FAMILIES[name]), {wrong: 1})
 
 
 def test_long_values_are_cut_in_messages():
