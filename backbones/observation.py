@@ -1,5 +1,5 @@
 """Observe the inputs of modules inside a model."""
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, Mapping, Tuple, TypeVar
 
@@ -37,23 +37,22 @@ def observe_inputs(
     def hook(name: str, module: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
         found[name] = observe(module, inputs[0])
 
-    handles = [module.register_forward_pre_hook(partial(hook, name)) for name, module in modules.items()]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()                                     # running statistics must not change
-        with dtypes_named(model, images):
-            getattr(model, 'forward_features', model)(images)
-    finally:
-        for module, training in modes:
-            module.training = training
-        for handle in handles:
-            handle.remove()
+    with evaluation_mode(model, images), ExitStack() as handles:
+        for name, module in modules.items():
+            handles.callback(module.register_forward_pre_hook(partial(hook, name)).remove)
+        getattr(model, 'forward_features', model)(images)
     return found
 
 
 @contextmanager
-def dtypes_named(model: nn.Module, images: Tensor) -> Iterator[None]:
-    """Around a forward pass: raise a TypeError that names all dtypes where PyTorch names two of them, or none."""
+def evaluation_mode(model: nn.Module, images: Tensor) -> Iterator[None]:
+    """Around a forward pass of images: put a model into evaluation mode, and restore the mode of each module.
+
+    Raises:
+        TypeError: PyTorch refuses the dtypes; the message names all of them, where PyTorch names two or none.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()                                         # running statistics must not change
     try:
         yield
     except RuntimeError as error:
@@ -62,6 +61,9 @@ def dtypes_named(model: nn.Module, images: Tensor) -> Iterator[None]:
             raise
         raise TypeError(f'{type(model).__name__} cannot run images of {images.dtype} with parameters of '
                         f"{' and '.join(dtypes)}: {str(error).splitlines()[0]}") from error
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def check_model(model: Any) -> None:

@@ -23,8 +23,8 @@ from .blocks import Block, ProjectionHead, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, TreeMixer
 from .mobilevitv2 import PATCH, InvertedResidual, MobileStage, MobileStem
+from .observation import check_model
 from .options import MIN_SIZE
-from .prepare import MobileStageInParts, StageInParts, StemInParts
 from .timm_interface import TimmInterface
 
 Size = Tuple[int, int]
@@ -188,11 +188,13 @@ def _pad_mobilevitv2_stage(hooks: _Hooks, stage: MobileStage, regions: Regions) 
     return regions
 
 
-Prepare = Callable[[_Hooks, Any, Regions], Regions]
-STEMS: Dict[type, Prepare] = {Stem: _pad_stem, StemInParts: _pad_stem, MobileStem: _pad_mobilevitv2_stem}
-STAGES: Dict[type, Prepare] = {
-    Stage: _pad_stage, StageInParts: _pad_stage,
-    MobileStage: _pad_mobilevitv2_stage, MobileStageInParts: _pad_mobilevitv2_stage}
+# The parts of the backbones; `subquad.prepare` makes them subclasses of these.
+PARTS: Dict[type, Callable[[_Hooks, Any, Regions], Regions]] = {
+    Stem: _pad_stem,
+    Stage: _pad_stage,
+    MobileStem: _pad_mobilevitv2_stem,
+    MobileStage: _pad_mobilevitv2_stage,
+}
 # The stems of the networks that are in a context.
 _ACTIVE: WeakSet = WeakSet()
 
@@ -240,11 +242,12 @@ def exact_padding(
         # Pre-hooks run in the order of registration, and this check must precede what depends on its result.
         hooks.check_input(parts[0], partial(_check_batch, model, parts[0], regions,
                                             None if mask is None else mask.shape[1:]))
-        regions = STEMS[type(parts[0])](hooks, parts[0], regions)
         stages = []
-        for part in parts[1:]:
-            regions = STAGES[type(part)](hooks, part, regions)
+        for part in parts:
+            pad = next(pad for kind, pad in PARTS.items() if isinstance(part, kind))
+            regions = pad(hooks, part, regions)
             stages.append(regions)
+        del stages[0]                                    # the stem's
         for module in model.modules():
             if isinstance(module, (ProjectionHead, ClassifierHead)):
                 hooks.replace_forward(module, partial(_by_size, regions, 2))
@@ -363,12 +366,11 @@ def _check_batch(model: nn.Module, stem: nn.Module, regions: Regions, size: Opti
 
 def _parts(model: nn.Module) -> List[nn.Module]:
     """Return the stem and the stages of the backbone in a model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'model must be a torch.nn.Module, got {type(model).__name__}')
+    check_model(model)
     if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
         raise TypeError('exact_padding does not work for a compiled model; pass the model that was compiled')
-    parts = [module for module in model.modules() if type(module) in (*STEMS, *STAGES)]
-    stems = [module for module in parts if type(module) in STEMS]
+    parts = [module for module in model.modules() if isinstance(module, tuple(PARTS))]
+    stems = [module for module in parts if isinstance(module, (Stem, MobileStem))]
     if len(stems) != 1 or parts[0] is not stems[0]:
         raise ValueError('model must contain one image backbone of subquad (PPMA, MobileViTv2, Myo or LCSM), got '
                          f'{type(model).__name__} with {len(stems)}')

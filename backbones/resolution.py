@@ -4,6 +4,7 @@ import math
 from torch import nn
 
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
+from .observation import check_model
 
 
 def set_decay_scale(model: nn.Module, scale: float) -> None:
@@ -32,8 +33,7 @@ def set_decay_scale(model: nn.Module, scale: float) -> None:
         ValueError: the scale is not a positive finite number, the model has no decay, or one of its mixers has a decay
             that no scale fits; the message says why. Then the model keeps its scale.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'model must be a torch.nn.Module, got {type(model).__name__}')
+    check_model(model)
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
         raise ValueError(f'scale must be a positive finite number, got {scale!r}')
     mixers = {name: module for name, module in model.named_modules()

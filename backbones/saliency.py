@@ -1,5 +1,4 @@
 """Effective receptive field of timm models, and class activation maps of timm classifiers."""
-from functools import partial
 from numbers import Integral
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
@@ -12,7 +11,7 @@ from .blocks import Block
 from .influence import check_place, token_of
 from .mixers import SeparableSelfAttention
 from .mobilevitv2 import MobileViTv2Block
-from .observation import check_images, check_model, dtypes_named
+from .observation import check_images, check_model, evaluation_mode
 
 __all__ = ['ClassActivation', 'NoFeatureMap', 'class_activation', 'effective_receptive_field']
 
@@ -62,7 +61,7 @@ def effective_receptive_field(model: nn.Module, x: Tensor, pixel: Optional[Tuple
     check_images(x)
     size = tuple(x.shape[2:])
     pixel = check_place('pixel', (size[0] // 2, size[1] // 2) if pixel is None else pixel, size, 'image')
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), dtypes_named(model, x):
+    with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(model, x):
         images = x.detach().clone().requires_grad_()
         features = feature_map(model, images)
         row, column = token_of(pixel, size, tuple(features.shape[2:]))
@@ -104,9 +103,9 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         raise ValueError(f'the model has no layer {layer!r}: give the name of one of its modules, such as '
                          f"{list(modules)[-1]!r}")
     seen: List[Any] = []
-    with torch.inference_mode(False), torch.enable_grad(), _Evaluation(model), dtypes_named(model, x):
+    with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(model, x):
         images = x.detach().clone().requires_grad_()
-        handle = modules[layer].register_forward_hook(partial(_keep, seen))
+        handle = modules[layer].register_forward_hook(lambda module, inputs, output: seen.append(output))
         try:
             logits = model(images)
         finally:
@@ -178,7 +177,8 @@ def _map_form(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> Callable[[T
         NoFeatureMap: y is no map, and no tokens of the grid of the last feature map.
     """
     if len(y) == len(x) and y.ndim == 4 and not _is_grouped(model, layer):
-        return _unchanged if _layout(model, x, layer, y) == 'NCHW' else _channels_first
+        order = (0, 1, 2, 3) if _layout(model, x, layer, y) == 'NCHW' else (0, 3, 1, 2)
+        return lambda z: z.permute(order)
     if len(y) == len(x) and y.ndim == 3:
         with torch.no_grad():
             height, width = feature_map(model, x).shape[2:]
@@ -191,14 +191,6 @@ def _map_form(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> Callable[[T
 def _no_map(layer: str, y: Tensor, x: Tensor) -> NoFeatureMap:
     return NoFeatureMap(f'the output of {layer!r}, {tuple(y.shape)}, is no map of features of images of '
                         f'{x.shape[2]} x {x.shape[3]}')
-
-
-def _unchanged(y: Tensor) -> Tensor:
-    return y
-
-
-def _channels_first(y: Tensor) -> Tensor:
-    return y.permute(0, 3, 1, 2)
 
 
 def _is_grouped(model: nn.Module, layer: str) -> bool:
@@ -245,21 +237,3 @@ def _is_like(size: Tuple[int, ...], image: Tuple[int, ...]) -> bool:
 
 def _is_channels_last(model: nn.Module) -> bool:
     return getattr(model, 'output_fmt', 'NCHW') == 'NHWC'
-
-
-def _keep(seen: List[Tensor], module: nn.Module, inputs: Tuple[Tensor, ...], output: Any) -> None:
-    seen.append(output)
-
-
-class _Evaluation:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
-
-    def __init__(self, model: nn.Module):
-        self.model, self.modes = model, [(module, module.training) for module in model.modules()]
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.modes:
-            module.training = training
