@@ -144,11 +144,7 @@ def _blocks(host: nn.Module) -> Dict[str, nn.Module]:
 
 
 def _choose(host: nn.Module, blocks: Dict[str, nn.Module], layers: Layers) -> Dict[str, nn.Module]:
-    """Return the blocks that `layers` selects, in the order of the model.
-
-    Raises:
-        ValueError: `layers` is not a list, is empty, or has an entry that is no block; the model has no blocks.
-    """
+    """Return the blocks that `layers` selects, in the order of the model."""
     if not blocks:
         raise ValueError(f'this {type(host).__name__} has no attention that can be grafted: its layers must be '
                          f"{', '.join(dict.fromkeys(cls.__name__ for cls in POLYLINE))} of timm")

@@ -15,20 +15,12 @@ from torch import Tensor, nn
 from ..kernels import separable_attention
 from ..kernels.common.numerics import cumulative
 from ..kernels.common.patches import fold_patches, unfold_patches
-from .mixers import (
-    EosMixer,
-    LinformerSelfAttention,
-    MultiHeadSelfAttention,
-    PolylineMixer,
-    SeparableSelfAttention,
-    TreeMixer,
-)
+from .mixers import EosMixer, MultiHeadSelfAttention, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.eos_linear import at_least_float
 from .mixers.polyline import ATTENTIONS
 from .mixers.separable import SeparableMixer
 from .mobilevitv2 import PATCH, MobileViTv2Block, to_even_size
 from .observation import check_images, check_model, observe_inputs
-from .prepare import HeadsInPlaceMixer, KeysOfContextAttention, KeysOfContextMixer, OneProductMixer
 
 __all__ = ['ObservedMixer', 'TokenInfluence', 'attention_without_decay', 'influence', 'mixer_influence',
            'observed_mixers', 'pixel_of', 'polyline_mask', 'token_of']
@@ -175,22 +167,20 @@ def _multi_head(mixer: MultiHeadSelfAttention, x: Tensor, place: int, token: int
     return weights
 
 
-# Mixer -> its row for a token of its input, (B, heads, H, W).
+# Mixer -> its row for a token of its input, (B, heads, H, W). The first that is a base class counts, because
+# `subquad.prepare` makes subclasses.
 ROWS: Dict[Type[nn.Module], Callable[..., Tensor]] = {
     PolylineMixer: _polyline,
-    HeadsInPlaceMixer: _polyline,
-    OneProductMixer: _polyline,
     TreeMixer: _tree,
     EosMixer: _eos,
-    SeparableSelfAttention: _separable,
-    KeysOfContextAttention: _separable,
     SeparableMixer: _separable_tokens,
-    KeysOfContextMixer: _separable_tokens,
+    SeparableSelfAttention: _separable,
     MultiHeadSelfAttention: _multi_head,
-    LinformerSelfAttention: _multi_head,
 }
-# Mixers that take channels first.
-_CHANNELS_FIRST = (SeparableSelfAttention, KeysOfContextAttention, MultiHeadSelfAttention, LinformerSelfAttention)
+
+
+def _has_channels_first(mixer: nn.Module) -> bool:
+    return isinstance(mixer, (SeparableSelfAttention, MultiHeadSelfAttention)) and not isinstance(mixer, SeparableMixer)
 
 
 def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:
@@ -216,14 +206,15 @@ def mixer_influence(mixer: nn.Module, x: Tensor, token: Token) -> Tensor:
     Raises:
         ValueError: the token is outside of the input, or the mixer is none of this package.
     """
-    if type(mixer) not in ROWS:
+    row = next((row for kind, row in ROWS.items() if isinstance(mixer, kind)), None)
+    if row is None:
         raise ValueError(f'{type(mixer).__name__} is no mixer of this package: {_names()}')
     if x.ndim != 4:
         raise ValueError(f'x must have 4 dimensions, got {tuple(x.shape)}')
-    size = tuple(x.shape[2:] if type(mixer) in _CHANNELS_FIRST else x.shape[1:3])
+    size = tuple(x.shape[2:] if _has_channels_first(mixer) else x.shape[1:3])
     token = check_place('token', token, size, 'map')
     with torch.inference_mode(False), torch.no_grad():
-        return ROWS[type(mixer)](mixer, x.detach().clone(), *token)    # a clone is no inference tensor
+        return row(mixer, x.detach().clone(), *token)                  # a clone is no inference tensor
 
 
 def influence(model: nn.Module, x: Tensor, pixel: Token, layers: Layers = None) -> Dict[str, TokenInfluence]:
@@ -300,7 +291,7 @@ def observed_mixers(model: nn.Module, x: Tensor, layers: Layers = None) -> Dict[
             return None
         if isinstance(module, MultiHeadSelfAttention):
             return ObservedMixer(module, tokens, *around[-1])
-        size = tokens.shape[2:] if type(module) in _CHANNELS_FIRST else tokens.shape[1:3]
+        size = tokens.shape[2:] if _has_channels_first(module) else tokens.shape[1:3]
         return ObservedMixer(module, tokens, tuple(size))
 
     with torch.inference_mode(False), torch.no_grad():
@@ -329,7 +320,7 @@ def model_mixers(model: nn.Module) -> Dict[str, nn.Module]:
         ValueError: there is none.
     """
     found = {name.removesuffix('.mixer').removesuffix('.attn'): module
-             for name, module in model.named_modules() if type(module) in ROWS}
+             for name, module in model.named_modules() if isinstance(module, tuple(ROWS))}
     if not found:
         raise ValueError(f'{type(model).__name__} has no mixer of this package: {_names()}')
     return found

@@ -385,7 +385,7 @@ class KeysOfContextAttention(SeparableSelfAttention):
 
 
 @register_notrace_module
-class KeysOfContextMixer(KeysOfContextAttention):
+class KeysOfContextMixer(KeysOfContextAttention, SeparableMixer):
     """SeparableMixer that maps to keys after the weighted sum: (B, H, W, C) to the same shape."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -141,11 +141,7 @@ def feature_map(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _default_layer(model: nn.Module) -> str:
-    """Return the first norm of the last block of a vision transformer, or the module of the last feature map.
-
-    Raises:
-        NoFeatureMap: the model does not name this module.
-    """
+    """Return the first norm of the last block of a vision transformer, or the module of the last feature map."""
     blocks = getattr(model, 'blocks', None)
     if hasattr(model, 'cls_token') and isinstance(blocks, nn.Sequential) and hasattr(blocks[-1], 'norm1'):
         return f'blocks.{len(blocks) - 1}.norm1'
@@ -158,11 +154,7 @@ def _default_layer(model: nn.Module) -> str:
 
 
 def _only_output(model: nn.Module, layer: str, seen: List[Any]) -> Tensor:
-    """Return the last output of a layer.
-
-    Raises:
-        NoFeatureMap: the model did not run the layer, or the layer returns several tensors.
-    """
+    """Return the last output of a layer."""
     if not seen:
         raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, which has no output then')
     if not isinstance(seen[-1], Tensor):
@@ -171,11 +163,7 @@ def _only_output(model: nn.Module, layer: str, seen: List[Any]) -> Tensor:
 
 
 def _map_form(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function that brings the output y of a layer for images x, or its gradient, to (B, C, h, w).
-
-    Raises:
-        NoFeatureMap: y is no map, and no tokens of the grid of the last feature map.
-    """
+    """Return the function that brings the output y of a layer for images x, or its gradient, to (B, C, h, w)."""
     if len(y) == len(x) and y.ndim == 4 and not _is_grouped(model, layer):
         order = (0, 1, 2, 3) if _layout(model, x, layer, y) == 'NCHW' else (0, 3, 1, 2)
         return lambda z: z.permute(order)
@@ -206,9 +194,6 @@ def _layout(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> str:
     The layer's type decides if it is known, and all layers in the blocks of this package's skeleton are channels-last.
     Otherwise it is the layout whose sides are to each other as those of the images. If both are, the model's
     `output_fmt` decides about the layers in its `feature_info`.
-
-    Raises:
-        NoFeatureMap: nothing decides, or neither layout is that of a map.
     """
     module = model.get_submodule(layer)
     if isinstance(module, _CHANNELS_FIRST):
