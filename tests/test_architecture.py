@@ -8,8 +8,8 @@ from helpers import ROOT
 
 PACKAGES = ('kernels', 'backbones', 'tools', 'lab')
 OPERATOR_FILES = {'__init__', 'reference', 'portable'}
-# Kernels, functions that several kernels call, and launches to compile.
-MORE_KERNELS = {'launches', 'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
+# Kernels, and functions that several kernels call.
+MORE_KERNELS = {'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2,
                  'kernels.eos_scan': 2, 'kernels.tiling': 4}
@@ -109,7 +109,7 @@ def test_relative_imports_name_modules_that_exist():
 
 
 def test_every_operator_has_a_declaration_and_a_reference():
-    """And what it needs beside them: a portable form, kernels, their launches, functions that they share."""
+    """And what it needs beside them: a portable form, kernels, functions that they share."""
     from subquad import kernels
     assert {path.name for path in operators()} == set(kernels.__all__) - {'use_backend', 'why_not'}
     for path in operators():

@@ -1,5 +1,6 @@
 """Make functions operators of PyTorch: nodes with a schema, shapes, operation count and gradient."""
 from functools import wraps
+from importlib import import_module
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Calla
 
     Args:
         name: the operator's name, which ends with `_fwd` or `_bwd`.
-        run: computes the results on the device of the first tensor. Where it needs Triton, it imports it.
+        run: computes the results on the device of the first tensor; `late` where it needs Triton.
         flops: returns the number of floating-point operations, called with shapes in place of tensors.
     """
     def register(shapes: Callable) -> Any:
@@ -32,6 +33,12 @@ def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Calla
             lambda *args, out_shape=None, **kwargs: flops(*args))
         return operator
     return register
+
+
+def late(package: str, name: str) -> Callable:
+    """Return a function of a module of a package, such as 'triton.forward', which is imported at its first call."""
+    module, function = name.split('.')
+    return lambda *args: getattr(import_module(f'{package}.{module}'), function)(*args)
 
 
 def _first_tensor(args: Iterable[Any]) -> Tensor:

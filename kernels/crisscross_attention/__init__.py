@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.declare import differentiate, node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import (
     cumulative,
     empty_result,
@@ -14,7 +14,7 @@ from ..common.numerics import (
 )
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def crisscross_attention(
@@ -101,12 +101,7 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
-def _kernels():
-    from . import triton
-    return triton
-
-
-@node('crisscross_attention_fwd', lambda *args: _kernels().forward(*args), _flops)
+@node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
                     mask_mode: str, paths: str, save: bool
                     ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -125,7 +120,7 @@ def _backward_flops(grad, inputs, saved, mask_mode, paths) -> int:
     return 2 * _pairs(q) * (3 * q[-1] + v[-1] * (4 if paths == 'both' else 2))
 
 
-@node('crisscross_attention_bwd', lambda *args: _kernels().backward(*args), _backward_flops)
+@node('crisscross_attention_bwd', late(__name__, 'triton.backward'), _backward_flops)
 def _triton_backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode: str,
                      paths: str) -> List[Tensor]:
     return [*(launch.token_major(x.shape, x) for x in inputs[:3]),
@@ -159,5 +154,5 @@ OPERATORS['crisscross_attention'] = Operator(
         'export': portable.crisscross_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=launches.launches,
+    launches=late(__name__, 'triton.launches'),
 )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.declare import differentiate, node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import (
     cumulative,
     empty_result,
@@ -13,7 +13,7 @@ from ..common.numerics import (
     portable_dtype,
 )
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import portable, reference
 
 AXES = ('row', 'column')
 
@@ -93,16 +93,6 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mas
     return (y.transpose(2, 3) if axis == 'column' else y).to(v.dtype)
 
 
-def _kernels():
-    from . import triton
-    return triton
-
-
-def _backward_kernels():
-    from . import triton_backward
-    return triton_backward
-
-
 def _length(q: Sequence[int], axis: str) -> int:
     return q[3] if axis == 'row' else q[2]
 
@@ -120,7 +110,7 @@ def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, 
     return (2, *q.shape[:4]) if save and not whole else (0,)
 
 
-@node('decay_attention_fwd', lambda *args: _kernels().forward(*args),
+@node('decay_attention_fwd', late(__name__, 'triton.forward'),
       lambda q, k, v, steps, axis, *_: 2 * _pairs(q, axis) * (q[-1] + v[-1]))
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str,
                     save: bool) -> Tuple[Tensor, Tensor]:
@@ -129,7 +119,7 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, m
     return launch.token_major(v.shape, v), statistics
 
 
-@node('decay_attention_bwd', lambda *args: _backward_kernels().backward(*args),
+@node('decay_attention_bwd', late(__name__, 'triton_backward.backward'),
       lambda grad, q, k, v, steps, out, statistics, axis, *_: (
           2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])))
 def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: Tensor,
@@ -154,6 +144,9 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_
     return _triton_forward(q, k, v, log_decay, axis, mask_mode, save)[0]
 
 
+ITEMS = {f'decay_attention_{part}{line}': ('pair', lambda c: c['BLOCK'] ** 2 * c.get('ROWS', 1))
+         for part in ('fwd', 'bwd', 'transposed') for line in ('', '_line')}
+
 OPERATORS['decay_attention'] = Operator(
     implementations={
         'reference': reference.decay_attention,
@@ -162,6 +155,6 @@ OPERATORS['decay_attention'] = Operator(
         'export': portable.decay_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton_backward.launches'),
+    items=ITEMS,
 )

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import node
+from ..common.declare import late, node
 from ..common.launch import dense_like
 from ..common.numerics import cast_for_autocast, empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, reference
+from . import reference
 
 LARGEST_KERNEL = 7
 
@@ -82,11 +82,6 @@ def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], ge
 
 # --- Triton
 
-def _kernels():
-    from . import triton
-    return triton
-
-
 def _too_large(x: Tensor, weight: Tensor, *_: Tensor) -> Optional[str]:
     """Return why the kernels, which hold windows in registers, cannot take the weight."""
     side, most = weight.shape[-1], LARGEST_KERNEL
@@ -100,14 +95,14 @@ def _products(x: Sequence[int], weight: Sequence[int]) -> int:
     return 2 * torch.Size(x).numel() * weight[-1] ** 2
 
 
-@node('depthwise_conv_fwd', lambda *args: _kernels().forward(*args),
+@node('depthwise_conv_fwd', late(__name__, 'triton.forward'),
       lambda x, weight, *_: _products(x, weight))
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
              residual: bool) -> Tensor:
     return dense_like(x)
 
 
-@node('depthwise_conv_bwd', lambda *args: _kernels().backward(*args),
+@node('depthwise_conv_bwd', late(__name__, 'triton.backward'),
       lambda grad, x, weight, gelu, residual, *wanted: _products(x, weight) * sum(wanted))
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool,
               with_weight: bool) -> Tuple[Tensor, Tensor, Tensor]:
@@ -150,5 +145,5 @@ OPERATORS['depthwise_conv'] = Operator(
     },
     plain=True,
     objection=_too_large,
-    launches=launches.launches,
+    launches=late(__name__, 'triton.launches'),
 )

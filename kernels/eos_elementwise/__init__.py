@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.declare import node
+from ..common.declare import late, node
 from ..common.numerics import compute_dtype, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import DecayGenerator, fla, full_rank
@@ -23,7 +23,7 @@ from ..eos_scan.problem import (
     solve,
     unchanged,
 )
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def eos_elementwise(
@@ -157,7 +157,7 @@ def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
     return _results(i, e, launch.token_order(i), states, last)
 
 
-@node('eos_elementwise_portable_bwd', lambda *args: in_dtypes(portable.backward, *args),
+@node('eos_elementwise_portable_bwd', partial(in_dtypes, portable.backward),
       lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], SINGLE_CHUNK))
 def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
                        log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
@@ -165,17 +165,7 @@ def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tenso
     return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, state))
 
 
-def _kernels():
-    from . import triton
-    return triton
-
-
-def _backward_kernels():
-    from . import triton_backward
-    return triton_backward
-
-
-@node('eos_elementwise_fwd', lambda *args: _kernels().forward(*args),
+@node('eos_elementwise_fwd', late(__name__, 'triton.forward'),
       lambda i, e, s, log_k, log_d, state, direction, chunk, *_: (
           _flops(i, e, direction, chunk, chunk)))
 def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
@@ -188,7 +178,7 @@ def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
     return _results(i, e, launch.token_order(i), states, last)
 
 
-@node('eos_elementwise_bwd', lambda *args: in_dtypes(_backward_kernels().backward, *args),
+@node('eos_elementwise_bwd', partial(in_dtypes, late(__name__, 'triton_backward.backward')),
       lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], others[-1]))
 def _triton_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
                      log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
@@ -200,11 +190,6 @@ def _triton_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor,
 # --- what PyTorch sees of oscillations of full rank
 
 Eight = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _full_kernels():
-    from . import triton_full_rank
-    return triton_full_rank
 
 
 def _loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
@@ -248,7 +233,7 @@ def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tens
 
 
 @node('eos_elementwise_full_fwd',
-      lambda *args: _full_forward(_full_kernels().forward, *args), _full_flops)
+      partial(_full_forward, late(__name__, 'triton_full_rank.forward')), _full_flops)
 def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
                          log_d: Optional[Tensor], z: Optional[Tensor], weight: Optional[Tensor],
                          state: Optional[Tensor], form: str, tau: float, direction: str, save: bool,
@@ -265,11 +250,11 @@ def _full_gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, 
 
 _portable_full_backward = node(
     'eos_elementwise_full_portable_bwd',
-    lambda *args: in_dtypes(partial(_full_backward, full_rank.backward), *args),
+    partial(in_dtypes, partial(_full_backward, full_rank.backward)),
     _full_backward_flops)(_full_gradients)
 _triton_full_backward = node(
     'eos_elementwise_full_bwd',
-    lambda *args: in_dtypes(partial(_full_backward, _full_kernels().backward), *args),
+    partial(in_dtypes, partial(_full_backward, late(__name__, 'triton_full_rank.backward'))),
     _full_backward_flops)(_full_gradients)
 
 differentiate(_portable_forward, _portable_backward, 6)
@@ -312,6 +297,9 @@ def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
     return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(_keys(e))
 
 
+ITEMS = {f'eos_elementwise_{part}': ('token', lambda c: c['BLOCK'])
+         for part in ('fwd', 'bwd', 'memory')}
+
 OPERATORS['eos_elementwise'] = Operator(
     implementations={
         'reference': reference.eos_elementwise,
@@ -321,6 +309,6 @@ OPERATORS['eos_elementwise'] = Operator(
         'fla': fla.eos_elementwise_fla,
     },
     objection=_unsupported,
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton_backward.launches'),
+    items=ITEMS,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.declare import node
+from ..common.declare import late, node
 from ..common.numerics import compute_dtype, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import fla
@@ -21,7 +21,7 @@ from ..eos_scan.problem import (
     steps_of,
     unchanged,
 )
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def eos_matmul(
@@ -133,19 +133,14 @@ def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk:
 
 
 _portable_backward = node(
-    'eos_matmul_portable_bwd', lambda *args: in_dtypes(portable.backward, *args),
+    'eos_matmul_portable_bwd', partial(in_dtypes, portable.backward),
     lambda dy, dfinal, i, e, *others: (
         _chunk_flops(i, e[3], *others[-2:], inside=20, memory=10)))(_gradients)
 
 
-def _kernels():
-    from . import triton
-    return triton
-
-
 # The kernels go token by token and have no chunks. The operations are w, the decay, b w', e i' and
 # the output.
-@node('eos_matmul_fwd', lambda *args: _kernels().forward(*args[:8], *args[9:]),
+@node('eos_matmul_fwd', lambda *args: late(__name__, 'triton.forward')(*args[:8], *args[9:]),
       lambda i, e, s, a, b, gk, state, direction, *_: 5 * _loop_flops(i, e[3], direction))
 def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
                     state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
@@ -156,7 +151,7 @@ def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: O
 
 # The memory again, four for its gradient, five gradients.
 _triton_backward = node(
-    'eos_matmul_bwd', lambda *args: in_dtypes(_kernels().backward, *args[:-1]),
+    'eos_matmul_bwd', lambda *args: in_dtypes(late(__name__, 'triton.backward'), *args[:-1]),
     lambda dy, dfinal, i, e, *others: 12 * _loop_flops(i, e[3], others[-2]))(_gradients)
 
 differentiate(_portable_forward, _portable_backward, 7)
@@ -181,5 +176,5 @@ OPERATORS['eos_matmul'] = Operator(
         'fla': fla.eos_matmul_fla,
     },
     objection=lambda i, e, *_: memory_too_large(e.shape[3]),
-    launches=launches.launches,
+    launches=late(__name__, 'triton.launches'),
 )

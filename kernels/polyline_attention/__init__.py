@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common import checks, launch
-from ..common.declare import differentiate, node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import (
     column_log_decay,
     empty_result,
@@ -15,7 +15,7 @@ from ..common.numerics import (
     row_log_decay,
 )
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def polyline_attention(
@@ -39,9 +39,9 @@ def polyline_attention(
 
     With paths='v2h' or 'h2v' only that mask remains, without the factor 1/2. The operator does not scale q k'.
 
-    Three implementations run on a CPU: `portable` works through blocks of query rows, and is what a
-    network uses; `export` is the dense formula, which graphs for exporters and transforms of
-    torch.func take; `reference` computes the definition in float64 for tests.
+    Three implementations run on a CPU. `portable` works through blocks of query rows; networks use it, and
+    torch.compile calls it as one operator. `export` is the dense formula, for the graphs of torch.export and
+    torch.jit.trace and for transforms of torch.func. `reference` computes the definition in float64, for tests.
 
     Args:
         q, k: shape (B, heads, H, W, D), or (B, heads, H * W, D); float32, float64, float16 or
@@ -118,12 +118,7 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
-def _kernels():
-    from . import triton
-    return triton
-
-
-@node('polyline_attention_fwd', lambda *args: _kernels().forward(*args), _flops)
+@node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
                     paths: str, save: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
@@ -134,7 +129,7 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mas
     return launch.token_major(v.shape, v), first, lse
 
 
-@node('polyline_attention_bwd', lambda *args: _kernels().backward(*args), _backward_flops)
+@node('polyline_attention_bwd', late(__name__, 'triton.backward'), _backward_flops)
 def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor,
                      out: Tensor, first: Tensor, lse: Tensor, mask_mode: str, paths: str) -> Five:
     return (*(launch.token_major(x.shape, x) for x in (q, k, v)),
@@ -153,6 +148,13 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor
     return _triton_forward(q, k, v, *sums, mask_mode, paths, save)[0]
 
 
+ITEMS = {
+    **{f'polyline_attention_{part}': ('pair', lambda c: c['ROWS'] * c['COLS'] ** 2 * c['KEY_ROWS'])
+       for part in ('fwd', 'bwd_query', 'bwd_key')},
+    **{f'polyline_attention_running_{part}': ('pair', lambda c: c['BLOCK'] ** 2 * c.get('ROWS', 1))
+       for part in ('fwd', 'bwd')},
+}
+
 OPERATORS['polyline_attention'] = Operator(
     implementations={
         'reference': reference.polyline_attention,
@@ -161,6 +163,6 @@ OPERATORS['polyline_attention'] = Operator(
         'export': portable.polyline_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton.launches'),
+    items=ITEMS,
 )

@@ -1,15 +1,21 @@
 """Polyline attention in plain PyTorch, by blocks of query rows, so that memory never holds an N x N matrix.
 
 For the queries of grid row i, the two log masks are sums of two small tables, row[i, j, l] and column[i, k, l] of
-`common/decay.py`, with O(N^1.5) numbers in all:
+`common/numerics.py`, with O(N^1.5) numbers in all:
 
     log L  [(i, j), (k, l)] = row[i, j, l] + column[i, k, l]
     log L~ [(i, j), (k, l)] = row[k, j, l] + column[i, k, j]
 
-`__init__.py` makes operators of the blocked loops. A flop counter sees the operations of the
-definition, without those that this implementation repeats to save passes over memory.
+A block of the forward pass is computed in one of three ways:
+
+    _block_weights     additive mode on a CPU: one exponential of q k' for both masks, referred to no maximum
+    _product_weights   the same in bfloat16 on grids of at most SMALL_GRID rows and columns together
+    _exact_block       multiplicative mode, other devices, and blocks whose exponentials leave the range of numbers
+
+The backward pass computes the softmaxes of `_exact_block` again. `__init__.py` makes operators of the blocked loops. A
+flop counter sees the operations of the definition, without those that are repeated to save passes over memory.
 """
-from typing import List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -74,64 +80,51 @@ def _combined(parts: List[Tensor], mask_mode: str, space: Workspace) -> Tuple[Te
     return weights.view(groups, rows * width, height * width), 0.5 if mask_mode == 'additive' and others else 1.0
 
 
-def _divided(weights: Tensor, v: Tensor, masks: int) -> Optional[Tensor]:
-    """Return the share of one of so many masks in the output, given weights before their division by their sums, or
-    None if the sums tell that exponentials left the range of numbers."""
-    total = weights.sum(-1, keepdim=True)              # added in float32 at least, and rounded once
-    return torch.bmm(weights, v).div_(total * masks) if sums_are_safe(total) else None
+def _block_weights(q: Tensor, k: Tensor, row: Tensor, column: Tensor, rows: slice, paths: str, space: Workspace
+                   ) -> Iterator[Tensor]:
+    """Yield the weights (G, i*j, k*l) of a block under each mask in additive mode, before their division by their sums.
 
-
-def _fast_block(q: Tensor, k: Tensor, v: Tensor, factors, space: Workspace) -> Optional[Tensor]:
-    """Return the output of the queries of a block in additive mode, (G, i*j, Dv), or None if exponentials leave the
-    range of numbers.
-
-    Both masks share exp(q k'), and are themselves products: `factors` has two tables for each, whose broadcast product
-    (G, i, j, k, l) it is. v: (G, N, Dv)."""
-    groups, rows, width, _ = q.shape
-    flat, shape = (groups, rows * width, k.shape[1] * width), (groups, rows, width, k.shape[1], width)
+    Both masks share exp(q k'), and are themselves products: of two tables of exponentials each."""
+    q = q[:, rows]
+    groups, count, width, _ = q.shape
+    flat, shape = (groups, count * width, k.shape[1] * width), (groups, count, width, k.shape[1], width)
     shared = torch.bmm(q.flatten(1, 2), k.flatten(1, 2).transpose(1, 2), out=space.get('logits', flat)).exp_()
-    output = None
-    for first, second in factors:
-        weights = torch.mul(shared.view(shape), first, out=space.get('masked', shape)).mul_(second).view(flat)
-        share = _divided(weights, v, len(factors))
-        if share is None:
-            return None
-        output = share if output is None else output.add_(share)
-    return output
+    for first, second in _block_masks(row, column, rows, paths):
+        yield torch.mul(shared.view(shape), first, out=space.get('masked', shape)).mul_(second).view(flat)
 
 
-def _with_masks(q: Tensor, k: Tensor, row: Tensor, column: Tensor, path: str) -> Tuple[Tensor, Tensor]:
-    """Return queries and keys (G, N, D + W + H) whose products are the logits with the log mask of a path added.
+def _product_weights(q: Tensor, k: Tensor, row: Tensor, column: Tensor, rows: slice, paths: str, space: Workspace
+                     ) -> Iterator[Tensor]:
+    """Yield the same for all rows of a small grid, given the tables of logs.
 
-    One-hot channels of one side select from the tables in the channels of the other."""
+    Products add the masks: one-hot channels of queries or keys select from the tables in the channels of the others.
+    Operations on blocks (G, i, j, k, l) whose last side is short are slower in bfloat16: they work through single
+    numbers."""
     groups, height, width, _ = q.shape
     tokens = height * width
     one_hot_column = torch.eye(width, dtype=q.dtype).repeat(height, 1).expand(groups, tokens, width)
     one_hot_row = torch.eye(height, dtype=q.dtype).repeat_interleave(width, 0).expand(groups, tokens, height)
-    row, column = (row, column) if path == 'v2h' else (row.transpose(2, 3), column.transpose(2, 3))
-    row = row.reshape(groups, tokens, width)                               # [(i, j), l], or [(k, l), j] for h2v
-    if path == 'v2h':
-        column = column.flatten(2).transpose(1, 2)                         # [(k, l), i]
-        left, right = (row, one_hot_row), (one_hot_column, column)
-    else:
-        left, right = (one_hot_column, column.reshape(groups, tokens, height)), (row, one_hot_row)      # [(i, j), k]
-    return torch.cat((q.flatten(1, 2), *left), -1), torch.cat((k.flatten(1, 2), *right), -1)
+    for path in ('v2h', 'h2v') if paths == 'both' else (paths,):
+        if path == 'v2h':                                              # row[(i, j), l] and column[(k, l), i]
+            left = row.reshape(groups, tokens, width), one_hot_row
+            right = one_hot_column, column.flatten(2).transpose(1, 2)
+        else:                                                          # row[(k, l), j] and column[(i, j), k]
+            left = one_hot_column, column.transpose(2, 3).reshape(groups, tokens, height)
+            right = row.transpose(2, 3).reshape(groups, tokens, width), one_hot_row
+        left, right = torch.cat((q.flatten(1, 2), *left), -1), torch.cat((k.flatten(1, 2), *right), -1)
+        weights = space.get('logits', (groups, tokens, tokens))
+        yield torch.bmm(left, right.transpose(1, 2), out=weights).exp_()
 
 
-def _small_grid(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, paths: str,
-                space: Workspace) -> Optional[Tensor]:
-    """Return the output (G, N, Dv) in additive mode, or None if exponentials leave the range of numbers.
-
-    Products add the masks, which is faster than operations on blocks (G, i, j, k, l) whose last side is short: those of
-    bfloat16 work through single numbers. v: (G, N, Dv)."""
-    output, paths = None, ('v2h', 'h2v') if paths == 'both' else (paths,)
-    for path in paths:
-        left, right = _with_masks(q, k, row, column, path)
-        weights = space.get('logits', (len(q), left.shape[1], right.shape[1]))
-        torch.bmm(left, right.transpose(1, 2), out=weights).exp_()
-        share = _divided(weights, v, len(paths))
-        if share is None:
+def _fast_block(weights_of_masks: Iterator[Tensor], v: Tensor, masks: int) -> Optional[Tensor]:
+    """Return the output of the queries of a block in additive mode, (G, i*j, Dv), given its weights under each mask, or
+    None if the sums tell that exponentials left the range of numbers. v: (G, N, Dv)."""
+    output = None
+    for weights in weights_of_masks:
+        total = weights.sum(-1, keepdim=True)          # added in float32 at least, and rounded once
+        if not sums_are_safe(total):
             return None
+        share = torch.bmm(weights, v).div_(total * masks)
         output = share if output is None else output.add_(share)
     return output
 
@@ -149,20 +142,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_m
     q, k and v may be bfloat16, and row and column float32: then products and exponentials are bfloat16."""
     output, space, exact = torch.empty_like(v), Workspace(q), Workspace(row)
     fast = mask_mode == 'additive' and q.is_cpu            # elsewhere, reading the sums would wait for the device
-    small = fast and q.dtype == torch.bfloat16 and sum(q.shape[1:3]) <= SMALL_GRID
-    tables = [(x if small else x.exp()).to(q.dtype) for x in (row, column)] if fast else (row, column)
+    small = fast and q.dtype == torch.bfloat16 and q.shape[1] + q.shape[2] <= SMALL_GRID
+    first, second = row, column
+    if fast:
+        first, second = (row.to(q.dtype), column.to(q.dtype)) if small else (row.exp().to(q.dtype),
+                                                                             column.exp().to(q.dtype))
+    weights_of_masks = _product_weights if small else _block_weights
     with without_autocast(q):
         for g, row_blocks in _plan(q):
-            value, (first, second) = v[g].flatten(1, 2), (x[g] for x in tables)
-            if small:
-                y = _small_grid(q[g], k[g], value, first, second, paths, space)
-                if y is not None:
-                    output[g] = y.view_as(output[g])
-                    continue
-            for rows in row_blocks:
+            value = v[g].flatten(1, 2)
+            for rows in [slice(0, q.shape[1])] if small else row_blocks:
                 y = None
-                if fast and not small:
-                    y = _fast_block(q[g, rows], k[g], value, _block_masks(first, second, rows, paths), space)
+                if fast:
+                    y = _fast_block(weights_of_masks(q[g], k[g], first[g], second[g], rows, paths, space), value,
+                                    2 if paths == 'both' else 1)
                 if y is None:
                     masks = _block_masks(row[g], column[g], rows, paths)
                     y = _exact_block(q[g, rows], k[g], value, masks, mask_mode, exact)

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import differentiate, node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import bounded, empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def polyline_scan(
@@ -58,13 +58,8 @@ def polyline_scan(
 
 # --- Triton: a scan is a chain of operators for one axis each
 
-def _kernels():
-    from . import triton
-    return triton
-
-
 # Two recurrences of a multiplication and an addition, and their sum.
-@node('polyline_scan_fwd', lambda *args: _kernels().forward(*args),
+@node('polyline_scan_fwd', late(__name__, 'triton.forward'),
       lambda x, *_: 6 * torch.Size(x).numel())
 def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The scan of x (..., D) along its dimension `dim` >= 0, in `dtype`.
@@ -74,7 +69,7 @@ def _forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 # Four recurrences, their sum, and two products summed over channels.
-@node('polyline_scan_bwd', lambda *args: _kernels().backward(*args),
+@node('polyline_scan_bwd', late(__name__, 'triton.backward'),
       lambda grad, x, *_: 16 * torch.Size(x).numel())
 def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(steps)
@@ -103,6 +98,10 @@ def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     return results[0] + results[1] if len(results) == 2 else results[0]
 
 
+# `row_products`, which the scan shares with attention, is in `common/tiles.py`.
+ITEMS = {name: ('element', lambda c: c['BLOCK'] * c['BLOCK_D'])
+         for name in ('polyline_scan_fwd', 'polyline_scan_bwd', 'row_products')}
+
 OPERATORS['polyline_scan'] = Operator(
     implementations={
         'reference': reference.polyline_scan,
@@ -111,6 +110,6 @@ OPERATORS['polyline_scan'] = Operator(
         'export': portable.polyline_scan_export,
     },
     plain=True,
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton.launches'),
+    items=ITEMS,
 )

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import node
+from ..common.declare import late, node
 from ..dispatch import OPERATORS, Operator, choose
 from ..trees import PARAMETRIZATIONS, RHO, leaf_counts, sibling_normalized
 from ..trees.diagnose import has_nonfinite
 from ..trees.tree_arguments import check_levels
-from . import launches, portable, reference
+from . import portable, reference
 
 
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
@@ -74,11 +74,6 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
 
 # --- what PyTorch sees
 
-def _kernels():
-    from . import triton
-    return triton
-
-
 def _count(shapes) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
 
@@ -125,11 +120,14 @@ def _differentiate(forward: Any, backward: Any) -> None:
 _portable = node('quadtree_solve_portable_fwd', portable.forward, _flops)(_forward)
 _portable_backward = node(
     'quadtree_solve_portable_bwd', portable.backward, _backward_flops)(_backward)
-_triton = node('quadtree_solve_fwd', lambda *args: _kernels().forward(*args), _flops)(_forward)
+_triton = node('quadtree_solve_fwd', late(__name__, 'triton.forward'), _flops)(_forward)
 _triton_backward = node(
-    'quadtree_solve_bwd', lambda *args: _kernels().backward(*args), _backward_flops)(_backward)
+    'quadtree_solve_bwd', late(__name__, 'triton.backward'), _backward_flops)(_backward)
 _differentiate(_portable, _portable_backward)
 _differentiate(_triton, _triton_backward)
+
+ITEMS = {f'quadtree_solve_{part}': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D'])
+         for part in ('up', 'upper', 'down')}
 
 OPERATORS['quadtree_solve'] = Operator(
     implementations={
@@ -138,6 +136,6 @@ OPERATORS['quadtree_solve'] = Operator(
         'triton': _triton,
         'export': portable.quadtree_solve_export,
     },
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton.launches'),
+    items=ITEMS,
 )

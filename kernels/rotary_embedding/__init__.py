@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import node
+from ..common.declare import late, node
 from ..common.launch import token_order
 from ..dispatch import OPERATORS, Operator, choose
-from . import angles, launches, reference
+from . import angles, reference
 
 
 def rotary_embedding(
@@ -84,13 +84,8 @@ def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
 
 # --- Triton
 
-def _kernels():
-    from . import triton
-    return triton
-
-
 # No operations, like torch's counter, which leaves elementwise ones out.
-@node('rotary_embedding_fwd', lambda *args: _kernels().forward(*args), lambda *_: 0)
+@node('rotary_embedding_fwd', late(__name__, 'triton.forward'), lambda *_: 0)
 def _forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool
              ) -> Tuple[Tensor, Tensor]:
     """Rotate q and k, or with `inverse` rotate them back; k is scaled in both cases."""
@@ -122,5 +117,5 @@ OPERATORS['rotary_embedding'] = Operator(
         'export': angles.rotary_embedding_export,
     },
     plain=True,
-    launches=launches.launches,
+    launches=late(__name__, 'triton.launches'),
 )

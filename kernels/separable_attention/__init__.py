@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from ..common import checks, patches
-from ..common.declare import node
+from ..common.declare import late, node
 from ..common.launch import dense_like
 from ..common.numerics import empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import launches, portable, reference
+from . import portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
 
@@ -112,22 +112,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, patch_size: Union[int, Tup
 
 # --- Triton
 
-def _kernels():
-    from . import triton
-    return triton
-
-
-def _backward_kernels():
-    from . import triton_backward
-    return triton_backward
-
-
 def _map_count(key, key_weight) -> int:
     """Return the multiply-adds of the keys' map by its definition, which maps every token."""
     return torch.Size(key).numel() * key_weight[0] if key_weight is not None else 0
 
 
-@node('separable_attention_fwd', lambda *args: _kernels().forward(*args[:5], args[5:7], args[7]),
+@node('separable_attention_fwd', lambda *args: late(__name__, 'triton.forward')(*args[:5], args[5:7], args[7]),
       lambda query, key, value, key_weight, *_: 2 * _map_count(key, key_weight))
 def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
              key_bias: Optional[Tensor], patch_height: int, patch_width: int, sampling: str
@@ -140,7 +130,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Ten
 
 
 @node('separable_attention_bwd',
-      lambda *args: _backward_kernels().backward(*args[:8], args[8:10], args[10]),
+      lambda *args: late(__name__, 'triton_backward.backward')(*args[:8], args[8:10], args[10]),
       lambda grad, query, key, value, key_weight, *_: 4 * _map_count(key, key_weight))
 def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
               key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int,
@@ -180,6 +170,13 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
     return _forward(query, key, value, key_weight, key_bias, *patch, sampling)[0]
 
 
+ITEMS = {
+    **{f'separable_attention_{name}': ('element', lambda c: c['BLOCK_N'] * c['BLOCK_D'])
+       for name in ('fwd_context', 'fwd_apply', 'bwd_value')},
+    **{f'separable_attention_{name}': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L'])
+       for name in ('fwd_softmax', 'bwd_query')},
+}
+
 OPERATORS['separable_attention'] = Operator(
     implementations={
         'reference': reference.separable_attention,
@@ -188,6 +185,6 @@ OPERATORS['separable_attention'] = Operator(
         'export': portable.separable_attention_export,
     },
     plain=True,
-    launches=launches.launches,
-    items=launches.ITEMS,
+    launches=late(__name__, 'triton_backward.launches'),
+    items=ITEMS,
 )
