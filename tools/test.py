@@ -25,7 +25,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if not is_main_process():
         return 0
     if not metrics:
-        from .engine.training.messages import NOTHING_FOUND
+        from .engine.training.progress import NOTHING_FOUND
         print(NOTHING_FOUND, file=sys.stderr)
     if args.record:
         _record(config, args, metrics)

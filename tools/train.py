@@ -7,31 +7,22 @@ from typing import List, Optional
 
 from .common.cli import UserError
 from .common.paths import expanded
-from .engine.config import LOGGERS, add_config_arguments, config_with_options, find, use_loggers
+from .engine.config import LOGGERS, add_config_arguments, find, is_classifier, training_config
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(words)
     _check(args)
-    config = config_with_options(args)
-    from .engine.config import scale_schedule, use_mixed_precision
-    from .engine.training.messages import resume_command
-    from .engine.training.run import run_training
-    if args.epochs:
-        scale_schedule(config, args.epochs)
-    if args.seed is not None:
-        config.randomness = dict(seed=args.seed)
+    config = training_config(args)
+    from .engine.training.run import resume_command, run_training
     work_dir = args.work_dir or _work_dir(args)
-    if args.amp:
-        use_mixed_precision(config)
-    if args.log_to:
-        use_loggers(config, args.log_to)
     _set_start(config, args, work_dir)
     if args.dry_run:
         _show(config, args)
         return 0
     run_training(config, work_dir, log_level='INFO' if args.verbose else 'ERROR',
-                 weights=None if config.get('resume') else args.weights, command=resume_command(args, work_dir))
+                 weights=None if config.get('resume') else args.weights, command=resume_command(words, args, work_dir))
     return 0
 
 
@@ -119,13 +110,12 @@ def _check(args: argparse.Namespace) -> None:
 def _show(config, args: argparse.Namespace) -> None:
     """Print what the config would train."""
     from .common.output import dumps
-    from .engine.config import is_classifier
     from .engine.training.dry_run import dry_run, print_dry_run
     if not is_classifier(config):
         raise UserError(f'--dry-run is for classifiers, and {args.config} trains a detector or segmenter')
     found = dry_run(config, args.processes or int(os.environ.get('WORLD_SIZE', 1)))
     if args.json:
-        print(dumps({**found, 'parameters': [each._asdict() for each in found['parameters']]}))
+        print(dumps(found))
     else:
         print_dry_run(found)
 

@@ -10,8 +10,7 @@ from training_cases import fails, folder_arguments, make_images
 from subquad.backbones.weights import read_metadata
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.checkpoints.earlier_runs import earlier_files, note_earlier, noted, now_own
-from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
+from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints, set_aside
 from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric
 from subquad.tools.engine.config import find
 
@@ -34,34 +33,25 @@ def _write(folder, *names):
 
 
 def test_a_run_has_only_its_own_checkpoints(tmp_path, capsys):
-    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'epoch_3.pth', 'best.safetensors')
-    note_earlier(tmp_path, None)
-    text = capsys.readouterr().err
-    assert 'an earlier run (epoch_1.pth, epoch_2.pth, epoch_3.pth)' in text and _names(tmp_path) == []
+    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'own.pth', 'last_checkpoint')
+    set_aside(tmp_path, tmp_path / 'epoch_2.pth', 'a')                   # resumed: all are of this run
+    assert _names(tmp_path) == ['epoch_2.pth', 'epoch_1.pth'] and not (tmp_path / 'a').exists()
+    assert capsys.readouterr().err == ''
+    set_aside(tmp_path, None, 'a')
+    assert f'an earlier run (epoch_1.pth, epoch_2.pth) are now in {tmp_path}/a' in capsys.readouterr().err
+    assert _names(tmp_path) == [] and [path.name for path in tmp_path.iterdir() if path.is_file()] == ['own.pth']
+    assert {path.name for path in (tmp_path / 'a').iterdir()} == {
+        'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'last_checkpoint'}
     _write(tmp_path, 'epoch_1.pth')
-    assert _names(tmp_path) == ['epoch_1.pth']
-    assert 'best.safetensors' in earlier_files(tmp_path, tmp_path / 'epoch_1.pth')
-    note_earlier(tmp_path, tmp_path / 'epoch_1.pth')             # resumed: nothing new to say
-    assert capsys.readouterr().err == '' and _names(tmp_path) == ['epoch_1.pth']
-    # A copy keeps no times.
-    shutil.copytree(tmp_path, tmp_path / 'copy', copy_function=shutil.copyfile)
-    assert _names(tmp_path / 'copy') == ['epoch_1.pth']
-    # The checkpoint that a run continues decides which of the two runs in the folder is continued.
-    note_earlier(tmp_path, tmp_path / 'epoch_3.pth')
-    assert _names(tmp_path) == ['epoch_3.pth', 'epoch_2.pth'] and 'best.safetensors' not in noted(tmp_path)
+    set_aside(tmp_path, tmp_path / 'a' / 'epoch_2.pth', 'b')             # which continues the first run
+    assert _names(tmp_path) == [] and _names(tmp_path / 'b') == ['epoch_1.pth']
 
 
 def test_going_back_in_a_run_leaves_the_later_checkpoints_out(tmp_path, capsys):
-    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'epoch_3.pth', 'best.safetensors')
-    note_earlier(tmp_path, tmp_path / 'epoch_2.pth')
-    assert _names(tmp_path) == ['epoch_2.pth', 'epoch_1.pth'] and list(noted(tmp_path)) == ['epoch_3.pth']
-    assert 'an earlier run (epoch_3.pth)' in capsys.readouterr().err
-    outside = tmp_path / 'other'
-    outside.mkdir()
-    note_earlier(tmp_path, outside / 'epoch_1.pth')
-    assert _names(tmp_path) == [] and 'best.safetensors' in noted(tmp_path)
-    now_own(tmp_path / 'best.safetensors')
-    assert 'best.safetensors' not in noted(tmp_path)
+    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'interrupted_epoch_2_step_1.pth', 'epoch_3.pth', 'best.safetensors')
+    set_aside(tmp_path, tmp_path / 'epoch_2.pth', 'a')
+    assert _names(tmp_path) == ['epoch_2.pth', 'epoch_1.pth'] and (tmp_path / 'best.safetensors').exists()
+    assert 'an earlier run (epoch_3.pth, interrupted_epoch_2_step_1.pth)' in capsys.readouterr().err
 
 
 def test_the_best_weights_of_an_earlier_run_are_not_those_of_a_resumed_one(images, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from mmengine.runner import EpochBasedTrainLoop
 from training_cases import (
     fails,
     folder_arguments,
@@ -19,9 +20,10 @@ from training_cases import (
 )
 
 from subquad.tools import train
+from subquad.tools.common.cli import UserError
 from subquad.tools.engine.checkpoints.interruptions import Interrupted, InterruptionHook
 from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_resume, find_checkpoints
-from subquad.tools.engine.training.messages import resume_command
+from subquad.tools.engine.training.run import resume_command
 
 pytestmark = pytest.mark.usefixtures('sigint')
 
@@ -192,21 +194,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, words,
 
 
 def test_the_order_of_checkpoints(tmp_path):
-    def write(name, when):
+    for name in ('epoch_9.pth', 'epoch_10.pth', 'interrupted_epoch_9_step_7.pth', 'best_epoch_12.pth', 'iter.pth'):
         (tmp_path / name).write_text('')
-        os.utime(tmp_path / name, (when, when))
-    for when, name in enumerate(('epoch_9.pth', 'epoch_1.pth', 'interrupted_epoch_1_step_7.pth', 'best_epoch_2.pth')):
-        write(name, when + 1)
+    (tmp_path / 'last_checkpoint').write_text('/elsewhere/iter.pth')
     found = [path.name for path in find_checkpoints(tmp_path)]
-    assert found == ['epoch_9.pth', 'interrupted_epoch_1_step_7.pth', 'epoch_1.pth']
-    (tmp_path / 'last_checkpoint').write_text('/elsewhere/epoch_1.pth')
-    found = [path.name for path in find_checkpoints(tmp_path)]
-    assert found == ['interrupted_epoch_1_step_7.pth', 'epoch_1.pth'], 'a later one, and not that of an earlier run'
-    write('epoch_2.pth', 9)
-    assert find_checkpoints(tmp_path)[0].name == 'epoch_2.pth'
-    (tmp_path / 'last_checkpoint').write_text('/elsewhere/mine.pth')
-    write('mine.pth', 3)
-    assert find_checkpoints(tmp_path)[0].name == 'mine.pth'
+    assert found == ['epoch_10.pth', 'interrupted_epoch_9_step_7.pth', 'epoch_9.pth']
+    for name in found:
+        (tmp_path / name).unlink()
+    assert find_checkpoints(tmp_path) == [tmp_path / 'iter.pth'], 'a name of the config'
+    (tmp_path / 'last_checkpoint').write_text('')
+    assert find_checkpoints(tmp_path) == []
 
 
 # ---- kills
@@ -317,10 +314,13 @@ def test_a_signal_after_the_last_step_promises_no_checkpoint(whole, tmp_path, mo
 
 # ---- an earlier run in the same folder
 
+def _fail(*_):
+    raise UserError('not a step')
+
+
 def test_resume_does_not_take_the_checkpoint_of_an_earlier_run(whole, tmp_path, monkeypatch, capfd):
     config, _ = whole()
     assert train.main(_arguments(config, tmp_path)) == 0
-    earlier = tmp_path / 'epoch_3.pth'
     capfd.readouterr()
     with monkeypatch.context() as patch:                             # killed before its first checkpoint
         _signal_at(patch, signal.SIGTERM, 'after_train_iter', 1)
@@ -328,16 +328,18 @@ def test_resume_does_not_take_the_checkpoint_of_an_earlier_run(whole, tmp_path, 
         with pytest.raises(Interrupted):
             train.main(_arguments(config, tmp_path))
     text = capfd.readouterr().err
-    assert f'{tmp_path} holds checkpoints of an earlier run (epoch_2.pth, epoch_3.pth), which --resume will not' in text
+    earlier, = tmp_path.glob('earlier_*/epoch_3.pth')
+    assert f'the checkpoints of an earlier run (epoch_2.pth, epoch_3.pth) are now in {earlier.parent}' in text
     assert f'no checkpoint has been written to {tmp_path} yet' in text
     fails(_arguments(config, tmp_path, resume=True), f'the last run in {tmp_path} has written no checkpoint; '
-          f'epoch_3.pth is of an earlier run, which --resume {earlier} continues')
+          f'{earlier} is of an earlier run, which --resume {earlier} continues')
     assert checkpoint_to_resume(str(tmp_path), str(earlier)) == str(earlier)
     # A start that fails before its first step changes nothing.
-    note = tmp_path / 'earlier_checkpoints.json'
-    before = note.read_text()
-    fails([*_arguments(config, tmp_path), '--cfg-options', 'model.num_classes=1'], 'classes')
-    assert note.read_text() == before
+    earlier.rename(tmp_path / 'epoch_3.pth')
+    with monkeypatch.context() as patch:
+        patch.setattr(EpochBasedTrainLoop, 'run_iter', _fail)
+        fails(_arguments(config, tmp_path), 'not a step')
+    assert [path.name for path in tmp_path.glob('**/epoch_3.pth')] == ['epoch_3.pth']
     assert train.main(_arguments(config, tmp_path)) == 0
     assert train.main(_arguments(config, tmp_path, resume=True)) == 0, 'of the run that has written all again'
 
@@ -356,7 +358,6 @@ def test_the_command_that_resumes_is_that_of_the_run(environment, start, monkeyp
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    args = train._parser().parse_args(['ppma-tiny_folder', '--data', 'my photos', '--strict', '--amp', '--seed', '2',
-                                       '--cfg-options', 'model.drop_rate=0.1'])
-    assert resume_command(args, 'runs/a') == (f"{start} ppma-tiny_folder --work-dir runs/a --data 'my photos' --seed 2 "
-                                              '--amp --strict --cfg-options model.drop_rate=0.1 --resume')
+    words = ['ppma-tiny_folder', '--data', 'my photos', '--strict', '--resume', 'a.pth', '--cfg-options', 'resume=True']
+    assert resume_command(words, train._parser().parse_args(words), 'runs/a') == (
+        f"{start} ppma-tiny_folder --data 'my photos' --strict --cfg-options resume=True --work-dir runs/a --resume")

@@ -158,7 +158,7 @@ def test_the_table_joins_parameters_with_the_same_options(capsys):
     assert 'the learning rate is 0.002, not scaled; a step has 64 images (1 process with 64 each)' in out
     assert '20 epochs of 22 steps, 440 steps in all; nothing has been written' in out
     rows = [line for line in out.splitlines() if '0.025' in line]
-    assert len(rows) == 2 and ' 0.05 ' in rows[0] and 'stages.1.blocks.0.' in rows[0] and 'more' in rows[0]
+    assert len(rows) == 2 and ' 0.05 ' in rows[0] and 'stages.1.blocks.0.' in rows[0] and '...' in rows[0]
 
 
 def test_a_dry_run_without_validation_images_shows_the_training_images(capsys, tmp_path):

@@ -2,6 +2,7 @@
 import collections
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.tools import train
 from subquad.tools.engine import config as settings
-from subquad.tools.engine.training import step_times
-from subquad.tools.engine.training.step_times import StepTimesHook
+from subquad.tools.engine.training import progress
+from subquad.tools.engine.training.progress import ProgressHook
 
 
 @pytest.fixture(scope='module')
@@ -22,29 +23,33 @@ def images(tmp_path_factory):
 
 
 @pytest.mark.parametrize('data, binds', [(0.62, True), (0.1, False)])
-def test_the_slower_part_is_named_once(data, binds, monkeypatch):
-    now, times = [0.], StepTimesHook()
-    monkeypatch.setattr(step_times.time, 'perf_counter', lambda: now[0])
+def test_the_slower_part_is_named_once(data, binds, monkeypatch, capsys):
+    now, hook = [0.], ProgressHook()
+    monkeypatch.setattr(progress.time, 'perf_counter', lambda: now[0])
+    runner = SimpleNamespace(
+        iter=0, max_iters=10, train_loop=None, write_config=lambda: None, train_dataloader=SimpleNamespace(
+            num_workers=2), optim_wrapper=SimpleNamespace(get_lr=lambda: dict(lr=[0.1])))
 
     def step(wait, work):
         now[0] += wait
-        times.before_train_iter(None, 0)
+        hook.before_train_iter(None, 0)
         now[0] += work
-        times.after_train_iter(None, 0)
-    times.before_train_epoch(None)
-    step(100., 100.)                                             # the first step, with the start of workers
-    assert times.line() == '' and times.hint(2) is None and times.summary() == ''
+        hook.after_train_iter(runner, 0, None, dict(loss=torch.ones(1)))
+        return capsys.readouterr().err
+    hook.before_train_epoch(None)
+    assert step(100., 100.) == 'iteration 1/10  loss 1.000  lr 1.0e-01\n', 'the first step, with the start of workers'
+    runner.max_iters = 1
     for n in range(10):
-        step(data, 1 - data)
-        assert (times.hint(2) is not None) == (binds and n == 9)
-    for after_validation in (times.after_val_epoch, times.before_train_epoch):
+        text = step(data, 1 - data)
+        assert text.startswith(f'iteration 1/1  loss 1.000  lr 1.0e-01  data {data:.2g} s  step {1 - data:.2g} s\n')
+        assert ('more train_dataloader.num_workers than 2 may help' in text) == (binds and n == 9)
+    for after_validation in (hook.after_val_epoch, hook.before_train_epoch):
         now[0] += 1000
         after_validation(None)
-        step(data, 1 - data)
-    assert times.hint(2) is None
-    assert times.line() == f'data {data:.2g} s  step {1 - data:.2g} s' and times.line() == ''
-    assert times.summary() == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
-                                f'{1 - data:.2g} s for model, optimizer and hooks')
+        assert 'the loader binds' not in step(data, 1 - data)
+    hook.after_train(None)
+    assert capsys.readouterr().err == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
+                                       f'{1 - data:.2g} s for model, optimizer and hooks\n')
 
 
 def test_the_time_of_hooks_belongs_to_the_step(images, tmp_path, monkeypatch, capsys):
@@ -164,6 +169,5 @@ def test_curves_go_to_the_logger(images, tmp_path, monkeypatch):
     ({}, 'validation  no metrics: the model found nothing in any image')], ids=len)
 def test_every_validation_prints_a_line(metrics, line, capsys):
     """MMDetection returns no metrics if a model detects nothing."""
-    from subquad.tools.engine.training.hooks import ProgressHook
-    ProgressHook('random weights', StepTimesHook()).after_val_epoch(None, metrics)
+    ProgressHook().after_val_epoch(None, metrics)
     assert capsys.readouterr().err == line + '\n'

@@ -6,9 +6,10 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from subquad_cli import config_names, package_folder
+from subquad_cli import config_names as known_configs
+from subquad_cli import package_folder
 
 from ..common.cli import UserError, nearest, need, one_line, place, quiet
 from ..common.paths import expanded
@@ -32,11 +33,6 @@ _READ_IN_FILES = ('custom_imports', 'data_preprocessor', 'data_root', 'work_dir'
 def configs_folder() -> Path:
     """Return the folder of the package's own configs."""
     return package_folder('configs')
-
-
-def known_configs() -> List[str]:
-    """Return the names of the package's configs, without folder and suffix."""
-    return config_names()
 
 
 def find(name: str) -> Path:
@@ -179,40 +175,33 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
     Raises:
         UserError: A key has no effect; the message gives the nearest one.
     """
+    entries = read_entries()
     for key, value in options.items():
         root, *rest = key.split('.')
-        if root not in read_entries():
+        if root not in entries:
+            keys = {inner: f'{entry}.{inner}' for entry in entries for inner in (
+                config[entry] if isinstance(config.get(entry), dict) else ())} | {entry: entry for entry in entries}
+            close = difflib.get_close_matches(root, keys, n=1)
+            near = f'; did you mean {keys[close[0]]}?' if close else ''
             why = f'only used while {name} is read' if root in config else f'no entry of {name}'
-            near = f'; give {_ELSEWHERE[root]}' if root in _ELSEWHERE else _nearest_entry(root, config)
-            raise UserError(f'--cfg-options {key}: {root!r} is {why}{near}')
+            raise UserError(f'--cfg-options {key}: {root!r} is {why}'
+                            + (f'; give {_ELSEWHERE[root]}' if root in _ELSEWHERE else near))
         node, above = config.get(root), root
         for part in rest:
             if isinstance(node, (list, tuple)):
                 if not part.isdigit() or int(part) >= len(node):
-                    raise UserError(f'--cfg-options {key}: {above} is a list of {len(node)} entries, '
-                                    f'from {above}.0 on')
+                    raise UserError(f'--cfg-options {key}: {above} is a list of {len(node)} entries, from {above}.0 on')
                 node = node[int(part)]
             elif isinstance(node, dict):
                 close = difflib.get_close_matches(part, node, n=1, cutoff=0.85)
                 if close and part not in node:
-                    raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean '
-                                    f'{close[0]}?')
+                    raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean {close[0]}?')
                 node = node.get(part)
             elif node is not None:
                 raise UserError(f'--cfg-options {key}: {above} is {node!r}, which has no entries')
             above += f'.{part}'
         if isinstance(node, bool) and isinstance(value, str):      # any text counts as true
             raise UserError(f'--cfg-options {key} must be True or False, got {value!r}')
-
-
-def _nearest_entry(word: str, config: Any) -> str:
-    """Return '; did you mean KEY?' for an entry, or a key of an entry's dict, that the word nearly spells."""
-    keys = {entry: entry for entry in read_entries()}
-    for entry in read_entries():
-        if isinstance(config.get(entry), dict):
-            keys.update({key: f'{entry}.{key}' for key in config[entry] if key not in keys})
-    close = difflib.get_close_matches(word, keys, n=1)
-    return f'; did you mean {keys[close[0]]}?' if close else ''
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> None:
@@ -228,7 +217,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
             for value in values:
                 if '=' not in value:
                     parser.error(f'{option_string} takes KEY=VALUE, got {value!r}')
-            namespace.option_words = list(values)
             try:
                 DictAction(self.option_strings, self.dest)(parser, namespace, values, option_string)
             except (AssertionError, RecursionError):
@@ -267,6 +255,30 @@ def config_with_options(args: argparse.Namespace):
             raise UserError('--model is for classifiers; change the backbone of a detector or segmenter '
                             'with --cfg-options model.backbone.arch=small')
         config.model.name = args.model
+    return config
+
+
+def training_config(args: argparse.Namespace):
+    """Return the config that the command line of `subquad train` asks for.
+
+    Raises:
+        UserError: `config_with_options` or `check_training` refuses the config, or it does not support a flag.
+    """
+    config = config_with_options(args)
+    if args.epochs:
+        scale_schedule(config, args.epochs)
+    if args.seed is not None:
+        config.randomness = dict(seed=args.seed)
+    if args.amp:
+        _use_mixed_precision(config)
+    if args.log_to:
+        visualizer = config.get('visualizer') or dict(type='Visualizer')
+        backends = list(visualizer.get('vis_backends') or [dict(type='LocalVisBackend')])
+        known = {backend.get('type') for backend in backends}
+        backends += [dict(type=kind) for kind in dict.fromkeys(LOGGERS[name][0] for name in args.log_to)
+                     if kind not in known]
+        config.visualizer = {**visualizer, 'vis_backends': backends}
+    check_training(config)
     return config
 
 
@@ -312,7 +324,7 @@ def _with_data_root(value: Any, old: str, new: str) -> Any:
     return new + value[len(old):] if below else value
 
 
-def use_mixed_precision(config: Any) -> None:
+def _use_mixed_precision(config: Any) -> None:
     """Train in bfloat16 on CPUs and on GPUs that support it, else in float16 with a loss scale."""
     import torch
 
@@ -349,23 +361,8 @@ def scale_schedule(config: Any, epochs: int) -> None:
                 scheduler[key] = [max(1, round(step * factor)) for step in scheduler[key]]
             elif key in scheduler:
                 scheduler[key] = max(int(key in ('T_max', 'step_size')), round(scheduler[key] * factor))
-    config.param_scheduler = [s for s in schedulers if s.get('begin', 0) < s.get('end', epochs)
-                              or not s.get('by_epoch', True)]
-
-
-def use_loggers(config: Any, names: Sequence[str]) -> None:
-    """Add loggers to a config, beside those that it has and the file of scalars that MMEngine writes anyway.
-
-    Args:
-        config: MMEngine Config.
-        names: Keys of LOGGERS.
-    """
-    visualizer = dict(config.get('visualizer') or dict(type='Visualizer'))
-    backends = list(visualizer.get('vis_backends') or [dict(type='LocalVisBackend')])
-    known = {backend.get('type') for backend in backends}
-    visualizer['vis_backends'] = [*backends, *(dict(type=kind) for kind in dict.fromkeys(
-        LOGGERS[name][0] for name in names) if kind not in known)]
-    config.visualizer = visualizer
+    config.param_scheduler = [each for each in schedulers if each.get('begin', 0) < each.get('end', epochs)
+                              or not each.get('by_epoch', True)]
 
 
 def check_training(config: Any) -> None:
@@ -375,7 +372,7 @@ def check_training(config: Any) -> None:
         UserError: The message names the entry, or says how to install the package.
     """
     for key in ('max_epochs', 'max_iters', 'val_interval'):
-        planned = config.train_cfg.get(key, 1)
+        planned = (config.get('train_cfg') or {}).get(key, 1)
         if not isinstance(planned, int) or planned < 1:
             raise UserError(f'train_cfg.{key} must be an integer of at least 1, got {planned!r}')
     for backend in (config.get('visualizer') or {}).get('vis_backends') or ():

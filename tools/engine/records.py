@@ -4,7 +4,7 @@ import platform
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 import timm
 import torch
@@ -24,15 +24,11 @@ def append(path: Path, record: Dict[str, Any]) -> None:
     """
     line = dumps(record).encode() + b'\n'
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            with os.fdopen(os.dup(descriptor), 'rb') as file:
-                if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
-                    line = b'\n' + line                          # after a line that was cut short
-            if os.write(descriptor, line) != len(line):
+        with open(path, 'a+b', buffering=0) as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b'\n':
+                line = b'\n' + line                          # after a line that was cut short
+            if file.write(line) != len(line):
                 raise UserError(f'{path}: the disk is full; the last line is incomplete')
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror}') from error
 
@@ -46,15 +42,12 @@ def _cpu_model() -> str:
     return (names or [platform.processor()])[0] or platform.machine()
 
 
-def _git(*arguments: str) -> Optional[subprocess.CompletedProcess]:
-    """Run git in the checkout; None where git does not run."""
-    root = Path(__file__).resolve().parents[2]
+def _run(*command: str) -> subprocess.CompletedProcess:
+    """Run a program with its output as text; one that does not run returns 128 and nothing."""
     try:
-        # Without optional locks git never writes to the index, so it does not disturb another git that runs.
-        return subprocess.run(['git', '--no-optional-locks', '-C', str(root), *arguments], capture_output=True,
-                              text=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return subprocess.CompletedProcess(command, 128, '', '')
 
 
 def commit() -> Dict[str, Any]:
@@ -63,26 +56,25 @@ def commit() -> Dict[str, Any]:
     Returns:
         {'commit', 'modified'}; both are None outside of a checkout.
     """
-    answer = _git('rev-parse', '--show-toplevel', 'HEAD')
-    lines = answer.stdout.split('\n') if answer and answer.returncode == 0 else []
+    root = Path(__file__).resolve().parents[2]
+    # Without optional locks git never writes to the index, so it does not disturb another git that runs.
+    git = ('git', '--no-optional-locks', '-C', str(root))
+    answer = _run(*git, 'rev-parse', '--show-toplevel', 'HEAD')
+    lines = answer.stdout.split('\n')
     # An installed package may lie inside another repository, whose commit says nothing about this package.
-    if not lines or Path(lines[0]).resolve() != Path(__file__).resolve().parents[2]:
+    if answer.returncode or Path(lines[0]).resolve() != root:
         return {'commit': None, 'modified': None}
-    changes = _git('diff', '--quiet', 'HEAD', '--', '*.py')
-    return {'commit': lines[1], 'modified': {0: False, 1: True}.get(changes.returncode if changes else -1)}
+    changes = _run(*git, 'diff', '--quiet', 'HEAD', '--', '*.py')
+    return {'commit': lines[1], 'modified': {0: False, 1: True}.get(changes.returncode)}
 
 
 def _gpu(device: str) -> Dict[str, Any]:
     """Name of the GPU, its current clocks and the versions of its software; nothing for a CPU."""
     if device != 'cuda':
         return {}
-    query = ['nvidia-smi', '--query-gpu=clocks.sm,clocks.mem,driver_version', '--format=csv,noheader', '-i', '0']
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        found = ''
     import triton
-    return {'gpu': torch.cuda.get_device_name(), 'clocks': found or None,
+    clocks = _run('nvidia-smi', '--query-gpu=clocks.sm,clocks.mem,driver_version', '--format=csv,noheader', '-i', '0')
+    return {'gpu': torch.cuda.get_device_name(), 'clocks': clocks.stdout.strip() or None,
             'cuda': torch.version.cuda or torch.version.hip, 'triton': triton.__version__}
 
 

@@ -1,6 +1,6 @@
-"""Write checkpoints of a Runner atomically, and find them after a folder has moved."""
-import contextlib
+"""Write checkpoints of a Runner atomically, find them, and resume from the newest whole one."""
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -10,23 +10,17 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from ....backbones.weights import write_atomically
+from ....backbones.weights import WeightsError, read_checkpoint, write_atomically
+from ....backbones.weights.errors import some
 from ...common.cli import UserError
-from .earlier_runs import EARLIER, is_own, note_earlier, noted, number
+
+# How the names of folders with the files of earlier runs begin.
+EARLIER = 'earlier_'
+_NUMBERED = re.compile(r'(interrupted_)?(?:epoch|iter)_(\d+)(?:_step_(\d+))?')
 
 
 class AtomicFilesBackend(LocalBackend):
-    """The local file system, with files that are written atomically.
-
-    `remove` waits for `remove_now`, because MMEngine removes the old checkpoint before it writes the new one and would
-    leave none on a full disk.
-
-    Args:
-        folder: Only files in this folder are removed (None: any file). A copied run holds paths of the original.
-    """
-
-    def __init__(self, folder: Optional[str] = None):
-        self.folder, self.pending = folder, []
+    """The local file system, with files that are written atomically."""
 
     def put(self, obj: Union[bytes, memoryview], filepath: Union[str, Path]) -> None:
         path = Path(filepath)
@@ -36,95 +30,47 @@ class AtomicFilesBackend(LocalBackend):
             file.flush()
             os.fsync(file.fileno())
 
-    def remove(self, filepath: Union[str, Path]) -> None:
-        path = Path(filepath)
-        if self.folder is None or path.resolve().parent == Path(self.folder).resolve():
-            self.pending.append((path, path.stat().st_ino))
-
-    def remove_now(self) -> None:
-        """Remove the files that were passed to `remove`, except those that have been written again since."""
-        pending: List[Tuple[Path, int]] = self.pending
-        self.pending = []
-        for path, inode in pending:
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == inode:
-                    path.unlink()
-
 
 register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
 
 
 @HOOKS.register_module()
 class AtomicCheckpointHook(CheckpointHook):
-    """MMEngine's CheckpointHook, which writes local files atomically (`AtomicFilesBackend`).
+    """MMEngine's CheckpointHook, which writes local files atomically, and removes an old file after it has written the
+    new one.
 
     It looks for the best checkpoint so far in the current folder of the run. The checkpoint of an interruption is
-    removed when the next one has been written. A run that starts in the folder of an earlier one notes which
-    checkpoints are not its own, so that `--resume` never continues the wrong run.
+    removed when the next one has been written.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.starts = True
         if '://' not in str(self.out_dir) and not self.backend_args and not self.file_client_args:
             self.backend_args = dict(backend='subquad_atomic_files')
 
     def before_train(self, runner) -> None:
         super().before_train(runner)
-        self.starts = is_main_process()
-        if self._is_atomic:
-            self.file_backend.folder = self.out_dir
-            here = Path(self.out_dir)
-            if is_main_process():
-                for name in ('*.pth', '*.safetensors', 'last_checkpoint', 'last_validation', EARLIER):
-                    for part in here.glob(f'{name}*.part'):
-                        part.unlink(missing_ok=True)         # a run that was killed has left it
-            if getattr(self, 'best_ckpt_path', None):
-                self.best_ckpt_path = str(here / Path(self.best_ckpt_path).name)
-            for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
-                self.best_ckpt_path_dict[name] = path and str(here / Path(path).name)
-        self._remove_replaced()
+        if not isinstance(self.file_backend, AtomicFilesBackend):
+            return
+        here = Path(self.out_dir)
+        for part in here.glob('*.part') if is_main_process() else ():
+            part.unlink(missing_ok=True)                         # a run that was killed has left it
+        if getattr(self, 'best_ckpt_path', None):                # the copy of a run holds paths of the original
+            self.best_ckpt_path = str(here / Path(self.best_ckpt_path).name)
+        for name, path in getattr(self, 'best_ckpt_path_dict', {}).items():
+            self.best_ckpt_path_dict[name] = path and str(here / Path(path).name)
 
-    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        if self.starts:
-            self.starts = False
-            note_earlier(Path(runner.work_dir), Path(runner._load_from) if runner._resume else None)
-
-    def after_train_epoch(self, runner) -> None:
-        super().after_train_epoch(runner)
-        self._remove_replaced()
-
-    def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        super().after_train_iter(runner, *args, **kwargs)
-        self._remove_replaced()
-
-    def after_val_epoch(self, runner, metrics: Dict[str, float]) -> None:
-        super().after_val_epoch(runner, metrics)
-        self._remove_replaced()
-
-    def _save_checkpoint(self, runner) -> None:
-        super()._save_checkpoint(runner)
+    def _save_checkpoint_with_step(self, runner, step: int, meta: Dict[str, Any]) -> None:
+        # MMEngine removes the oldest checkpoint first, which would leave none on a full disk.
+        full = 0 < self.max_keep_ckpts == len(self.keep_ckpt_ids) and self.keep_ckpt_ids[-1] != step
+        oldest = self.filename_tmpl.format(self.keep_ckpt_ids.popleft()) if full else None
+        super()._save_checkpoint_with_step(runner, step, meta)
         if is_main_process():
-            for path in Path(runner.work_dir).glob('interrupted_*.pth'):
-                path.unlink(missing_ok=True)
-
-    @property
-    def _is_atomic(self) -> bool:
-        return isinstance(self.file_backend, AtomicFilesBackend)
-
-    def _remove_replaced(self) -> None:
-        if self._is_atomic and self.file_backend.pending:
-            self.file_backend.remove_now()
-
-
-def atomic_checkpoints(default_hooks: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return the default hooks of a config with AtomicCheckpointHook in place of MMEngine's CheckpointHook."""
-    hooks = dict(default_hooks or {})
-    checkpoint = hooks.get('checkpoint', dict(type='CheckpointHook', interval=1))
-    kind = checkpoint.get('type') if isinstance(checkpoint, dict) else None
-    if kind in ('CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook):
-        hooks['checkpoint'] = {**checkpoint, 'type': 'mmengine.AtomicCheckpointHook'}
-    return hooks
+            path = oldest and self.file_backend.join_path(self.out_dir, oldest)
+            if path and self.file_backend.isfile(path):
+                self.file_backend.remove(path)
+            for interrupted in Path(runner.work_dir).glob('interrupted_*.pth'):
+                interrupted.unlink(missing_ok=True)
 
 
 def save_interrupted(runner: Any, name: str, meta: Dict[str, Any]) -> None:
@@ -138,42 +84,51 @@ def save_interrupted(runner: Any, name: str, meta: Dict[str, Any]) -> None:
     name = f'interrupted_{name}.pth'
     runner.save_checkpoint(runner.work_dir, name, meta=meta, by_epoch=False,
                            backend_args=dict(backend='subquad_atomic_files'))
-    if is_main_process():
-        folder = Path(runner.work_dir)
-        with write_atomically(folder / 'last_checkpoint') as temporary:
-            Path(temporary).write_text(str(folder / name))
-        for path in folder.glob('interrupted_*.pth'):
-            if path.name != name:
-                path.unlink(missing_ok=True)
+    for path in Path(runner.work_dir).glob('interrupted_*.pth') if is_main_process() else ():
+        if path.name != name:
+            path.unlink(missing_ok=True)
 
 
-def _numbered(folder: Path) -> List[Tuple[Tuple[int, int, bool], Path]]:
-    """Return (number, path) of all checkpoints in a folder, the highest number first."""
-    return sorted(((place, path) for path in folder.glob('*.pth') if (place := number(path))), reverse=True)
+def _number(path: Path) -> Optional[Tuple[int, int, bool]]:
+    """Return (epoch or iteration, step, interrupted) from the name of a checkpoint, or None for other names."""
+    match = _NUMBERED.fullmatch(path.stem)
+    return (int(match[2]), int(match[3] or 0), match[1] is not None) if match else None
+
+
+def set_aside(folder: Path, start: Optional[Path], name: str) -> None:
+    """Move what an earlier run has left in a folder into a folder in it, so that --resume never continues that run.
+
+    Args:
+        folder: Folder of the run that begins.
+        start: The checkpoint that the run continues, or None. The checkpoints before it are of the same run.
+        name: Name of the folder for the earlier files.
+    """
+    continued = start is not None and start.resolve().parent == folder.resolve()
+    last = _number(start) if continued else (-1, 0, False)
+    earlier = [path for path in find_checkpoints(folder) if last and (_number(path) or last) > last or not continued]
+    others = [folder / 'best.safetensors', folder / 'last_checkpoint'] if not continued else []
+    for path in [*earlier, *others]:
+        if path.is_file():
+            (folder / name).mkdir(exist_ok=True)
+            path.rename(folder / name / path.name)
+    if earlier:
+        print(f'the checkpoints of an earlier run ({some(sorted(path.name for path in earlier))}) are now in '
+              f'{folder / name}', file=sys.stderr)
 
 
 def find_checkpoints(folder: Path) -> List[Path]:
-    """Return the checkpoints of a run, the newest first, even if the folder has moved.
+    """Return the checkpoints of the last run in a folder, the newest first.
 
-    The newest is the one that the file last_checkpoint names, or a later one: a run can be killed before it writes the
-    name. Checkpoints of an earlier run in the folder are left out.
+    If the config has its own names, it is the one that the file last_checkpoint names, even if the folder has moved.
     """
-    earlier = noted(folder)
-    try:
-        name = Path((folder / 'last_checkpoint').read_text().strip())
-    except (OSError, UnicodeDecodeError):
-        name = Path()
-    numbered = [(place, path) for place, path in _numbered(folder) if is_own(path, earlier)]
-    # This folder first: it can be a copy.
-    newest = next((path for path in (folder / name.name, name) if name.name and path.is_file()
-                   and is_own(path, earlier)), None)
-    if newest is None:
+    numbered = sorted(((number, path) for path in folder.glob('*.pth') if (number := _number(path))), reverse=True)
+    if numbered:
         return [path for _, path in numbered]
-    place, written = number(newest), newest.stat().st_mtime_ns
-    if place is None:                                            # the config has its own names
-        return [newest, *(path for _, path in numbered)]
-    later = [path for n, path in numbered if n > place and path.stat().st_mtime_ns > written]
-    return [*later, newest, *(path for n, path in numbered if n < place)]
+    try:
+        name = Path((folder / 'last_checkpoint').read_text().strip()).name
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [folder / name] if name and (folder / name).is_file() else []
 
 
 def latest_checkpoint(folder: Path) -> Optional[Path]:
@@ -200,20 +155,18 @@ def checkpoint_to_resume(work_dir: str, name: str) -> str:
         return _whole(path)
     paths = find_checkpoints(folder)
     if not paths:
-        others = [path for _, path in _numbered(folder)]
-        if others:
-            raise UserError(f'--resume: the last run in {work_dir} has written no checkpoint; {others[0].name} is of '
-                            f'an earlier run, which --resume {others[0]} continues')
+        earlier = sorted(folder.glob(f'{EARLIER}*/*.pth'), key=lambda path: (path.parent, _number(path) or ()))
+        if earlier:
+            raise UserError(f'--resume: the last run in {work_dir} has written no checkpoint; {earlier[-1]} is of an '
+                            f'earlier run, which --resume {earlier[-1]} continues')
         raise UserError(f'--resume: no checkpoint in {work_dir} (give --work-dir or --resume CHECKPOINT)')
-    for n, path in enumerate(paths):
+    for path, before in zip(paths, paths[1:]):
         try:
             return _whole(path)
         except UserError as error:
-            if n + 1 == len(paths):
-                raise
             if int(os.environ.get('RANK', 0)) == 0:
-                print(f'warning: {error}; trying {paths[n + 1].name}, the checkpoint before it', file=sys.stderr)
-    raise AssertionError('unreachable')
+                print(f'warning: {error}; trying {before.name}, the checkpoint before it', file=sys.stderr)
+    return _whole(paths[-1])
 
 
 def _whole(path: Path) -> str:
@@ -222,7 +175,6 @@ def _whole(path: Path) -> str:
     Raises:
         UserError: The file is not a whole checkpoint of a Runner.
     """
-    from ....backbones.weights import WeightsError, read_checkpoint
     if path.suffix == '.safetensors':
         raise UserError(f'--resume: {path} holds only weights; the .pth files beside it also hold the state of '
                         'training')

@@ -18,30 +18,30 @@ import difflib
 import math
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
+
+import timm
+import torch
+from torch import nn
 
 from ...common.cli import UserError, one_line
 from ..config import configs_folder, find, known_configs, load
+from ..zoo import takes_images
+from .counts import three_counts
 
 REGIONS, MASKS = 1000, 100
-TASKS = ('detection', 'segmentation')
 COUNTS = {'macs': 'all', 'macs_without_attention': 'without attention products',
           'macs_with_norms': 'without attention products, with norms'}
 
 
-def task_configs() -> List[str]:
-    """Names of the package's configs that can be counted."""
-    return [name for name in known_configs() if find(name).parent.name in TASKS]
-
-
 def is_config(name: str) -> bool:
     """True for a path, the name of a config, or a name that is closer to a config's than to any model's."""
-    import timm
     if timm.is_model(name):
         return False
     if name.endswith('.py') or '/' in name or name in known_configs():
         return True
-    nearest = difflib.get_close_matches(name, [*timm.list_models(), *task_configs()], n=1, cutoff=0.5)
+    dense = [each for each in known_configs() if find(each).parent.name in ('detection', 'segmentation')]
+    nearest = difflib.get_close_matches(name, [*timm.list_models(), *dense], n=1, cutoff=0.5)
     return bool(nearest) and not timm.is_model(nearest[0])
 
 
@@ -63,20 +63,19 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     Raises:
         UserError: The config is unknown or of another kind, or its network cannot be built or refuses the size.
     """
-    import torch
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
 
     from ..dense.channels import check_channels
-    from ..zoo import takes_images
-    from .counts import three_counts
     config = load(name, overrides)
     if config.model.get('type') == 'TimmClassifier':
         raise UserError(f'{name} trains a classifier: use subquad stats {config.model.name}'
                         if takes_images(config.model.name) else f'{name} trains a model of tokens: use subquad train '
                         f'{name} --dry-run, which counts its parameters')
     usual = not (height and width or overrides)
-    height, width = _padded(config, *((height, width) if height and width else _image_size(name, config)))
+    divisor = config.model.get('data_preprocessor', {}).get('pad_size_divisor', 1)
+    height, width = (math.ceil(side / divisor) * divisor for side in (
+        (height, width) if height and width else _image_size(name, config)))
     try:
         with DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmengine')), torch.device('meta'), \
                 warnings.catch_warnings():
@@ -114,11 +113,6 @@ def _image_size(name: str, config) -> Tuple[int, int]:
     raise UserError(f'{name} has neither a crop size nor a Resize in its test pipeline: give --size')
 
 
-def _padded(config, height: int, width: int) -> Tuple[int, int]:
-    multiple = config.model.get('data_preprocessor', {}).get('pad_size_divisor', 1)
-    return tuple(math.ceil(n / multiple) * multiple for n in (height, width))
-
-
 def _forward(name: str, model, images) -> None:
     """Run the counted parts on images (B, 3, H, W)."""
     if hasattr(model, 'encode_decode'):
@@ -134,8 +128,6 @@ def _forward(name: str, model, images) -> None:
 
 def _forward_regions(name: str, roi_head, images: int) -> None:
     """Run the box and mask heads on empty features of the size that RoIAlign returns."""
-    import torch
-    from torch import nn
     head_type = type(roi_head).__name__
     if head_type not in ('StandardRoIHead', 'CascadeRoIHead') or roi_head.with_shared_head:
         raise UserError(f'{name}: two-stage detectors can be counted if they have a StandardRoIHead or CascadeRoIHead '

@@ -8,7 +8,11 @@ BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
 import math
 from typing import Any, Callable, Dict, Optional
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from ...common.cli import UserError
+from ..zoo import create, default_size, size_options
 
 # Reported by the authors at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
@@ -40,9 +44,6 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
     Raises:
         UserError: The name is unknown, or the model refuses an option or the size.
     """
-    import torch
-
-    from ..zoo import create, default_size, size_options
     height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
     model = create(name, device='meta', **{**size_options(name, (height, width)), **options})
     channels = model.pretrained_cfg['input_size'][0]
@@ -62,9 +63,6 @@ def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
         model: An nn.Module.
         forward: Function that runs the model on a given number of images.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     def flops_of(images: int, **options: Any) -> Dict[str, int]:
         with torch.no_grad(), FlopCounterMode(display=False, **options) as counter:
             forward(images)

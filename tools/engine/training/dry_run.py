@@ -3,7 +3,7 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
@@ -11,6 +11,7 @@ from rich.table import Table
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch import nn, optim, zeros
 
+from ....backbones.weights.errors import some
 from ...common.output import add_row, print_table
 from ..classification.task import build_data, build_model
 from .learning_rate import describe_batch, scale_learning_rate, total_batch
@@ -20,24 +21,6 @@ from .runner import build_optimizer
 IMAGENET = 1_281_167
 # Approximate number of steps of a simulated schedule.
 _SIMULATED = 3_000
-_SHOWN = 3                                                      # names of parameters in a row of the table
-
-
-class Parameter(NamedTuple):
-    """How one parameter is trained.
-
-    Attributes:
-        name: Its name in the network.
-        shape: Its shape.
-        lr: Its largest learning rate; None if it is not trained.
-        weight_decay: Its weight decay; None if it is not trained.
-        drop_path: Probability of dropping the residual branches of its block; None outside of such blocks.
-    """
-    name: str
-    shape: Tuple[int, ...]
-    lr: Optional[float]
-    weight_decay: Optional[float]
-    drop_path: Optional[float]
 
 
 def dry_run(config: Any, processes: int) -> Dict[str, Any]:
@@ -49,7 +32,7 @@ def dry_run(config: Any, processes: int) -> Dict[str, Any]:
 
     Returns:
         dict(model, data, batch, learning_rate, steps_per_epoch, epochs, steps, schedule, parameters), where
-        `learning_rate` says how it is scaled, `schedule` is as from `schedule` and `parameters` lists `Parameter`s.
+        `learning_rate` says how it is scaled, and `schedule` and `parameters` are as from the functions below.
 
     Raises:
         UserError: A part cannot be built.
@@ -120,12 +103,22 @@ def schedule(schedulers: Any, lr: float, length: int, steps: int, by_epoch: bool
     Returns:
         A list of dict(step, epoch, lr), in order.
     """
-    short = max(1, min(length, _SIMULATED * length // steps)) if by_epoch else max(1, length * _SIMULATED // steps)
-    factor = length / short if by_epoch else max(1., steps / _SIMULATED)
+    factor = max(1., steps / _SIMULATED)
+    short = max(1, round(length / factor))
+    factor = length / short if by_epoch else factor
     total = steps // length * short if by_epoch else round(steps / factor)
     optimizer = optim.SGD([zeros(1, requires_grad=True)], lr=lr)
-    schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers or []
-    built = [_shortened(dict(each), factor, short, total, by_epoch, optimizer) for each in schedulers]
+    built = []
+    for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers or []:
+        scheduler, counts_epochs = dict(scheduler), by_epoch and scheduler.get('by_epoch', True)
+        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones') if not scheduler.get('by_epoch', True) else ():
+            value = scheduler.get(key)
+            if isinstance(value, (list, tuple)):
+                scheduler[key] = [round(step / factor) for step in value]
+            elif value is not None:
+                scheduler[key] = max(round(value / factor), int(value > 0))
+        scheduler.setdefault('end', total // short if counts_epochs else total)
+        built.append(PARAM_SCHEDULERS.build(scheduler, default_args=dict(optimizer=optimizer, epoch_length=short)))
     rates = []
     for step in range(total):
         rates.append(optimizer.param_groups[0]['lr'])
@@ -135,27 +128,16 @@ def schedule(schedulers: Any, lr: float, length: int, steps: int, by_epoch: bool
                 each.step()
     largest = max(rates) * (1 - 1e-9)
     top = max(n for n, rate in enumerate(rates) if rate > largest)
-    shown = sorted({0, top, total // 2, total - 1})
-    return [dict(step=min(round(n * factor), steps - 1), epoch=round(n / short, 2), lr=rates[n]) for n in shown]
+    return [dict(step=min(round(n * factor), steps - 1), epoch=round(n / short, 2), lr=rates[n])
+            for n in sorted({0, top, total // 2, total - 1})]
 
 
-def _shortened(scheduler: Dict[str, Any], factor: float, short: int, total: int, by_epoch: bool,
-               optimizer: optim.Optimizer) -> Any:
-    """Build a scheduler for a training that is shorter by a factor, as the Runner builds it."""
-    epochs = total // short if by_epoch else total
-    if not scheduler.get('by_epoch', True):
-        for key in ('begin', 'end', 'T_max', 'step_size', 'milestones'):
-            value = scheduler.get(key)
-            if isinstance(value, (list, tuple)):
-                scheduler[key] = [round(step / factor) for step in value]
-            elif value is not None:
-                scheduler[key] = max(round(value / factor), int(value > 0))
-    scheduler.setdefault('end', epochs if scheduler.get('by_epoch', True) else total)
-    return PARAM_SCHEDULERS.build(scheduler, default_args=dict(optimizer=optimizer, epoch_length=short))
+def parameters(net: nn.Module, wrapper: OptimWrapper) -> Iterator[Dict[str, Any]]:
+    """Yield dict(name, shape, lr, weight_decay, drop_path) of every parameter of a network, in the network's order.
 
-
-def parameters(net: nn.Module, wrapper: OptimWrapper) -> Iterator[Parameter]:
-    """Yield the options of every parameter of a network, in the network's order."""
+    `lr` is its largest learning rate; it and `weight_decay` are None if the parameter is not trained. `drop_path` is
+    the probability of dropping the residual branches of its block, and None outside of such blocks.
+    """
     groups = {id(parameter): group for group in wrapper.param_groups for parameter in group['params']}
     rates = {name: max(getattr(child, 'drop_prob', 0.) or 0. for child in drops) for name, module
              in net.named_modules() if (drops := [child for key, child in module.named_children()
@@ -163,13 +145,13 @@ def parameters(net: nn.Module, wrapper: OptimWrapper) -> Iterator[Parameter]:
     for name, parameter in net.named_parameters():
         group = groups.get(id(parameter), {}) if parameter.requires_grad else {}
         blocks = [block for block in rates if name.startswith(f'{block}.')]
-        yield Parameter(name, tuple(parameter.shape), group.get('lr'), group.get('weight_decay'),
-                        rates[max(blocks, key=len)] if blocks else None)
+        yield dict(name=name, shape=tuple(parameter.shape), lr=group.get('lr'), weight_decay=group.get('weight_decay'),
+                   drop_path=rates[max(blocks, key=len)] if blocks else None)
 
 
 def print_dry_run(found: Dict[str, Any]) -> None:
     """Print the result of `dry_run`: a row for all parameters with the same options."""
-    total = sum(math.prod(p.shape) for p in found['parameters'])
+    total = sum(math.prod(each['shape']) for each in found['parameters'])
     print(f"{found['model']}: {total:,} parameters; {found['data']}")
     print(found['learning_rate'])
     length = f"{found['epochs']} epochs of {found['steps_per_epoch']:,} steps" if found['epochs'] else 'training'
@@ -178,17 +160,12 @@ def print_dry_run(found: Dict[str, Any]) -> None:
     for row in found['schedule']:
         add_row(table, f"{row['step']:,}", f"{row['epoch']:g}", f"{row['lr']:.4g}")
     print_table(table)
-    rows: Dict[Tuple[Any, ...], List[Parameter]] = {}
-    for parameter in found['parameters']:
-        rows.setdefault((parameter.lr, parameter.weight_decay, parameter.drop_path), []).append(parameter)
+    rows: Dict[Tuple[Any, ...], List[Dict[str, Any]]] = {}
+    for each in found['parameters']:
+        rows.setdefault((each['lr'], each['weight_decay'], each['drop_path']), []).append(each)
     table = Table('learning rate', 'weight decay', 'drop path', 'tensors', 'parameters', 'names')
     for (lr, decay, drop), members in rows.items():
         cells = ('frozen', '-') if lr is None else (f'{lr:.4g}', f'{decay:g}')
         add_row(table, *cells, '-' if drop is None else f'{drop:.4g}', len(members),
-                f'{sum(math.prod(p.shape) for p in members):,}', _names([p.name for p in members]))
+                f"{sum(math.prod(each['shape']) for each in members):,}", some([each['name'] for each in members]))
     print_table(table)
-
-
-def _names(names: List[str]) -> str:
-    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
-    return ', '.join(names[:_SHOWN]) + more

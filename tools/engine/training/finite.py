@@ -7,26 +7,22 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ....backbones.weights import is_finite
+from ....backbones.weights.errors import some
 from ...common.cli import UserError
 from ..checkpoints.runner_checkpoints import latest_checkpoint
 from .scalars import READ_EVERY
 
 
-@HOOKS.register_module()
 class FiniteHook(Hook):
-    """Stops training at the first loss that is NaN or infinite.
+    """Stops training at the first loss that is NaN or infinite, and before weights that are not finite are written.
 
-    Weights that are not finite are never written to a file.
-
-    Args:
-        every: Number of steps after which their losses are read from the device, which waits for it. Those of the
-            first steps, and those before a checkpoint, are read at once.
+    The losses of the first steps, and those before a checkpoint, are read from the device at once, later ones every
+    READ_EVERY steps.
 
     Raises:
         UserError: The loss or the weights are not finite. The message names the step, the files of the batch and the
@@ -35,9 +31,9 @@ class FiniteHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self, every: int = READ_EVERY):
+    def __init__(self):
         self.exempt: Set[str] = set()
-        self.every, self.steps = every, 0
+        self.steps = 0
         self.unread: List[Tuple[Tensor, int, int, List[str]]] = []           # loss, iteration, batch_idx, files
 
     def before_train(self, runner) -> None:
@@ -49,7 +45,7 @@ class FiniteHook(Hook):
         self.steps += 1
         self.unread.append((outputs['loss'].detach().reshape(()), runner.iter, batch_idx,
                             list(_image_paths(data_batch))))
-        if self.steps <= self.every or len(self.unread) >= self.every:
+        if self.steps <= READ_EVERY or len(self.unread) >= READ_EVERY:
             self._check(runner)
 
     def after_train_epoch(self, runner) -> None:
@@ -62,20 +58,20 @@ class FiniteHook(Hook):
             if not math.isfinite(loss):
                 files = ', '.join(files or _drawn_files(runner.train_dataloader, batch_idx))
                 raise UserError(f'the loss is {loss} at step {_step(runner, iteration + 1)}; '
-                                f"{files and f'the batch holds {files}; '}{self._last_good(runner)}; "
+                                f"{files and f'the batch holds {files}; '}{_last_good(runner)}; "
                                 'a lower learning rate, clipped gradients or a longer warm-up may help')
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
         self._check(runner)
         bad = [key for key in _not_finite(checkpoint['state_dict']) if key not in self.exempt]
         if bad:
-            more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
-            raise UserError(f'the weights hold NaN or infinities after step {_step(runner, runner.iter)} ({bad[0]}'
-                            f'{more}): nothing is written; {self._last_good(runner)}')
+            raise UserError(f'the weights hold NaN or infinities after step {_step(runner, runner.iter)} '
+                            f'({some(bad, 1)}): nothing is written; {_last_good(runner)}')
 
-    def _last_good(self, runner) -> str:
-        path = latest_checkpoint(Path(runner.work_dir))
-        return f'the last good checkpoint is {path}' if path else 'no checkpoint had been written'
+
+def _last_good(runner) -> str:
+    path = latest_checkpoint(Path(runner.work_dir))
+    return f'the last good checkpoint is {path}' if path else 'no checkpoint had been written'
 
 
 def _not_finite(weights: Dict[str, Any]) -> List[str]:

@@ -1,6 +1,6 @@
 """A training loop that continues in the middle of an epoch, with the random numbers of an uninterrupted run."""
 import random
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 import numpy as np
 import torch
@@ -55,18 +55,6 @@ class ResumableTrainLoop(EpochBasedTrainLoop):
             self.run_iter(idx, data_batch)
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
-
-
-def resumable(train_cfg: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
-    """Return the train_cfg of a config with ResumableTrainLoop in place of MMEngine's EpochBasedTrainLoop."""
-    if not train_cfg:
-        return train_cfg
-    options = dict(train_cfg)
-    by_epoch = options.pop('by_epoch', None)
-    if options.get('type') in ('EpochBasedTrainLoop', 'mmengine.EpochBasedTrainLoop', EpochBasedTrainLoop) or (
-            'type' not in options and by_epoch):
-        return {**options, 'type': 'mmengine.ResumableTrainLoop'}
-    return train_cfg
 
 
 def position(epoch: int, step: int, steps_per_epoch: int) -> Dict[str, Any]:

@@ -3,7 +3,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence
 
 from ....backbones.weights import write_atomically
 from ...common.canvas import figure
@@ -12,9 +12,9 @@ from ...common.paths import expanded
 
 # Entries of a line that say where it belongs or how long it took; all others are curves.
 _PLACES = ('step', 'iter', 'epoch', 'time', 'data_time', 'base_lr', 'memory', 'eta')
-# The file beside a log that says where its run starts.
+# The file beside a log in which ProgressHook writes where its run starts.
 START = 'start.json'
-# Metrics of which less is better; of all other metrics more is.
+# Parts of the names of metrics of which less is better; of all other metrics more is.
 _DOWNWARDS = ('loss', 'perplexity', 'ece', 'lr')
 
 
@@ -37,8 +37,8 @@ class Curve:
 
     def best(self, name: str) -> Point:
         """Return the best finite point, the first of equal ones; the last point if none is finite."""
+        sign = -1 if any(word in name.split('/')[-1].lower() for word in _DOWNWARDS) else 1
         finite = [point for point in self.points if math.isfinite(point.value)]
-        sign = -1 if is_downwards(name) else 1
         return max(finite, key=lambda point: sign * point.value, default=self.points[-1])
 
 
@@ -47,11 +47,6 @@ class Run:
     """The curves of a work folder, by the name of the scalar."""
     name: str
     curves: Dict[str, Curve]
-
-
-def is_downwards(name: str) -> bool:
-    """Whether less is better."""
-    return any(word in name.split('/')[-1].lower() for word in _DOWNWARDS)
 
 
 def read_run(folder: str) -> Run:
@@ -74,45 +69,31 @@ def read_run(folder: str) -> Run:
     if not files:
         raise UserError(f'{shown(path)} has no logs of a run (TIMESTAMP/vis_data/scalars.json)')
     curves: Dict[str, Curve] = {}
-    before = 0
+    length = 0                                                # number of steps of an epoch of the run before
     for file in files:
-        start = _start(file)
-        if start:
-            _until(curves, start, before)
-            before = start['steps_per_epoch']
-        _append(curves, _curves(_lines(file)))
+        try:
+            start = json.loads((file.parents[1] / START).read_text())
+        except (OSError, ValueError):
+            start = {}                                        # of another Runner
+        for curve in curves.values() if start else ():
+            scale = start['steps_per_epoch'] / length if curve.unit == 'iteration' and length else 1
+            points = [Point(step * scale if scale != 1 else step, value) for step, value in curve.points]
+            curve.points = [point for point in points if point.step <= start[curve.unit]]
+        length = start.get('steps_per_epoch', length)
+        for name, curve in _curves(file).items():
+            known = curves.setdefault(name, Curve(curve.unit))
+            known.points = [point for point in known.points if point.step < curve.points[0].step] + curve.points
+    curves = {name: curve for name, curve in curves.items() if curve.points}
     if not curves:
         raise UserError(f'the logs in {shown(path)} hold no values yet')
     return Run(path.resolve().name, curves)
 
 
-def _start(file: Path) -> Dict[str, int]:
-    """Return what ProgressHook has written beside a log, or {} for a log of another Runner."""
-    try:
-        return json.loads((file.parents[1] / START).read_text())
-    except (OSError, ValueError):
-        return {}
+def _curves(file: Path) -> Dict[str, Curve]:
+    """Return the curves of one log; a last line that was cut short is left out.
 
-
-def _until(curves: Dict[str, Curve], start: Dict[str, int], before: int) -> None:
-    """Cut curves where a later run starts, and count their steps in epochs of its length.
-
-    Args:
-        curves: The curves, which are changed.
-        start: What `_start` returns for the later run.
-        before: Number of steps of an epoch of the earlier run.
-    """
-    scale = start['steps_per_epoch'] / before if before and start['steps_per_epoch'] else 1
-    for name, curve in list(curves.items()):
-        if curve.unit == 'iteration':
-            curve.points = [Point(step * scale if scale != 1 else step, value) for step, value in curve.points]
-        curve.points = [point for point in curve.points if point.step <= start[curve.unit]]
-        if not curve.points:
-            del curves[name]
-
-
-def _lines(file: Path) -> List[Dict[str, Any]]:
-    """Return the objects of a file of JSON lines; a last line that was cut short is left out.
+    Lines of training count iterations. Those of validation count epochs, or iterations in runs without epochs: their
+    step is then at least that of the last line of training.
 
     Raises:
         UserError: The file cannot be read, or another line is damaged.
@@ -121,26 +102,17 @@ def _lines(file: Path) -> List[Dict[str, Any]]:
         texts = file.read_text(encoding='utf-8').splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f'{shown(file)} cannot be read ({error})') from error
-    found = []
+    curves: Dict[str, Curve] = {}
+    iteration, epoch = 0, 0
     for number, text in enumerate(texts, 1):
         try:
-            found.append(json.loads(text))                    # Python's NaN and Infinity, too
+            line = json.loads(text)                           # Python's NaN and Infinity, too
         except ValueError as error:
             if number == len(texts):
                 break                                         # the run was killed, or is writing
             raise UserError(f'{shown(file)}, line {number} is damaged') from error
-    return [line for line in found if isinstance(line, dict) and 'step' in line]
-
-
-def _curves(lines: Sequence[Dict[str, Any]]) -> Dict[str, Curve]:
-    """Return the curves of one log.
-
-    Lines of training count iterations. Those of validation count epochs, or iterations in runs without epochs: their
-    step is then at least that of the last line of training.
-    """
-    curves: Dict[str, Curve] = {}
-    iteration, epoch = 0, 0
-    for line in lines:
+        if 'step' not in line:                                # MMEngine's first line is the config
+            continue
         training = 'lr' in line
         if training:
             iteration, epoch = line['step'], line.get('epoch', 0)
@@ -149,13 +121,6 @@ def _curves(lines: Sequence[Dict[str, Any]]) -> Dict[str, Curve]:
             if name not in _PLACES and isinstance(value, (int, float)) and not isinstance(value, bool):
                 curves.setdefault(name, Curve(unit)).points.append(Point(line['step'], value))
     return curves
-
-
-def _append(curves: Dict[str, Curve], later: Dict[str, Curve]) -> None:
-    """Continue curves by those of a later log, which replaces what it repeats."""
-    for name, curve in later.items():
-        known = curves.setdefault(name, Curve(curve.unit))
-        known.points = [point for point in known.points if point.step < curve.points[0].step] + curve.points
 
 
 def chosen(runs: Sequence[Run], names: Sequence[str]) -> List[str]:
@@ -177,15 +142,10 @@ def chosen(runs: Sequence[Run], names: Sequence[str]) -> List[str]:
 
 def rows(runs: Sequence[Run], names: Sequence[str]) -> List[Dict[str, Any]]:
     """Return dict(run, name, unit, last, last_step, best, best_step) of each scalar of each run that has it."""
-    found = []
-    for run in runs:
-        for name in names:
-            if name in run.curves:
-                curve = run.curves[name]
-                last, best = curve.points[-1], curve.best(name)
-                found.append(dict(run=run.name, name=name, unit=curve.unit, last=last.value, last_step=last.step,
-                                  best=best.value, best_step=best.step))
-    return found
+    return [dict(run=run.name, name=name, unit=run.curves[name].unit, last=last.value, last_step=last.step,
+                 best=best.value, best_step=best.step)
+            for run in runs for name in names if name in run.curves
+            for last, best in [(run.curves[name].points[-1], run.curves[name].best(name))]]
 
 
 def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
@@ -201,9 +161,11 @@ def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
         units = []
         for number, run in enumerate(runs):
             if name in run.curves:
-                steps, values = _finite(run.curves[name])
-                axes.plot(steps, values, color=f'C{number % 10}', linestyle=('-', '--', ':')[number // 10 % 3],
-                          marker='.' if len(steps) <= 30 else '', label=run.name.replace('$', r'\$'))
+                points = run.curves[name].points
+                values = [value if math.isfinite(value) else math.nan for _, value in points]      # leaves a gap
+                axes.plot([step for step, _ in points], values, color=f'C{number % 10}',
+                          linestyle=('-', '--', ':')[number // 10 % 3], marker='.' if len(points) <= 30 else '',
+                          label=run.name.replace('$', r'\$'))
                 units.append(run.curves[name].unit)
         title = 'learning rate of the first layers' if name == 'lr' else name        # MMEngine logs the first group
         axes.set(title=title, xlabel=' or '.join(dict.fromkeys(units)))
@@ -216,9 +178,3 @@ def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
             page.savefig(temporary, dpi=120, format='png')
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror or error}') from error
-
-
-def _finite(curve: Curve) -> Tuple[List[float], List[float]]:
-    """Return steps and values; a value that is not finite leaves a gap."""
-    return ([point.step for point in curve.points],
-            [point.value if math.isfinite(point.value) else math.nan for point in curve.points])

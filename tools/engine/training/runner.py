@@ -3,7 +3,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 from mmengine.config import Config
 from mmengine.dist import get_world_size
-from mmengine.hooks import EMAHook, Hook
-from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.runner import EpochBasedTrainLoop, LogProcessor, Runner, set_random_seed
 from torch import nn
@@ -26,7 +26,7 @@ from ...common.cli import UserError, quiet
 from ...common.paths import writable_folder
 from ..checkpoints.changed_settings import changed_settings
 from ..checkpoints.interruptions import start_worker
-from ..checkpoints.runner_checkpoints import atomic_checkpoints
+from ..checkpoints.runner_checkpoints import AtomicCheckpointHook
 from ..classification.pixels import send_bytes
 from ..config import is_classifier, read_entries
 from ..weights.starting_weights import StartHook, say
@@ -34,13 +34,15 @@ from .building import close_log, made
 from .finite import FiniteHook
 from .hooks import SeedHook, WeightsHook
 from .learning_rate import scale_learning_rate
-from .loops import resumable
+from .loops import ResumableTrainLoop
 from .scalars import ScalarHub, StepLogProcessor, noted
 from .sharding import GatheringHook, ShardingHook
 
 # Entries of a config that the Runner receives as they are, beside those of its parts.
-_COMMON = ('log_processor', 'default_scope', 'randomness', 'default_hooks')
+_COMMON = ('default_scope', 'randomness', 'default_hooks')
 _TRAINING = ('param_scheduler', 'auto_scale_lr', 'load_from', 'resume')
+# Classes of MMEngine, and the classes of this package that replace them.
+_OWN = {EpochBasedTrainLoop: ResumableTrainLoop, CheckpointHook: AtomicCheckpointHook, LogProcessor: StepLogProcessor}
 # Entries of schedulers that change with each step.
 _PROGRESS = ('last_step', '_global_step', '_last_value', 'verbose')
 # Entries of groups of parameters in which optimizers keep their state.
@@ -82,7 +84,8 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     model = task.build_model(config, classes, training)
     keys = [*_COMMON, *(f'{part}_{entry}' for part in parts for entry in ('cfg', 'evaluator')),
             *(_TRAINING if training else ())]
-    arguments.update({key: config[key] for key in keys if config.get(key) is not None})
+    arguments.update({key: config[key] for key in keys if config.get(key) is not None},
+                     log_processor=_own({'type': 'LogProcessor', **(config.get('log_processor') or {})}))
     hooks = [SeedHook(), *hooks]
     if training:
         if torch.cuda.is_available():                # a CPU normalizes faster in the workers
@@ -93,9 +96,11 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
             elif isinstance(hook, WeightsHook):
                 hook.metadata = task.metadata(config, arguments)
         hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if _is_sharded(config) else ())]
-        arguments.update(optim_wrapper=build_optimizer(config, model),
-                         default_hooks=atomic_checkpoints(config.get('default_hooks')),
-                         train_cfg=resumable(config.get('train_cfg')))
+        defaults, loop = dict(config.get('default_hooks') or {}), dict(config.get('train_cfg') or {})
+        defaults['checkpoint'] = _own(defaults.get('checkpoint', dict(type='CheckpointHook', interval=1)))
+        if loop.get('by_epoch'):
+            loop = {'type': 'EpochBasedTrainLoop', **{k: v for k, v in loop.items() if k != 'by_epoch'}}
+        arguments.update(optim_wrapper=build_optimizer(config, model), default_hooks=defaults, train_cfg=_own(loop))
         if getattr(model, 'has_weights', False):     # MMEngine's loading would skip weights that do not match
             arguments.pop('load_from')
     arguments.update(_process_options(config))
@@ -108,6 +113,15 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     return made(lambda: ResumableRunner(
         model, config.work_dir, **arguments, cfg=config, experiment_name=name, log_level=log_level,
         custom_hooks=[*(config.get('custom_hooks') or []), *hooks]), 'the Runner cannot be built')
+
+
+def _own(options: Any) -> Any:
+    """Return the options of a class of MMEngine with the class of this package that replaces it."""
+    kind = options.get('type') if isinstance(options, dict) else None
+    for theirs, ours in _OWN.items():
+        if kind in (theirs, theirs.__name__, f'mmengine.{theirs.__name__}'):
+            return {**options, 'type': ours}
+    return options
 
 
 def build_optimizer(config: Config, model: nn.Module) -> OptimWrapper:
@@ -195,48 +209,39 @@ class ResumableRunner(Runner):
         return loader
 
     def build_message_hub(self, message_hub: Any = None) -> ScalarHub:
-        hub = ScalarHub.get_instance(self._experiment_name)
-        if self.log_processor.custom_cfg:                        # whose windows can be longer
-            hub.length = 1_000_000
-        return hub
+        return ScalarHub.get_instance(self._experiment_name)
 
-    def build_log_processor(self, log_processor: Any) -> LogProcessor:
-        if isinstance(log_processor, dict) and log_processor.get('type', 'LogProcessor') == 'LogProcessor':
-            log_processor = {**log_processor, 'type': StepLogProcessor}
-        return super().build_log_processor(log_processor)
-
-    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
-        built = super().build_optim_wrapper(optim_wrapper)
-        for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
-            wrapper.message_hub = self.message_hub               # it can be older than the Runner
-            if wrapper.clip_grad_kwargs:
-                wrapper.clip_func = noted(wrapper.clip_func, self.message_hub, f'train/{wrapper.grad_name}')
-        return built
+    def build_optim_wrapper(self, optim_wrapper: Any) -> OptimWrapper:
+        wrapper = super().build_optim_wrapper(optim_wrapper)
+        wrapper.message_hub = self.message_hub                   # it can be older than the Runner
+        if wrapper.clip_grad_kwargs:
+            wrapper.clip_func = noted(wrapper.clip_func, self.message_hub, f'train/{wrapper.grad_name}')
+        return wrapper
 
     def dump_config(self) -> None:
+        """Write nothing: MMEngine would replace the config of the run before, which this run may not."""
+
+    def write_config(self) -> None:
         """Write the config without the variables of its file; the other entries already contain their values."""
         whole, self.cfg = self.cfg, deepcopy(self.cfg)
-        kept = (*read_entries(), 'custom_imports', 'work_dir', 'log_level', *(() if is_classifier(whole) else
-                                                                              ('data_root',)))       # for --data
-        for key in set(whole) - set(kept):
+        kept = {*read_entries(), 'custom_imports', 'work_dir', 'log_level', *([] if is_classifier(whole) else
+                                                                              ['data_root'])}          # for --data
+        for key in set(whole) - kept:
             self.cfg.pop(key)
         super().dump_config()
         self.cfg = whole
 
     def scale_lr(self, optim_wrapper: Any, auto_scale_lr: Optional[Dict[str, Any]] = None) -> None:
-        if auto_scale_lr:
-            sentence = scale_learning_rate(optim_wrapper, self.cfg, get_world_size())
-            if sentence:
-                say(sentence)
+        sentence = scale_learning_rate(optim_wrapper, self.cfg, get_world_size())
+        if sentence:
+            say(sentence)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
         """Load every file for `load_from` that `read_checkpoint` reads; resume as MMEngine does."""
         if self._resume:
-            checkpoint = super().load_checkpoint(filename, *args, **kwargs)
-            self._check(checkpoint, filename)
-            self._resumed_plan = _plan(_joined(checkpoint.get('param_schedulers')))
-            self._resumed_config = checkpoint['meta'].get('cfg')
-            return checkpoint
+            self._resumed = super().load_checkpoint(filename, *args, **kwargs)
+            self._check(self._resumed, filename)
+            return self._resumed
         checkpoint = dict(state_dict=read_checkpoint(resolve(filename))[0], meta={})
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         getattr(self.model, 'module', self.model).load_state_dict(checkpoint['state_dict'], strict=False)
@@ -249,82 +254,64 @@ class ResumableRunner(Runner):
         Raises:
             UserError: The checkpoint has other classes, another seed or optimizer, or averages that no hook continues.
         """
+        meta, restart = checkpoint.get('meta', {}), f'start from its weights with --weights {filename}'
         classes = (getattr(self.train_dataloader.dataset, 'metainfo', None) or {}).get('classes') or ()
-        other = class_difference(dataset_classes(checkpoint.get('meta', {})), classes)
+        other = class_difference(dataset_classes(meta), classes)
         if other:
-            raise UserError(f'{filename} {other}: resume with the data of the run, or start from its weights with '
-                            f'--weights {filename}')
-        seed, own = checkpoint.get('meta', {}).get('seed'), self._randomness_cfg.get('seed')
+            raise UserError(f'{filename} {other}: resume with the data of the run, or {restart}')
+        seed, own = meta.get('seed'), self._randomness_cfg.get('seed')
         if None not in (seed, own) and seed != own:
             # MMEngine would take the seed of the checkpoint for everything but the order of the data.
             raise UserError(f'{filename} was trained with seed {seed}, and this run has seed {own}: resume with '
                             f'--seed {seed}')
         if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in self.hooks):
             raise UserError(f'{filename} holds averages of the weights, which the custom_hooks of this run do not '
-                            f'continue: keep ModelEMAHook, or start from the averages with --weights {filename}')
-        theirs = [group for state in _states(checkpoint.get('optimizer')) for group in state['param_groups']]
-        if theirs and _form(theirs) != _form(self._groups()):
+                            f'continue: keep ModelEMAHook, or {restart}')
+        theirs = (checkpoint.get('optimizer') or {}).get('param_groups')
+        ours = self.optim_wrapper.optimizer.param_groups
+        forms = [[(len(group['params']), {*group} - {*_STATE, 'initial_lr'}) for group in groups or ()]
+                 for groups in (theirs, ours)]
+        if theirs and forms[0] != forms[1]:
             raise UserError(f'{filename} has the state of another optimizer or of other groups of parameters: keep its '
-                            'optimizer, its layer_decay and whether weight_decay is 0, or start from its weights with '
-                            f'--weights {filename}')
+                            f'optimizer, its layer_decay and whether weight_decay is 0, or {restart}')
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        planned = deepcopy([each.state_dict() for each in self._schedulers()])
-        groups = [{key: value for key, value in group.items() if key not in _STATE} for group in self._groups()]
+        schedulers, loop = self.param_schedulers or [], self.train_loop
+        planned = deepcopy([each.state_dict() for each in schedulers])
+        options = _without(self.optim_wrapper.optimizer.param_groups, _STATE)
         super().resume(filename, *args, **kwargs)
-        self._count_steps()
-        if self.train_loop.iter >= self.train_loop.max_iters:
+        checkpoint, groups = self.__dict__.pop('_resumed'), self.optim_wrapper.optimizer.param_groups
+        if isinstance(loop, EpochBasedTrainLoop):                 # the batch may have another size than before
+            loop._iter = loop.epoch * len(loop.dataloader) + getattr(loop, 'done', 0)
+        if loop.iter >= loop.max_iters:
             return
-        other = changed_settings(self._resumed_config, self.cfg.pretty_text)
+        other = changed_settings(checkpoint['meta'].get('cfg'), self.cfg.pretty_text)
         if other:
             say('settings of training differ from those of the checkpoint and apply from step '
                 f"{self.iter} on: {', '.join(other)}")
-        if _plan(planned) == self._resumed_plan and not self._changed(groups):
+        scheduled = {each.param_name for each in schedulers}
+        if _without(planned, _PROGRESS) == _without(checkpoint.get('param_schedulers') or [], _PROGRESS) and (
+                _without(options, scheduled) == _without(groups, {*scheduled, *_STATE})):
             return
-        if any(getattr(each, 'need_val_args', False) for each in self._schedulers()):
+        if any(getattr(each, 'need_val_args', False) for each in schedulers):
             say('the learning rate and its schedule are those of the checkpoint: a schedule that follows a metric '
                 'cannot be computed again, so other options of it have no effect')
             return
-        before = max((group['lr'] for group in self._groups()), default=0.)
-        for group, options in zip(self._groups(), groups):
-            group.update(options)
-        for scheduler, state in zip(self._schedulers(), planned):
+        before = max(group['lr'] for group in groups)
+        for group, own in zip(groups, options):
+            group.update(own)
+        for scheduler, state in zip(schedulers, planned):
             scheduler.load_state_dict(state)
-        self._repeat_schedule()
-        after = max((group['lr'] for group in self._groups()), default=0.)
-        say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
-            f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
-
-    def _schedulers(self) -> List[Any]:
-        return _joined(self.param_schedulers)
-
-    def _groups(self) -> List[Dict[str, Any]]:
-        wrappers = self.optim_wrapper.values() if isinstance(self.optim_wrapper, OptimWrapperDict) else [
-            self.optim_wrapper]
-        return [group for wrapper in wrappers for group in wrapper.optimizer.param_groups]
-
-    def _changed(self, groups: List[Dict[str, Any]]) -> bool:
-        """Whether the checkpoint has other values than the config where no scheduler changes them."""
-        scheduled = {each.param_name for each in self._schedulers()}
-        return any(now.get(key) != value for group, now in zip(groups, self._groups())
-                   for key, value in group.items() if key not in scheduled)
-
-    def _count_steps(self) -> None:
-        """Count the steps in epochs of their present length: the batch may have another size."""
-        loop = self.train_loop
-        if isinstance(loop, EpochBasedTrainLoop):
-            loop._iter = loop.epoch * len(loop.dataloader) + getattr(loop, 'done', 0)
-
-    def _repeat_schedule(self) -> None:
-        """Step newly built schedulers as in a training up to the present step."""
-        loop = self.train_loop
         length = len(loop.dataloader) if isinstance(loop, EpochBasedTrainLoop) else 0
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')                       # that the optimizer has taken no steps
             for step in range(1, loop.iter + 1):
-                for scheduler in self._schedulers():
+                for scheduler in schedulers:
                     if not scheduler.by_epoch or length and step % length == 0:
                         scheduler.step()
+        after = max(group['lr'] for group in groups)
+        say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
+            f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
 
 
 @contextlib.contextmanager
@@ -338,23 +325,6 @@ def _batches_explained(loader: str) -> Iterator[None]:
                         f'--cfg-options {loader}.batch_size=1') from error
 
 
-def _joined(found: Any) -> List[Any]:
-    """Return the schedulers, or their states, of all optimizers."""
-    return sum(found.values(), []) if isinstance(found, dict) else list(found or [])
-
-
-def _states(state: Any) -> List[Dict[str, Any]]:
-    """Return the states of an optimizer, or of several ones by name."""
-    if not state:
-        return []
-    return [state] if 'param_groups' in state else [each for each in state.values() if isinstance(each, dict)]
-
-
-def _form(groups: List[Dict[str, Any]]) -> List[Any]:
-    """Return what the groups of two optimizers of the same kind for the same parameters have in common."""
-    return [(len(group['params']), sorted({*group} - {*_STATE, 'initial_lr'})) for group in groups]
-
-
-def _plan(states: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Return what schedulers are built from; the other entries of their states change with each step."""
-    return [{key: value for key, value in state.items() if key not in _PROGRESS} for state in states]
+def _without(states: Sequence[Dict[str, Any]], keys: Collection[str]) -> List[Dict[str, Any]]:
+    """Return states of schedulers or groups of parameters without these entries."""
+    return [{key: value for key, value in state.items() if key not in keys} for state in states]

@@ -23,9 +23,10 @@ class ScalarHub(MessageHub):
         length: Number of values that are kept of each scalar.
     """
 
+    length = 10_000
+
     def __init__(self, name: str, **kwargs: Any):
         super().__init__(name, **kwargs)
-        self.length = 10_000
         self._unread: Dict[str, List[Tensor]] = {}
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
