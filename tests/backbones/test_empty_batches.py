@@ -6,7 +6,7 @@ import torch
 OPTIONS = {
     'test_ppma': [{}, *({'attention': name} for name in ('full', 'crisscross', 'linear', 'decomposed')),
                   {'paths': 'rmt'}, {'mask_mode': 'multiplicative'}],
-    'test_mobilevitv2': [{}],
+    'test_mobilevitv2': [{}, {'sampling': 'patch'}, {'attention': 'mha'}, {'exact_size': True}],
     'test_myo': [{}],
     'test_lcsm': [{}, {'mode': 'raster'}, *({'mixer': name} for name in (
         's4', 's5', 'mamba', 'rwkv4', 'deltanet', 'hgrn', 'cosformer', '1-6-1-0', '1-12-1-0'))],

@@ -149,13 +149,6 @@ def test_the_residual_form_is_a_convolution(backend):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_an_empty_batch(backend):
-    _needs_triton(backend)
-    x, weight, bias = _inputs((1, 4, 5, 6), 3)
-    assert kernels.depthwise_conv(x[:0], weight, bias, backend=backend).shape == (0, 4, 5, 6)
-
-
 @pytest.mark.parametrize('form', ['gelu', 'add'])
 def test_the_operator_passes_opcheck(form):
     _needs_triton('triton')

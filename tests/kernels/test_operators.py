@@ -176,13 +176,11 @@ def test_peaked_logits_far_from_a_decayed_maximum():
 
 
 @pytest.mark.parametrize('name', CALLS)
-def test_strided_views_and_empty_batches(name):
+def test_strided_views(name):
     dense = attention_inputs(4, 5)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense[:3]]
     views += [x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for x in dense[3:]]
     torch.testing.assert_close(CALLS[name](*views, 'portable'), CALLS[name](*dense, 'portable'))
-    empty = [x[:0] for x in dense]
-    assert CALLS[name](*empty, 'portable').shape[0] == 0
 
 
 def test_gradcheck():

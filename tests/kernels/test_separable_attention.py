@@ -56,19 +56,17 @@ def _check(inputs, backend, **options):
         assert (x.double() - y).abs().max() <= TOLERANCE[dtype] * times * (2 if twice else 1) * scale, n
 
 
-@pytest.mark.parametrize('latents', [1, 3, 8])
-@pytest.mark.parametrize('sampling', ['pixel', 'patch'])
-@pytest.mark.parametrize('backend', BACKENDS)
+@pairwise('backend, sampling, latents', BACKENDS, ['pixel', 'patch'], [1, 3, 8])
 def test_values_and_gradients(backend, sampling, latents):
     _check(_inputs(4, 6, latents), backend, patch_size=2, sampling=sampling)
 
 
-@pytest.mark.parametrize('patch, size', [(2, (5, 7)), (2, (1, 9)), (2, (9, 1)), (2, (1, 1)), (1, (1, 13)), (1, (3, 5)),
-                                         ((4, 1), (4, 9)), ((3, 2), (7, 6)), (4, (3, 5))], ids=str)
-@pytest.mark.parametrize('sampling', ['pixel', 'patch'])
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_grids(backend, sampling, patch, size):
+@pairwise('backend, sampling, grid', BACKENDS, ['pixel', 'patch'], [
+    (2, (5, 7)), (2, (1, 9)), (2, (9, 1)), (2, (1, 1)), (1, (1, 13)), (1, (3, 5)), ((4, 1), (4, 9)), ((3, 2), (7, 6)),
+    (4, (3, 5))])
+def test_grids(backend, sampling, grid):
     """Grids of odd size, one row, one column, one token; rows as groups; patches larger than the grid."""
+    patch, size = grid
     _check(_inputs(*size, mapped=5 if size[0] == 5 else None), backend, patch_size=patch, sampling=sampling)
 
 
@@ -78,9 +76,7 @@ def test_cross_attention(backend, values):
     _check(_inputs(4, 4, 2, values=values, mapped=6), backend, patch_size=2)
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('mapped', [None, 8])
-@pytest.mark.parametrize('backend', BACKENDS)
+@pairwise('backend, mapped, dtype', BACKENDS, [None, 8], [torch.float16, torch.bfloat16])
 def test_half_types(backend, mapped, dtype):
     _check(_inputs(5, 6, 3, mapped=mapped, dtype=dtype), backend, patch_size=2)
 
@@ -194,15 +190,6 @@ def test_vmap_without_gradients():
         y = torch.vmap(lambda *one: kernels.separable_attention(*(x[None] for x in one), patch_size=2)[0])(
             query, key, value)
     torch.testing.assert_close(y, kernels.separable_attention(query, key, value, patch_size=2))
-
-
-@pytest.mark.parametrize('sampling', ['pixel', 'patch'])
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_an_empty_batch(backend, sampling):
-    _needs_triton(backend)
-    y = kernels.separable_attention(*(x[:0] for x in _inputs(4, 6)[:3]), patch_size=2, sampling=sampling,
-                                    backend=backend)
-    assert y.shape == (0, 4, 6, 8)
 
 
 @pytest.mark.parametrize('mapped', [None, 5])
