@@ -8,12 +8,13 @@ from subquad.tools.exporters.graph import export_program
 from subquad.tools.exporters.pipeline import export
 
 # Gates of the token, constant decays, decays of full rank, and delta rules.
-CASES = [('ncnn', 'gla')]
-SLOW_CASES = [('onnx', '1-6-1-0'), ('onnx', '1-4-1-0'), ('onnx', 'deltanet'), ('ncnn', '1-4-1-0'),
-              ('ncnn', '1-6-1-0'), ('ncnn', 'deltanet'), ('coreml', 'gla')]
+# tests/exporters/test_to_onnx.py exports the default mixer.
+CASES = [('ncnn', 'gla'), ('onnx', '1-6-1-0'), ('onnx', '1-4-1-0'), ('onnx', 'deltanet'), ('ncnn', '1-4-1-0'),
+         ('ncnn', '1-6-1-0'), ('ncnn', 'deltanet'), ('coreml', 'gla')]
 
 
-@pytest.mark.parametrize('name, mixer', [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name, mixer', CASES)
 def test_recurrences_run_as_the_ordinary_model(name, mixer, tmp_path):
     if missing_packages(name):
         pytest.skip(f'{name} is not installed')

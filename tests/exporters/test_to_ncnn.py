@@ -6,6 +6,7 @@ import pytest
 import torch
 from digits_exports import check_accuracy, digits_subject
 from export_cases import subject_of
+from pairwise import slow_cases
 from torch import nn
 
 from subquad.tools.common.cli import UserError
@@ -30,11 +31,9 @@ def exported(folder, name, precision='fp32', **options):
 
 @pytest.mark.parametrize('name, precision, options', [
     ('test_ppma.digits', 'fp16', dict()),
-    ('test_myo', 'fp32', dict(features=True)),
     ('test_mobilevitv2', 'fp32', dict(size=(64, 96), features=True)),
-    pytest.param('test_myo', 'fp32', dict(size=(84, 59)), marks=pytest.mark.slow),
-    pytest.param('test_ppma', 'fp32', dict(size=(84, 59), features=True), marks=pytest.mark.slow),
-])
+    *slow_cases(('test_myo', 'fp32', dict(features=True)), ('test_myo', 'fp32', dict(size=(84, 59))),
+                ('test_ppma', 'fp32', dict(size=(84, 59), features=True)))])
 def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
     report, subject = exported(tmp_path, name, precision, **options), made(name, **options)
     low, high = (1e-6, 1e-2) if precision == 'fp16' else (0, 1e-5)

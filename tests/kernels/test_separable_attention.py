@@ -84,7 +84,7 @@ def test_half_types(backend, mapped, dtype):
 @pytest.mark.parametrize('dim', [1, 24, 70, 130])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_channels(backend, dim):
-    _check(_inputs(3, 4, dim=dim), backend, patch_size=2)
+    _check(_inputs(3, 4, dim=dim, batch=1), backend, patch_size=2)
 
 
 @pytest.mark.parametrize('layout', [lambda x: x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
@@ -107,15 +107,16 @@ def test_several_chunks(size, mapped, monkeypatch):
     """Keys, values and logits take several chunks or blocks, with more keys than values and the reverse."""
     _needs_triton('triton')
     _set_blocks(monkeypatch, CHUNK=16, BLOCK_N=16, MANY_PROGRAMS=1 << 30)
-    _check(_inputs(*size, 2, dim=20, mapped=mapped), 'triton', patch_size=2)
-    _check(_inputs(*size, 1, dim=3, mapped=mapped, values=(4, 6) if size[0] > 1 else (1, 30)), 'triton', patch_size=2)
+    _check(_inputs(*size, 2, dim=20, mapped=mapped, batch=1), 'triton', patch_size=2)
+    _check(_inputs(*size, 1, dim=3, mapped=mapped, values=(4, 6) if size[0] > 1 else (1, 30), batch=1), 'triton',
+           patch_size=2)
 
 
 def test_one_kernel_for_long_groups(monkeypatch):
     """The one-launch kernel takes a long group in several blocks."""
     _needs_triton('triton')
     _set_blocks(monkeypatch, CHUNK=16, BLOCK_N=16, MANY_PROGRAMS=1)
-    _check(_inputs(9, 20, 3, dim=20), 'triton', patch_size=2)
+    _check(_inputs(9, 20, 3, dim=20, batch=1), 'triton', patch_size=2)
 
 
 @pytest.mark.parametrize('backend', ['portable', *slow('triton')])
