@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 from helpers import assert_close
+from operator_cases import DEVICE, skip_without_triton
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -216,18 +217,13 @@ def test_autocast_stays_close_to_float32(options):
 
 def test_triton_equals_the_reference():
     """Compare outputs and gradients on the Triton kernels, which run in the interpreter if there is no GPU."""
-    pytest.importorskip('triton')
-    from subquad import kernels
-    from subquad.kernels.common import launch
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device == 'cpu' and not launch.interpreted():
-        pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1')
+    skip_without_triton()
     results = []
     for backend in ('reference', 'triton'):
         torch.manual_seed(0)
-        model = timm.create_model('test_mobilevitv2', num_latent_tokens=2).to(device).eval()
-        x = torch.rand(1, 3, 64, 32, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-        with kernels.use_backend(backend):
+        model = timm.create_model('test_mobilevitv2', num_latent_tokens=2).to(DEVICE).eval()
+        x = torch.rand(1, 3, 64, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+        with use_backend(backend):
             y = model(x)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in model.parameters())])

@@ -1,12 +1,12 @@
 """Test PPMA against the published network: parameters, MACs, outputs, gradients, weight files and options."""
 import copy
-import importlib.util
 import json
 
 import pytest
 import timm
 import torch
 from helpers import DATA, assert_close, relative_error
+from operator_cases import DEVICE, skip_without_triton
 from pairwise import slow
 from safetensors import safe_open
 
@@ -14,7 +14,6 @@ from subquad import kernels
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.ppma import PPMA
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn
-from subquad.kernels.common import launch
 from subquad.tools.engine.counting.counts import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('ppma_*.safetensors'))
@@ -57,11 +56,9 @@ def _network(config, state, **kwargs):
 
 def _device(backend):
     """The device of a backend: kernels run on a GPU if there is one, and in Triton's interpreter otherwise."""
-    if backend != 'triton' or not torch.cuda.is_available():
-        if backend == 'triton' and not (launch.interpreted() and importlib.util.find_spec('triton')):
-            pytest.skip('there is neither a GPU nor the interpreter of Triton')
-        return 'cpu'
-    return 'cuda'
+    if backend == 'triton':
+        skip_without_triton()
+    return DEVICE if backend == 'triton' else 'cpu'
 
 
 # The interpreter of the kernels takes a minute for a network.

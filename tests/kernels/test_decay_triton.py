@@ -3,19 +3,17 @@ import json
 
 import pytest
 import torch
-from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from operator_cases import CALLS, DEVICE, TOLERANCE, assert_as_exact, attention_inputs, run, skip_without_triton
 from pairwise import slow, slow_cases
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
 from subquad.kernels.common import launch
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
-from subquad.kernels.crisscross_attention import triton as crisscross
-from subquad.kernels.decay_attention import triton as decay
+from subquad.kernels.crisscross_attention import triton as crisscross  # noqa: E402
+from subquad.kernels.decay_attention import triton as decay  # noqa: E402
 
 CRISSCROSS = [name for name in CALLS if name.startswith('crisscross')]
 
@@ -29,13 +27,7 @@ def _check(name, inputs, tolerance=None, layout=lambda x: x):
     expected, wanted = run(CALLS[name], [x.double() for x in inputs], 'reference')
     actual, grads = run(CALLS[name], inputs, 'triton', layout)
     assert actual.dtype == inputs[2].dtype
-    largest = max(x.abs().max() for x in (expected, *wanted) if x is not None)
-    for n, (x, y) in enumerate(zip((actual, *grads), (expected, *wanted))):
-        assert (x is None) == (y is None), n
-        if x is not None:
-            scale = y.abs().max().clamp(min=0.05 * largest)
-            twice = 2 if n and x.dtype != torch.float32 else 1
-            assert (x.double() - y).abs().max() <= (tolerance or TOLERANCE[inputs[0].dtype]) * twice * scale, n
+    assert_as_exact((actual, *grads), (expected, *wanted), tolerance or TOLERANCE[inputs[0].dtype])
 
 
 @pytest.fixture
@@ -302,8 +294,8 @@ COMPILE = '''
 import json, torch
 from lab import machine_code
 from subquad.kernels import aot
-from subquad.kernels.crisscross_attention import triton as crisscross
-from subquad.kernels.decay_attention import triton as decay
+from subquad.kernels.crisscross_attention import triton as crisscross  # noqa: E402
+from subquad.kernels.decay_attention import triton as decay  # noqa: E402
 
 found = []
 for length, dim in {problems!r}:

@@ -1,11 +1,9 @@
 """Depthwise convolution: every backend against the float64 reference, with gradients; layouts, dtypes, registration
 with PyTorch. Kernels run on a GPU, or without one in Triton's interpreter."""
-import importlib.util
-
 import pytest
 import torch
 import torch.nn.functional as F
-from operator_cases import DEVICE, TOLERANCE, weighted_sum
+from operator_cases import DEVICE, TOLERANCE, skip_without_triton, weighted_sum
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
@@ -18,8 +16,8 @@ FORMS = {'residual': dict(residual=True), 'gelu': dict(residual=True, gelu=True)
 
 
 def _needs_triton(backend):
-    if backend == 'triton' and not (importlib.util.find_spec('triton') and (DEVICE == 'cuda' or launch.interpreted())):
-        pytest.skip('there is neither a GPU nor the interpreter of Triton')
+    if backend == 'triton':
+        skip_without_triton()
 
 
 def _inputs(shape, window, add=False, dtype=torch.float32):

@@ -3,16 +3,13 @@ full rank, against the float64 loop. They run on a GPU, or without one in Triton
 import pytest
 import torch
 from eos_cases import DELTA, FULL_RANK, call, inputs, values_and_gradients
-from operator_cases import DEVICE, TOLERANCE
+from operator_cases import DEVICE, TOLERANCE, skip_without_triton
 from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
-from subquad.kernels.common import launch
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
 NAMES = [*DELTA, *FULL_RANK]
 SOME = ['delta k', 'log_o', 'sigmoid k', 'exponential']

@@ -4,17 +4,14 @@ import pytest
 import torch
 from eos_cases import inputs, values_and_gradients
 from helpers import assert_close
-from operator_cases import DEVICE, TOLERANCE
+from operator_cases import DEVICE, TOLERANCE, skip_without_triton
 from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
 from subquad.kernels import eos_elementwise
-from subquad.kernels.common import launch
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
 STEPS = ['ones', 'k', 'd', 'kd', 'scalar', 'constant', 'constant scalar', 'scalar and d']
 DIRECTIONS = ['forward', 'reverse', 'both']

@@ -1,15 +1,13 @@
 """Triton kernels of polyline attention: the query's own logit as the reference, and the fallback where it overflows."""
 import pytest
 import torch
-from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from operator_cases import CALLS, DEVICE, TOLERANCE, assert_as_exact, attention_inputs, run, skip_without_triton
 from pairwise import pairwise
 
 from subquad import kernels
 from subquad.kernels.common import launch
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
 NAMES = [name for name in CALLS if name.startswith('polyline')]
 BOTH = ['polyline-additive-both', 'polyline-multiplicative-both']
@@ -21,16 +19,9 @@ def _inputs(height, width, dtype=torch.float32, batch=1, heads=1, dim=8, dim_v=8
 
 def _check(name, inputs, tolerance=None):
     """Compare output and gradients with those of the reference on the same numbers in float64."""
-    tolerance = tolerance or TOLERANCE[inputs[0].dtype]
-    y, grads = run(CALLS[name], [x.double() for x in inputs], 'reference')
-    actual, actual_grads = run(CALLS[name], inputs, 'triton')
-    largest = max(x.abs().max() for x in (y, *grads) if x is not None)
-    for n, (x, wanted) in enumerate(zip((actual, *actual_grads), (y, *grads))):
-        assert (x is None) == (wanted is None), n
-        if x is not None:
-            assert x.isfinite().all(), n
-            scale = wanted.abs().max().clamp(min=0.05 * largest)
-            assert (x.double() - wanted).abs().max() <= tolerance * (2 if x.dtype != torch.float32 else 1) * scale, n
+    expected, wanted = run(CALLS[name], [x.double() for x in inputs], 'reference')
+    actual, grads = run(CALLS[name], inputs, 'triton')
+    assert_as_exact((actual, *grads), (expected, *wanted), tolerance or TOLERANCE[inputs[0].dtype])
 
 
 @pytest.fixture

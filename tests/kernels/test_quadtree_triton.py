@@ -2,17 +2,14 @@
 their registration with PyTorch. They run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
-from operator_cases import DEVICE, TOLERANCE, weighted_sum
+from operator_cases import DEVICE, TOLERANCE, skip_without_triton, weighted_sum
 from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve
-from subquad.kernels.common import launch
 from subquad.kernels.trees import PARAMETRIZATIONS, quadtree_levels
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
 
 

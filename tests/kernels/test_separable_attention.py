@@ -2,7 +2,7 @@
 registration with PyTorch. Kernels run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
-from operator_cases import DEVICE, TOLERANCE, weighted_sum
+from operator_cases import DEVICE, TOLERANCE, assert_as_exact, skip_without_triton, weighted_sum
 from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,9 +14,7 @@ BACKENDS = ['portable', 'export', 'triton']
 
 def _needs_triton(backend):
     if backend == 'triton':
-        pytest.importorskip('triton')
-        if DEVICE == 'cpu' and not launch.interpreted():
-            pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1')
+        skip_without_triton()
 
 
 def _inputs(height, width, latents=1, dim=8, mapped=None, values=None, batch=2, dtype=torch.float32):
@@ -45,15 +43,8 @@ def _check(inputs, backend, **options):
     layout, times = options.pop('layout', lambda x: x), options.pop('times', 1)
     expected = _run([None if x is None else x.double() for x in inputs], 'reference', **options)
     actual = _run(inputs, backend, layout, **options)
-    dtype = inputs[2].dtype
-    assert actual[0].dtype == dtype and actual[0].shape == inputs[2].shape
-    largest = max(y.abs().max() for y in expected)
-    for n, (x, y) in enumerate(zip(actual, expected, strict=True)):
-        assert x.isfinite().all(), n
-        # Gradients that cancel are held to the scale of the others.
-        scale = y.abs().max().clamp(min=0.05 * largest)
-        twice = n and dtype != torch.float32                    # gradients pass through rounded numbers, too
-        assert (x.double() - y).abs().max() <= TOLERANCE[dtype] * times * (2 if twice else 1) * scale, n
+    assert actual[0].dtype == inputs[2].dtype and actual[0].shape == inputs[2].shape
+    assert_as_exact(actual, expected, TOLERANCE[inputs[2].dtype] * times)
 
 
 @pairwise('backend, sampling, latents', BACKENDS, ['pixel', 'patch'], [1, 3, 8])

@@ -2,16 +2,14 @@
 registration with PyTorch. They run on a GPU, or without one in Triton's interpreter."""
 import pytest
 import torch
-from operator_cases import CALLS, DEVICE, TOLERANCE, attention_inputs, run
+from operator_cases import CALLS, DEVICE, TOLERANCE, assert_as_exact, attention_inputs, run, skip_without_triton
 from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
 from subquad.kernels.common import launch
 
-pytest.importorskip('triton')
-if DEVICE == 'cpu' and not launch.interpreted():
-    pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+skip_without_triton()
 
 # Linear attention runs the kernels of scans. Criss-cross attention, in test_decay_triton.py, runs those of decay.
 TESTED = [name for name in CALLS if name.partition('-')[0] in ('polyline', 'decay', 'scan') or name == 'linear-both']
@@ -31,19 +29,10 @@ def _run(call, inputs, backend, layout=lambda x: x):
 
 def _check(call, inputs, tolerance=None, **options):
     """Compare output and gradients of the kernels with those of the reference on the same numbers in float64."""
-    tolerance = tolerance or TOLERANCE[inputs[0].dtype]
     expected = _run(call, [x.double() for x in inputs], 'reference')
     actual = _run(call, inputs, 'triton', **options)
     assert actual[0].dtype == inputs[2].dtype
-    largest = max(y.abs().max() for y in expected if y is not None)
-    for n, (x, y) in enumerate(zip(actual, expected)):
-        assert (x is None) == (y is None), n
-        if x is not None:
-            assert x.isfinite().all(), n
-            # Gradients that cancel (those of one token's logits, say) are held to the scale of the others.
-            scale = y.abs().max().clamp(min=0.05 * largest)
-            twice = n and x.dtype != torch.float32             # gradients pass through rounded outputs, too
-            assert (x.double() - y).abs().max() <= tolerance * (2 if twice else 1) * scale, n
+    assert_as_exact(actual, expected, tolerance or TOLERANCE[inputs[0].dtype])
 
 
 @pytest.mark.parametrize('name', TESTED)

@@ -20,7 +20,6 @@ from ppma_files import authors_state, save_authors_file, save_training_file
 from published_files import publish, serve
 from training_cases import fails
 
-from subquad.backbones.mm.checkpoints import load_checkpoint
 from subquad.backbones.weights import WeightsError, load_weights, read_file
 from subquad.backbones.weights.ppma_keys import to_our_keys
 from subquad.tools import predict, test
@@ -145,12 +144,6 @@ def test_mmengines_loader_knows_the_scheme(networks, asked):
     assert stock.dataset_meta['classes'] == ('a', 'b', 'c', 'd', 'e')
     with pytest.raises(WeightsError, match='to load a file of the backbone only, set model.backbone.init_cfg'):
         load_as_mmengine(build_small_detector(), 'subquad://test_ppma.small')
-
-
-def test_load_checkpoint_takes_names(networks, asked):
-    detector = build_small_detector()
-    assert load_checkpoint(detector, 'test_ppma.shapes') == 'state_dict'
-    assert all(torch.equal(value, networks[3][key]) for key, value in detector.state_dict().items())
 
 
 @pytest.fixture(scope='module')

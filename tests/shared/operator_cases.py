@@ -1,8 +1,10 @@
 """Calls of the operators with step logs, inputs for them, and their outputs and gradients, for the kernel tests."""
+import pytest
 import torch
 from torch import Tensor
 
 from subquad import kernels
+from subquad.kernels.common import launch
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 # Relative to float64; a GPU multiplies half types in half precision.
@@ -53,3 +55,25 @@ def run(call, inputs, backend, layout=lambda x: x):
     y = call(*map(layout, inputs), backend)
     weighted_sum(y).backward()
     return y.detach(), [x.grad for x in inputs]
+
+
+def skip_without_triton() -> None:
+    """Skip the calling test, or the whole module, where Triton kernels run neither on a GPU nor in the interpreter."""
+    pytest.importorskip('triton')
+    if DEVICE == 'cpu' and not launch.interpreted():
+        pytest.skip('no GPU, and Triton was imported without TRITON_INTERPRET=1', allow_module_level=True)
+
+
+def assert_as_exact(actual, expected, tolerance) -> None:
+    """Compare an output and gradients, or None for inputs that have none, with those in float64.
+
+    Gradients that cancel (those of one token's logits, say) are held to the scale of the others. Those of half types
+    have twice the tolerance, because they pass through rounded outputs, too.
+    """
+    largest = max(y.abs().max() for y in expected if y is not None)
+    for n, (x, y) in enumerate(zip(actual, expected, strict=True)):
+        assert (x is None) == (y is None), n
+        if x is not None:
+            assert x.isfinite().all(), n
+            scale, times = y.abs().max().clamp(min=0.05 * largest), 2 if n and x.dtype != torch.float32 else 1
+            assert (x.double() - y).abs().max() <= tolerance * times * scale, n

@@ -12,6 +12,7 @@ import timm.data
 import torch
 from helpers import ROOT
 from huggingface_hub import ModelCard
+from pairwise import slow
 from ppma_files import save_authors_file
 from published_files import publish, serve
 from safetensors import safe_open
@@ -142,6 +143,7 @@ print(json.dumps([type(classifier).__name__, list(classifier.config.id2label.val
 """
 
 
+@pytest.mark.parametrize('pushed', ['test_mobilevitv2', *slow('test_myo', 'test_ppma')], indirect=True)
 def test_transformers_loads_the_folder(pushed, tmp_path):
     """TimmWrapperModel and the classifier compute what the pushed model does; AutoBackbone has its parameters.
 

@@ -16,7 +16,6 @@ from training_cases import fails, folder_arguments, make_images
 
 from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
 from subquad.tools import test, train
-from subquad.tools.engine.classification import evaluation
 from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric
 
 DIGITS = 'test-ppma_digits'
@@ -107,19 +106,6 @@ def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
     fails([DIGITS, path], 'w.safetensors holds NaN or infinite values in 1 of .*--allow-nonfinite', test.main)
     assert test.main([DIGITS, str(path), '--allow-nonfinite', '--json']) == 0
     assert json.loads(capsys.readouterr().out)['accuracy/top1'] == 0
-
-
-def test_json_holds_null_for_nan(monkeypatch, capsys, tmp_path):
-    path = tmp_path / 'w.safetensors'
-    save_weights(timm.create_model('test_ppma', num_classes=10), path)
-    monkeypatch.setattr(evaluation, 'evaluate', lambda *_, **__: {'a': float('nan'), 'b': 1., 'c': float('-inf')})
-    assert test.main([DIGITS, str(path), '--json', '--record', str(tmp_path / 'r.jsonl')]) == 0
-    expected = {'a': None, 'b': 1., 'c': None}
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected
-    record = json.loads((tmp_path / 'r.jsonl').read_text(), parse_constant=pytest.fail)
-    assert {key: record[key] for key in expected} == expected
-    test.main([DIGITS, str(path)])
-    assert 'a  nan' in capsys.readouterr().out
 
 
 # ---- folders, disks, interruptions
