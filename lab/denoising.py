@@ -106,7 +106,7 @@ def pictures(kind: str, seed: int, count: int = 128) -> List[Tensor]:
         Two tensors (count, SIDE, SIDE).
     """
     if kind == 'fields':
-        from subquad.tools.data.fields import random_fields
+        from .fields import random_fields
         images = torch.from_numpy(random_fields(2 * count, SIDE, SIDE, seed=seed))
     else:
         images = _digits()

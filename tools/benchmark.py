@@ -103,12 +103,9 @@ def _models(args: argparse.Namespace) -> Tuple[str, str, Callable[[int], Dict[st
 
 
 def size(text: str, tokens: bool) -> ops.Grid:
-    """Read a named size, one number or HEIGHTxWIDTH.
+    """Read a named size, one number or HEIGHTxWIDTH, in tokens for an operator.
 
-    Args:
-        text: Value of --size.
-        tokens: Return tokens, for an operator. A name then stands for the token grid of its image
-            at stride 16, and numbers are tokens.
+    A name then stands for the token grid of its image at stride 16, and numbers are tokens.
     """
     if text not in ops.SIZES:
         return parse_size(text, list(ops.SIZES))

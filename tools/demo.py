@@ -39,7 +39,10 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         weights = str(run_training(config, str(out / 'train')))
         _test_and_draw(config, weights, files, out / 'trained.png',
                        f'trained in {time.perf_counter() - start:.0f} s')
-    print(f'\nweights   {weights}\nimages    {images}\n\nNext:\n' + _activation() +
+    activate = Path(sys.prefix) / 'bin' / 'activate'
+    hidden = not shutil.which('subquad') and activate.exists()          # `subquad` is not on the path
+    print(f'\nweights   {weights}\nimages    {images}\n\nNext:\n' +
+          (f'  source {os.path.relpath(activate)}\n' if hidden else '') +
           f'  subquad predict {weights} {images} --topk 3\n'
           f'  subquad visualize {weights} {images}\n'
           f'  subquad test {CONFIG} {weights}\n'
@@ -79,12 +82,6 @@ def _draw_panels(files: Sequence[Path], picture: Path) -> None:
     images = [(file, subject.transform(open_image(file))) for file in files]
     visualization.visualize(picture, subject, images, visualization.Wish(layers=['stages.0']))
     print(f'drew {picture}', flush=True)
-
-
-def _activation() -> str:
-    """Return the line that activates this environment, if `subquad` is not on the path."""
-    activate = Path(sys.prefix) / 'bin' / 'activate'
-    return f'  source {os.path.relpath(activate)}\n' if not shutil.which('subquad') and activate.exists() else ''
 
 
 if __name__ == '__main__':

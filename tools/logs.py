@@ -4,7 +4,7 @@ import math
 from typing import List, Optional
 
 from .common.cli import UserError
-from .common.output import add_row, dumps, print_table
+from .common.output import dumps, print_rows
 from .common.paths import expanded
 
 
@@ -30,12 +30,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.json:
         print(dumps(found, indent=2))
     else:
-        from rich.table import Table
-        table = Table('run', '', 'last', 'at', 'best', 'at')
-        for row in found:
-            best = (_number(row['best']), f"{row['unit']} {row['best_step']}") if row['name'] != 'lr' else ('', '')
-            add_row(table, row['run'], row['name'], _number(row['last']), f"{row['unit']} {row['last_step']}", *best)
-        print_table(table)
+        print_rows(['run', '', 'last', 'at', 'best', 'at'], (
+            (row['run'], row['name'], _number(row['last']), f"{row['unit']} {row['last_step']}",
+             *((_number(row['best']), f"{row['unit']} {row['best_step']}") if row['name'] != 'lr' else ('', '')))
+            for row in found))
     if args.out:
         draw(runs, names, expanded(args.out))
     return 0

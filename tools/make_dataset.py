@@ -33,7 +33,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.name not in DATASETS:
         raise UserError(f'unknown dataset {args.name!r}{nearest(args.name, list(DATASETS))} '
                         f"(allowed: {', '.join(DATASETS)})")
-    _set_defaults(args)
+    for owner, options in _OWN.items():
+        for name in options:
+            if owner != args.name and getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is for {owner}, not for {args.name}")
+    for name, value in {**_COUNTS[args.name], **_OWN[args.name]}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     for name in ('train', 'val'):
         if not 1 <= getattr(args, name) <= MOST:
             raise UserError(f'--{name} must be from 1 to {MOST}, got {getattr(args, name)}')
@@ -47,17 +53,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'cannot read {shown} ({error})') from error
     print(f'{shown}: {written}' if written else f'{shown} exists already with these options')
     return 0
-
-
-def _set_defaults(args: argparse.Namespace) -> None:
-    """Set what was not given, and refuse options of another dataset."""
-    for owner, options in _OWN.items():
-        for name in options:
-            if owner != args.name and getattr(args, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} is for {owner}, not for {args.name}")
-    for name, value in {**_COUNTS[args.name], **_OWN[args.name]}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
 
 
 def _shapes(args: argparse.Namespace, folder: Path) -> Optional[str]:

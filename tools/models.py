@@ -4,7 +4,7 @@ import fnmatch
 from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError, nearest
-from .common.output import add_row, dumps, print_table
+from .common.output import dumps, print_rows
 
 
 def metadata(name: str) -> Dict[str, Any]:
@@ -34,12 +34,9 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.json:
         print(dumps(rows, indent=2))
         return 0
-    from rich.table import Table
-    table = Table('model', 'parameters', 'input size', 'description')
-    for row in rows:
-        size = 'x'.join(map(str, row['input_size'])) if row['input_size'] else 'tokens'
-        add_row(table, row['name'], f"{row['parameters']:,}", size, row['description'])
-    print_table(table)
+    print_rows(['model', 'parameters', 'input size', 'description'], (
+        (row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'] or ['tokens'])), row['description'])
+        for row in rows))
     return 0
 
 

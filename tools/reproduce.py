@@ -5,7 +5,7 @@ import os
 from typing import Any, List, Optional
 
 from .common.cli import UserError, add_weight_choice
-from .common.output import add_row, dumps, print_table
+from .common.output import dumps, print_rows
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -40,13 +40,10 @@ def _show(args: argparse.Namespace, result: dict, rows: List[Any]) -> None:
             row.metric: dict(reported=row.reported, measured=row.measured, difference=row.difference,
                              passed=row.passed) for row in rows}}, indent=2))
         return
-    from rich.table import Table
     print(f"{result['name']}: {result['images']:,} images of {result['classes']:,} classes\n{result['protocol']}")
-    table = Table('metric', 'reported', 'measured', 'difference', f'within {args.tolerance:g}')
-    for row in rows:
-        add_row(table, row.metric, f'{row.reported:.2f} %', f'{row.measured:.2f} %', f'{row.difference:+.2f}',
-                'yes' if row.passed else 'no')
-    print_table(table)
+    print_rows(['metric', 'reported', 'measured', 'difference', f'within {args.tolerance:g}'], (
+        (row.metric, f'{row.reported:.2f} %', f'{row.measured:.2f} %', f'{row.difference:+.2f}',
+         'yes' if row.passed else 'no') for row in rows))
     if not result['whole']:
         print('measured on these images only (--partial): the authors report figures of the whole validation set')
 

@@ -13,7 +13,7 @@ import ast
 from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError
-from .common.output import add_row, dumps, print_table
+from .common.output import dumps, print_rows
 from .common.sizes import parse_size
 
 
@@ -49,16 +49,12 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if args.json:
         print(dumps(rows, indent=2))
         return 0
-    from rich.table import Table
-    table = Table('model', 'image', 'parameters', 'GMACs: all', 'without attention products',
-                  'without attention products, with norms', 'reported by the authors')
-    for row in rows:
-        auxiliary = row.get('parameters_of_auxiliary_head')
-        add_row(table, row['model'], '{}x{}'.format(*row['size']),
-                f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''),
-                *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_without_attention', 'macs_with_norms')),
-                reported(row))
-    print_table(table)
+    print_rows(['model', 'image', 'parameters', 'GMACs: all', 'without attention products',
+                'without attention products, with norms', 'reported by the authors'], (
+        (row['model'], '{}x{}'.format(*row['size']), ' + '.join(f'{row[key]:,}' for key in (
+            'parameters', 'parameters_of_auxiliary_head') if row.get(key)),
+         *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_without_attention', 'macs_with_norms')), reported(row))
+        for row in rows))
     return 0
 
 

@@ -2,8 +2,10 @@
 import argparse
 from typing import Callable, List, Optional
 
+from ..backbones.weights.registry import find
 from .common.cli import add_weight_choice, weight_errors
-from .common.output import add_row, dumps, print_table
+from .common.output import dumps, print_rows
+from .engine.weights.catalog import GOOD, describe, download, in_cache, matching, named, verify
 from .engine.weights.conversion import add_convert_arguments, convert_command
 from .engine.weights.hub_folder import add_push_arguments, push_command
 
@@ -46,24 +48,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(args: argparse.Namespace) -> None:
     """List published weights with the figures that their authors report."""
-    from .engine.weights.catalog import describe, matching
     rows = [describe(weights) for weights in matching(args.filter) if args.task in (None, weights.task)]
     if args.json:
         print(dumps(rows, indent=2))
         return
-    from rich.table import Table
-    table = Table('name', 'task', 'input size', 'reported', 'cached')
-    for row in rows:
-        figures = ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items())
-        add_row(table, row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])), figures,
-                'yes' if row['cached'] else '')
-    print_table(table)
+    print_rows(['name', 'task', 'input size', 'reported', 'cached'], (
+        (row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])),
+         ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items()), 'yes' if row['cached'] else '')
+        for row in rows))
 
 
 def _info(args: argparse.Namespace) -> None:
     """Show all that is known of a file: source, license, preprocessing, hash."""
-    from ..backbones.weights.registry import find
-    from .engine.weights.catalog import describe
     row = describe(find(args.name))
     if args.json:
         print(dumps(row, indent=2))
@@ -76,7 +72,6 @@ def _info(args: argparse.Namespace) -> None:
 
 def _download(args: argparse.Namespace) -> None:
     """Download weights that are not in the cache, check their hashes and print their paths."""
-    from .engine.weights.catalog import download, named
     rows = []
     for weights in named(args.names):
         rows.append(download(weights, args.update))
@@ -88,7 +83,6 @@ def _download(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     """Check the hashes of weights in the cache, without a network; exit with 1 if one is wrong or missing."""
-    from .engine.weights.catalog import GOOD, in_cache, named, verify
     states = {weights.name: verify(weights) for weights in (named(args.names) if args.names else in_cache())}
     if args.json or not states:
         print(dumps(states, indent=2) if args.json else 'no published weights are in the cache')

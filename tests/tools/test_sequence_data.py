@@ -10,7 +10,8 @@ from mmengine.registry import DATASETS
 from torch.utils.data import DataLoader, default_collate
 from user_errors import user_error
 
-from subquad.tools.data import fields, listops, pathfinder, sequences
+from lab import fields
+from subquad.tools.data import listops, pathfinder, sequences
 
 STYLES = {'pathfinder': pathfinder.PATHFINDER, 'path-x': pathfinder.PATH_X}
 

@@ -94,11 +94,6 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
           for name, least in (min_memory_saving or {}).items())]}
 
 
-def _on_inputs(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], backward: bool) -> Rotating:
-    """A function on several sets of inputs, with gradients or without."""
-    return Rotating([ops.with_gradients(function, x) if backward else partial(function, *x) for x in inputs])
-
-
 def _calls_and_peaks(op: str, names: Sequence[str], inputs: Sequence[Tensor], tiny: Sequence[Tensor], backward: bool,
                      device: str) -> Any:
     """The implementations that run, as calls by name, and their peak memory.
@@ -110,7 +105,8 @@ def _calls_and_peaks(op: str, names: Sequence[str], inputs: Sequence[Tensor], ti
         warm = working({name: partial(functions[name], *tiny) for name in names if name not in _COMPILED}, names[0])
     functions = {name: function for name, function in functions.items() if name in warm or name in _COMPILED}
     rotated = copies(inputs) if device == 'cuda' else [inputs]
-    calls = {name: _on_inputs(function, rotated, backward) for name, function in functions.items()}
+    calls = {name: Rotating([ops.with_gradients(function, x) if backward else partial(function, *x) for x in rotated])
+             for name, function in functions.items()}
     peaks = {name: peak_memory(call, True, device) for name, call in calls.items() if name in warm}
     calls = working(calls, names[0])
     peaks.update({name: peak_memory(call, True, device) for name, call in calls.items() if name not in peaks})

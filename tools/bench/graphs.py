@@ -4,8 +4,7 @@ An eager call of a small kernel takes as long as Python needs to launch it. A ca
 its time is that of the kernels. Its calls take turns with copies of the inputs, so that they do not find them in the
 GPU's cache, as a network's layers would not.
 """
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -66,15 +65,6 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-@contextmanager
-def _side_stream() -> Iterator[torch.cuda.Stream]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield stream
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 def capture(calls: Sequence[Call]) -> Call:
     """Capture calls in one CUDA graph, after two calls of each that compile and allocate.
 
@@ -84,10 +74,13 @@ def capture(calls: Sequence[Call]) -> Call:
     Raises:
         Exception: A call fails, or does what a graph cannot hold (such as waiting for the GPU).
     """
-    with _side_stream() as stream:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for call in calls:
             call()
             call()
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph, results = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=stream):

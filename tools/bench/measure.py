@@ -101,15 +101,6 @@ def _reset_peak() -> bool:
     return peak is not None and now is not None and peak - now < _RESET_SLACK
 
 
-def _release_free_memory() -> None:
-    """Return free memory from the C allocator to the system; otherwise the next call seems to need less."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):      # not glibc
-        pass
-
-
 class _Sampler(threading.Thread):
     """Sample the resident memory every millisecond.
 
@@ -151,7 +142,11 @@ def peak_memory(call: Call, beyond_output: bool = False, device: str = 'cpu') ->
         before, result = torch.cuda.memory_allocated(), call()
         torch.cuda.synchronize()
         return max(0, torch.cuda.max_memory_allocated() - before - (_size(result) if beyond_output else 0)) / 1e6
-    _release_free_memory()
+    gc.collect()
+    try:      # free memory goes back to the system, or the call would seem to need less
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):      # not glibc
+        pass
     exact = _reset_peak()
     before = _status('VmRSS') if exact else _resident()
     if before is None:
@@ -262,14 +257,10 @@ class OtherLoad:
 
 def measured(name: str, description: str, measure: Callable[[int], Dict[str, Any]], repeats: int,
              threads: int, device: str = 'cpu') -> Dict[str, Any]:
-    """Measure in this process, and return the record with its metadata.
+    """Measure in this process, and return the record with its metadata: the name and the description of what is
+    measured.
 
-    Args:
-        name, description: What is measured, for the record.
-        measure: Function of the number of rounds that returns a record without metadata.
-        repeats: Rounds of timing.
-        threads: CPU threads of torch.
-        device: 'cpu' or 'cuda'.
+    `measure` returns a record without metadata for a number of rounds.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)

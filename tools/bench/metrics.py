@@ -99,11 +99,6 @@ def number(value: Optional[float]) -> str:
     return 'not measured' if value is None else f'{value:.3g}' if value < 1000 else f'{value:.0f}'
 
 
-def with_unit(m: Dict[str, Any]) -> str:
-    """Value and unit of a metric."""
-    return f"{number(m['value'])} {m['unit']}".rstrip()
-
-
 def disturbed(record: Dict[str, Any]) -> bool:
     """Whether other programs left too few CPUs for the threads, so that the times mean little."""
     return record['threads'] + (record['other_cpus'] or 0) > max(record['cpus'], record['threads']) + 0.1
@@ -144,7 +139,7 @@ def metric_rows(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:
     for m in record['metrics']:
         target = '' if m['target'] is None else f"{m['bound']} {m['target']:g} {m['unit']}".rstrip()
         met = '' if m['target'] is None else {True: 'yes', False: 'no', None: '?'}[m['met']]
-        rows.append((m['name'], with_unit(m), target, met))
+        rows.append((m['name'], f"{number(m['value'])} {m['unit']}".rstrip(), target, met))
     return rows
 
 

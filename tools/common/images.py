@@ -204,21 +204,17 @@ def _gray(image: Image.Image, file: Union[str, Path]) -> np.ndarray:
     least, most = (float(f(values[finite])) for f in (np.min, np.max))
     low, high = next(((low, high) for low, high in _RANGES[image.mode] if low <= least and most <= high),
                      (least, most))
-    _say_assumed(file, image.mode, least, most, low, high)
+    own = (low, high) == (least, most) and (low, high) not in _RANGES[image.mode]
+    case = 'its own range is stretched' if own else f'{low:g} is taken for black and {high:g} for white'
+    kind = 'integers of 32 bits' if image.mode == 'I' else 'floating-point numbers'
+    note_once(f"{image.mode} {'own' if own else case}",
+              f'{shown(file)} holds {kind} from {least:g} to {most:g}; {case}, here and for others like it')
     return _scaled(np.nan_to_num(values, nan=low, posinf=high, neginf=low) if not finite.all() else values, low, high)
 
 
 def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Numbers from low to high as uint8, rounded."""
     return np.rint((values.astype(np.float64) - low) * (255 / max(high - low, 1e-300))).astype(np.uint8)
-
-
-def _say_assumed(file: Union[str, Path], mode: str, least: float, most: float, low: float, high: float) -> None:
-    kind = 'integers of 32 bits' if mode == 'I' else 'floating-point numbers'
-    own = (low, high) == (least, most) and (low, high) not in _RANGES[mode]
-    case = 'its own range is stretched' if own else f'{low:g} is taken for black and {high:g} for white'
-    note_once(f"{mode} {'own' if own else case}",
-              f'{shown(file)} holds {kind} from {least:g} to {most:g}; {case}, here and for others like it')
 
 
 def _upright(converted: Image.Image, image: Image.Image) -> Image.Image:

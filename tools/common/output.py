@@ -3,7 +3,7 @@ import json
 import math
 import sys
 import time
-from typing import Any, Iterator, Sequence, TypeVar
+from typing import Any, Iterable, Iterator, Sequence, TypeVar
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -35,6 +35,14 @@ def add_row(table: Table, *cells: object) -> None:
     table.add_row(*(Text(shown(text, longest=sys.maxsize)) for text in cells))
 
 
+def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table of literal texts."""
+    table = Table(*headers)
+    for row in rows:
+        add_row(table, *row)
+    print_table(table)
+
+
 def dumps(value: Any, **options: Any) -> str:
     """Return json.dumps(value), with null for NaN and infinities, which JSON cannot hold."""
     return json.dumps(without_nan(value), allow_nan=False, **options)
@@ -52,10 +60,7 @@ def without_nan(value: Any) -> Any:
 def progress(items: Sequence[Item], what: str, every: float = 10.) -> Iterator[Item]:
     """Yield the items and show progress on stderr: a bar on a terminal, else a line every few seconds.
 
-    Args:
-        items: The items.
-        what: Plural of the items' name, such as 'images'.
-        every: Seconds between lines.
+    `what` is the plural of the items' name, such as 'images', and `every` the seconds between lines.
     """
     console = Console(stderr=True)
     if console.is_terminal:

@@ -45,18 +45,14 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         new = temporary / 'new'         # made by mkdir, because only the owner can read the folders of mkdtemp
         new.mkdir()
         yield new
-        _replace(folder, new, temporary / 'old')
+        old = temporary / 'old'
+        if folder.exists():
+            os.rename(folder, old)
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if old.exists():
+                os.rename(old, folder)
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Move `folder` to `old` and `new` to `folder`; undo both if it fails."""
-    if folder.exists():
-        os.rename(folder, old)
-    try:
-        os.rename(new, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise

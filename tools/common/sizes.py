@@ -6,13 +6,9 @@ from .cli import UserError
 
 
 def parse_size(text: str, names: Sequence[str] = (), smallest: int = 1, largest: int = 100_000) -> Tuple[int, int]:
-    """Convert '256' or '96x128' (height x width) to (height, width).
+    """Convert '256' or '96x128' (height x width) to (height, width), with sides from `smallest` to `largest`.
 
-    Args:
-        text: Value of --size.
-        names: Other values that the option takes, for the message.
-        smallest: Smallest side.
-        largest: Largest side.
+    `names` are other values that --size takes, for the message.
     """
     match = re.fullmatch(r'(\d{1,9})(?:x(\d{1,9}))?', text.lower(), re.ASCII)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

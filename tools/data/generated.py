@@ -2,7 +2,7 @@
 import json
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Set
+from typing import Any, Callable, Dict, Iterator, Set
 
 import numpy as np
 
@@ -33,7 +33,11 @@ def already_there(folder: Path, metadata: Dict[str, Any], files: Callable[[Dict[
         raise UserError(f'{folder} is a file; give a folder')
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    old = _read(folder)
+    try:
+        old = json.loads((folder / METADATA_FILE).read_text(encoding='utf-8'))
+        old = old if isinstance(old, dict) else {}
+    except (OSError, ValueError):
+        old = {}
     there = {path.relative_to(folder).as_posix() for path in folder.rglob('*') if not path.is_dir()}
     try:
         expected = {METADATA_FILE} | files(old['options']) if old.get('dataset') == metadata['dataset'] else None
@@ -65,15 +69,6 @@ def written_folder(folder: Path, metadata: Dict[str, Any]) -> Iterator[Path]:
             (new / METADATA_FILE).write_text(text, encoding='utf-8')
     except OSError as error:
         raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
-
-
-def _read(folder: Path) -> Dict[str, Any]:
-    """Return the content of the METADATA_FILE of a folder, or {} if there is none."""
-    try:
-        metadata: Optional[Dict[str, Any]] = json.loads((folder / METADATA_FILE).read_text(encoding='utf-8'))
-    except (OSError, ValueError):
-        return {}
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def _text(option: Any) -> str:

@@ -5,7 +5,7 @@ Every item is dict(inputs=float tensor (3, H, W), label=int). `classes` lists th
 import os
 from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import timm.data
@@ -161,21 +161,6 @@ class MNIST5k(_Images):
         super().__init__(images, labels, [str(n) for n in range(10)], transform)
 
 
-def _refuse_empty_folders(folder: Path, with_images: Set[Path]) -> None:
-    """Refuse a class without images: timm's reader leaves it out, so that the numbers of all later classes change.
-
-    Args:
-        folder: The data folder.
-        with_images: The folders that hold images.
-    """
-    above = {parent for path in with_images for parent in (path, *path.parents)}
-    empty = sorted(path.name for path in folder.iterdir()
-                   if path.is_dir() and not path.name.startswith('.') and path not in above)
-    if empty:
-        more = f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''
-        raise UserError(f'{folder}: the class folder {shown(empty[0])}{more} has no images; add some or remove it')
-
-
 def left_out(file: str, error: UnreadableImage) -> Tuple[Image.Image, int]:
     """Report an image that cannot be read, and return one with the label IGNORED for it."""
     report_once(file, f'left out: {error}')
@@ -210,30 +195,31 @@ class ImageFolder(_Transformed):
         except RuntimeError as error:
             raise UserError(f'no images in the class subfolders of {folder}') from error
         self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-        _refuse_empty_folders(folder, {Path(name) for name in {os.path.dirname(file) for file, _ in reader.samples}})
+        # timm's reader leaves a class without images out, so that the numbers of all later classes change.
+        above = {parent for name in {os.path.dirname(file) for file, _ in reader.samples}
+                 for parent in (Path(name), *Path(name).parents)}
+        empty = sorted(path.name for path in folder.iterdir()
+                       if path.is_dir() and not path.name.startswith('.') and path not in above)
+        if empty:
+            more = f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''
+            raise UserError(f'{folder}: the class folder {shown(empty[0])}{more} has no images; add some or remove it')
         if len(self.classes) < 2:
             raise UserError(f'{folder} has images of {len(self.classes)} class: give each class a subfolder of its own')
         self.strict = strict
-        self.samples = self._checked(reader.samples)
+        self.samples: List[Tuple[str, int]] = []
+        for n, (file, label) in enumerate(reader.samples):
+            try:
+                if n < CHECKED:
+                    check_header(file)
+                self.samples.append((file, label))
+            except UnreadableImage as error:
+                if strict:
+                    raise
+                report_once(file, f'left out: {error}')
         readable = {label for _, label in self.samples}
         empty = [name for label, name in enumerate(self.classes) if label not in readable]
         if empty:
             raise UserError(f'{folder}: no image of the class {empty[0]} can be read')
-
-    def _checked(self, samples: Sequence[Tuple[str, int]]) -> List[Tuple[str, int]]:
-        """Return the files whose headers are those of images."""
-        kept = []
-        for n, (file, label) in enumerate(samples):
-            try:
-                if n < CHECKED:
-                    check_header(file)
-            except UnreadableImage as error:
-                if self.strict:
-                    raise
-                report_once(file, f'left out: {error}')
-                continue
-            kept.append((file, label))
-        return kept
 
     def __len__(self) -> int:
         return len(self.samples)

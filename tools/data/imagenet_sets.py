@@ -2,7 +2,6 @@
 import json
 import re
 import sys
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -46,7 +45,8 @@ class ImageNetFolder(ImageFolder):
                  transform: Optional[Dict[str, Any]] = None, strict: bool = False):
         # Another image of the same class has other labels in ReaL and must not replace an unreadable one.
         super().__init__(root, transform, strict or labels == 'real')
-        self.valid = _lines(TEST_SETS[labels]) if TEST_SETS[labels] else None
+        numbers = (files('timm.data') / '_info' / TEST_SETS[labels]).read_text() if TEST_SETS[labels] else ''
+        self.valid = [int(line) for line in numbers.split()] or None
         folders, self.classes = self.classes, ImageNetInfo().label_names()
         self.present = len(folders)
         index = {name: number for number, name in enumerate(self.classes)}
@@ -61,18 +61,15 @@ class ImageNetFolder(ImageFolder):
         self.samples = [(file, allowed[folders[label]]) for file, label in self.samples]
         self.correct: Optional[List[List[int]]] = None
         if labels == 'real':
-            self._take_real(_real_labels(real))
-
-    def _take_real(self, real: List[List[int]]) -> None:
-        """Keep the images that ReaL labels, with their labels."""
-        numbers = [_image_number(file, len(real)) for file, _ in self.samples]
-        kept = [n for n, number in enumerate(numbers) if real[number]]
-        if not kept:
-            raise UserError('ReaL labels none of these images')
-        if len(kept) < len(numbers):
-            print(f'{len(numbers) - len(kept):,} of {len(numbers):,} images have no label in ReaL and are left out',
-                  file=sys.stderr)
-        self.samples, self.correct = [self.samples[n] for n in kept], [real[numbers[n]] for n in kept]
+            classes = _real_labels(real)
+            found = [classes[_image_number(file, len(classes))] for file, _ in self.samples]
+            if not any(found):
+                raise UserError('ReaL labels none of these images')
+            if not all(found):
+                print(f'{found.count([]):,} of {len(found):,} images have no label in ReaL and are left out',
+                      file=sys.stderr)
+            self.samples = [sample for sample, row in zip(self.samples, found) if row]
+            self.correct = list(filter(None, found))
 
     def __getitem__(self, index: int) -> Dict[str, Any]:
         item = super().__getitem__(index)
@@ -80,12 +77,6 @@ class ImageNetFolder(ImageFolder):
             item['label'] = torch.zeros(len(self.classes), dtype=torch.bool)
             item['label'][self.correct[index]] = True
         return item
-
-
-@lru_cache
-def _lines(name: str) -> List[int]:
-    """Return the numbers in a file of timm, one a line."""
-    return [int(line) for line in (files('timm.data') / '_info' / name).read_text().split()]
 
 
 def _real_labels(file: Optional[str]) -> List[List[int]]:

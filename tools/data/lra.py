@@ -39,26 +39,19 @@ def lra_listops(root: str, split: str) -> Expressions:
             raise UserError(f'{file} does not begin with the column names Source and Target, separated by a tab')
         for number, line in enumerate(stream, 2):
             try:
-                sequence, answer = _listops_line(line)
+                columns = line.rstrip(b'\r\n').split(b'\t')
+                if len(columns) != 2:
+                    raise ValueError(f'{len(columns)} columns, not 2')
+                if len(columns[1]) != 1 or not columns[1].isdigit():
+                    raise ValueError('a Target that is not a digit')
+                sequences.append(from_text(columns[0]))
+                answers.append(int(columns[1]))
             except ValueError as error:
                 raise UserError(f'{file}, line {number} has {error}: the file is truncated or damaged') from error
-            sequences.append(sequence)
-            answers.append(answer)
     if not sequences:
         raise UserError(f'{file} has no expressions')
     starts = np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])])
     return Expressions(np.concatenate(sequences), starts, np.array(answers, np.int64))
-
-
-def _listops_line(line: bytes) -> Tuple[np.ndarray, int]:
-    """Return tokens and answer of a line. Raise a ValueError that says what is wrong with the line."""
-    columns = line.rstrip(b'\r\n').split(b'\t')
-    if len(columns) != 2:
-        raise ValueError(f'{len(columns)} columns, not 2')
-    source, target = columns
-    if len(target) != 1 or not target.isdigit():
-        raise ValueError('a Target that is not a digit')
-    return from_text(source), int(target)
 
 
 def lra_pathfinder(root: str, split: str, size: int = 32,

@@ -14,15 +14,11 @@ _LAYOUT = {'{train,val}.npz': 'inputs (n, length) and label (n, length), int32; 
 
 
 def write_recall(folder: Path, options: Dict[str, Any], force: bool = False) -> bool:
-    """Write train.npz and val.npz as a whole, to a new or empty folder or over an older data set of recall.
+    """Write train.npz and val.npz as a whole, to a new or empty folder, or with `force` over another data set of
+    recall.
 
-    Args:
-        folder: the folder.
-        options: train and val (numbers of sequences), seed, vocab_size, length and pairs.
-        force: replace a data set with other options.
-
-    Returns:
-        False if the folder already holds this data set.
+    `options` are train and val (numbers of sequences), seed, vocab_size, length and pairs. Returns False if the folder
+    already holds this data set.
     """
     metadata = dict(dataset='mqar', format=FORMAT, options=options, layout=_LAYOUT)
     if already_there(folder, metadata, lambda _: {f'{part}.npz' for part in _STREAMS}, force):

@@ -20,12 +20,9 @@ _IDX_NAMES = {'train': 'train', 'test': 't10k'}
 
 
 def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
-    """Return the first of root/subfolder that exists, or root if none does.
+    """Return the first of root/subfolder that exists, or root if none does; '.' stands for root itself.
 
-    Args:
-        root: folder that the user gave.
-        subfolders: names of subfolders; '.' stands for root itself.
-        what: hint for the error message.
+    `what` is a hint for the error if root is no folder.
     """
     path = expanded(str(root))
     if not path.is_dir():

@@ -50,15 +50,10 @@ def write_part(folder: Path, part: str, options: Dict[str, Any]) -> int:
 
 
 def make_shapes(folder: Path, options: Dict[str, Any], force: bool = False) -> Optional[Dict[str, int]]:
-    """Write a dataset of shapes as a whole, to a new or empty folder or over an older dataset.
+    """Write a dataset of shapes as a whole, to a new or empty folder, or with `force` over another dataset of shapes.
 
-    Args:
-        folder: The folder.
-        options: train and val (numbers of images), size ([H, W]) and seed.
-        force: Replace a dataset with other options.
-
-    Returns:
-        Number of shapes in each part, or None if the folder already holds this dataset.
+    `options` are train and val (numbers of images), size ([H, W]) and seed. Returns the number of shapes in each part,
+    or None if the folder already holds this dataset.
     """
     known = dict(dataset='shapes', format=FORMAT, options=options)
     if already_there(folder, known, _files, force):

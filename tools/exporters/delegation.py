@@ -10,12 +10,7 @@ from .formats import Conversion
 
 
 def delegation(before: int, after: Graph) -> Conversion:
-    """Describe a graph with calls of delegates.
-
-    Args:
-        before: Multiply-adds of the graph before it was partitioned.
-        after: Graph with the calls.
-    """
+    """Describe a graph with calls of delegates, which had `before` multiply-adds before it was partitioned."""
     # getitem only names one of several outputs; the runtime does nothing for it.
     names = Counter(map(operator_name, _calls(after)))
     calls, _ = names.pop('executorch_call_delegate', 0), names.pop('getitem', 0)

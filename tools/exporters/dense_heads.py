@@ -42,7 +42,7 @@ class RawDetector(nn.Module):
         head = model.bbox_head
         self.classes = head.num_classes
         with torch.no_grad():
-            shapes = [y.shape[-2:] for y in self.maps(_blank(model, size))]
+            shapes = [y.shape[-2:] for y in self.maps(torch.zeros(1, model.backbone.in_chans, *size))]
         anchors = torch.cat(head.prior_generator.grid_priors(shapes, size, dtype=torch.float64))
         centers, extents = (anchors[:, :2] + anchors[:, 2:]) / 2, anchors[:, 2:] - anchors[:, :2]
         means, stds = (torch.tensor(values, dtype=torch.float64) for values in (head.bbox_coder.means,
@@ -122,13 +122,9 @@ class MatrixPool(nn.Module):
 
 
 def replace_pools(model: nn.Module, images: Tensor) -> None:
-    """Replace the adaptive average pooling of a model by forms for maps of one size, in place.
+    """Replace the nn.AdaptiveAvgPool2d modules of a model by forms for maps of one size, that of `images`, in place.
 
     Global pooling is kept. Windows of equal sizes become nn.AvgPool2d, others `MatrixPool`.
-
-    Args:
-        model: A model that pools with nn.AdaptiveAvgPool2d modules.
-        images: Images of the size that the model is exported for.
     """
     sizes, handles = {}, []
     for module in model.modules():
@@ -165,10 +161,6 @@ def _windows(cells: int, side: int) -> Tensor:
         first, last = cell * side // cells, -(-(cell + 1) * side // cells)
         weights[cell, first:last] = 1 / (last - first)
     return weights
-
-
-def _blank(model: nn.Module, size: Size) -> Tensor:
-    return torch.zeros(1, model.backbone.in_chans, *size)
 
 
 def _rows(levels: Sequence[Tensor], width: int) -> Tensor:

@@ -91,7 +91,8 @@ def dense_subject(
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f'{name} does not accept images of {size[0]} x {size[1]}: {one_line(error)}') from error
     if task == 'features':
-        outputs = _map_names(results, size)
+        outputs = tuple(f'stride_{round(size[0] / y.shape[-2])}' for y in results)
+        outputs = outputs if len(set(outputs)) == len(outputs) else tuple(f'map_{n}' for n in range(len(results)))
     entries = _postprocessing(eager, task, nms, labels)
     metadata = describe(name, task, Path(checkpoint).name if checkpoint else 'random', tuple(images.shape),
                         preprocessing, [] if features else classes, color, **entries)
@@ -151,11 +152,6 @@ def _postprocessing(model: nn.Module, task: str, nms: bool, labels: bool) -> Dic
             entries['window'] = dict(size=list(model.test_cfg.crop_size), stride=list(model.test_cfg.stride))
         return entries
     return {}
-
-
-def _map_names(maps: Sequence[Tensor], size: Size) -> Tuple[str, ...]:
-    names = tuple(f'stride_{round(size[0] / y.shape[-2])}' for y in maps)
-    return names if len(set(names)) == len(names) else tuple(f'map_{n}' for n in range(len(maps)))
 
 
 def _described(names: Sequence[str], results: Sequence[Tensor], nms: bool) -> List[Dict[str, Any]]:

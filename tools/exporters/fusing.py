@@ -10,14 +10,8 @@ PAIRS = (('conv', 'bn'), ('conv', 'norm'), ('proj', 'norm'))
 def fuse_norms(model: nn.Module) -> nn.Module:
     """Fuse every BatchNorm of the package's own modules into the convolution or linear layer before it, in place.
 
-    nn.Identity replaces the norm, or the activation that timm's BatchNormAct2d includes. Outputs change by
-    rounding only.
-
-    Args:
-        model: a model in evaluation mode.
-
-    Returns:
-        The model.
+    nn.Identity replaces the norm, or the activation that timm's BatchNormAct2d includes. Outputs change by rounding
+    only.
 
     Raises:
         ValueError: the model is in training mode, where BatchNorm uses the statistics of the batch.

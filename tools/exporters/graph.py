@@ -1,10 +1,10 @@
 """Record the graph of a subject with torch.export, and check it for what other runtimes cannot run."""
-from typing import AbstractSet, Dict, Iterator, List
+from typing import AbstractSet, Dict, Iterator
 
 import torch
 
 from ..common.cli import UserError, one_line
-from .subject import Sizes, Subject
+from .subject import Subject
 
 # Operators that only move elements; converters fold a chain of them, so the ranks in between do not matter.
 MOVES = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
@@ -27,9 +27,15 @@ def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) ->
     if 'batch' in dynamic:
         dims[0] = torch.export.Dim('batch', min=1, max=LARGEST_BATCH)
     if 'hw' in dynamic:
-        dims.update(_size_dims(subject.sizes))
+        smallest, step, largest = subject.sizes
+        for axis, name in ((2, 'height'), (3, 'width')):                 # in steps
+            dims[axis] = (step * torch.export.Dim(name, min=max(2, smallest // step), max=largest // step)
+                          if step > 1 else torch.export.Dim(name, min=smallest, max=largest))
     # An example of size 1 would fix the dimension, and equal sides would be taken for one.
-    size = _example_size(subject) if 'hw' in dynamic else subject.size
+    size = subject.size
+    if 'hw' in dynamic:
+        height, width = (max(3 * step, -(-side // step) * step) for side in size)
+        size = (height, width + step if width == height else width)
     example = subject.example(batch=2 if 'batch' in dynamic else 1, size=size)
     try:
         with torch.no_grad():
@@ -38,20 +44,6 @@ def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) ->
         raise UserError(f'torch.export cannot record {subject.name}: {one_line(error)[:500]}') from error
     check_program(program)
     return program
-
-
-def _size_dims(sizes: Sizes) -> Dict[int, object]:
-    """Dimensions of height and width, in steps."""
-    step = sizes.multiple_of
-    return {axis: step * torch.export.Dim(name, min=max(2, sizes.smallest // step), max=sizes.largest // step)
-            if step > 1 else torch.export.Dim(name, min=sizes.smallest, max=sizes.largest)
-            for axis, name in ((2, 'height'), (3, 'width'))}
-
-
-def _example_size(subject: Subject) -> List[int]:
-    step = subject.sizes.multiple_of
-    height, width = (max(3 * step, -(-side // step) * step) for side in subject.size)
-    return [height, width + step if width == height else width]
 
 
 def check_program(program: torch.export.ExportedProgram) -> None:

@@ -1,11 +1,13 @@
 """ONNX graphs: how PyTorch's operators are written, the removal of reshapes, and the check for what runtimes refuse."""
 from collections import Counter
-from typing import Callable, Dict, Iterable, List, Optional
+from typing import Callable, Dict, Iterable, Optional
 
 import numpy as np
 import onnx
+import onnx_ir
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnxscript import FLOAT
 from onnxscript import opset20 as op
 
@@ -81,43 +83,11 @@ def _names_all_sizes(node: NodeProto, producers: Dict[str, NodeProto], constants
 
 
 def remove_unused(model: ModelProto) -> None:
-    """Remove nodes and constants that no output depends on, and versions of operator sets that no node uses."""
-    graph = model.graph
-    needed = {value.name for value in graph.output}
-    kept: List[NodeProto] = []
-    for node in reversed(graph.node):
-        if needed.intersection(node.output):
-            needed.update(node.input)
-            kept.append(node)
-    constants = [tensor for tensor in graph.initializer if tensor.name in needed]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(reversed(kept))
-    graph.initializer.extend(constants)
-    used = {node.domain for node in kept}
-    versions = [entry for entry in model.opset_import if entry.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(versions)
-
-
-def sort_nodes(model: ModelProto) -> None:
-    """Order the nodes so that each one follows those whose outputs it takes, in place."""
-    producers = {name: node for node in model.graph.node for name in node.output}
-    done, ordered = set(), []
-    for last in model.graph.node:
-        waiting = [last]
-        while waiting:
-            node = waiting[-1]
-            before = [producers[name] for name in node.input if name in producers and id(producers[name]) not in done]
-            if before:
-                waiting += before
-                continue
-            waiting.pop()
-            if id(node) not in done:
-                done.add(id(node))
-                ordered.append(node)
-    ordered = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
-    del model.graph.node[:]
-    model.graph.node.extend(ordered)
+    """Remove nodes, constants and versions of operator sets that no output depends on, in place."""
+    kept = onnx_ir.from_proto(model)
+    RemoveUnusedNodesPass()(kept)
+    RemoveUnusedOpsetsPass()(kept)
+    model.CopyFrom(onnx_ir.to_proto(kept))
 
 
 def strip(model: ModelProto) -> None:
@@ -131,11 +101,7 @@ def strip(model: ModelProto) -> None:
 
 
 def name_dimensions(model: ModelProto, names: Dict[int, str]) -> None:
-    """Name the open dimensions of the input, and those of the outputs after them, such as 'height/4'.
-
-    Args:
-        model: Model with one input.
-        names: Names by the axis of the input.
+    """Name the open dimensions of the one input by its axes, and those of the outputs after them, such as 'height/4'.
     """
     symbols = {}                                   # symbol -> (name, multiple of the symbol)
     for axis, dim in enumerate(model.graph.input[0].type.tensor_type.shape.dim):
@@ -181,21 +147,16 @@ def check_graph(model: ModelProto) -> None:
     bad = [f'{node.domain}.{node.op_type}' for node in model.graph.node if node.domain not in ('', 'ai.onnx')]
     bad += [f'function {function.name}' for function in model.functions]
     bad += [node.op_type for node in model.graph.node if node.op_type in _CONTROL_FLOW]
-    ranks = tensor_ranks(model)
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    ranks = {value.name: len(value.type.tensor_type.shape.dim)
+             for value in (*graph.input, *graph.value_info, *graph.output) if value.type.tensor_type.HasField('shape')}
+    ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
     for node in model.graph.node:
         for name in node.output:
             if name and ranks.get(name, LARGEST_RANK + 1) > LARGEST_RANK:
                 bad.append(f'{node.op_type} with {ranks.get(name, "an unknown number of")} dimensions')
     if bad:
         raise UserError('the ONNX graph holds what other runtimes cannot run: ' + ', '.join(dict.fromkeys(bad)))
-
-
-def tensor_ranks(model: ModelProto) -> Dict[str, int]:
-    """Return the ranks of all tensors, by ONNX's shape inference."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    ranks = {value.name: len(value.type.tensor_type.shape.dim)
-             for value in (*graph.input, *graph.value_info, *graph.output) if value.type.tensor_type.HasField('shape')}
-    return {**ranks, **{tensor.name: len(tensor.dims) for tensor in graph.initializer}}
 
 
 def count_operators(names: Iterable[str]) -> Dict[str, int]:

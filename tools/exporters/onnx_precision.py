@@ -6,9 +6,10 @@ from typing import Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
 import onnx
+import onnx_ir
 from onnx import ModelProto, numpy_helper
 
-from .onnx_graph import remove_unused, sort_nodes
+from .onnx_graph import remove_unused
 
 # Sums over many numbers, and exponentials, whose results or intermediate values leave the range of float16; and Gelu,
 # which ONNX Runtime would replace by its formula, because it has no kernel for float16.
@@ -25,8 +26,10 @@ def halve(model: ModelProto) -> ModelProto:
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
     half = convert_float_to_float16(copy.deepcopy(model), keep_io_types=True,
                                     op_block_list=[*DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPERATORS])
-    sort_nodes(half)
-    return half
+    del half.graph.value_info[:]
+    half = onnx_ir.from_proto(half)
+    half.graph.sort()                              # a cast can stand after the operator that takes it
+    return onnx_ir.to_proto(half)
 
 
 def quantize(model: ModelProto, inputs: Sequence[Dict[str, np.ndarray]]) -> ModelProto:

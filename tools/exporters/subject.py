@@ -181,7 +181,12 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
                       _SIZES.get(family, f'height and width of {family} cannot be dynamic here'),
                       _reader(transform, channels))
     subject = with_normalization(subject) if normalize else subject
-    _check_size(subject)
+    try:                                   # a wrong size ends before the conversion starts
+        with torch.inference_mode():
+            subject.eager(subject.example())
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f'{subject.name} does not accept images of {height} x {width}: '
+                        f'{str(error).splitlines()[0]}') from error
     return subject
 
 
@@ -318,14 +323,3 @@ def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor
         image = open_image(file)
         return prepare(image.convert('L') if channels == 1 else image)[None]
     return read
-
-
-def _check_size(subject: Subject) -> None:
-    """Run the ordinary model once, so that a wrong size ends before the conversion starts."""
-    try:
-        with torch.inference_mode():
-            subject.eager(subject.example())
-    except (ValueError, RuntimeError, AssertionError) as error:
-        height, width = subject.size
-        raise UserError(f'{subject.name} does not accept images of {height} x {width}: '
-                        f'{str(error).splitlines()[0]}') from error

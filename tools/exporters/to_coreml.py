@@ -24,18 +24,16 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write an ML program for iOS 16 and macOS 13 or later.
 
     With fp16, weights and arithmetic have half precision, except for cumulative sums; inputs and outputs are float32.
-
-    Args:
-        subject: What to export.
-        options: Precision, and whether the batch is dynamic.
-        path: The `.mlpackage` folder.
     """
     # The converter does not know the logarithm of a sigmoid.
     forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
     if 'batch' in options.dynamic:             # the converter writes the batch of the example into group norms
         forms[torch.ops.aten.group_norm.default] = _norm_of_one_group
     program = export_program(subject, options.dynamic).run_decompositions(forms)
-    _pass_on(program)
+    for node in list(program.graph.nodes):
+        if node.target in _PASSED_ON:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
     results = [node.meta['val'].is_floating_point() for node in program.graph.output_node().args[0]]
     with silence():
         import coremltools as ct
@@ -121,14 +119,6 @@ def _check_flexible(path: Path, operations: List[Any], description: Any) -> None
 def _is_open(kind: Any) -> bool:
     """Whether a tensor's type leaves a dimension open."""
     return any(dimension.HasField('unknown') for dimension in kind.dimensions)
-
-
-def _pass_on(program: torch.export.ExportedProgram) -> None:
-    """Remove operators that only pass their argument on."""
-    for node in list(program.graph.nodes):
-        if node.target in _PASSED_ON:
-            node.replace_all_uses_with(node.args[0])
-            program.graph.erase_node(node)
 
 
 def _norm_of_one_group(x: Tensor, groups: int, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None,

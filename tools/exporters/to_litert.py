@@ -24,11 +24,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write a `.tflite` file with the metadata at its end.
 
     With fp16, the weights of convolutions and linear layers have half precision, and the arithmetic is float32.
-
-    Args:
-        subject: What to export.
-        options: Precision.
-        path: The `.tflite` file.
     """
     export_program(subject)                                  # its checks hold for every format
     with silence():
@@ -44,7 +39,9 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
     run = _interpreter(path, threads).get_signature_runner()
-    inputs, outputs = list(run.get_input_details()), sorted(run.get_output_details(), key=_number)
+    # Names such as output_10.
+    inputs, outputs = list(run.get_input_details()), sorted(
+        run.get_output_details(), key=lambda name: int(''.join(filter(str.isdigit, name)) or 0))
     shape = tuple(run.get_input_details()[inputs[0]]['shape'])
 
     def infer(images: Tensor) -> List[Tensor]:
@@ -74,11 +71,6 @@ def _interpreter(path: Path, threads: int = 1, **options: Any) -> Any:
         except (ValueError, RuntimeError) as error:
             raise UserError(f'{path} is not a file for LiteRT: {shown(one_line(error))}') from error
     return interpreter
-
-
-def _number(name: str) -> int:
-    """Return the index in the name of an output, such as output_10."""
-    return int(''.join(filter(str.isdigit, name)) or 0)
 
 
 def _operators(path: Path) -> Dict[str, int]:

@@ -26,11 +26,6 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write `path`, which ends with `.ncnn.param`, the weights and the metadata beside it.
 
     With fp16 the weights are stored in half precision; the arithmetic is float32 on processors without half precision.
-
-    Args:
-        subject: What to export.
-        options: Precision.
-        path: The `.ncnn.param` file.
     """
     program = export_program(subject)
     with tempfile.TemporaryDirectory(prefix='subquad-ncnn-') as folder:
@@ -39,7 +34,10 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         if not graph.is_file() or not weights.is_file():
             raise UserError(f'pnnx wrote no ncnn file for {subject.name}: {shown(said)}')
         operators = _layers(graph.read_text())
-        _check_layers(operators, subject.name)
+        # The names of operators that pnnx could not translate hold dots or colons.
+        unknown = sorted(kind for kind in operators if not re.fullmatch(r'\w+', kind))
+        if unknown:
+            raise UserError(f'ncnn has no layers for these operators of {subject.name}: {", ".join(unknown)}')
         shutil.copyfile(graph, path)
         shutil.copyfile(weights, _beside(path, '.ncnn.bin'))
     _beside(path, '.json').write_text(json.dumps(subject.metadata, ensure_ascii=False), encoding='utf-8')
@@ -110,10 +108,3 @@ def _run_pnnx(program: torch.export.ExportedProgram, subject: Subject, half: boo
 def _layers(text: str) -> Dict[str, int]:
     """Return the number of layers by type, from the text of a `.param` file."""
     return dict(Counter(line.split()[0] for line in text.splitlines()[2:] if line.strip()))
-
-
-def _check_layers(operators: Dict[str, int], name: str) -> None:
-    """Refuse a graph with operators that pnnx could not translate; their names hold dots or colons."""
-    unknown = sorted(kind for kind in operators if not re.fullmatch(r'\w+', kind))
-    if unknown:
-        raise UserError(f'ncnn has no layers for these operators of {name}: {", ".join(unknown)}')

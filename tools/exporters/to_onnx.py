@@ -10,18 +10,9 @@ from onnx import ModelProto
 from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
+from . import onnx_graph
 from .formats import Conversion, Options
 from .graph import export_program
-from .onnx_graph import (
-    OPSET,
-    check_graph,
-    count_operators,
-    merge_reshapes,
-    name_dimensions,
-    refuse_other_sizes,
-    strip,
-    translations,
-)
 from .onnx_precision import halve, quantize
 from .postprocessing import append_nms
 from .silence import silence
@@ -33,13 +24,7 @@ _LARGEST_FILE = 2 ** 31 - 2 ** 20       # a protocol buffer holds less than 2 Gi
 
 
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
-    """Write an ONNX file with its weights inside, or an ORT file if the name ends in `.ort`.
-
-    Args:
-        subject: What to export.
-        options: Precision, dynamic dimensions and calibration images.
-        path: The file to write.
-    """
+    """Write an ONNX file with its weights inside, or an ORT file if the name ends in `.ort`."""
     model = record(subject, options.dynamic)
     with silence():
         if options.precision == 'fp16':
@@ -49,14 +34,14 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     settings = subject.metadata.get('postprocessing') or {}
     if settings.get('type') == 'nms' and settings['in_graph']:
         model = append_nms(model, settings)
-    check_graph(model)
+    onnx_graph.check_graph(model)
     onnx.checker.check_model(model, full_check=True)
     model.producer_name, model.producer_version = METADATA, subject.metadata.get(METADATA, '')
     onnx.helper.set_model_props(model, {METADATA: json.dumps(subject.metadata, ensure_ascii=False)})
     if path.suffix == '.ort':
         return _save_ort(model, options.precision, path)
     onnx.save_model(model, str(path))
-    return Conversion(count_operators([node.op_type for node in model.graph.node]))
+    return Conversion(onnx_graph.count_operators([node.op_type for node in model.graph.node]))
 
 
 def record(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> ModelProto:
@@ -65,21 +50,21 @@ def record(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> ModelPr
         exported = torch.onnx.export(
             export_program(subject, dynamic),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=onnx_graph.OPSET,
             input_names=[INPUT],
             output_names=list(subject.outputs),
-            custom_translation_table=translations(),
+            custom_translation_table=onnx_graph.translations(),
             external_data=False,
             verbose=False,
         )
     model = exported.model_proto
     if model.ByteSize() > _LARGEST_FILE:
         raise UserError(f'{subject.name} is larger than 2 GB, which an ONNX file without further files cannot hold')
-    strip(model)
-    merge_reshapes(model)
-    name_dimensions(model, {0: 'batch', 2: 'height', 3: 'width'})
+    onnx_graph.strip(model)
+    onnx_graph.merge_reshapes(model)
+    onnx_graph.name_dimensions(model, {0: 'batch', 2: 'height', 3: 'width'})
     if 'hw' in dynamic and subject.sizes.multiple_of > 1:
-        refuse_other_sizes(model, subject.sizes.multiple_of)
+        onnx_graph.refuse_other_sizes(model, subject.sizes.multiple_of)
     return model
 
 
@@ -99,19 +84,14 @@ def _save_ort(model: ModelProto, precision: str, path: Path) -> Conversion:
     onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=['CPUExecutionProvider'],
                                  disabled_optimizers=disabled)
     graph = InferenceSession.InferenceSession.GetRootAsInferenceSession(path.read_bytes(), 0).Model().Graph()
-    return Conversion(count_operators([graph.Nodes(n).OpType().decode() for n in range(graph.NodesLength())]))
+    return Conversion(onnx_graph.count_operators(
+        graph.Nodes(n).OpType().decode() for n in range(graph.NodesLength())))
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
-    """Return a function that runs a file.
+    """Return a function that runs a file of the format ONNX or ORT, with the outputs in the order of the file.
 
-    Args:
-        path: File of the format ONNX or ORT.
-        threads: Number of threads.
-
-    Returns:
-        A function from images (B, C, H, W), float32, to the outputs in the order of the file. Of a detector that
-        selects its detections, these are the boxes and scores before.
+    Those of a detector that selects its detections are the boxes and scores before.
     """
     session = open_session(path, threads)
     names = [output.name for output in session.get_outputs()]
@@ -132,13 +112,7 @@ def read_metadata(path: Path) -> Dict[str, Any]:
 
 
 def open_session(path: Path, threads: int = 1, optimize: bool = True) -> onnxruntime.InferenceSession:
-    """Open a file on the CPU.
-
-    Args:
-        path: File of the format ONNX or ORT.
-        threads: Number of threads.
-        optimize: Optimize the graph of an ONNX file, which takes longer.
-    """
+    """Open a file of the format ONNX or ORT on the CPU; to optimize an ONNX file takes longer."""
     options = _session_options(threads)
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -235,14 +235,6 @@ def _cumsum(x: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None):
     return F.linear(x.transpose(dim, -1), below).transpose(dim, -1).contiguous()
 
 
-def _reciprocal(x: Tensor):
-    return _constant(x, (1,), 1.0) / x if x.is_floating_point() else NotImplemented
-
-
-def _log1p(x: Tensor):
-    return (x + 1.0).log()
-
-
 def _grow(x: Tensor, factors: Sequence[int]) -> Tensor:
     """Repeat x along dimensions of size 1."""
     return x if all(n == 1 for n in factors) else x * _constant(x, factors, 1.0)
@@ -349,8 +341,8 @@ FORMS: Dict[Any, Callable] = {
     aten.gelu.default: _gelu,
     aten.silu.default: lambda x: x * x.sigmoid(),     # PyTorch's decomposition leaves half precision
     aten.cumsum.default: _cumsum,
-    aten.reciprocal.default: _reciprocal,
-    aten.log1p.default: _log1p,
+    aten.reciprocal.default: lambda x: _constant(x, (1,), 1.0) / x if x.is_floating_point() else NotImplemented,
+    aten.log1p.default: lambda x: (x + 1.0).log(),
     aten.expand.default: _expand,
     aten.repeat.default: _repeat,
     aten.unsqueeze.default: _unsqueeze,

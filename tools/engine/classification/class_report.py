@@ -2,7 +2,7 @@
 import csv
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ....backbones.weights import write_atomically
 from ...common.canvas import figure
 from ...common.cli import UserError
 from ...common.imagenet import readable
-from ...common.output import add_row, dumps, print_table
+from ...common.output import dumps, print_rows
 from .prediction_metrics import BINS, Predictions, expected_calibration_error, reliability
 
 SHOWN = 50                      # rows of a table on the terminal
@@ -71,33 +71,28 @@ class ClassReport:
 
     def show(self) -> None:
         """Print the tables, at most `SHOWN` rows of each."""
-        from rich.table import Table
         if not self.by_class:
             print('no table of classes: an image of ReaL can have several')
             return
         rows, pairs = self.rows(), self.confusions()
-        table = Table('class', 'precision %', 'recall %', 'images')
-        for row in rows[:SHOWN]:
-            precision = 'never predicted' if np.isnan(row['precision']) else f"{row['precision']:.1f}"
-            add_row(table, row['name'], precision, f"{row['recall']:.1f}", row['count'])
-        print_table(table)
+        print_rows(['class', 'precision %', 'recall %', 'images'], (
+            (row['name'], 'never predicted' if np.isnan(row['precision']) else f"{row['precision']:.1f}",
+             f"{row['recall']:.1f}", row['count']) for row in rows[:SHOWN]))
         if len(rows) > SHOWN:
             print(f'the {SHOWN} classes of {len(rows):,} with the lowest recall; --out FOLDER writes all')
-        table = Table('class', 'predicted as', 'images', '% of the class')
-        for row in pairs[:20]:
-            add_row(table, row['label'], row['predicted'] or 'nothing (scores not finite)', row['count'],
-                    f"{row['share']:.1f}")
         if pairs:
-            print_table(table)
+            print_rows(['class', 'predicted as', 'images', '% of the class'], (
+                (row['label'], row['predicted'] or 'nothing (scores not finite)', row['count'], f"{row['share']:.1f}")
+                for row in pairs[:20]))
 
     def write(self, folder: Path, metrics: Dict[str, float]) -> List[Path]:
         """Write report.json, classes.csv, confusion.png and reliability.png, and return their paths."""
-        writers = {'reliability.png': lambda path: _save(self._reliability_page(), path)}
+        writers = {'reliability.png': lambda path: self._reliability_page().savefig(path, dpi=120, format='png')}
         if self.by_class:
             writers['classes.csv'] = self._write_csv
-            writers['confusion.png'] = lambda path: _save(self._confusion_page(), path)
-        report = dict(metrics=metrics, **self.as_dict())
-        writers['report.json'] = lambda path: Path(path).write_text(dumps(report, indent=1), encoding='utf-8')
+            writers['confusion.png'] = lambda path: self._confusion_page().savefig(path, dpi=120, format='png')
+        report = dumps(dict(metrics=metrics, **self.as_dict()), indent=1)
+        writers['report.json'] = lambda path: Path(path).write_text(report, encoding='utf-8')
         for name, write in writers.items():
             try:
                 with write_atomically(folder / name) as temporary:
@@ -115,7 +110,8 @@ class ClassReport:
 
     def _reliability_page(self) -> Any:
         """Draw accuracy over confidence, and the number of images in each bin below."""
-        page, (axes, counts) = _page((5, 6), 2, height_ratios=(3, 1))
+        page = figure((5, 6))
+        axes, counts = page.subplots(2, height_ratios=(3, 1))
         count, accuracy, confidence = reliability(self.predictions)
         edges, used = np.arange(BINS) / BINS, count > 0
         axes.bar(edges[used], accuracy[used] * 100, 1 / BINS, align='edge', edgecolor='white', label='accuracy')
@@ -135,7 +131,8 @@ class ClassReport:
         if len(present) <= LARGEST_MATRIX:
             return self._matrix_page(present)
         pairs = self.confusions()[:BARS]
-        page, axes = _page((9, 1 + 0.22 * max(len(pairs), 1)))
+        page = figure((9, 1 + 0.22 * max(len(pairs), 1)))
+        axes = page.subplots()
         names = [f"{_short(row['label'])} \u2192 {_short(row['predicted'] or 'nothing')}" for row in pairs]
         axes.barh(range(len(pairs)), [row['count'] for row in pairs])
         axes.set_yticks(range(len(pairs)), names, fontsize=8)
@@ -151,7 +148,8 @@ class ClassReport:
         # Rows of classes without images stay 0; images whose scores are not finite are in no column.
         total = np.array([(self.predictions.labels == n).sum() for n in present])[:, None]
         side = 2.5 + 0.45 * len(present) if len(present) <= 20 else 3.5 + 0.2 * len(present)
-        page, axes = _page((side + 1, side))
+        page = figure((side + 1, side))
+        axes = page.subplots()
         names = [_short(self.classes[n]) for n in present]
         ConfusionMatrixDisplay(100 * matrix / np.maximum(total, 1), display_labels=names).plot(
             ax=axes, cmap='Blues', xticks_rotation='vertical', include_values=len(present) <= 20, values_format='.0f',
@@ -165,13 +163,3 @@ def _short(name: str, longest: int = 28) -> str:
     """Return a class's name for a picture, without the signs that matplotlib takes for a formula."""
     name = name.replace('$', r'\$')
     return name if len(name) <= longest else f'{name[:longest - 3]}...'
-
-
-def _page(size: Tuple[float, float], rows: int = 1, **ratios: Any) -> Any:
-    """Return a figure and its axes."""
-    page = figure(size)
-    return page, page.subplots(rows, **ratios)
-
-
-def _save(page: Any, path: str) -> None:
-    page.savefig(path, dpi=120, format='png')

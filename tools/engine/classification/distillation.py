@@ -15,17 +15,11 @@ from ...common.cli import UserError, one_line
 from ..zoo import create
 from .weight_files import read_classifier
 
-_KINDS = ('soft', 'hard')
+_TEACHER = ('name', 'weights', 'pretrained', 'mean', 'std')
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Compute KL(softmax(teacher / T) || softmax(logits / T)), the mean over images.
-
-    Args:
-        logits: Logits of the student (B, num_classes).
-        teacher: Logits of the teacher (B, num_classes).
-        temperature: T.
-    """
+    """Compute KL(softmax(teacher / T) || softmax(logits / T)) of logits (B, num_classes), the mean over images."""
     student, target = (F.log_softmax(x.float() / temperature, -1) for x in (logits, teacher))
     return F.kl_div(student, target, reduction='batchmean', log_target=True)
 
@@ -55,7 +49,7 @@ class Distillation:
 
     def __init__(self, teacher: Dict[str, Any], kind: str = 'soft', alpha: float = 0.5,
                  temperature: Optional[float] = None):
-        if kind not in _KINDS:
+        if kind not in ('soft', 'hard'):
             raise UserError(f"kind must be 'soft' or 'hard', got {kind!r}")
         if not 0 < alpha <= 1:
             raise UserError(f'alpha must be above 0 and at most 1, got {alpha}')
@@ -64,7 +58,16 @@ class Distillation:
         if temperature is not None and temperature <= 0:
             raise UserError(f'temperature must be positive, got {temperature}')
         self.kind, self.alpha, self.temperature = kind, alpha, 1. if temperature is None else temperature
-        self._build(**_checked(teacher))
+        unknown = [key for key in teacher if key not in _TEACHER]
+        if unknown:
+            raise UserError(f'teacher accepts {", ".join(_TEACHER)}, got {unknown[0]!r}')
+        if bool(teacher.get('weights')) == bool(teacher.get('pretrained')):
+            raise UserError('teacher needs trained weights: either weights=FILE_OR_NAME or name=NAME with '
+                            'pretrained=True')
+        for key in ('mean', 'std'):
+            if teacher.get(key) is not None and len(teacher[key]) != 3:
+                raise UserError(f'teacher: {key} must be three numbers, got {teacher[key]!r}')
+        self._build(**teacher)
         self.net.eval().requires_grad_(False)
         # (scale, shift) of the batch per channel, or None: the student's preprocessing is that of the teacher.
         self.renormalization: Optional[List[Tensor]] = None
@@ -80,7 +83,15 @@ class Distillation:
             if not published(weights):                           # folders of ImageNet have other names than classes
                 self.classes = read.classes
         else:
-            self.net, self.name, transform = _pretrained(name), name, {}
+            if not name:
+                raise UserError('teacher: pretrained=True needs the name of a timm model')
+            if not timm.is_model(name):
+                create(name)                                     # raises, with the nearest names
+            try:
+                self.net, self.name, transform = timm.create_model(name, pretrained=True), name, {}
+            except Exception as error:                           # of timm, huggingface_hub, requests or httpx
+                raise UserError(f'teacher {name}: its pretrained weights cannot be loaded: '
+                                f'{one_line(error)}') from error
         transform = {**timm.data.resolve_model_data_config(self.net), **transform}
         self.mean, self.std = tuple(mean or transform['mean']), tuple(std or transform['std'])
 
@@ -137,10 +148,7 @@ class Distillation:
     def losses(self, loss: Tensor, logits: Tensor, inputs: Tensor) -> Dict[str, Tensor]:
         """Return the two terms of the loss, whose sum is minimized.
 
-        Args:
-            loss: Loss of the labels.
-            logits: Logits of the student (B, num_classes).
-            inputs: The batch (B, 3, H, W).
+        `loss` is that of the labels, `logits` (B, num_classes) are the student's for the batch (B, 3, H, W).
         """
         teacher = self(inputs)
         self._check(teacher, logits.shape[-1])
@@ -149,29 +157,3 @@ class Distillation:
         else:
             distilled = divergence(logits, teacher, self.temperature) * self.temperature ** 2
         return dict(loss_label=(1 - self.alpha) * loss, loss_distillation=self.alpha * distilled)
-
-
-def _checked(teacher: Dict[str, Any]) -> Dict[str, Any]:
-    """Refuse a teacher with unknown options or without trained weights."""
-    known = ('name', 'weights', 'pretrained', 'mean', 'std')
-    unknown = [key for key in teacher if key not in known]
-    if unknown:
-        raise UserError(f'teacher accepts {", ".join(known)}, got {unknown[0]!r}')
-    if bool(teacher.get('weights')) == bool(teacher.get('pretrained')):
-        raise UserError('teacher needs trained weights: either weights=FILE_OR_NAME or name=NAME with pretrained=True')
-    if teacher.get('pretrained') and not teacher.get('name'):
-        raise UserError('teacher: pretrained=True needs the name of a timm model')
-    for key in ('mean', 'std'):
-        if teacher.get(key) is not None and len(teacher[key]) != 3:
-            raise UserError(f'teacher: {key} must be three numbers, got {teacher[key]!r}')
-    return teacher
-
-
-def _pretrained(name: str) -> nn.Module:
-    """Create a timm model with its own weights."""
-    if not timm.is_model(name):
-        create(name)                                             # raises, with the nearest names
-    try:
-        return timm.create_model(name, pretrained=True)
-    except Exception as error:                                   # of timm, huggingface_hub, requests or httpx
-        raise UserError(f'teacher {name}: its pretrained weights cannot be loaded: {one_line(error)}') from error

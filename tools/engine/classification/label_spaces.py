@@ -9,24 +9,16 @@ from ...common.paths import expanded
 
 def imagenet_folder(data: str, labels: str, transform: Dict[str, Any], real: Optional[str] = None,
                     strict: bool = False) -> Dict[str, Any]:
-    """Return the config of a data set of ImageNet's classes.
-
-    Args:
-        data: Folder with the folders of the classes, or with `val`, which has them.
-        labels, transform, real, strict: See `subquad.tools.data.imagenet_sets.ImageNetFolder`.
-    """
+    """Return the config of an ImageNetFolder in `data`: the folders of the classes, or `val`, which has them."""
     folder = expanded(data)
     root: Path = folder / 'val' if (folder / 'val').is_dir() else folder
     return dict(type='ImageNetFolder', root=str(root), labels=labels, real=real, transform=transform, strict=strict)
 
 
 def use_labels(config, text: str, data: Optional[str]) -> None:
-    """Replace the test data of a config by one of ImageNet's test sets.
+    """Replace the test data of a config of image folders by one of ImageNet's test sets in the folder `data`.
 
-    Args:
-        config: MMEngine Config of a classifier of image folders.
-        text: A name of `TEST_SETS`, or 'real=FILE'.
-        data: The folder; see `imagenet_folder`.
+    `text` is a name of `TEST_SETS`, or 'real=FILE'.
     """
     labels, equals, real = text.partition('=')
     if labels not in TEST_SETS or equals and (labels != 'real' or not real):

@@ -54,12 +54,7 @@ class MESAHook(Hook):
         model.mesa = self if runner.epoch >= self.start_epoch else None
 
     def loss(self, logits: Tensor, inputs: Tensor) -> Tensor:
-        """Return the weighted divergence.
-
-        Args:
-            logits: Logits of the model (B, num_classes).
-            inputs: The batch (B, 3, H, W).
-        """
+        """Return the weighted divergence for logits (B, num_classes) of a batch (B, 3, H, W)."""
         with torch.no_grad():
             average = self.net(inputs)
         return self.weight * divergence(logits, average, self.temperature)

@@ -32,11 +32,9 @@ class ImagePreprocessor(BaseDataPreprocessor):
 def send_bytes(model: nn.Module, loaders: Dict[str, Any]) -> None:
     """Let data sets whose transform ends with the normalization give bytes, a quarter of what has to be copied.
 
-    The values of the images stay the same. RandomErasing needs normalized images, so its data sets stay as they are.
-
-    Args:
-        model: A TimmClassifier; nothing changes if its preprocessor is not an ImagePreprocessor.
-        loaders: train_dataloader and val_dataloader, whose data sets are changed.
+    The values of the images stay the same. RandomErasing needs normalized images, so its data sets stay as they are,
+    and so do all if the preprocessor of the TimmClassifier is not an ImagePreprocessor. `loaders` has train_dataloader
+    and val_dataloader, whose data sets are changed.
     """
     for part in ('train', 'val'):
         transform = getattr(loaders.get(f'{part}_dataloader', {}).get('dataset'), 'transform', None)

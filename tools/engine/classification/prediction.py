@@ -2,20 +2,13 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
 
 from ...common.cli import UserError, one_line
 from ...common.images import LeftOut, UnreadableImage, open_image
-from ...common.output import add_row, print_table, progress
-
-
-def load_images(files: Iterable[Path], transform, left_out: LeftOut) -> Iterator[Tuple[Path, Any]]:
-    """Yield (file, tensor) for each file; `left_out` receives the errors of files that cannot be read."""
-    for file in files:
-        try:
-            yield file, transform(open_image(file))
-        except UnreadableImage as error:
-            left_out(error)
+from ...common.output import print_rows, progress
 
 
 def classify(model, transform, classes: List[str], files: Sequence[Path], topk: int = 5,
@@ -34,10 +27,17 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
     Returns:
         For each file dict(file, classes=[dict(name, probability), ...]), the likeliest class first.
     """
-    import torch
     results = []
     left_out = left_out or LeftOut(len(files), strict=True)
-    images = load_images(progress(files, 'images'), transform, left_out)
+
+    def load() -> Iterator[Tuple[Path, Any]]:
+        for file in progress(files, 'images'):
+            try:
+                yield file, transform(open_image(file))
+            except UnreadableImage as error:
+                left_out(error)
+
+    images = load()
     while part := list(itertools.islice(images, batch_size)):
         batch = torch.stack([image for _, image in part])
         try:
@@ -56,12 +56,10 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
 
 def print_classes(results: List[Dict[str, Any]]) -> None:
     """Print the results of `classify` as a table."""
-    from rich.table import Table
-    table = Table('image', 'class', 'next likeliest')
+    rows = []
     for row in results:
+        best, *others = [f"{c['name']} ({c['probability']:.1%})" for c in row['classes']]
         if any(math.isnan(c['probability']) for c in row['classes']):
-            add_row(table, row['file'], 'none: the scores are NaN', '')
-            continue
-        texts = [f"{c['name']} ({c['probability']:.1%})" for c in row['classes']]
-        add_row(table, row['file'], texts[0], ', '.join(texts[1:]))
-    print_table(table)
+            best, others = 'none: the scores are NaN', []
+        rows.append((row['file'], best, ', '.join(others)))
+    print_rows(['image', 'class', 'next likeliest'], rows)

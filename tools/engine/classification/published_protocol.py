@@ -104,14 +104,10 @@ def check_complete(config: Config, partial: bool) -> Dict[str, int]:
 
 def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], tolerance: float,
             choice: Optional[str] = None) -> Dict[str, Comparison]:
-    """Evaluate the weights, and compare each reported metric.
+    """Evaluate the weights by a config of `protocol`, and compare each reported metric.
 
-    Args:
-        entry: The published weights.
-        config: As `protocol` returns it.
-        checkpoint: A file to evaluate instead of the published one, which is downloaded otherwise.
-        tolerance: The largest difference that passes, in percentage points.
-        choice: See `evaluate`.
+    `checkpoint` is a file to evaluate instead of the published one, and `choice` as in `evaluate`. A difference of at
+    most `tolerance` percentage points passes.
     """
     given = [f'test_dataloader.dataset.transform.{key}' for key in config.test_dataloader.dataset.transform]
     measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, choice=choice, given=given)

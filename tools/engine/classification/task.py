@@ -18,10 +18,7 @@ from .weight_files import WRAPPER_ARGUMENTS
 def build_model(config: Config, classes: Sequence[str], training: bool) -> TimmClassifier:
     """Build the model and, in training, load its starting weights.
 
-    Args:
-        config: Config; its model receives the number of classes and the options of the starting weights.
-        classes: Names of the classes of the data.
-        training: Whether the model is for training.
+    The config's model receives the number of `classes`, which are those of the data, and the options of these weights.
     """
     if config.model.setdefault('num_classes', len(classes)) != len(classes):
         raise UserError(f'the model has {config.model.num_classes} classes, the data set {len(classes)}')

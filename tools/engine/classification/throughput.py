@@ -9,11 +9,7 @@ LONGEST = 20.                   # seconds for the data loader
 
 
 class Stopwatch:
-    """Measures the time of a network's forward passes; a GPU's work is waited for.
-
-    Args:
-        net: The network; its first argument has one entry for each image.
-    """
+    """Measures the time of a network's forward passes on batches; a GPU's work is waited for."""
 
     def __init__(self, net: nn.Module):
         self.seconds, self.images = [], []

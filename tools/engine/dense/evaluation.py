@@ -18,11 +18,7 @@ from .task import classes_of, network_options
 
 
 class PicturesHook(Hook):
-    """Writes each test image with its predictions, beside its annotations if the test pipeline loads them.
-
-    Args:
-        folder: Folder of the pictures, which are named after their images.
-    """
+    """Writes each test image with its predictions into a folder, beside its annotations if the pipeline loads them."""
 
     def __init__(self, folder: Path):
         self.folder, self.names = folder, PictureNames()
@@ -40,12 +36,8 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
              allow_nonfinite: bool = False) -> Dict[str, float]:
     """Compute the metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
 
-    Args:
-        config: As `subquad.tools.engine.config.load` returns it.
-        checkpoint: File of weights, or the name of published ones.
-        show_dir: Empty folder for pictures.
-        tta: Test with the config's `tta_model` and `tta_pipeline`.
-        allow_nonfinite: Accept weights that hold NaN or infinities.
+    `checkpoint` is a file or the name of published weights, `show_dir` an empty folder for pictures; `tta` tests with
+    the config's `tta_model` and `tta_pipeline`.
     """
     if tta:
         if 'tta_model' not in config or 'tta_pipeline' not in config:

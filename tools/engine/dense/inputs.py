@@ -18,11 +18,8 @@ _ONE_CELL = 32
 
 
 def build_dataset(config: Dict[str, Any], name: str) -> Any:
-    """Build the data set of a config.
-
-    Args:
-        config: Config of the data set.
-        name: Its place in the whole config, for messages.
+    """Build the data set of a config; errors name its place `name` in the whole config, and the missing or damaged
+    file.
     """
     try:
         return DATASETS.build(config)
@@ -39,11 +36,9 @@ def build_dataset(config: Dict[str, Any], name: str) -> Any:
 
 
 def check_evaluator(config: Any, known: List[Any]) -> None:
-    """Refuse an evaluator whose annotation file is missing or damaged, before hours of training.
+    """Refuse evaluators whose annotation file is missing or damaged, before hours of training.
 
-    Args:
-        config: Config of one evaluator or a list of them.
-        known: Configs of data sets, whose files have been read already.
+    The files of the data sets `known` have been read already.
     """
     read = {_path(part, part.get('ann_file')) for dataset in known for part in _parts(dataset)}
     for part in config if isinstance(config, (list, tuple)) else [config]:

@@ -15,12 +15,7 @@ _TRANSPARENT = 'background'
 
 
 class Drawing:
-    """A photograph on which predictions or annotations are drawn; `image` is the picture so far.
-
-    Args:
-        pixels: RGB image (H, W, 3), uint8.
-        classes: names of the classes.
-        palette: an RGB color for each class, 0 to 255.
+    """A photograph, RGB (H, W, 3), uint8, on which predictions or annotations are drawn; `image` is the picture so far.
     """
 
     def __init__(self, pixels: np.ndarray, classes: Sequence[str], palette: Sequence[Sequence[int]]):
@@ -90,15 +85,8 @@ class Drawing:
 
 def draw_sample(pixels: np.ndarray, sample: Any, classes: Sequence[str], palette: Sequence[Sequence[int]],
                 score: float = 0.0, annotations: bool = False) -> Image.Image:
-    """Return the picture of a data sample: its predictions, to the right of its annotations if these are asked for.
-
-    Args:
-        pixels: RGB image (H, W, 3), uint8.
-        sample: data sample of MMDetection or MMSegmentation on the CPU.
-        classes: names of the classes.
-        palette: an RGB color for each class.
-        score: least score of an object.
-        annotations: draw the annotations of the sample, if it has any, in a picture to the left.
+    """Return the picture of a data sample of MMDetection or MMSegmentation: its predictions, without objects below
+    `score`, to the right of its annotations if these are asked for and there are any. `pixels` is RGB (H, W, 3), uint8.
     """
     parts = []
     for kind in ('gt', 'pred') if annotations else ('pred',):

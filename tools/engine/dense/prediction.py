@@ -16,7 +16,7 @@ from ....backbones.mm.checkpoints import load_checkpoint
 from ....backbones.prepare import prepare
 from ...common.cli import UserError, one_line, quiet, shown, weight_errors
 from ...common.images import LeftOut, UnreadableImage
-from ...common.output import add_row, print_table, progress
+from ...common.output import print_rows, progress
 from ..training.building import build
 from .inputs import accept_tiny_images
 from .overlays import draw_sample
@@ -101,7 +101,7 @@ def _rle(mask: np.ndarray) -> Dict[str, Any]:
 
 def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float,
             left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
-    """Draw the predictions for every file, and return them.
+    """Draw the predictions for every file into the folder `out`, and return them.
 
     Args:
         config: As `subquad.tools.engine.config.load` returns it.
@@ -137,8 +137,7 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
 
 def print_found(results: List[Dict[str, Any]]) -> None:
     """Print the results of `predict` as a table."""
-    from rich.table import Table
-    table = Table('image', 'found', 'picture')
+    rows = []
     for row in results:
         if 'classes' in row:
             largest = sorted(row['classes'], key=lambda c: -c['share'])
@@ -146,8 +145,8 @@ def print_found(results: List[Dict[str, Any]]) -> None:
         else:
             names = [item['class'] for item in row['objects']]
             found = ', '.join(f'{names.count(name)} {name}' for name in dict.fromkeys(names)) or 'nothing'
-        add_row(table, row['file'], found, row['picture'])
-    print_table(table)
+        rows.append((row['file'], found, row['picture']))
+    print_rows(['image', 'found', 'picture'], rows)
 
 
 class PictureNames:

@@ -64,10 +64,7 @@ def build_data(config: Config, parts: Sequence[str]) -> Tuple[Dict[str, Any], Li
 def build_model(config: Config, classes: Sequence[str], training: bool) -> nn.Module:
     """Build the model and, in training, check that `load_from` matches it; report on stderr what it loads.
 
-    Args:
-        config: Config; its `load_from` receives the scheme of published weights.
-        classes: Names of the classes of the data.
-        training: Whether the model is for training.
+    `classes` are those of the data. The config's `load_from` receives the scheme of published weights.
     """
     model = build(MODELS, config.model, 'model')
     check_channels(model)
@@ -88,7 +85,12 @@ def _check_weights(config: Config, model: nn.Module, classes: Sequence[str]) -> 
     if entry is not None:
         config.load_from = f'{SCHEME}{entry.name}'       # other tools that read the written config need the scheme
     make_loading_strict(model)                         # models of other libraries load as strictly as subquad's
-    found = compare_weights(model, content.weights, None if config.get('resume') else _new_heads(config))
+    given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
+                  and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
+    allowed = None                                     # keys that the file may lack
+    if given is not None and not config.get('resume'):
+        allowed = build(HOOKS, given, 'custom_hooks').missing
+    found = compare_weights(model, content.weights, allowed)
     if found.problems:
         raise UserError(mismatch_message(str(path), model, content.weights, found))
     if not config.get('resume'):
@@ -96,13 +98,6 @@ def _check_weights(config: Config, model: nn.Module, classes: Sequence[str]) -> 
         other = class_difference(content.classes, classes)
         if other:
             say(f'load_from: {path} {other}')
-
-
-def _new_heads(config: Config) -> Optional[Sequence[str]]:
-    """Return the keys that the config's NewHeadsHook allows a file to lack, or None without that hook."""
-    given = next((hook for hook in config.get('custom_hooks') or () if isinstance(hook, dict)
-                  and hook.get('type') in ('NewHeadsHook', NewHeadsHook)), None)
-    return None if given is None else build(HOOKS, given, 'custom_hooks').missing
 
 
 def check_dataset(dataset: Any, config: Config, part: str) -> None:

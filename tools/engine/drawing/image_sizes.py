@@ -2,6 +2,10 @@
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
+from PIL import Image
+from torchvision.transforms import Compose
+
+from ....backbones.options import MIN_SIZE
 from ...common.cli import shown
 from ...common.images import LeftOut, UnreadableImage, note_once, open_image
 
@@ -22,6 +26,9 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
         max_side: Longest side of images at their own size; larger ones are reduced, with a note on stderr. The shortest
             side stays at 32 pixels or more.
     """
+    # The transform without resizing and cropping.
+    own = Compose([step for step in getattr(transform, 'transforms', ())
+                   if type(step).__name__ in ('MaybeToTensor', 'ToTensor', 'Normalize')])
     found = []
     for file in files:
         try:
@@ -29,7 +36,7 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
             prepared = transform(image)
             if own_size or own_size is None and all(
                     side >= least for side, least in zip(image.size, (prepared.shape[2], prepared.shape[1]))):
-                prepared = _at_own_size(transform)(_reduced(image, file, max_side))
+                prepared = own(_reduced(image, file, max_side))
         except UnreadableImage as error:
             left_out(error)
             continue
@@ -39,9 +46,6 @@ def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, o
 
 def _reduced(image: Any, file: Path, max_side: int) -> Any:
     """Return the image, reduced to a longest side `max_side` as far as its shortest side does not fall below 32."""
-    from PIL import Image
-
-    from ....backbones.options import MIN_SIZE
     wanted, allowed = max_side / max(image.size), MIN_SIZE / min(image.size)
     scale, most = min(1, max(wanted, allowed)), max(_MOST_PIXELS, max_side ** 2)
     size = tuple(round(side * scale) for side in image.size)
@@ -54,10 +58,3 @@ def _reduced(image: Any, file: Path, max_side: int) -> Any:
     note_once(str(file), f'{file.name} is reduced from {image.height} x {image.width} to {size[1]} x {size[0]} pixels '
                          f'(--max-side {max_side}{kept})')
     return image.resize(size, Image.Resampling.LANCZOS)
-
-
-def _at_own_size(transform: Any) -> Any:
-    """Return the transform without resizing and cropping."""
-    from torchvision.transforms import Compose
-    return Compose([step for step in transform.transforms
-                    if type(step).__name__ in ('MaybeToTensor', 'ToTensor', 'Normalize')])

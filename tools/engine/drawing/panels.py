@@ -111,14 +111,9 @@ def ticks(low: float, high: float, logarithmic: bool) -> Dict[str, Any]:
 
 def draw_panel(page: Any, axis: Any, panel: Union[Panel, Chart], image: Any,
                place: Optional[Tuple[float, float]] = None) -> None:
-    """Draw a panel on an axis of a figure.
+    """Draw a panel on an axis of a figure, over an image (H, W, 3) from 0 to 1.
 
-    Args:
-        page: matplotlib figure.
-        axis: its axis.
-        panel: the panel.
-        image: pixels of the image, (H, W, 3) from 0 to 1.
-        place: the chosen pixel, as fractions of height and width, for panels that belong to it.
+    `place` is the chosen pixel, as fractions of height and width, for panels that belong to it.
     """
     if isinstance(panel, Chart):
         axis.set_title(panel.title, fontsize=7.5)

@@ -30,13 +30,9 @@ class Subject(NamedTuple):
 
 
 def load(checkpoint: str, name: Optional[str] = None, random: bool = False, allow_nonfinite: bool = False) -> Subject:
-    """Load a model with its weights, or make one with random weights.
+    """Load a model with its weights, a file or published ones, or make the timm model `checkpoint` with random weights.
 
-    Args:
-        checkpoint: A file or name of weights; with `random` the timm name of the model.
-        name: timm name of the model, if the file does not contain it.
-        random: Make a model with random weights. Nothing else leads to random weights.
-        allow_nonfinite: Accept weights that hold NaN or infinities.
+    Nothing but `random` leads to random weights. `name` is the timm name of the model, if the file does not contain it.
     """
     weights, note = f'weights {shown(checkpoint, 60)}', ''
     if random:

@@ -229,13 +229,8 @@ def _viewer(label: str, image: Any, layer: Any, token: Tuple[int, int], panels: 
 
 def visualize(out: Path, subject: Subject, images: Sequence[Tuple[Path, Any]], wish: Wish) -> Tuple[int, int,
                                                                                                     List[str]]:
-    """Draw panels of a model for images into one file. Notes on stderr name what is left out.
-
-    Args:
-        out: Output file, .html for a self-contained page.
-        subject: The model.
-        images: (file, tensor (3, H, W)) of each image.
-        wish: What is to be seen.
+    """Draw panels of a model for images, (file, tensor (3, H, W)) each, into one file. Notes on stderr name what is
+    left out.
 
     Returns:
         The number of images, the most layers of one, and the names of the panels.

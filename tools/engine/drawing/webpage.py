@@ -7,6 +7,9 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
+import matplotlib
+from PIL import Image
+
 from ...common.cli import UserError, shown
 from .figures import Picture, png
 from .panels import SCALES, Panel, limits
@@ -92,7 +95,6 @@ def _text(data: bytes) -> str:
 
 
 def _image(pixels: Any) -> str:
-    from PIL import Image
     buffer = io.BytesIO()
     Image.fromarray((pixels * 255).round().astype('uint8')).save(buffer, 'JPEG', quality=85)
     return f'data:image/jpeg;base64,{_text(buffer.getvalue())}'
@@ -108,17 +110,8 @@ def _levels(panel: Panel) -> Tuple[bytes, Tuple[float, float, float]]:
     return bytes((levels * 255).round().byte().flatten().tolist()), (low, middle, high)
 
 
-def _one_scale(viewer: Viewer) -> Viewer:
-    """Give all frames of a panel the same kind of scale, of the most general kind that one of them has."""
-    scales = [next((kind for kind in ('signed', 'decades') if kind in {panel.scale for panel in maps}), maps[0].scale)
-              for maps in zip(*viewer.frames)]
-    return viewer._replace(frames=[[panel._replace(scale=scale) for panel, scale in zip(frame, scales)]
-                                   for frame in viewer.frames])
-
-
 def _data(viewer: Viewer) -> Dict[str, Any]:
     """Return what the script needs: for each panel the color numbers of all frames, the limits and the colors."""
-    import matplotlib
     panels = []
     for maps in zip(*viewer.frames):
         levels, ends = zip(*map(_levels, maps))
@@ -129,8 +122,11 @@ def _data(viewer: Viewer) -> Dict[str, Any]:
 
 
 def _viewer(viewer: Viewer) -> str:
-    import matplotlib
-    viewer = _one_scale(viewer)
+    # All frames of a panel have the same kind of scale, the most general that one of them has.
+    scales = [next((kind for kind in ('signed', 'decades') if kind in {panel.scale for panel in maps}), maps[0].scale)
+              for maps in zip(*viewer.frames)]
+    viewer = viewer._replace(frames=[[panel._replace(scale=scale) for panel, scale in zip(frame, scales)]
+                                     for frame in viewer.frames])
     height, width = viewer.frames[0][0].values.shape
     figures = ['<figure><figcaption>the image\nclick to choose the pixel</figcaption><div class="map"><img alt="image" '
                f'src="{_image(viewer.image)}"><div class="cross"></div></div></figure>']
@@ -152,14 +148,9 @@ def _viewer(viewer: Viewer) -> str:
 
 
 def write_page(path: Path, pictures: Sequence[Picture], viewers: Sequence[Viewer], title: str, dpi: int) -> None:
-    """Write the HTML file.
+    """Write the HTML file with the pictures, which are embedded as PNG, and the maps that follow a pixel.
 
-    Args:
-        path: Output file.
-        pictures: The pictures, which are embedded as PNG.
-        viewers: Maps that follow a pixel.
-        title: The first line is the page's title, and the others are a paragraph.
-        dpi: Resolution of the pictures.
+    The first line of the title is the page's, and the others are a paragraph.
     """
     heading, _, notes = title.partition('\n')
     figures = [f'<h2>{html.escape(shown(picture.name))}</h2><img class="figure" alt="panels of '

@@ -35,11 +35,9 @@ def describe(weights: PublishedWeights) -> Dict[str, Any]:
 
 
 def download(weights: PublishedWeights, update: bool = False) -> Dict[str, Any]:
-    """Download weights if they are not in the cache, and return their path, size and hash.
+    """Download weights that are not in the cache, and return their path, size and hash.
 
-    Args:
-        weights: The weights.
-        update: Take the present file, although another was downloaded first.
+    `update` takes the present file, although another was downloaded first.
     """
     path = renew(weights) if update else fetch(weights)
     return dict(name=weights.name, path=str(path), size=path.stat().st_size, sha256=sha256_of(path))

@@ -7,7 +7,9 @@ from pathlib import Path
 from string import Template
 from typing import Any, Dict, Mapping, Optional
 
+import huggingface_hub
 import timm
+from huggingface_hub.utils import HfHubHTTPError, HFValidationError, validate_repo_id
 
 from ....backbones.weights import WeightsError, read_metadata, save_weights, shorten_path, some
 from ....backbones.weights.resolve import published
@@ -46,21 +48,37 @@ def add_push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def push_command(args: argparse.Namespace) -> None:
-    """Write weights, config.json and model card to a folder that timm loads, and upload it to the Hugging Face Hub."""
+    """Write weights, config.json and model card to a folder that timm loads, and upload it to the Hugging Face Hub.
+
+    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder, and `hf-hub:OWNER/NAME` after an upload.
+    """
     if args.repo:
-        check_repo(args.repo)
+        _check_repo(args.repo)
     elif args.private:
         raise UserError('--private needs --repo OWNER/NAME')
     entry = published(args.weights)
-    read = read_for_hub(args.weights, args.model)
+    read = _read(args.weights, args.model)
     name = args.repo.partition('/')[2] if args.repo else entry.name if entry else read.name
     folder = expanded(args.out) if args.out else Path('hub') / name
     license = args.license or (entry.license if entry else 'unknown')
-    source = entry.source if entry else Path(args.weights).name
-    write_hub_folder(folder, read, source, license, args.repo, entry.reported if entry else None, args.force)
+    if not re.fullmatch(r'[a-z0-9][a-z0-9.+-]*', license):
+        raise UserError(f'--license must be an identifier of the Hub such as apache-2.0, mit or other, got {license!r}')
+    _check_folder(folder, args.force)
+    address = f'hf-hub:{args.repo}' if args.repo else f'local-dir:{folder.name}'
+    config = timm_config(read)
+    metadata = {**read.metadata, 'model': read.name, 'options': read.options, 'transform': read.transform}
+    card = model_card(read, config, license, address, entry.source if entry else Path(args.weights).name,
+                      entry.reported if entry else {})
+    try:
+        with replaced_folder(folder) as new:
+            save_weights(read.model, new / WEIGHTS_FILE, metadata)
+            (new / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+            (new / CARD_FILE).write_text(card, encoding='utf-8')
+    except OSError as error:
+        raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
     if license == 'unknown':
         print('the license in the card is "unknown"; --license ID names one', file=sys.stderr)
-    repository = upload(folder, args.repo, args.private) if args.repo else None
+    repository = _upload(folder, args.repo, args.private) if args.repo else None
     address = f'hf-hub:{args.repo}' if args.repo else f'local-dir:{folder}'
     if args.json:
         print(dumps(dict(folder=str(folder), repository=repository, address=address), indent=2))
@@ -71,13 +89,8 @@ def push_command(args: argparse.Namespace) -> None:
     print(f"load it with: timm.create_model('{address}', pretrained=True)")
 
 
-def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
-    """Read an image classifier; a transform that the file lacks becomes that of the model.
-
-    Args:
-        checkpoint: see `classifier_from_file`.
-        name: see `classifier_from_file`.
-    """
+def _read(checkpoint: str, name: Optional[str]) -> Classifier:
+    """Read an image classifier; a transform that the file lacks becomes that of the model."""
     path, entry = shorten_path(checkpoint), published(checkpoint)
     is_ours = entry is None and checkpoint.endswith('.safetensors') and Path(checkpoint).exists()
     metadata = read_metadata(checkpoint) if is_ours else {}
@@ -92,60 +105,24 @@ def read_for_hub(checkpoint: str, name: Optional[str] = None) -> Classifier:
     return read if read.transform else read._replace(transform=assumed_transform(read, path))
 
 
-def write_hub_folder(folder: Path, read: Classifier, source: str, license: str = 'unknown', repo: Optional[str] = None,
-                     reported: Optional[Mapping[str, float]] = None, force: bool = False) -> None:
-    """Write model.safetensors, config.json and README.md, whole or not at all.
-
-    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder, and `hf-hub:OWNER/NAME` after an upload.
-    README.md is the model card, written from model_cards/template/pushed_model.md.
-
-    Args:
-        folder: The folder, which is new or empty.
-        read: The classifier, as `read_for_hub` returns it.
-        source: Where the weights are from, for the card.
-        license: The license of the weights: an identifier of the Hub, or a name that ends in '-license'.
-        repo: OWNER/NAME on the Hub, for the card.
-        reported: metric -> the figure that was published with the weights, for the card.
-        force: Replace a folder that this function wrote.
-    """
-    if not re.fullmatch(r'[a-z0-9][a-z0-9.+-]*', license):
-        raise UserError(f'--license must be an identifier of the Hub such as apache-2.0, mit or other, got {license!r}')
-    _check_folder(folder, force)
-    config = timm_config(read)
-    metadata = {**read.metadata, 'model': read.name, 'options': read.options, 'transform': read.transform}
-    card = model_card(read, config, license, repo, source, folder.name, reported or {})
-    try:
-        with replaced_folder(folder) as new:
-            save_weights(read.model, new / WEIGHTS_FILE, metadata)
-            (new / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
-            (new / CARD_FILE).write_text(card, encoding='utf-8')
-    except OSError as error:
-        raise UserError(f'cannot write to {folder} ({error.strerror or error})') from error
-
-
 def _check_folder(folder: Path, force: bool) -> None:
     """Refuse a folder that holds files, unless they are those of an earlier call and `force` is given."""
     try:
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise UserError(f'{folder}: {error.strerror or error}; give --out a new folder') from error
-    other = sorted(there - {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE})
-    if other:
-        raise UserError(f'{folder} holds other files ({some(other)}): give --out a new folder')
-    if there and not _is_pushed(folder):
+    files = {WEIGHTS_FILE, CONFIG_FILE, CARD_FILE}
+    if there - files:
+        raise UserError(f'{folder} holds other files ({some(sorted(there - files))}): give --out a new folder')
+    try:
+        ours = there == files and read_metadata(folder / WEIGHTS_FILE)
+    except WeightsError:
+        ours = False
+    if there and not ours:
         raise UserError(f'{folder} holds files that this command did not write ({some(sorted(there))}): give --out a '
                         'new folder')
     if there and not force:
         raise UserError(f'{folder} holds a model already: give --force to replace it, or --out a new folder')
-
-
-def _is_pushed(folder: Path) -> bool:
-    """Whether a folder holds the three files of an earlier call."""
-    try:
-        return bool(read_metadata(folder / WEIGHTS_FILE)) and all(
-            (folder / name).is_file() for name in (CONFIG_FILE, CARD_FILE))
-    except WeightsError:
-        return False
 
 
 def timm_config(read: Classifier) -> Dict[str, Any]:
@@ -174,61 +151,47 @@ def timm_config(read: Classifier) -> Dict[str, Any]:
     }
 
 
-def model_card(read: Classifier, config: Dict[str, Any], license: str, repo: Optional[str], source: str, folder: str,
+def model_card(read: Classifier, config: Dict[str, Any], license: str, address: str, source: str,
                reported: Mapping[str, float]) -> str:
     """Fill model_cards/template/pushed_model.md.
 
     Args:
         read: The classifier.
         config: See `timm_config`.
-        license: See `write_hub_folder`.
-        repo: OWNER/NAME on the Hub, or None.
+        license: The license of the weights: an identifier of the Hub, or a name that ends in '-license'.
+        address: Address from which the example loads the model, 'hf-hub:OWNER/NAME' or 'local-dir:FOLDER'.
         source: Where the weights are from.
-        folder: Name of the folder; the example without `repo` loads it.
-        reported: See `write_hub_folder`.
+        reported: metric -> the figure that was published with the weights.
     """
     channels, height, width = config['pretrained_cfg']['input_size']
-    per_channel = {key: ', '.join(f'{value:g}' for value in config['pretrained_cfg'][key]) for key in ('mean', 'std')}
+    mean, std = (', '.join(f'{value:g}' for value in config['pretrained_cfg'][key]) for key in ('mean', 'std'))
+    provenance = read.metadata.get('provenance')
+    if isinstance(provenance, dict) and 'source' in provenance:
+        source += f" (converted from {provenance['source']}, sha256 {provenance.get('sha256')})"
+    names = _cell(read.classes[:_SHOWN_CLASSES]) + (', ...' if len(read.classes) > _SHOWN_CLASSES else '')
+    builder = timm.models.model_entrypoint(read.name)
+    summary = ' '.join((builder.__doc__ or read.name).strip().split('\n')[0].split())
     return Template(TEMPLATE.read_text(encoding='utf-8')).substitute(
         # The Hub has a fixed list of identifiers; other licenses have a name beside `other`.
         license=f'other\nlicense_name: {license}' if license.endswith('-license') else license,
-        title=repo.partition('/')[2] if repo else folder,
-        description=_description(read.name),
-        address=f'hf-hub:{repo}' if repo else f'local-dir:{folder}',
+        title=address.partition(':')[2].rpartition('/')[2],
+        description=re.split(r'(?<=[^.]\.)\s', summary)[0],                              # the first sentence
+        address=address,
         channels=channels, height=height, width=width, num_classes=config['num_classes'],
         model=read.name,
         options=_cell(f'`{key}={value!r}`' for key, value in config.get('model_args', {}).items()),
         parameters=f'{sum(p.numel() for p in read.model.parameters()):,}',
-        classes=_classes(read),
-        input=f"{height} x {width}, mean {per_channel['mean']}, standard deviation {per_channel['std']}",
-        source=_cell([source + _origin(read.metadata.get('provenance'))]),
+        classes=f'{read.model.num_classes} ({names})' if read.classes else str(read.model.num_classes),
+        input=f'{height} x {width}, mean {mean}, standard deviation {std}',
+        source=_cell([source]),
         results=_results(read.metadata, reported),
-        citation=_citation(read.name),
+        citation=_citation(builder.__module__.rpartition('.')[2]),
     )
 
 
 def _cell(items: Any) -> str:
     """Join texts for a cell of a table, in which bars and line breaks would end the cell."""
     return ', '.join(' '.join(str(item).replace('|', r'\|').split()) for item in items) or '-'
-
-
-def _classes(read: Classifier) -> str:
-    """Return the number of classes, and the first names."""
-    names = _cell(read.classes[:_SHOWN_CLASSES]) + (', ...' if len(read.classes) > _SHOWN_CLASSES else '')
-    return f'{read.model.num_classes} ({names})' if read.classes else f'{read.model.num_classes}'
-
-
-def _description(name: str) -> str:
-    """Return the first sentence of the model's docstring."""
-    text = ' '.join((timm.models.model_entrypoint(name).__doc__ or name).strip().split('\n')[0].split())
-    return re.split(r'(?<=[^.]\.)\s', text)[0]
-
-
-def _origin(provenance: Any) -> str:
-    """Say which file was converted, if the metadata tell it."""
-    if not isinstance(provenance, dict) or 'source' not in provenance:
-        return ''
-    return f" (converted from {provenance['source']}, sha256 {provenance.get('sha256')})"
 
 
 def _results(metadata: Dict[str, Any], reported: Mapping[str, float]) -> str:
@@ -241,11 +204,10 @@ def _results(metadata: Dict[str, Any], reported: Mapping[str, float]) -> str:
     return '\n'.join(['| metric | value |', '| --- | --- |', *rows])
 
 
-def _citation(name: str) -> str:
+def _citation(family: str) -> str:
     """Return the section Citation of the family's card."""
-    module = timm.models.model_entrypoint(name).__module__.rpartition('.')[2]
     for card in sorted(CARDS.glob('*.md')):
-        if module.startswith(card.stem):
+        if family.startswith(card.stem):
             found = re.search(r'^## Citation\n+(.*?)\s*(?=^## |\Z)', card.read_text(encoding='utf-8'),
                               re.MULTILINE | re.DOTALL)
             if found:
@@ -253,19 +215,8 @@ def _citation(name: str) -> str:
     return 'See the documentation of timm.'
 
 
-def upload(folder: Path, repo: str, private: bool = False) -> str:
-    """Create the repository on the Hugging Face Hub if it is missing, and upload the folder.
-
-    Args:
-        folder: Folder of `write_hub_folder`.
-        repo: OWNER/NAME.
-        private: Make a new repository private.
-
-    Returns:
-        The address of the repository.
-    """
-    import huggingface_hub
-    from huggingface_hub.utils import HfHubHTTPError
+def _upload(folder: Path, repo: str, private: bool) -> str:
+    """Create the repository on the Hub if it is missing, upload the folder, and return the repository's address."""
     api = huggingface_hub.HfApi(library_name='subquad')
     try:
         # Without --private the organization's own default applies.
@@ -277,10 +228,8 @@ def upload(folder: Path, repo: str, private: bool = False) -> str:
     return str(address)
 
 
-def check_repo(repo: str) -> None:
+def _check_repo(repo: str) -> None:
     """Check the name of a repository, and that there is a token, before anything is written."""
-    import huggingface_hub
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

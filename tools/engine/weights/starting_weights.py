@@ -76,14 +76,9 @@ def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) 
 
 
 def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> None:
-    """Load every weight of a file into a timm model.
+    """Load every weight of a file, or of published weights, into a timm model that is trained on `classes`.
 
     The classifier may stay random if the file has none or one for other classes; a message on stderr says so.
-
-    Args:
-        net: The timm model.
-        path: A file of `subquad train`, of timm or of the authors, or the name of published weights.
-        classes: Names of the classes to train on.
     """
     content = _checkpoint(path)
     weights, own = checkpoint_filter_fn(content.weights, net), net.state_dict()
