@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from ..kernels.quadtree_solve.portable import quadtree_solve_maps
 from ..kernels.trees import Level, level_means_export, repeat_to_children, sibling_normalized
@@ -233,12 +233,7 @@ def _fold_affine(norm: nn.GroupNorm, conv: nn.Module) -> Tuple[Tensor, Tensor]:
 
 def _without_batch_norm(layer: ConvNormAct) -> nn.Module:
     """Return the convolution of a layer without activation, with the norm fused into it."""
-    if not isinstance(layer.bn, nn.BatchNorm2d):
-        return layer.conv
-    norm, fused = layer.bn, nn.Module()
-    fused.weight, fused.bias = fuse_conv_bn_weights(layer.conv.weight, layer.conv.bias, norm.running_mean,
-                                                    norm.running_var, norm.eps, norm.weight, norm.bias)
-    return fused
+    return fuse_conv_bn_eval(layer.conv, layer.bn) if isinstance(layer.bn, nn.BatchNorm2d) else layer.conv
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:

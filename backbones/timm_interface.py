@@ -135,9 +135,6 @@ def _pretrained_file(name: str, options: Dict[str, Any]) -> str:
     """Return the file, published name or http address that `pretrained=True` loads, or '' if timm finds it.
 
     timm finds state dicts, `hf-hub:` and `local-dir:` that the caller gives.
-
-    Raises:
-        WeightsError: no weights are published for the model, or none with this tag.
     """
     try:
         cfg = resolve_pretrained_cfg(name, options.get('pretrained_cfg'), options['pretrained_cfg_overlay'])

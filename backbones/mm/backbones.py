@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import lcsm, mobilevitv2, myo, ppma
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
+from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve
 from . import cvnets
 from .checkpoints import BACKBONE, WeightsComparison, make_loading_strict
@@ -156,7 +157,7 @@ class DenseBackbone:
         given = content.weights
         if prefix:
             prefix = prefix.rstrip('.') + '.'
-            given = {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
+            given = below(given, prefix)
             if not given:
                 first = sorted({key.split('.')[0] + '.' for key in content.weights})
                 raise WeightsError(f'{checkpoint} has no keys that begin with {prefix!r}; its keys begin with '
@@ -169,8 +170,7 @@ class DenseBackbone:
         """Log which weights were loaded, as a summary and for each parameter."""
         # The prefix of the backbone in a detector's file.
         inner = next((name for name in (BACKBONE, cvnets.ENCODER) if any(key.startswith(name) for key in weights)), '')
-        given = super().translate_checkpoint({key.removeprefix(inner): value for key, value in weights.items()
-                                              if key.startswith(inner)})
+        given = super().translate_checkpoint(below(weights, inner))
         own = self.state_dict()
         unused = [key for key in given if key not in own] + [key for key in weights if not key.startswith(inner)]
         comparison = WeightsComparison({key: value for key, value in given.items() if key in own},

@@ -21,6 +21,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from ..weights import WeightsError, check_finite, differences, is_finite, read_checkpoint, read_file, some, unwrap
+from ..weights.key_table import below
 from ..weights.metadata import class_difference, dataset_classes, parse_config
 from ..weights.resolve import SCHEME, resolve
 from .cvnets import AUXILIARY, BACKBONE
@@ -75,9 +76,8 @@ def compare_weights(model: nn.Module, weights: Dict[str, Tensor],
     Returns:
         The comparison. An auxiliary head may always be missing, because inference does not use it.
     """
-    part = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
     skipped_keys = getattr(getattr(model, 'backbone', None), 'skipped_keys', None)
-    skipped = [f'{BACKBONE}{key}' for key in skipped_keys(part)] if skipped_keys else []
+    skipped = [f'{BACKBONE}{key}' for key in skipped_keys(below(weights, BACKBONE))] if skipped_keys else []
     cut_classes = new_heads is None and has_unused_classes(weights, model)
     weights = translate_keys(weights, model, cut_classes)
     own = {key: value for key, value in model.state_dict().items()
@@ -110,7 +110,7 @@ def make_loading_strict(model: nn.Module) -> None:
 
 def _check_model_weights(model: nn.Module, state: Dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Translate the keys of a state dict that is being loaded; raise an error if weights would stay random."""
-    given = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    given = below(state, prefix)
     if any(isinstance(value, dict) for value in given.values()):          # authors' files: dict(model=weights)
         for key in given:
             del state[prefix + key]

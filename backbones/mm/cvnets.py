@@ -9,7 +9,7 @@ from typing import Any, Dict
 from torch import Tensor, nn
 
 from ..mobilevitv2 import MobileViTv2
-from ..weights.key_table import KeyTable, conv_and_norm
+from ..weights.key_table import KeyTable, below, conv_and_norm
 from ..weights.mobilevitv2_keys import ENCODER, TRANSFORMERS_BACKBONE, to_cvnets_keys
 
 AUXILIARY = 'auxiliary_head.'
@@ -61,8 +61,8 @@ def translate(weights: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
         return weights
     of_cvnets = any(key.startswith(f'{ENCODER}conv_1.') for key in weights)
     prefix, heads = (ENCODER, _HEADS) if of_cvnets else (TRANSFORMERS_BACKBONE, _TRANSFORMERS_HEADS)
-    encoder = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    renamed = {f'{BACKBONE}{key}': value for key, value in model.backbone.translate_checkpoint(encoder).items()}
+    encoder = model.backbone.translate_checkpoint(below(weights, prefix))
+    renamed = {f'{BACKBONE}{key}': value for key, value in encoder.items()}
     for key, value in weights.items():
         if not key.startswith(prefix):
             renamed[heads.to_ours(key) or key] = value
@@ -77,7 +77,6 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     Raises:
         WeightsError: cvnets has no such weight.
     """
-    encoder = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
-    renamed = {f'{ENCODER}{key}': value for key, value in to_cvnets_keys(encoder).items()}
+    renamed = {f'{ENCODER}{key}': value for key, value in to_cvnets_keys(below(weights, BACKBONE)).items()}
     heads = _HEADS.all_to_theirs((key for key in weights if not key.startswith(BACKBONE)), "the authors' library")
     return {**renamed, **{name: weights[key] for key, name in heads.items()}}

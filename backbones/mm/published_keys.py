@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ..mobilevitv2 import MobileViTv2
 from ..ppma import PPMA
 from ..weights import WeightsError, ppma_keys
+from ..weights.key_table import below
 from . import cvnets
 from .cvnets import BACKBONE
 
@@ -31,9 +32,12 @@ def translate_keys(weights: Dict[str, Tensor], model: nn.Module, cut_classes: bo
     translate = getattr(model.backbone, 'translate_checkpoint', None)
     if translate is None:
         return dict(weights)
-    backbone = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
+    return _with_backbone(weights, translate(below(weights, BACKBONE)))
+
+
+def _with_backbone(weights: Dict[str, Tensor], backbone: Dict[str, Tensor]) -> Dict[str, Tensor]:
     others = {key: value for key, value in weights.items() if not key.startswith(BACKBONE)}
-    return {**{f'{BACKBONE}{key}': value for key, value in translate(backbone).items()}, **others}
+    return {**{f'{BACKBONE}{key}': value for key, value in backbone.items()}, **others}
 
 
 def has_unused_classes(weights: Dict[str, Any], model: nn.Module) -> bool:
@@ -71,6 +75,4 @@ def to_published_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str,
     if not isinstance(model.backbone, PPMA):
         raise WeightsError(f'there are no published names for a detector or segmenter with '
                            f'{type(model.backbone).__name__}; only PPMA and MobileViTv2 have them')
-    backbone = {key.removeprefix(BACKBONE): value for key, value in weights.items() if key.startswith(BACKBONE)}
-    renamed = {f'{BACKBONE}{key}': value for key, value in ppma_keys.to_published_keys(backbone).items()}
-    return {**renamed, **{key: value for key, value in weights.items() if not key.startswith(BACKBONE)}}
+    return _with_backbone(weights, ppma_keys.to_published_keys(below(weights, BACKBONE)))

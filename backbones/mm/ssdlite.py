@@ -327,14 +327,7 @@ def _rows(levels: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _candidates(boxes: Tensor, scores: Tensor, threshold: float, count: int) -> InstanceData:
-    """Select the `count` best (-1: all) boxes of each class whose scores are above the threshold.
-
-    Args:
-        boxes: (N, 4).
-        scores: (N, classes).
-        threshold: lowest score.
-        count: number of boxes per class.
-    """
+    """Select the `count` best (-1: all) boxes (N, 4) of each class with scores (N, classes) above the threshold."""
     best, index = scores.topk(min(count, len(scores)) if count > 0 else len(scores), dim=0)
     row, label = (best > threshold).nonzero(as_tuple=True)
     return InstanceData(bboxes=boxes[index[row, label]], scores=best[row, label], labels=label)

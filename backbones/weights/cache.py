@@ -107,14 +107,11 @@ def lock(name: str, entry: LockEntry) -> LockEntry:
     Raises:
         WeightsError: the lock file is damaged or cannot be written.
     """
-    path = cache_folder() / LOCK_FILE
-    with exclusive(path):
-        entries = _read(path)
+    with _entries() as entries:
         present = entries.get(name)
-        if present is not None and present.source == entry.source:
-            return present
-        _write(path, {**entries, name: entry})
-    return entry
+        if present is None or present.source != entry.source:
+            entries[name] = entry
+        return entries[name]
 
 
 def unlock(name: str) -> None:
@@ -123,10 +120,19 @@ def unlock(name: str) -> None:
     Raises:
         WeightsError: the lock file is damaged or cannot be written.
     """
+    with _entries() as entries:
+        entries.pop(name, None)
+
+
+@contextmanager
+def _entries() -> Iterator[Dict[str, LockEntry]]:
+    """Let the block change the entries of the lock file, which is written at the end if they differ."""
     path = cache_folder() / LOCK_FILE
     with exclusive(path):
         entries = _read(path)
-        if entries.pop(name, None) is not None:
+        before = dict(entries)
+        yield entries
+        if entries != before:
             _write(path, entries)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import mobilevitv2_keys, ppma_keys
 from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
-from .files import WeightFile, read_file, save_state_dict, write_atomically
+from .files import AVERAGED_KEYS, RAW_KEYS, WeightFile, read_file, save_state_dict, write_atomically
 from .loading import check_finite, checkpoint_filter_fn, match_to_model
 from .metadata import dataset_classes
 
@@ -26,8 +26,6 @@ FORMATS: Dict[str, Tuple[Optional[str], str]] = {
     'cvnets': ('MobileViTv2', '.pt'),
     'timm': ('MobileViTv2', '.safetensors'),
 }
-# Keys of a checkpoint that say whether they hold averaged weights. state_dict does not: MMEngine keeps both there.
-_KINDS = {'averaged': ('model_ema', 'state_dict_ema', 'ema_state_dict'), 'raw': ('model', 'models', 'model_state_dict')}
 _PICKLES = ('.pth', '.pt', '.bin')
 RGB_NOTE = ('its weights are taken as those of RGB images, as in the files of the authors, from which transformers '
             "copied them; transformers' image processor reverses the channels")
@@ -109,11 +107,7 @@ def published_format(weights: Dict[str, Any]) -> str:
 
 
 def _check_format(model: nn.Module, to: str, out: Path) -> None:
-    """Check that the model has the format, and that the suffix of the file is one of the format's.
-
-    Raises:
-        ValueError: it has not; or the suffix is another one.
-    """
+    """Check that the model has the format, and that the file has one of its suffixes."""
     if to not in FORMATS:
         raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}")
     family, suffix = FORMATS[to]
@@ -128,11 +122,7 @@ def _check_format(model: nn.Module, to: str, out: Path) -> None:
 
 
 def _check_spare(weights: Dict[str, Tensor], model: nn.Module, state: Dict[str, Tensor], name: str) -> None:
-    """Check that the model takes every weight of a file, also those that loading may leave out.
-
-    Raises:
-        WeightsError: a weight would be lost.
-    """
+    """Check that the model takes every weight of a file, also those that loading may leave out."""
     given = checkpoint_filter_fn(weights, model)
     spare = [key for key in given if key not in state]
     lost = len(spare) + len(weights) - len(given) - sum(key.endswith(ppma_keys.ANGLE) for key in weights)
@@ -143,11 +133,7 @@ def _check_spare(weights: Dict[str, Tensor], model: nn.Module, state: Dict[str, 
 
 
 def _match_dense(content: WeightFile, model: nn.Module, name: str) -> Tuple[Dict[str, Tensor], List[str]]:
-    """Return the weights of a detector or segmenter under the model's keys, and notes.
-
-    Raises:
-        WeightsError: the weights do not match the model.
-    """
+    """Return the weights of a detector or segmenter under the model's keys, and notes."""
     from ..mm.checkpoints import compare_weights
     from ..mm.published_keys import unused_classes_note
     found = compare_weights(model, content.weights)
@@ -167,11 +153,7 @@ def _match_dense(content: WeightFile, model: nn.Module, name: str) -> Tuple[Dict
 
 
 def _settle_colors(state: Dict[str, Tensor], reference: Optional[PathLike]) -> Tuple[Dict[str, Tensor], str]:
-    """Return weights for RGB images, and say how the color order was found.
-
-    Raises:
-        WeightsError: the reference cannot be read, or is another network.
-    """
+    """Return weights for RGB images, and say how the color order was found."""
     if reference is None:
         return state, RGB_NOTE
     theirs = mobilevitv2_keys.to_timm_keys(read_file(reference).weights)
@@ -197,10 +179,11 @@ def _published(state: Dict[str, Tensor], model: nn.Module, to: str) -> Dict[str,
 def _provenance(path: Path, content: WeightFile, source_format: str, notes: List[str]) -> Dict[str, Any]:
     """Describe where weights come from. The date is that of the conversion, in UTC."""
     from ... import __version__
-    kind = next((kind for kind, keys in _KINDS.items() if content.source in keys), '')
+    # state_dict does not say whether its weights are averaged: MMEngine keeps both there.
+    kinds = {**dict.fromkeys(AVERAGED_KEYS, 'averaged'), **dict.fromkeys(RAW_KEYS, 'raw'), 'state_dict': ''}
     found = dict(source=path.name, sha256=sha256_of(path), size=path.stat().st_size, format=source_format,
-                 weights=kind, source_key=content.source, key_map=KEY_MAP_VERSION, subquad=__version__,
-                 date=datetime.now(timezone.utc).isoformat(timespec='seconds'), notes=notes)
+                 weights=kinds.get(content.source, ''), source_key=content.source, key_map=KEY_MAP_VERSION,
+                 subquad=__version__, date=datetime.now(timezone.utc).isoformat(timespec='seconds'), notes=notes)
     earlier = content.metadata.get('provenance')
     return {**found, 'earlier': earlier} if isinstance(earlier, dict) else found
 

@@ -30,7 +30,7 @@ from huggingface_hub import (
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from .cache import LOCK_FILE, LockEntry, cache_folder, exclusive, lock, locked_entry, sha256_of, unlock
-from .errors import PathLike, WeightsError, shorten_path
+from .errors import PathLike, WeightsError, reading, shorten_path
 from .files import read_checkpoint
 from .pickles import check_archive
 from .registry import PublishedWeights
@@ -193,10 +193,8 @@ class _Mismatch(WeightsError):
 def _compare(weights: PublishedWeights, path: Path, recorded: Optional[str],
              locked: Optional[LockEntry]) -> Tuple[str, bool]:
     """Return the sha256 of a file and whether it could be compared with a known one."""
-    try:
+    with reading(path):
         size, sha256 = path.stat().st_size, sha256_of(path)
-    except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     expected = [(value, what) for value, what in ((recorded, 'that the hub records'),
                                                   (weights.sha256, 'of the published file'),
                                                   (locked and locked.sha256, f'in {LOCK_FILE}')) if value]

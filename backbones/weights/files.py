@@ -11,14 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .errors import PathLike, WeightsError, shorten_path, some
+from .errors import PathLike, WeightsError, reading, shorten_path, some
 from .metadata import check_metadata, dataset_classes
 from .pickles import EXPANSION, read_pickle
 
 METADATA_KEY = 'subquad'
 # The keys under which checkpoints keep averaged weights, and others, in order of preference.
-_AVERAGED = ('model_ema', 'state_dict_ema', 'ema_state_dict')
-_RAW = ('model', 'models', 'state_dict', 'model_state_dict')
+AVERAGED_KEYS = ('model_ema', 'state_dict_ema', 'ema_state_dict')
+RAW_KEYS = ('model', 'models', 'state_dict', 'model_state_dict')
 CHOICES = ('averaged', 'raw')
 
 
@@ -101,7 +101,7 @@ def check_choice(weights: Optional[str]) -> None:
 def _held_keys(checkpoint: Dict[str, Any]) -> Tuple[List[str], List[str]]:
     """Return the keys under which a checkpoint holds averaged weights, and raw ones; none for a bare state dict."""
     averaged, raw = ([key for key in keys if isinstance(checkpoint.get(key), dict) and checkpoint[key]]
-                     for keys in (_AVERAGED, _RAW))
+                     for keys in (AVERAGED_KEYS, RAW_KEYS))
     if _is_runners(checkpoint):
         swapped = dict(state_dict='ema_state_dict', ema_state_dict='state_dict')
         averaged, raw = ([swapped.get(key, key) for key in keys] for keys in (averaged, raw))
@@ -175,12 +175,10 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
     """
     check_choice(weights)
     path = Path(path)
-    try:
+    with reading(path):
         if not path.is_file():
             raise WeightsError(f'{shorten_path(path)} is not a file' if path.exists() else
                                f'no weight file at {shorten_path(path)}')
-    except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
     if path.suffix == '.safetensors':
         found, metadata = _read_safetensors(path)
         return WeightFile(remove_compile_prefix(found), metadata, '', {})
@@ -214,13 +212,11 @@ def read_metadata(path: PathLike) -> Dict[str, Any]:
 
 def _read_safetensors(path: Path, weights: bool = True) -> Tuple[Dict[str, Tensor], Dict[str, Any]]:
     try:
-        with safe_open(path, 'pt') as file:
+        with reading(path), safe_open(path, 'pt') as file:
             text = (file.metadata() or {}).get(METADATA_KEY, '{}')
             tensors = {key: file.get_tensor(key) for key in file.keys()} if weights else {}
-    except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
-    except MemoryError as error:
-        raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
+    except WeightsError:
+        raise
     except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
         reason = str(error)[:120] or type(error).__name__
         raise WeightsError(f'{shorten_path(path)} is damaged or not a safetensors file ({reason})') from error

@@ -1,6 +1,6 @@
 """A two-way table of names of layers, for weights that are published under other names."""
 import re
-from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Pattern, Tuple
 
 from .errors import WeightsError, some
 
@@ -76,6 +76,11 @@ def _rename(key: str, source: _Name, target: _Name) -> Optional[str]:
     if min(numbers.values(), default=0) < 0:
         return None
     return target.template.format(**numbers) + match['tail']
+
+
+def below(weights: Dict[str, Any], prefix: str) -> Dict[str, Any]:
+    """Return the weights whose keys begin with a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
 def conv_and_norm(theirs: str, ours: str, conv: str = 'conv', norm: str = 'norm') -> List[Tuple[str, str]]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import check_dense, read_file, unwrap
+from .key_table import below
 from .resolve import ADDRESS, fetch_address, refuse_hybrid, resolve
 
 Weights = Dict[str, Tensor]
@@ -25,8 +26,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
     """
     weights, _ = unwrap(state_dict)
     if any(key.startswith('backbone.') for key in weights):
-        weights = {key.removeprefix('backbone.'): value for key, value in weights.items()
-                   if key.startswith('backbone.')}
+        weights = below(weights, 'backbone.')
     translate = getattr(model, 'translate_checkpoint', None)
     return translate(weights) if translate else weights
 

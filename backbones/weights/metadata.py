@@ -5,11 +5,11 @@ Metadata come from a file that anybody may have written, so no value is used bef
 import ast
 import inspect
 import typing
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import timm
 
-from ..options import check, known_options
+from ..options import Option, Options, check, integer, known_options, number, one_of, or_none
 from .errors import WeightsError, some
 
 # Bounds of the numeric options of timm's own networks. Other numbers are at most LARGEST. Depths need a bound of their
@@ -25,17 +25,24 @@ TIMM_OPTIONS = ('num_classes', 'in_chans', 'img_size', 'global_pool', 'drop_rate
 _NOT_OPTIONS = ('self', 'device', 'dtype', 'kwargs', 'args')
 _SIDE = 2048
 _CONFIG_BYTES = 2_000_000
-_TRANSFORM: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    'input_size': (lambda v: _is_size(v), f'an integer, (height, width) or (channels, height, width) of 1 to {_SIDE}'),
-    'mean': (lambda v: _is_per_channel(v, -1e4, 1e4), '3 numbers from -10000 to 10000'),
-    'std': (lambda v: _is_per_channel(v, 1e-4, 1e4), '3 numbers from 0.0001 to 10000'),
-    'crop_pct': (lambda v: v is None or _is_number(v, 0.01, 10), 'a number from 0.01 to 10'),
-    'interpolation': (lambda v: v in ('nearest', 'bilinear', 'bicubic', 'lanczos', 'box', 'hamming'),
-                      'the name of an interpolation such as bicubic'),
-    'crop_mode': (lambda v: v in (None, 'center', 'squash', 'border'), "'center', 'squash' or 'border'"),
-    'crop_border_pixels': (lambda v: v is None or _is_number(v, 0, _SIDE) and type(v) is int,
-                           f'an integer from 0 to {_SIDE}'),
-    'is_training': (lambda v: v is False, 'false')}
+
+
+def _one_or_some(one: Option, counts: Tuple[int, ...], allowed: str) -> Option:
+    """A value that `one` accepts, or a list of so many of them."""
+    return Option(allowed, lambda value: one.accepts(value) or (
+        isinstance(value, (list, tuple)) and len(value) in counts and all(map(one.accepts, value))))
+
+
+_TRANSFORM: Options = {
+    'input_size': _one_or_some(integer(1, _SIDE), (1, 2, 3),
+                               f'an integer, (height, width) or (channels, height, width) of 1 to {_SIDE}'),
+    'mean': _one_or_some(number(-1e4, 1e4), (1, 3), '3 numbers from -10000 to 10000'),
+    'std': _one_or_some(number(1e-4, 1e4), (1, 3), '3 numbers from 0.0001 to 10000'),
+    'crop_pct': or_none(number(0.01, 10)),
+    'interpolation': one_of('nearest', 'bilinear', 'bicubic', 'lanczos', 'box', 'hamming'),
+    'crop_mode': one_of(None, 'center', 'squash', 'border'),
+    'crop_border_pixels': or_none(integer(0, _SIDE)),
+    'is_training': one_of(False)}
 # Arguments that timm's create_transform ignores in evaluation.
 _TRAINING_ONLY = ('no_aug', 'scale', 'ratio', 'hflip', 'vflip', 'color_jitter', 'color_jitter_prob', 'grayscale_prob',
                 'gaussian_blur_prob', 'auto_augment', 're_prob', 're_mode', 're_count', 're_num_splits',
@@ -174,18 +181,14 @@ def check_transform(transform: Dict[str, Any], name: str) -> Dict[str, Any]:
     for key, value in transform.items():
         if key not in _TRANSFORM:
             raise WeightsError(f'{name}: transform has no option {_describe(key)}; it has {some(list(_TRANSFORM), 30)}')
-        is_valid, what = _TRANSFORM[key]
-        if not (isinstance(value, (str, list, tuple, int, float, type(None))) and is_valid(value)):
-            raise WeightsError(f'{name}: {key} of the transform must be {what}, got {_describe(value)}')
+        if not _TRANSFORM[key].accepts(value):
+            raise WeightsError(f'{name}: {key} of the transform must be {_TRANSFORM[key].allowed}, got '
+                               f'{_describe(value)}')
     return dict(transform)
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal or of `dict(key=literal, ...)`.
-
-    Raises:
-        ValueError: The node is anything else.
-    """
+    """Return the value of a literal or of `dict(key=literal, ...)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'dict' and not node.args:
         return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -213,22 +216,7 @@ def _is_simple_value(value: Any, low: float, high: float) -> bool:
                                        for v in value)
     if isinstance(value, str):
         return len(value) <= 64 and value.isprintable() and not set(value) & set('/\\:')
-    return value is None or isinstance(value, bool) or _is_number(value, low, high)
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_per_channel(value: Any, low: float, high: float) -> bool:
-    if isinstance(value, (list, tuple)):
-        return len(value) in (1, 3) and all(_is_number(item, low, high) for item in value)
-    return _is_number(value, low, high)
-
-
-def _is_size(value: Any) -> bool:
-    values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
-    return 0 < len(values) <= 3 and all(type(item) is int and 1 <= item <= _SIDE for item in values)
+    return value is None or isinstance(value, bool) or number(low, high).accepts(value)
 
 
 def _describe(value: Any, most: int = 60) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeightsError
-from .key_table import KeyTable, conv_and_norm
+from .key_table import KeyTable, below, conv_and_norm
 
 # The number of transformer layers in the last block of stages 3, 4 and 5.
 DEPTHS = (2, 4, 3)
@@ -78,7 +78,7 @@ def to_timm_keys(weights: Dict[str, Any]) -> Dict[str, Any]:
                        if not key.startswith('segmentation_head.')}
         return {TRANSFORMERS.to_ours(key) or key: value for key, value in weights.items()}
     if any(key.startswith(f'{ENCODER}conv_1.') for key in weights):
-        weights = {key.removeprefix(ENCODER): value for key, value in weights.items() if key.startswith(ENCODER)}
+        weights = below(weights, ENCODER)
     if not is_cvnets(weights):
         return weights
     return {CVNETS.to_ours(key) or key: value for key, value in weights.items()}

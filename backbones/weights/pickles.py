@@ -11,7 +11,7 @@ from typing import Any, List
 import numpy as np
 import torch
 
-from .errors import WeightsError, shorten_path
+from .errors import WeightsError, reading, shorten_path
 
 # NumPy 2 renamed this module. Files name one or the other, depending on the version that wrote them.
 _NUMPY_MODULES = ('numpy.core.multiarray', 'numpy._core.multiarray')
@@ -37,16 +37,12 @@ def read_pickle(path: Path) -> Any:
         WeightsError: the file cannot be read, is damaged, is compressed or refers to code.
     """
     try:
-        check_archive(path)
-        with torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
+        with reading(path), torch.serialization.safe_globals(_harmless_types()), warnings.catch_warnings():
+            check_archive(path)
             warnings.simplefilter('ignore')              # torch warns about pickle protocols, which users cannot change
             return torch.load(path, map_location='cpu', weights_only=True)
     except WeightsError:
         raise
-    except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be read: {error.strerror or error}') from error
-    except MemoryError as error:
-        raise WeightsError(f'{shorten_path(path)} needs more memory than is available') from error
     except Exception as error:   # damaged bytes make the unpickler raise any exception
         code = _CODE.search(str(error)) if isinstance(error, (pickle.UnpicklingError, RuntimeError)) else None
         if code:

@@ -90,11 +90,7 @@ def rotary_angles(head_dim: int) -> Tensor:
 
 
 def _check_angles(key: str, angles: Any) -> None:
-    """Check that a stored rotary embedding is the one that this package computes.
-
-    Raises:
-        WeightsError: the angles have another shape, or differ.
-    """
+    """Check that a stored rotary embedding is the one that this package computes."""
     if not isinstance(angles, Tensor) or angles.ndim != 1 or angles.numel() % 2 or not angles.is_floating_point():
         raise WeightsError(f'{key} must hold the angles of the rotary embedding, one number for each channel of a head')
     expected = rotary_angles(len(angles)).to(angles.device)
