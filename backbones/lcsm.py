@@ -38,7 +38,7 @@ class LCSM(HierarchicalBackbone):
             `learned_decay` and `gated` of `EosMixer`, and arguments of `HierarchicalBackbone`.
 
     Raises:
-        ValueError: the value of an option is not allowed, or has no effect on this recurrence.
+        ValueError: the value of an option is not allowed.
         TypeError: an option does not exist.
     """
 

@@ -76,7 +76,7 @@ class LCSMSequence(nn.Module):
             `learned_decay` and `gated` of `EosMixer`.
 
     Raises:
-        ValueError: the value of an option is not allowed, or has no effect on this recurrence.
+        ValueError: the value of an option is not allowed.
         TypeError: an option does not exist.
     """
 

@@ -8,6 +8,7 @@ The differences from timm's model do not change the published networks: separabl
 regrouping its tokens, stochastic depth acts on residual branches only, and new networks are initialized differently
 (`weight_init`).
 """
+import warnings
 from collections import OrderedDict
 from typing import Annotated, Any, Dict, Optional, Tuple, Union
 
@@ -274,9 +275,11 @@ class MobileViTv2(TimmInterface):
             dtype=None,
     ):
         super().__init__(num_classes, in_chans)
-        if attention != 'separable' and (exact_size or num_latent_tokens != 1):
-            raise ValueError("exact_size=True and num_latent_tokens > 1 require attention='separable', "
-                             f'got attention={attention!r}')
+        if attention != 'separable' and exact_size:
+            raise ValueError(f"exact_size=True requires attention='separable', got attention={attention!r}")
+        if attention != 'separable' and num_latent_tokens != 1:
+            warnings.warn(f'num_latent_tokens={num_latent_tokens} has no effect with attention={attention!r}',
+                          stacklevel=2)
         check_pool(global_pool, num_classes)
         dd = {'device': device, 'dtype': dtype}
         img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size or (256, 256))

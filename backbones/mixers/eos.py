@@ -4,6 +4,7 @@ Qin et al., "Unlocking the Secrets of Linear Complexity Sequence Model from A Un
 describes sequences, over which `EosMixer` runs from the first token to the last. On images it runs in both directions,
 over the lines of the grid or over the flattened image.
 """
+import warnings
 from typing import Annotated, Any, Callable, Dict, Optional
 
 import torch
@@ -108,22 +109,25 @@ def make_recurrence(
     """Build the recurrence of a preset or code; see `EosMixer` for the arguments.
 
     Raises:
-        ValueError: an argument is not allowed or has no effect on this recurrence; the message has the table of codes.
+        ValueError: an argument is not allowed; the message has the table of codes.
     """
     check('EosMixer', _SIZES, {'dim': dim, 'num_heads': num_heads})
     code = parse(mixer, numbering)
     if dim % num_heads:
         refuse(f'dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}')
-    if tau is not None:
-        if not 0 < tau < float('inf'):
-            refuse(f'tau must be positive, got {tau!r}')
-        if not has_tau(mixer, code) or not learned_decay:
-            refuse(f'tau={tau!r} has no effect: mixer={mixer!r} has no temperature'
-                   f"{'' if learned_decay else ' with learned_decay=False'}")
-    if expand_dim is not None and mixer in WITHOUT_KEYS:
-        refuse(f'expand_dim={expand_dim!r} has no effect: mixer={mixer!r} has a memory for each channel')
+    if tau is not None and not 0 < tau < float('inf'):
+        refuse(f'tau must be positive, got {tau!r}')
     if not learned_decay and (code is None or not code.linear or code.oscillation not in CONSTANT):
-        refuse(f'learned_decay=False is for codes with the oscillation 0, 4 or 5, got mixer={mixer!r}')
+        learned_decay = True
+        warnings.warn(f'learned_decay=False has no effect on mixer={mixer!r}: it is for the oscillations 0, 4 and 5',
+                      stacklevel=2)
+    if tau is not None and not (has_tau(mixer, code) and learned_decay):
+        warnings.warn(f'tau={tau!r} has no effect on mixer={mixer!r}: there is no temperature', stacklevel=2)
+        tau = None
+    if expand_dim is not None and mixer in WITHOUT_KEYS:
+        warnings.warn(f'expand_dim={expand_dim!r} has no effect on mixer={mixer!r}: it has a memory for each channel',
+                      stacklevel=2)
+        expand_dim = None
     sizes = Sizes(num_heads, expand_dim or EXPAND_DIM, dim // num_heads, TAU if tau is None else float(tau))
     dd = {'device': device, 'dtype': dtype}
     return BUILD[mixer](sizes, **dd) if code is None else _of_code(code, sizes, learned_decay, **dd)
@@ -161,8 +165,7 @@ class EosMixer(nn.Module):
         device, dtype: device and dtype of the parameters; those that stay in float32 have at least this dtype.
 
     Raises:
-        ValueError: an argument is not allowed or has no effect on this recurrence (the message has the table of codes),
-            or an input is not (B, H, W, dim).
+        ValueError: an argument is not allowed (the message has the table of codes), or an input is not (B, H, W, dim).
     """
 
     @checked
