@@ -28,6 +28,9 @@ class Option(NamedTuple):
     accepts: Callable[[Any], bool]
     default: Any = Parameter.empty
 
+    def __repr__(self) -> str:
+        return f'<{self.allowed}>'                       # short in signatures
+
 
 Options = Mapping[str, Option]
 
