@@ -18,22 +18,17 @@ Names = Union[None, str, Sequence[Optional[str]]]
 
 
 def _polyline(**options: Any) -> Build:
-    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-        return PolylineMixer(dim, num_heads, **options, **dd)
-    return build
+    return lambda stage, block, dim, num_heads, **dd: PolylineMixer(dim, num_heads, **options, **dd)
 
 
 def _tree(parametrization: str) -> Build:
     """Return a function that builds trees on a grid that is shifted in every second block, as in Myo."""
-    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-        return TreeMixer(dim, num_heads, parametrization, shift_grid=block % 2 == 1, **dd)
-    return build
+    return lambda stage, block, dim, num_heads, **dd: TreeMixer(
+        dim, num_heads, parametrization, shift_grid=block % 2 == 1, **dd)
 
 
 def _eos(mixer: str) -> Build:
-    def build(stage: int, block: int, dim: int, num_heads: int, **dd: Any) -> nn.Module:
-        return EosMixer(dim, num_heads, mixer, **dd)
-    return build
+    return lambda stage, block, dim, num_heads, **dd: EosMixer(dim, num_heads, mixer, **dd)
 
 
 # Name -> function that builds the mixer with its default options. 'attention' is softmax attention with the

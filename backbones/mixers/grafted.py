@@ -134,16 +134,8 @@ class NeutralDecay(nn.Module):
         return log_alpha * strength[0], log_beta * strength[1]
 
 
-def polyline_softmax(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        bias: Optional[Tensor] = None,
-        dropout: float = 0.,
-        fused: bool = True,
-) -> Tensor:
+def polyline_softmax(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
+                     bias: Optional[Tensor] = None, dropout: float = 0., fused: bool = True) -> Tensor:
     """Compute 1/2 softmax(q k' + log L + bias) v + 1/2 softmax(q k' + log L~ + bias) v, with tokens before the grid.
 
     L is the polyline mask of the last H * W tokens (PPMA, section 3, in the form of the published code). Tokens before

@@ -29,15 +29,8 @@ PATHS = ('both', 'v2h', 'cross_scan', 'rmt', 'none')
 # The functions `attend_*` map q, k, v (B, heads, H * W, D) and step logs (B, heads, H, W) to
 # (B, heads, H * W, D).
 
-def attend_full(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        mask_mode: str,
-        paths: str,
-) -> Tensor:
+def attend_full(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                paths: str) -> Tensor:
     """Softmax attention between all tokens (PPMVA)."""
     if paths == 'none':
         return F.scaled_dot_product_attention(q, k, v, scale=1.0)
@@ -50,45 +43,24 @@ def attend_full(
     return polyline_attention(q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths)
 
 
-def attend_crisscross(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        mask_mode: str,
-        paths: str,
-) -> Tensor:
+def attend_crisscross(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                      paths: str) -> Tensor:
     """Softmax attention along columns and along rows (PPMCCA): RMT goes along rows first."""
     mask_mode = 'additive' if paths == 'none' else mask_mode
     paths = {'cross_scan': 'both', 'rmt': 'h2v', 'none': 'v2h'}.get(paths, paths)
     return crisscross_attention(q, k, v, log_alpha, log_beta, mask_mode=mask_mode, paths=paths)
 
 
-def attend_linear(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        mask_mode: str,
-        paths: str,
-) -> Tensor:
+def attend_linear(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                  paths: str) -> Tensor:
     """Normalized linear attention with the feature map elu + 1 (PPMLA). `mask_mode` has no effect."""
     v = torch.cat((v, torch.ones_like(v[..., :1])), -1)            # the last channel sums the weights
     y = _masked_linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, log_alpha, log_beta, paths)
     return y[..., :-1] / y[..., -1:]
 
 
-def attend_decomposed(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        mask_mode: str,
-        paths: str,
-) -> Tensor:
+def attend_decomposed(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
+                      paths: str) -> Tensor:
     """Softmax attention to and from 16 pooled queries (PPMDA). `mask_mode` has no effect."""
     grid = q.flatten(0, 1).transpose(1, 2).unflatten(2, log_alpha.shape[2:])         # (B * heads, D, H, W)
     agents = F.adaptive_avg_pool2d(grid, 4).flatten(2).unflatten(0, q.shape[:2])     # (B, heads, D, 16)
@@ -97,14 +69,8 @@ def attend_decomposed(
     return _masked_linear_attention(to_agents, from_tokens, v, log_alpha, log_beta, paths)
 
 
-def _masked_linear_attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-        paths: str,
-) -> Tensor:
+def _masked_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, paths: str
+                             ) -> Tensor:
     """(q k' * mask) v without softmax."""
     if paths == 'cross_scan':
         def along_lines(q, k, v, log_decay):
@@ -115,14 +81,8 @@ def _masked_linear_attention(
     return polyline_linear_attention(q, k, v, log_alpha, log_beta, paths=paths).flatten(2, 3)
 
 
-def _sum_of_scans(
-        attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_alpha: Tensor,
-        log_beta: Tensor,
-) -> Tensor:
+def _sum_of_scans(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor,
+                  log_alpha: Tensor, log_beta: Tensor) -> Tensor:
     """Sum of `attend` along the grid read row by row (`log_alpha`) and read column by column (`log_beta`)."""
     height, width = log_alpha.shape[2:]
 

@@ -75,24 +75,23 @@ def _flops(q, k, v, log_alpha, log_beta, mask_mode, paths, *_) -> int:
 
 
 @node('crisscross_attention_portable_fwd', portable.forward, _flops)
-def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
-                      paths: str) -> Tensor:
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str) -> Tensor:
     return torch.empty_like(v)
 
 
 @node('crisscross_attention_portable_bwd', portable.backward,
       lambda grad, q, k, v, sa, sb, mask_mode, paths: (
           2 * _pairs(q) * (3 * q[-1] + v[-1] * (5 if paths == 'both' else 3))))
-def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor,
-                       mask_mode: str, paths: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str
+                       ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(torch.empty_like(x) for x in (q, k, v, sa, sb))
 
 
 differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
 
 
-def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-              paths: str) -> Tensor:
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str
+              ) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     dtype = portable_dtype(q, k, v, log_alpha, log_beta)
@@ -102,9 +101,8 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
 
 
 @node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
-                    mask_mode: str, paths: str, save: bool
-                    ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
+                    save: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
     shapes = [statistics_shape(q, v, axis, save) for axis in ('row', 'column')]
     statistics = [log_alpha.new_empty(shape, dtype=torch.float32) for shape in shapes]
@@ -121,8 +119,8 @@ def _backward_flops(grad, inputs, saved, mask_mode, paths) -> int:
 
 
 @node('crisscross_attention_bwd', late(__name__, 'triton.backward'), _backward_flops)
-def _triton_backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode: str,
-                     paths: str) -> List[Tensor]:
+def _triton_backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode: str, paths: str
+                     ) -> List[Tensor]:
     return [*(launch.token_major(x.shape, x) for x in inputs[:3]),
             *map(launch.heads_last, inputs[3:])]
 
@@ -138,8 +136,7 @@ differentiate(
     lambda grad, *saved: _triton_backward(grad, saved[:5], saved[5:-2], *saved[-2:]), _kept)
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-            paths: str) -> Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     return _triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,

@@ -72,16 +72,14 @@ def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: 
 
 @node('decay_attention_portable_bwd', portable.backward,
       lambda grad, q, k, v, *_: 2 * q[0] * q[1] ** 2 * (3 * q[2] + 2 * v[2]))
-def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str
-                       ) -> Four:
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, mask_mode: str) -> Four:
     return tuple(torch.empty_like(x) for x in (q, k, v, sums))
 
 
 differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
 
 
-def _portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str
-              ) -> Tensor:
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_decay)
     dtype = portable_dtype(q, k, v, log_decay)
@@ -112,8 +110,8 @@ def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, 
 
 @node('decay_attention_fwd', late(__name__, 'triton.forward'),
       lambda q, k, v, steps, axis, *_: 2 * _pairs(q, axis) * (q[-1] + v[-1]))
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str,
-                    save: bool) -> Tuple[Tensor, Tensor]:
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str, save: bool
+                    ) -> Tuple[Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs of long lines: `triton.Lines`."""
     statistics = steps.new_empty(statistics_shape(q, v, axis, save), dtype=torch.float32)
     return launch.token_major(v.shape, v), statistics
@@ -122,8 +120,8 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, m
 @node('decay_attention_bwd', late(__name__, 'triton_backward.backward'),
       lambda grad, q, k, v, steps, out, statistics, axis, *_: (
           2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])))
-def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: Tensor,
-                     statistics: Tensor, axis: str, mask_mode: str) -> Four:
+def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: Tensor, statistics: Tensor,
+                     axis: str, mask_mode: str) -> Four:
     return (*(launch.token_major(x.shape, x) for x in (q, k, v)), launch.heads_last(steps))
 
 
@@ -136,8 +134,7 @@ def _kept(outputs: Tuple[Tensor, Tensor]) -> Tuple[Tensor, Tensor]:
 differentiate(_triton_forward, _triton_backward, _kept)
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str
-            ) -> Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_decay)
     save = needs_gradient(q, k, v, log_decay)

@@ -97,15 +97,14 @@ def _products(x: Sequence[int], weight: Sequence[int]) -> int:
 
 @node('depthwise_conv_fwd', late(__name__, 'triton.forward'),
       lambda x, weight, *_: _products(x, weight))
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
-             residual: bool) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
     return dense_like(x)
 
 
 @node('depthwise_conv_bwd', late(__name__, 'triton.backward'),
       lambda grad, x, weight, gelu, residual, *wanted: _products(x, weight) * sum(wanted))
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool,
-              with_weight: bool) -> Tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool, with_weight: bool
+              ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; those that are not wanted are empty."""
     empty = x.new_empty(0)
     return (dense_like(x) if with_input else empty,
@@ -129,8 +128,7 @@ def _differentiate(ctx, grad: Tensor):
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
-            residual: bool) -> Tensor:
+def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
     if x.numel() == 0:
         return empty_result(x, weight, bias, add)
     return _forward(x, weight, bias, add, gelu, residual)

@@ -106,6 +106,7 @@ def eos_elementwise(
 
 # --- what PyTorch sees of oscillations of rank one
 
+Empty = Optional[Tensor]
 Three = Tuple[Tensor, Tensor, Tensor]
 Six = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -120,8 +121,7 @@ def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool)
     return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
 
-def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int
-                 ) -> Tuple[int, int]:
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int) -> Tuple[int, int]:
     """Return the operations of the products within chunks, and of one product with memories.
 
     `small_memories` needs fewer, but whether it runs depends on device and batch, which a count of
@@ -147,9 +147,8 @@ def _backward_flops(i, e, direction: str, chunk: int, single: int) -> int:
 @node('eos_elementwise_portable_fwd', portable.forward,
       lambda i, e, s, log_k, log_d, state, direction, chunk, *_: (
           _flops(i, e, direction, chunk, SINGLE_CHUNK)))
-def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
-                      log_d: Optional[Tensor], state: Optional[Tensor], direction: str, chunk: int,
-                      save: bool, last: bool) -> Three:
+def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str,
+                      chunk: int, save: bool, last: bool) -> Three:
     states = boundary_shape(i, _keys(e), state, direction, chunk, save, last)
     # Asked last: it guards the batch of exported programs.
     if len(states) > 1 and portable.token_by_token(i, e):
@@ -159,18 +158,16 @@ def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
 
 @node('eos_elementwise_portable_bwd', partial(in_dtypes, portable.backward),
       lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], SINGLE_CHUNK))
-def _portable_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
-                       log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
-                       states: Tensor, direction: str, chunk: int) -> Six:
+def _portable_backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty,
+                       state: Empty, states: Tensor, direction: str, chunk: int) -> Six:
     return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, state))
 
 
 @node('eos_elementwise_fwd', late(__name__, 'triton.forward'),
       lambda i, e, s, log_k, log_d, state, direction, chunk, *_: (
           _flops(i, e, direction, chunk, chunk)))
-def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
-                    log_d: Optional[Tensor], state: Optional[Tensor], direction: str, chunk: int,
-                    save: bool, last: bool) -> Three:
+def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str,
+                    chunk: int, save: bool, last: bool) -> Three:
     carried = save and (i.shape[2] > chunk or state is not None or last)
     count = -(-i.shape[2] // chunk) + 1
     states = (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3])
@@ -180,9 +177,8 @@ def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
 
 @node('eos_elementwise_bwd', partial(in_dtypes, late(__name__, 'triton_backward.backward')),
       lambda dy, dfinal, i, e, *others: _backward_flops(i, e, *others[-2:], others[-1]))
-def _triton_backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
-                     log_k: Optional[Tensor], log_d: Optional[Tensor], state: Optional[Tensor],
-                     states: Tensor, direction: str, chunk: int) -> Six:
+def _triton_backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty,
+                     state: Empty, states: Tensor, direction: str, chunk: int) -> Six:
     return (*(launch.token_order(x) for x in (i, e, s)),
             *(empty_gradient(x, i) for x in (log_k, log_d, state)))
 
@@ -205,13 +201,12 @@ def _full_backward_flops(dy, dfinal, i, e, *others) -> int:
     return 8 * _loop_flops(i, e, others[-1])    # both again, the adjoint, and five gradients
 
 
-def _full_forward(forward: Callable, i, e, s, log_k, log_d, z, weight, state, form, tau, *options
-                  ) -> Three:
+def _full_forward(forward: Callable, i, e, s, log_k, log_d, z, weight, state, form, tau, *options) -> Three:
     return forward(RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state), *options)
 
 
-def _full_backward(backward: Callable, dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states,
-                   form, tau, direction) -> Sequence[Tensor]:
+def _full_backward(backward: Callable, dy, dfinal, i, e, s, log_k, log_d, z, weight, state, states, form, tau, direction
+                   ) -> Sequence[Tensor]:
     problem = RealProblem(i, e, s, log_k, log_d, z, weight, 'k', form, tau, state)
     grads, dstate = backward(dy, dfinal, problem, states, direction)
     return *grads, dstate
@@ -224,27 +219,21 @@ def _full_states(i: Tensor, e: Tensor, direction: str, spacing: int, save: bool)
 
 
 @node('eos_elementwise_full_portable_fwd', partial(_full_forward, full_rank.forward), _full_flops)
-def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
-                           log_d: Optional[Tensor], z: Optional[Tensor], weight: Optional[Tensor],
-                           state: Optional[Tensor], form: str, tau: float, direction: str,
-                           save: bool, last: bool) -> Three:
+def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty, weight: Empty,
+                           state: Empty, form: str, tau: float, direction: str, save: bool, last: bool) -> Three:
     states = _full_states(i, e, direction, full_rank.CHUNK, save)
     return _results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_full_fwd',
       partial(_full_forward, late(__name__, 'triton_full_rank.forward')), _full_flops)
-def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor],
-                         log_d: Optional[Tensor], z: Optional[Tensor], weight: Optional[Tensor],
-                         state: Optional[Tensor], form: str, tau: float, direction: str, save: bool,
-                         last: bool) -> Three:
+def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty, weight: Empty,
+                         state: Empty, form: str, tau: float, direction: str, save: bool, last: bool) -> Three:
     return _results(i, e, i.new_empty(i.shape), _full_states(i, e, direction, SPACING, save), last)
 
 
-def _full_gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor,
-                    log_k: Optional[Tensor], log_d: Optional[Tensor], z: Optional[Tensor],
-                    weight: Optional[Tensor], state: Optional[Tensor], states: Tensor, form: str,
-                    tau: float, direction: str) -> Eight:
+def _full_gradients(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty,
+                    weight: Empty, state: Empty, states: Tensor, form: str, tau: float, direction: str) -> Eight:
     return tuple(empty_gradient(x, i) for x in (i, e, s, log_k, log_d, z, weight, state))
 
 
@@ -265,22 +254,17 @@ differentiate(_triton_full_forward, _triton_full_backward, 8)
 
 # --- implementations
 
-def _full_attention(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
-    """Return the output of both directions without decay: all tokens share one memory, e' i."""
-    i, e, s, dtype = *(x.to(compute_dtype(x.dtype)) for x in (i, e, s)), i.dtype
-    return (s @ (e.mT @ i)).to(dtype)
-
-
-def _run(forward: Any, full_forward: Any, problem: RealProblem, direction: str, output_state: bool,
-         chunk: int) -> Output:
+def _run(forward: Any, full_forward: Any, problem: RealProblem, direction: str, output_state: bool, chunk: int
+         ) -> Output:
     """Run the operator for oscillations of rank one, or that for full rank."""
     i, e, s, log_k, log_d, z, weight, _, form, tau, state = problem
     save = needs_gradient(i, e, s, log_k, log_d, z, weight, state)
     if problem.full_rank:
         y, _, final = full_forward(i, e, s, log_k, log_d, problem.z_of_memory, weight, state, form,
                                    tau, direction, save, output_state)
-    elif direction == 'both' and log_k is log_d is None:
-        return _full_attention(i, e, s), None
+    elif direction == 'both' and log_k is log_d is None:          # all tokens share one memory, e' i
+        x, e, s = (y.to(compute_dtype(y.dtype)) for y in (i, e, s))
+        return (s @ (e.mT @ x)).to(i.dtype), None
     else:
         y, _, final = forward(i, e, s, log_k, log_d, state, direction, chunk, save, output_state)
     return y, final if output_state else None

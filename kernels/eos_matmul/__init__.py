@@ -93,11 +93,11 @@ def eos_matmul(
 
 # --- what PyTorch sees
 
+Empty = Optional[Tensor]
 Three = Tuple[Tensor, Tensor, Tensor]
 
 
-def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, inside: int, memory: int
-                 ) -> int:
+def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, inside: int, memory: int) -> int:
     """Return the operations of so many products inside of chunks and with a memory."""
     tokens = torch.Size(i[:3]).numel() * len(DIRECTIONS[direction])
     return (inside * tokens * min(i[2], chunk) * (keys + i[3])
@@ -115,9 +115,8 @@ def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool)
     return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
 
-def _gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tensor, a: Tensor,
-               b: Tensor, gk: Optional[Tensor], state: Optional[Tensor], states: Tensor,
-               direction: str, chunk: int
+def _gradients(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty,
+               state: Empty, states: Tensor, direction: str, chunk: int
                ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(empty_gradient(x, i) for x in (i, e, s, a, b, gk, state))
 
@@ -125,9 +124,8 @@ def _gradients(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Te
 @node('eos_matmul_portable_fwd', portable.forward,
       lambda i, e, s, a, b, gk, state, direction, chunk, *_: (
           _chunk_flops(i, e[3], direction, chunk, inside=8, memory=4)))
-def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
-                      state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
-                      ) -> Three:
+def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty, direction: str,
+                      chunk: int, save: bool, last: bool) -> Three:
     states = boundary_shape(i, e.shape[3], state, direction, chunk, save, last)
     return _results(i, e, launch.token_order(i), states, last)
 
@@ -142,9 +140,8 @@ _portable_backward = node(
 # the output.
 @node('eos_matmul_fwd', lambda *args: late(__name__, 'triton.forward')(*args[:8], *args[9:]),
       lambda i, e, s, a, b, gk, state, direction, *_: 5 * _loop_flops(i, e[3], direction))
-def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
-                    state: Optional[Tensor], direction: str, chunk: int, save: bool, last: bool
-                    ) -> Three:
+def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty, direction: str,
+                    chunk: int, save: bool, last: bool) -> Three:
     states = (len(DIRECTIONS[direction]), *i.shape) if save else (0,)
     return _results(i, e, i.new_empty(i.shape), states, last)
 
@@ -158,9 +155,8 @@ differentiate(_portable_forward, _portable_backward, 7)
 differentiate(_triton_forward, _triton_backward, 7)
 
 
-def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Optional[Tensor],
-         scale: float, direction: str, initial_state: Optional[Tensor], output_state: bool,
-         chunk: int) -> Output:
+def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, scale: float, direction: str,
+         initial_state: Empty, output_state: bool, chunk: int) -> Output:
     save = needs_gradient(i, e, s, a, b, gk, initial_state)
     y, _, final = forward(i, e, s if scale == 1 else s * scale, a, b, steps_of(gk, i.dtype),
                           initial_state, direction, chunk, save, output_state)

@@ -110,35 +110,6 @@ def _joined(later: Tensor, earlier: Tensor, reverse: bool) -> Tensor:
     return torch.cat([later, earlier] if reverse else [earlier, later], -2)
 
 
-def entry_decays(steps: Tensor, dtype: torch.dtype, *kinds: Tuple[bool, bool]) -> List[AnyDecays]:
-    """Compute the decays of chunks, which must be at least e^LEAST_SUM, from step logs (..., C, c).
-
-    They are quotients of the decays from a chunk's entry to the places before, between and behind its tokens, over that
-    of half the way. A single channel gives a mask.
-
-    Args:
-        steps: step logs.
-        dtype: of the factors: that of the products.
-        kinds: (reverse, exclusive) for each result, as for `decays`.
-    """
-    sums = steps.new_zeros(*steps.shape[:-2], steps.shape[-2] + 1, steps.shape[-1])
-    torch.cumsum(steps, -2, out=sums[..., 1:, :])
-    half = sums[..., -1:, :] / 2
-    down = sums.sub_(half).exp_()
-    down, up, root = down.to(dtype), down.reciprocal().to(dtype), half.exp_()
-    found, before, behind = [], slice(None, -1), slice(1, None)
-    for reverse, exclusive in kinds:
-        from_key, to_query = (down, up) if reverse else (up, down)
-        key = from_key[..., before if reverse else behind, :]
-        query = to_query[..., before if reverse != exclusive else behind, :]
-        if key.shape[-1] > 1:
-            found.append(Quotients(query, key, root, reverse))
-            continue
-        mask = triangle(query * key.mT, reverse, not exclusive)
-        found.append(Decays(None, [], root.square(), mask, query * root.to(dtype), key * root.to(dtype), reverse))
-    return found
-
-
 def decays(steps: Tensor, reverse: bool, exclusive: bool = False) -> Decays:
     """Compute the decays of chunks from step logs (..., C, c).
 
@@ -375,13 +346,31 @@ def line_decays(log: Optional[Tensor], chunks: Layout, lines: slice, part: slice
                 dtype: Optional[torch.dtype] = None) -> List[Optional[AnyDecays]]:
     """Return the decays of a block from canonical step logs, or None without, for each pair (reverse, exclusive).
 
+    `Quotients` are of the decays from a chunk's entry to the places before, between and behind its tokens, over that of
+    half the way. A single channel gives a mask.
+
     dtype: that of `Quotients`; by default the dtype of the step logs."""
     if log is None:
         return [None] * len(kinds)
-    steps = chunks.chunked(log, lines, part, log.dtype)
+    steps, dtype = chunks.chunked(log, lines, part, log.dtype), dtype or log.dtype
     if not chunks.quotients:
         return [decays(steps, *kind) for kind in kinds]
-    return entry_decays(steps, dtype or log.dtype, *kinds)
+    sums = steps.new_zeros(*steps.shape[:-2], steps.shape[-2] + 1, steps.shape[-1])
+    torch.cumsum(steps, -2, out=sums[..., 1:, :])
+    half = sums[..., -1:, :] / 2
+    down = sums.sub_(half).exp_()
+    down, up, root = down.to(dtype), down.reciprocal().to(dtype), half.exp_()
+    found, before, behind = [], slice(None, -1), slice(1, None)
+    for reverse, exclusive in kinds:
+        from_key, to_query = (down, up) if reverse else (up, down)
+        key = from_key[..., before if reverse else behind, :]
+        query = to_query[..., before if reverse != exclusive else behind, :]
+        if key.shape[-1] > 1:
+            found.append(Quotients(query, key, root, reverse))
+            continue
+        mask = triangle(query * key.mT, reverse, not exclusive)
+        found.append(Decays(None, [], root.square(), mask, query * root.to(dtype), key * root.to(dtype), reverse))
+    return found
 
 
 def carry(local: Tensor, total_k: Optional[Tensor], total_d: Optional[Tensor], state: Optional[Tensor], reverse: bool

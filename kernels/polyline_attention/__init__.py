@@ -94,22 +94,22 @@ Five = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @node('polyline_attention_portable_fwd', portable.forward, _flops)
-def _portable_forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
-                      paths: str) -> Tensor:
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str, paths: str
+                      ) -> Tensor:
     return torch.empty_like(v)
 
 
 @node('polyline_attention_portable_bwd', portable.backward, _backward_flops)
-def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor,
-                       mask_mode: str, paths: str) -> Five:
+def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor, mask_mode: str,
+                       paths: str) -> Five:
     return tuple(torch.empty_like(x) for x in (q, k, v, row, column))
 
 
 differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
 
 
-def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-              paths: str) -> Tensor:
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str
+              ) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
@@ -119,8 +119,8 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
 
 
 @node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str,
-                    paths: str, save: bool) -> Tuple[Tensor, Tensor, Tensor]:
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str, save: bool
+                    ) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
     two = mask_mode == 'additive' and paths == 'both'
     first = launch.token_major(v.shape, v) if save and two else v.new_empty(0)
@@ -130,8 +130,8 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mas
 
 
 @node('polyline_attention_bwd', late(__name__, 'triton.backward'), _backward_flops)
-def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor,
-                     out: Tensor, first: Tensor, lse: Tensor, mask_mode: str, paths: str) -> Five:
+def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, out: Tensor, first: Tensor,
+                     lse: Tensor, mask_mode: str, paths: str) -> Five:
     return (*(launch.token_major(x.shape, x) for x in (q, k, v)),
             *(torch.empty_like(x) for x in (sa, sb)))
 
@@ -139,8 +139,7 @@ def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, 
 differentiate(_triton_forward, _triton_backward, kept=lambda outputs: outputs)
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str,
-            paths: str) -> Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     sums = rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2)

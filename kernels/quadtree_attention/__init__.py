@@ -92,8 +92,8 @@ def _count(v, shift, max_levels) -> int:
     return batch * heads * dim * sum(level.height * level.width for level in levels)
 
 
-def _run(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
-         *given) -> Tuple[Tensor, Tensor, Tensor]:
+def _run(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor], *given
+         ) -> Tuple[Tensor, Tensor, Tensor]:
     *options, save = given
     out, *saved = portable.forward(q, k, v, bias, mask, Options(*options))
     return (out, *saved) if save else (out, *(x.new_empty(0) for x in saved))
@@ -103,9 +103,9 @@ def _run(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask
 @node('quadtree_attention_portable_fwd', _run,
       lambda q, k, v, bias, mask, parametrization, rho, shift, max_levels, save: (
           5 * _count(v, shift, max_levels)))
-def _forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
-             mask: Optional[Tensor], parametrization: str, rho: float, shift: List[int],
-             max_levels: Optional[int], save: bool) -> Tuple[Tensor, Tensor, Tensor]:
+def _forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+             parametrization: str, rho: float, shift: List[int], max_levels: Optional[int], save: bool
+             ) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `portable.forward`)."""
     options, dtype = Options(parametrization, rho, shift, max_levels), portable.exact_dtype(q, v)
     shapes = portable.saved_shapes(q, v, options) if save else ((0,), (0,))
@@ -115,10 +115,9 @@ def _forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
 @node('quadtree_attention_portable_bwd',
       lambda *args: portable.backward(*args[:8], Options(*args[8:])),
       lambda grad, *others: 9 * _count(grad, *others[-2:]))
-def _backward(grad: Tensor, q: Optional[Tensor], k: Optional[Tensor], bias: Tensor,
-              mask: Optional[Tensor], out: Tensor, inner: Tensor, logits: Tensor,
-              parametrization: str, rho: float, shift: List[int], max_levels: Optional[int]
-              ) -> List[Tensor]:
+def _backward(grad: Tensor, q: Optional[Tensor], k: Optional[Tensor], bias: Tensor, mask: Optional[Tensor], out: Tensor,
+              inner: Tensor, logits: Tensor, parametrization: str, rho: float, shift: List[int],
+              max_levels: Optional[int]) -> List[Tensor]:
     """Gradients of v, bias and, unless they are None, of q and k."""
     gradients = [token_major(x.shape, x) for x in ((out,) if q is None else (out, q, k))]
     return [gradients[0], torch.empty_like(bias), *gradients[1:]]
@@ -141,16 +140,16 @@ def _differentiate(ctx, grad, *_):
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
-              mask: Optional[Tensor], options: Options) -> Tensor:
+def _portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+              options: Options) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, bias)
     save = needs_gradient(q, k, v, bias)
     return _forward(q, k, v, bias, mask, *options, save)[0]
 
 
-def _triton(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
-            mask: Optional[Tensor], options: Options) -> Tensor:
+def _triton(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor], options: Options
+            ) -> Tensor:
     return composed(q, k, v, bias, mask, options.parametrization, options.levels(v),
                     partial(quadtree_solve, rho=options.rho, backend='triton'))
 

@@ -14,8 +14,8 @@ from . import portable, reference
 
 
 def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, parametrization: str = 'laplacian',
-                   rho: float = RHO, mask: Optional[Tensor] = None, shift: Sequence[int] = (0, 0),
-                   backend: str = 'auto') -> List[Tensor]:
+                   rho: float = RHO, mask: Optional[Tensor] = None, shift: Sequence[int] = (0, 0), backend: str = 'auto'
+                   ) -> List[Tensor]:
     """Solve T x = u on a quad tree over a grid of any height and width, or on a forest of such trees.
 
     'laplacian': T = I + the graph Laplacian of the edges' weights w >= 0. T^-1 has no negative entry and its
@@ -88,13 +88,12 @@ def _backward_flops(grads, *_) -> int:
     return 9 * _count(grads)
 
 
-def _forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]
-             ) -> List[Tensor]:
+def _forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]) -> List[Tensor]:
     return [torch.empty_like(x) for x in values]
 
 
-def _backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor],
-              parametrization: str, shift: List[int]) -> Tuple[List[Tensor], List[Tensor]]:
+def _backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], parametrization: str, shift: List[int]
+              ) -> Tuple[List[Tensor], List[Tensor]]:
     return ([torch.empty_like(grad, dtype=x.dtype) for grad, x in zip(grads, solution)],
             [torch.empty_like(edge) for edge in edges])
 

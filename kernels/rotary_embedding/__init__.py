@@ -86,8 +86,7 @@ def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
 
 # No operations, like torch's counter, which leaves elementwise ones out.
 @node('rotary_embedding_fwd', late(__name__, 'triton.forward'), lambda *_: 0)
-def _forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool
-             ) -> Tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) -> Tuple[Tensor, Tensor]:
     """Rotate q and k, or with `inverse` rotate them back; k is scaled in both cases."""
     return token_order(q), token_order(k)
 

@@ -15,9 +15,8 @@ SAMPLINGS = patches.SAMPLINGS
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size: Union[int, Tuple[int, int]] = 1,
-                        sampling: str = 'pixel', key_weight: Optional[Tensor] = None,
-                        key_bias: Optional[Tensor] = None, return_scores: bool = False, backend: str = 'auto'
-                        ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+                        sampling: str = 'pixel', key_weight: Optional[Tensor] = None, key_bias: Optional[Tensor] = None,
+                        return_scores: bool = False, backend: str = 'auto') -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Compute relu(value) * context, with context = mean over latent tokens of sum_n softmax_n(query) key[n].
 
     Tokens attend within groups. With `patch_size` (2, 2) and 'pixel' sampling, all tokens at one place of their
@@ -119,9 +118,8 @@ def _map_count(key, key_weight) -> int:
 
 @node('separable_attention_fwd', lambda *args: late(__name__, 'triton.forward')(*args[:5], args[5:7], args[7]),
       lambda query, key, value, key_weight, *_: 2 * _map_count(key, key_weight))
-def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
-             key_bias: Optional[Tensor], patch_height: int, patch_width: int, sampling: str
-             ) -> Tuple[Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
+             patch_height: int, patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, for P groups, softmax statistics (B, P, 2, L) and summed keys (B, P, C), both
     in float32."""
     table = query.shape[0], patch_height * patch_width
@@ -133,8 +131,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Ten
       lambda *args: late(__name__, 'triton_backward.backward')(*args[:8], args[8:10], args[10]),
       lambda grad, query, key, value, key_weight, *_: 4 * _map_count(key, key_weight))
 def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
-              key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int,
-              patch_width: int, sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+              key_bias: Optional[Tensor], statistics: Tensor, summed: Tensor, patch_height: int, patch_width: int,
+              sampling: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, and of the context (B, P, D) in float32."""
     return (dense_like(query), dense_like(key), dense_like(value),
             summed.new_empty(*summed.shape[:2], value.shape[-1]))
@@ -163,8 +161,8 @@ def _differentiate(ctx, grad, grad_statistics, grad_summed):
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
-            key_bias: Optional[Tensor], patch: patches.Patch, sampling: str) -> Tensor:
+def _triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
+            patch: patches.Patch, sampling: str) -> Tensor:
     if query.numel() * value.numel() == 0:
         return empty_result(value, query, key, key_weight, key_bias)
     return _forward(query, key, value, key_weight, key_bias, *patch, sampling)[0]

@@ -13,8 +13,7 @@ from ..trees.tree_arguments import check_blocks, own_parts
 from . import portable, reference
 
 
-def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *,
-               backend: str = 'auto') -> Tensor:
+def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor, *, backend: str = 'auto') -> Tensor:
     """Solve T x = u, where row v of T is A_v x_v + B_v x_p(v) + sum over children c of C_c x_c = u_v (equation 1).
 
     Time is linear in the number of nodes, in as many steps as the tree has generations. A tree without branches (a
