@@ -33,7 +33,7 @@ def _write(folder, *names):
 
 
 def test_a_run_has_only_its_own_checkpoints(tmp_path, capsys):
-    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'own.pth', 'last_checkpoint')
+    _write(tmp_path, 'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'own.pth', 'last_checkpoint', 'last_validation')
     set_aside(tmp_path, tmp_path / 'epoch_2.pth', 'a')                   # resumed: all are of this run
     assert _names(tmp_path) == ['epoch_2.pth', 'epoch_1.pth'] and not (tmp_path / 'a').exists()
     assert capsys.readouterr().err == ''
@@ -41,7 +41,7 @@ def test_a_run_has_only_its_own_checkpoints(tmp_path, capsys):
     assert f'an earlier run (epoch_1.pth, epoch_2.pth) are now in {tmp_path}/a' in capsys.readouterr().err
     assert _names(tmp_path) == [] and [path.name for path in tmp_path.iterdir() if path.is_file()] == ['own.pth']
     assert {path.name for path in (tmp_path / 'a').iterdir()} == {
-        'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'last_checkpoint'}
+        'epoch_1.pth', 'epoch_2.pth', 'best.safetensors', 'last_checkpoint', 'last_validation'}
     _write(tmp_path, 'epoch_1.pth')
     set_aside(tmp_path, tmp_path / 'a' / 'epoch_2.pth', 'b')             # which continues the first run
     assert _names(tmp_path) == [] and _names(tmp_path / 'b') == ['epoch_1.pth']

@@ -27,14 +27,15 @@ def test_the_slower_part_is_named_once(data, binds, monkeypatch, capsys):
     now, hook = [0.], ProgressHook()
     monkeypatch.setattr(progress.time, 'perf_counter', lambda: now[0])
     runner = SimpleNamespace(
-        iter=0, max_iters=10, train_loop=None, write_config=lambda: None, train_dataloader=SimpleNamespace(
-            num_workers=2), optim_wrapper=SimpleNamespace(get_lr=lambda: dict(lr=[0.1])))
+        iter=0, max_iters=10, train_loop=None, write_config=lambda: None,
+        train_dataloader=SimpleNamespace(num_workers=2), optim_wrapper=SimpleNamespace(get_lr=lambda: dict(lr=[0.1])),
+        message_hub=SimpleNamespace(get_scalar=lambda key: SimpleNamespace(mean=lambda steps: float(steps))))
 
     def step(wait, work):
         now[0] += wait
         hook.before_train_iter(None, 0)
         now[0] += work
-        hook.after_train_iter(runner, 0, None, dict(loss=torch.ones(1)))
+        hook.after_train_iter(runner, 0)
         return capsys.readouterr().err
     hook.before_train_epoch(None)
     assert step(100., 100.) == 'iteration 1/10  loss 1.000  lr 1.0e-01\n', 'the first step, with the start of workers'

@@ -16,9 +16,8 @@ from mmengine.runner import EpochBasedTrainLoop
 
 from ....backbones.weights import write_atomically
 from ..training.loops import ResumableTrainLoop, accumulating, gradients, position, set_gradients
-from .runner_checkpoints import AtomicCheckpointHook, save_interrupted
+from .runner_checkpoints import VALIDATED, AtomicCheckpointHook, save_interrupted
 
-_VALIDATED = 'last_validation'      # the file with the number of epochs before the last complete validation
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
 
 
@@ -121,9 +120,7 @@ class InterruptionHook(Hook):
             runner.train_loop.continue_at(checkpoint.get('meta', {}), str(path))
 
     def before_train(self, runner) -> None:
-        loop, note = runner.train_loop, Path(runner.work_dir) / _VALIDATED
-        if not runner.iter and is_main_process():
-            note.unlink(missing_ok=True)             # of an earlier run in this folder
+        loop, note = runner.train_loop, Path(runner.work_dir) / VALIDATED
         if runner._resume and runner.iter and runner.val_loop is not None and isinstance(loop, ResumableTrainLoop):
             loop._decide_current_val_interval()
             due = [not loop.done and loop.epoch >= loop.val_begin and (
@@ -161,7 +158,7 @@ class InterruptionHook(Hook):
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         if is_main_process():
-            with write_atomically(Path(runner.work_dir) / _VALIDATED) as temporary:
+            with write_atomically(Path(runner.work_dir) / VALIDATED) as temporary:
                 Path(temporary).write_text(str(runner.epoch))
         if self.running and self._stops(runner) and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._leave_between_epochs(runner, runner.epoch)

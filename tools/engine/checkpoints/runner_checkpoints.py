@@ -16,6 +16,10 @@ from ...common.cli import UserError
 
 # How the names of folders with the files of earlier runs begin.
 EARLIER = 'earlier_'
+# The file with the number of epochs before the last complete validation.
+VALIDATED = 'last_validation'
+# What a run leaves beside its numbered checkpoints that the next run in the folder would take for its own.
+_OTHERS = ('best.safetensors', 'last_checkpoint', VALIDATED)
 _NUMBERED = re.compile(r'(interrupted_)?(?:epoch|iter)_(\d+)(?:_step_(\d+))?')
 
 
@@ -106,8 +110,7 @@ def set_aside(folder: Path, start: Optional[Path], name: str) -> None:
     continued = start is not None and start.resolve().parent == folder.resolve()
     last = _number(start) if continued else (-1, 0, False)
     earlier = [path for path in find_checkpoints(folder) if last and (_number(path) or last) > last or not continued]
-    others = [folder / 'best.safetensors', folder / 'last_checkpoint'] if not continued else []
-    for path in [*earlier, *others]:
+    for path in [*earlier, *(folder / other for other in _OTHERS if not continued)]:
         if path.is_file():
             (folder / name).mkdir(exist_ok=True)
             path.rename(folder / name / path.name)

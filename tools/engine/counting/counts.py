@@ -1,10 +1,4 @@
-"""Count parameters and MACs of timm models.
-
-Papers differ in what they count, so there are three counts. `macs` is every multiply-add of convolutions, linear
-layers, attention and scans. `macs_without_attention` leaves out the products of tokens with tokens (attention, scans).
-`macs_with_norms` adds to the second count what fvcore, a common counting tool, adds for norms (2 per element for
-BatchNorm, 5 for GroupNorm and LayerNorm) and for bilinear resizing (4).
-"""
+"""Count parameters and MACs of timm models, in the three ways that `subquad stats --help` explains."""
 import math
 from typing import Any, Callable, Dict, Optional
 

@@ -4,7 +4,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
 
 from ....backbones.weights import write_atomically
 from ..weights.starting_weights import starting_point
@@ -44,8 +43,7 @@ class ProgressHook(Hook):
     def __init__(self, weights: Optional[str] = None):
         self.weights, self.started, self.hinted = weights, False, False
         self.progress: Optional[Progress] = None
-        self.losses: List[Tensor] = []               # since the line before, on the device
-        self.shown = 0.
+        self.shown, self.steps = 0., 0               # the loss in the bar, and the steps since the line before
         # When the step before has ended, and when this one has its data.
         self.ready, self.loaded = 0., 0.
         # Seconds that wait for data, seconds of steps, and their number: in all, and since the line before.
@@ -85,15 +83,15 @@ class ProgressHook(Hook):
         else:
             runner.write_config()
         self.started = True
-        self.losses.append(outputs['loss'].detach().reshape(()))
+        self.steps += 1
         times, left = self.total + self.recent, runner.max_iters - runner.iter - 1
         if times[2] == _TIMED and left:
             step = times[:2].sum() / _TIMED
             self._print(f'about {timedelta(seconds=max(1, round(step * left)))} left ({left} steps, {step:.2g} s '
                         'each), not counting evaluation')
         if self.progress:
-            if (len(self.losses) - 1) % READ_EVERY == 0:
-                self.shown = self._mean(self.losses[-20:])
+            if self.steps % READ_EVERY == 1:
+                self.shown = self._loss(runner, min(20, self.steps))
             self.progress.update(self.task, completed=runner.iter + 1, epoch=f'{runner.epoch + 1}/{runner.max_epochs}',
                                  loss=self.shown, lr=self._lr(runner))
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
@@ -102,13 +100,12 @@ class ProgressHook(Hook):
     def after_train_epoch(self, runner) -> None:
         if isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._line(runner, 'epoch', runner.epoch + 1, runner.max_epochs)
-            self.losses.clear()
+            self.steps = 0
 
     def _line(self, runner, unit: str, done: int, total: int) -> None:
         if done % max(1, total // 10) and done != total:
             return
-        loss = torch.tensor(self._mean(self.losses))
-        self.losses.clear()
+        loss, self.steps = torch.tensor(self._loss(runner, self.steps)), 0
         all_reduce(loss, 'mean')
         data, step, steps = self.recent
         self.total += self.recent
@@ -151,8 +148,9 @@ class ProgressHook(Hook):
             print(text, file=sys.stderr, flush=True)
 
     @staticmethod
-    def _mean(losses: List[Tensor]) -> float:
-        return torch.stack(losses).double().mean().item()
+    def _loss(runner, steps: int) -> float:
+        """Mean loss of the last steps in this process."""
+        return runner.message_hub.get_scalar('train/loss').mean(steps)
 
     @staticmethod
     def _lr(runner) -> float:
