@@ -15,7 +15,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 
 from ....backbones.weights import write_atomically
-from ..training.loops import ResumableTrainLoop, accumulating, gradients, position, set_gradients
+from ..training.loops import ResumableTrainLoop, accumulating, position
 from .runner_checkpoints import VALIDATED, AtomicCheckpointHook, save_interrupted
 
 _REPEATED = 2.          # seconds in which a launcher may pass on the signal that a process has already received
@@ -107,7 +107,7 @@ class InterruptionHook(Hook):
 
     def before_save_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
         if accumulating(runner) and not is_distributed():      # those of other processes would be missing
-            checkpoint['gradients'] = gradients(runner)
+            checkpoint['gradients'] = [None if p.grad is None else p.grad.cpu() for p in runner.model.parameters()]
 
     def after_load_checkpoint(self, runner, checkpoint: Dict[str, Any]) -> None:
         if not runner._resume:
@@ -115,7 +115,8 @@ class InterruptionHook(Hook):
         path = runner._load_from
         if 'optimizer' not in checkpoint and is_main_process():
             print(f'warning: {path} holds no state of the optimizer, which starts from zero', file=sys.stderr)
-        set_gradients(runner, checkpoint.get('gradients', []))
+        for parameter, value in zip(runner.model.parameters(), checkpoint.get('gradients', ())):
+            parameter.grad = None if value is None else value.to(parameter.device, copy=True)
         if isinstance(runner.train_loop, ResumableTrainLoop):
             runner.train_loop.continue_at(checkpoint.get('meta', {}), str(path))
 

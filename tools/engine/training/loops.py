@@ -1,6 +1,6 @@
 """A training loop that continues in the middle of an epoch, with the random numbers of an uninterrupted run."""
 import random
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import numpy as np
 import torch
@@ -92,14 +92,3 @@ def accumulating(runner: Any) -> bool:
     """Whether gradients have been accumulated since the last update of the weights."""
     wrapper = runner.optim_wrapper
     return getattr(wrapper, 'inner_count', 0) % getattr(wrapper, '_accumulative_counts', 1) != 0
-
-
-def gradients(runner: Any) -> List[Any]:
-    """Return the accumulated gradients of the parameters, or [] if there are none."""
-    return [None if p.grad is None else p.grad.cpu() for p in runner.model.parameters()] if accumulating(runner) else []
-
-
-def set_gradients(runner: Any, values: List[Any]) -> None:
-    """Restore the gradients of `gradients`."""
-    for parameter, value in zip(runner.model.parameters(), values):
-        parameter.grad = None if value is None else value.to(parameter.device, copy=True)

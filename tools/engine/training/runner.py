@@ -82,6 +82,11 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     # The Runner seeds only in its constructor, which is too late for the weights.
     set_random_seed(config.setdefault('randomness', dict(seed=0)).get('seed'))
     model = task.build_model(config, classes, training)
+    for hook in hooks:
+        if isinstance(hook, StartHook):
+            hook.prepare(model, classes)
+        elif isinstance(hook, WeightsHook):
+            hook.metadata = task.metadata(config, arguments)
     keys = [*_COMMON, *(f'{part}_{entry}' for part in parts for entry in ('cfg', 'evaluator')),
             *(_TRAINING if training else ())]
     arguments.update({key: config[key] for key in keys if config.get(key) is not None},
@@ -90,11 +95,6 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
     if training:
         if torch.cuda.is_available():                # a CPU normalizes faster in the workers
             send_bytes(model, arguments)
-        for hook in hooks:
-            if isinstance(hook, StartHook):
-                hook.prepare(model, classes)
-            elif isinstance(hook, WeightsHook):
-                hook.metadata = task.metadata(config, arguments)
         hooks += [FiniteHook(), *([GatheringHook(), ShardingHook()] if _is_sharded(config) else ())]
         defaults, loop = dict(config.get('default_hooks') or {}), dict(config.get('train_cfg') or {})
         defaults['checkpoint'] = _own(defaults.get('checkpoint', dict(type='CheckpointHook', interval=1)))
