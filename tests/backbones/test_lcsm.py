@@ -6,7 +6,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers import assert_close
-from pairwise import slow
+from pairwise import pairwise, slow
 
 from subquad import kernels
 from subquad.backbones import LCSM
@@ -45,8 +45,7 @@ def test_every_preset_has_a_recurrence():
     assert {int(code.split('-')[3]) for code in CODES} == set(range(8))
 
 
-@pytest.mark.parametrize('mode', ['axis', 'raster'])
-@pytest.mark.parametrize('name', ALL)
+@pairwise('name, mode', ALL, ['axis', 'raster'], together=1)
 def test_values_and_gradients_are_finite_and_all_parameters_matter(name, mode):
     made, x = mixer(name, mode=mode), tokens(2, 5, 4, 32).requires_grad_()
     y = made(x)
@@ -56,9 +55,8 @@ def test_values_and_gradients_are_finite_and_all_parameters_matter(name, mode):
         assert grad.isfinite().all() and grad.abs().max() > 0, key
 
 
-@pytest.mark.parametrize('mode', ['axis', 'raster'])
-@pytest.mark.parametrize('name', ['gla', 's4d', 's5', 'mamba', 'rwkv4', 'cosformer', 'deltanet', 'hgrn', '1-12-1-0',
-                                  '1-6-1-6'])
+@pairwise('name, mode', ['gla', 's4d', 's5', 'mamba', 'rwkv4', 'cosformer', 'deltanet', 'hgrn', '1-12-1-0', '1-6-1-6'],
+          ['axis', 'raster'], together=1)
 def test_any_size(name, mode):
     made = mixer(name, mode=mode)
     for size in ((1, 1), (1, 7), (6, 1), (3, 70)):

@@ -172,7 +172,7 @@ def test_flop_counter_counts_the_operators():
     assert counter.get_total_flops() == 2 * (2 * 3) * (4 * 5 * (4 + 5)) * 6 * 3
 
 
-# tests/exporters/test_to_onnx.py exports the families with their defaults, and checks the ranks of the graphs.
+# tests/exporters/test_to_onnx.py exports PPMA, Myo and a recurrence of LCSM, and checks the ranks of their graphs.
 @pytest.mark.parametrize('family, options', [(MOBILEVITV2, dict(num_latent_tokens=3)), *slow_cases(
     (PPMA, dict()), (MYO, dict()), (LCSM, dict()), (PPMA, dict(attention='linear')),
     (PPMA, dict(attention='decomposed')), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),

@@ -8,7 +8,7 @@ from subquad.tools.exporters.graph import export_program
 from subquad.tools.exporters.pipeline import export
 
 # Gates of the token, constant decays, decays of full rank, and delta rules.
-# tests/exporters/test_to_onnx.py exports the default mixer.
+# tests/exporters/test_to_onnx.py exports a block with the default mixer.
 CASES = [('ncnn', 'gla'), ('onnx', '1-6-1-0'), ('onnx', '1-4-1-0'), ('onnx', 'deltanet'), ('ncnn', '1-4-1-0'),
          ('ncnn', '1-6-1-0'), ('ncnn', 'deltanet'), ('coreml', 'gla')]
 

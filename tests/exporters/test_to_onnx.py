@@ -7,6 +7,7 @@ import pytest
 import torch
 from digits_exports import check_accuracy, digits_subject
 from helpers import assert_close, relative_error
+from pairwise import slow
 from torch import nn
 
 onnx = pytest.importorskip('onnx')
@@ -20,6 +21,7 @@ from subquad.tools.common.cli import UserError  # noqa: E402
 from subquad.tools.exporters import onnx_graph, to_onnx  # noqa: E402
 from subquad.tools.exporters.formats import Options  # noqa: E402
 from subquad.tools.exporters.silence import silence  # noqa: E402
+from subquad.tools.exporters.subject import classifier_subject, random_classifier  # noqa: E402
 
 LARGE_MODELS = (*(f'subquad_mobilevitv2_{width}' for width in ('075', '100', '125', '150', '175', '200')),
                 'ppma_small', 'ppma_base', 'ppma_tiny_crisscross', 'myo_small', 'myo_base')
@@ -52,7 +54,8 @@ def convert_and_check(name, features, options, folder, shapes=((1, None), (1, No
     check_file(path)
 
 
-@pytest.mark.parametrize('name', TEST_MODELS)
+# The graph of LCSM takes half a minute.
+@pytest.mark.parametrize('name', [*TEST_MODELS[:-1], *slow(TEST_MODELS[-1])])
 def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     made, path = digits_subject(name), tmp_path / 'model.onnx'
     capfd.readouterr()
@@ -76,6 +79,14 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     for batch, (height, width) in ((2, made.size), (1, (made.size[0] + 32, made.size[1]))):
         with pytest.raises(Exception, match='Got invalid dimensions'):
             to_onnx.load(path)(made.example(batch, (height, width)))
+
+
+def test_a_recurrence_among_other_mixers(tmp_path):
+    read = random_classifier('test_lcsm', mixers=(None, *['depthwise'] * 3), depths=(1, 1, 1, 1), num_classes=10)
+    made, path = classifier_subject(read, 'hybrid'), tmp_path / 'model.onnx'
+    to_onnx.convert(made, Options(), path)
+    check_outputs(to_onnx, path, made)
+    check_file(path)
 
 
 def test_a_feature_pyramid_in_half_precision_with_a_dynamic_batch(tmp_path):

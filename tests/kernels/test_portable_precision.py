@@ -7,6 +7,7 @@ from eos_cases import inputs as eos_inputs
 from eos_cases import values_and_gradients
 from helpers import assert_close, relative_error
 from operator_cases import CALLS, TOLERANCE, attention_inputs
+from pairwise import pairwise
 
 from subquad import kernels
 from subquad.kernels.common.numerics import sums_are_safe
@@ -25,10 +26,8 @@ def test_sums_outside_the_range_are_refused():
     assert sum(GRIDS[0]) <= portable.SMALL_GRID < sum(GRIDS[1])
 
 
-@pytest.mark.parametrize('excess', [30.0, 79.0, 81.0, 500.0])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('grid', GRIDS)
-@pytest.mark.parametrize('name', [name for name in SOFTMAX if 'multiplicative' not in name])
+@pairwise('name, grid, dtype, excess', [name for name in SOFTMAX if 'multiplicative' not in name], GRIDS,
+          [torch.float32, torch.bfloat16], [30.0, 79.0, 81.0, 500.0])
 def test_logits_far_above_the_own_one(name, grid, dtype, excess):
     """One key's logit exceeds all others by `excess`, in exact numbers of bfloat16."""
     q, k, v, a, b = attention_inputs(*grid, dtype)
@@ -117,9 +116,8 @@ def test_recurrences_use_bfloat16_in_inference_only(name, direction):
     assert torch.equal(half, single.bfloat16())
 
 
-@pytest.mark.parametrize('excess', [0.999, 1.001])
-@pytest.mark.parametrize('length', [40, 100])
-@pytest.mark.parametrize('name', ['k', 'd', 'kd', 'scalar', 'constant', 'delta k', 'delta constant'])
+@pairwise('name, length, excess', ['k', 'd', 'kd', 'scalar', 'constant', 'delta k', 'delta constant'], [40, 100],
+          [0.999, 1.001])
 def test_decays_at_the_bound_of_quotients(name, length, excess):
     """Sums of step logs of a chunk just above LEAST_SUM, and below it, where another form takes over."""
     tensors = eos_inputs(name, length, 8, 6, 1, 2, torch.float32)

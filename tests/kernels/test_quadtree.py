@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_solve, why_not
@@ -45,10 +46,7 @@ def worst(found, wanted) -> float:
                for x, y in zip(found, wanted))
 
 
-@pytest.mark.parametrize('shift', [(0, 0), (1, 0), (5, 3)])
-@pytest.mark.parametrize('max_levels', [None, 3])
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-@pytest.mark.parametrize('grid', GRIDS, ids=lambda grid: f'{grid[0]}x{grid[1]}')
+@pairwise('grid, parametrization, max_levels, shift', GRIDS, PARAMETRIZATIONS, [None, 3], [(0, 0), (1, 0), (5, 3)])
 def test_against_the_dense_matrix(grid, parametrization, max_levels, shift):
     mask = torch.rand(2, *grid, generator=torch.Generator().manual_seed(1)) > 0.3
     for masked in (None, mask):

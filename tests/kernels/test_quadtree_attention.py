@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_close
+from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import quadtree_attention
@@ -43,10 +44,10 @@ def with_gradients(tensors, call=quadtree_attention, **options):
     return [y, *gradients(y, leaves)]
 
 
-@pytest.mark.parametrize('shift, max_levels', [((0, 0), None), ((1, 0), None), ((5, 3), 3), ((2, 2), 1)], ids=str)
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-@pytest.mark.parametrize('grid', GRIDS, ids=lambda grid: f'{grid[0]}x{grid[1]}')
-def test_against_dense_matrices(grid, parametrization, shift, max_levels):
+@pairwise('grid, parametrization, forest', GRIDS, PARAMETRIZATIONS, [
+    ((0, 0), None), ((1, 0), None), ((5, 3), 3), ((2, 2), 1)])
+def test_against_dense_matrices(grid, parametrization, forest):
+    shift, max_levels = forest
     mask = torch.rand(2, *grid, generator=torch.Generator().manual_seed(1)) > 0.3
     for masked in (None, mask):
         for static in (False, True):

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close
+from pairwise import pairwise
 
 from subquad.kernels import eos_elementwise, eos_matmul, polyline_scan, quadtree_solve
 from subquad.kernels.eos_scan import DecayGenerator
@@ -12,7 +13,7 @@ from subquad.kernels.tiling import (
     polyline_scan_tiled,
     quadtree_solve_tiled,
 )
-from subquad.kernels.trees import quadtree_levels
+from subquad.kernels.trees import PARAMETRIZATIONS, quadtree_levels
 
 SIZES = [(1, 1), (2, 3), (7, 5), (16, 8), (21, 33), (70, 9)]
 
@@ -22,9 +23,7 @@ def steps(*shape):
     return -torch.rand(*shape).pow(4) * 3
 
 
-@pytest.mark.parametrize('size', SIZES)
-@pytest.mark.parametrize('paths', ['v2h', 'h2v', 'both'])
-@pytest.mark.parametrize('rows', [1, 8, 100])
+@pairwise('size, paths, rows', SIZES, ['v2h', 'h2v', 'both'], [1, 8, 100])
 def test_polyline_scan(size, paths, rows):
     x, log_alpha, log_beta = torch.randn(2, 3, *size, 4), steps(2, 3, *size), steps(2, 3, *size)
     out = torch.full_like(x, torch.nan)
@@ -93,9 +92,7 @@ OSCILLATIONS = {
 WAYS = [dict(), dict(reverse=True), dict(bidirectional=True)]
 
 
-@pytest.mark.parametrize('way', WAYS, ids=str)
-@pytest.mark.parametrize('segment', [7, 16, 64])
-@pytest.mark.parametrize('case', OSCILLATIONS)
+@pairwise('case, segment, way', OSCILLATIONS, [7, 16, 64], WAYS)
 def test_eos_elementwise(case, segment, way):
     options = {name: make() for name, make in OSCILLATIONS[case].items()}
     i, e, s = torch.randn(2, 2, LINE, WIDTH), torch.randn(2, 2, LINE, KEYS), torch.randn(2, 2, LINE, KEYS)
@@ -146,10 +143,7 @@ def tree(size, parametrization, shift=(0, 0), count=None, dim=3):
     return values, edges
 
 
-@pytest.mark.parametrize('size', SIZES)
-@pytest.mark.parametrize('rows', [2, 8, 128])
-@pytest.mark.parametrize('shift', [(0, 0), (3, 5)])
-@pytest.mark.parametrize('parametrization', ['laplacian', 'symmetric', 'skew'])
+@pairwise('size, rows, shift, parametrization', SIZES, [2, 8, 128], [(0, 0), (3, 5)], PARAMETRIZATIONS)
 def test_quadtree_solve(size, rows, shift, parametrization):
     values, edges = tree(size, parametrization, shift)
     out = [torch.full_like(x, torch.nan) for x in values]

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from helpers import relative_error
+from pairwise import pairwise
 
 from subquad.kernels import quadtree_solve, tree_solve
 from subquad.kernels.tree_solve.portable import tree_solve as plain_tree_solve
@@ -50,8 +51,7 @@ def problem(seed: int, parametrization: str, dtype=torch.float64):
     return (tree, *tree_blocks(tree, z, parametrization), u)
 
 
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-@pytest.mark.parametrize('seed', range(60))
+@pairwise('seed, parametrization', range(60), PARAMETRIZATIONS, together=1)
 def test_ragged_trees_against_the_dense_matrix(seed, parametrization):
     kind = torch.complex128 if seed % 2 else torch.float64
     tree, a, b, c, u = problem(seed, parametrization, kind)
@@ -102,8 +102,7 @@ def test_signs_are_those_of_the_equations_and_not_of_the_printed_algorithm():
     assert relative_error(wrong, tree_solve(tree, None, -b, c, u)) < 1e-12        # what it solves
 
 
-@pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
-@pytest.mark.parametrize('seed', [0, 1, 2, 3, 4, 5, 8, 13])
+@pairwise('seed, parametrization', [0, 1, 2, 3, 4, 5, 8, 13], PARAMETRIZATIONS, together=1)
 def test_adjoint_against_autograd(seed, parametrization):
     tree, *blocks = problem(seed, parametrization, torch.complex128 if seed % 2 else torch.float64)
     blocks = [None if x is None else x.clone().requires_grad_() for x in blocks]
