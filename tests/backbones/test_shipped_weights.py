@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 from helpers import ROOT
+from pairwise import slow
 from safetensors import safe_open
 
 from subquad.backbones.weights import read_metadata
@@ -63,7 +64,8 @@ def test_table_says_what_file_and_config_say(weights):
 
 
 @pytest.mark.filterwarnings('error')
-@pytest.mark.parametrize('weights', CLASSIFIERS, ids=_names)
+@pytest.mark.parametrize('weights', [pytest.param(weights, marks=[pytest.mark.slow] * (weights.tag == 'mnist5k'))
+                                     for weights in CLASSIFIERS], ids=_names)
 def test_pretrained_model_is_as_accurate_as_recorded(weights, no_network):
     model = timm.create_model(weights.name, pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
@@ -101,7 +103,8 @@ def _recorded(config):
     return [line for line in map(json.loads, lines) if (line['config'], line['options']) == (config, '')][-1]
 
 
-@pytest.mark.parametrize('name', DETECTORS)
+# tests/exporters run the other detector and segmenter on images.
+@pytest.mark.parametrize('name', [MASK_RCNN, *slow(DETECTORS[0])])
 def test_detectors_find_shapes(name, tmp_path, no_network, capsys):
     """On 40 images of the same kind as those of the record."""
     pytest.importorskip('mmdet')
@@ -117,7 +120,7 @@ def test_detectors_find_shapes(name, tmp_path, no_network, capsys):
         assert found[f'{key}_50'] == pytest.approx(recorded[f'{key}_50'], abs=0.15)
 
 
-@pytest.mark.parametrize('name', SEGMENTERS)
+@pytest.mark.parametrize('name', [SEGMENTERS[1], *slow(SEGMENTERS[0])])
 def test_segmenters_find_shapes(name, tmp_path, no_network, capsys):
     """On 40 images of the same kind as those of the record."""
     pytest.importorskip('mmseg')

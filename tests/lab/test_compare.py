@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from helpers import ROOT
+from pairwise import slow
 from user_errors import command_error, user_error
 
 from lab import compare, mixer_cells, mixer_tables, processes, tables
@@ -124,7 +125,7 @@ def test_a_cell_trains_and_its_record_is_whole(tmp_path, capsys):
     assert compare.main([*argv, '--list']) == 0 and '1/1' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('task', ['listops', 'pathfinder'])
+@pytest.mark.parametrize('task', ['listops', *slow('pathfinder')])
 def test_task_trains_with_a_mixer(task):
     found = mixer_cells.train_cell(Cell(task, 'separable', 0), {**TINY, 'train_dataloader.batch_size': 32})
     assert found['steps'] == 2 and 0 <= found['score'] <= 100 and found['train_loss'] < 3
@@ -293,6 +294,7 @@ def _trained_accuracy(mixer):
         return 100 * (network.eval()(images).argmax(-1)[known] == labels[known]).float().mean().item()
 
 
+@pytest.mark.slow
 def test_attention_learns_the_copy_and_a_bag_of_local_features_does_not():
     assert _trained_accuracy('attention') > 90
     assert _trained_accuracy('identity') < 40                                    # chance is 25

@@ -6,6 +6,7 @@ from lab import denoising
 from subquad.tools.common.cli import UserError
 
 
+@pytest.mark.slow
 def test_morton_order_denoises_better_than_snake():
     record = denoising.denoising(2, orders=('morton', 'snake'))
     values = {metric['name']: metric for metric in record['metrics']}

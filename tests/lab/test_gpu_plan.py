@@ -95,6 +95,7 @@ def test_every_operator_with_kernels_of_its_own_is_checked():
         'tree_solve', 'polyline_linear_attention', 'quadtree_attention', 'use_backend', 'why_not'}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not launch.interpreted(), reason='runs kernels in the interpreter')
 def test_dry_run_goes_through_every_step(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -52,6 +52,7 @@ def test_ppma_tiny_stays_below_its_bounds():
     assert found.launches['depthwise_conv_fwd'] == 3 * 14 and found.launches['rotary_embedding_fwd'] == 14
 
 
+@pytest.mark.slow
 def test_other_networks_count_as_recorded():
     """Of networks without an operator of this package, at the same setting (see docs/kernels.md)."""
     assert count_launches('convnext_tiny').total == 138

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from pairwise import slow
 
 from lab import benchmark, plots, presets, processes
 from lab.attention_units import attention_units
@@ -50,7 +51,7 @@ MEASUREMENTS = {
 }
 
 
-@pytest.mark.parametrize('kind', MEASUREMENTS)
+@pytest.mark.parametrize('kind', ['scan', 'figure1', *slow('figure10')])
 def test_measurement_gives_a_record(kind, tmp_path):
     make, names, bounds = MEASUREMENTS[kind]
     record = json.loads(json.dumps(make(), allow_nan=False))

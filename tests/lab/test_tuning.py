@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from pairwise import slow_cases
 
 pytest.importorskip('triton')
 
@@ -129,8 +130,8 @@ def test_winners_become_rows_of_the_target(tmp_path):
 
 @pytest.mark.skipif(not launch.interpreted(), reason='runs kernels in the interpreter')
 @pytest.mark.parametrize('op, backward, grid', [
-    ('polyline_attention', True, (3, 4)), ('separable_attention', False, (3, 4)), ('eos_elementwise', True, (3, 4)),
-    ('eos_elementwise', False, (1, 40)), ('eos_matmul', True, (2, 3))])
+    ('polyline_attention', True, (3, 4)), ('eos_elementwise', False, (1, 40)), *slow_cases(
+        ('separable_attention', False, (3, 4)), ('eos_elementwise', True, (3, 4)), ('eos_matmul', True, (2, 3)))])
 def test_rows_of_a_real_operator_are_tuned(op, backward, grid):
     problem = Problem(op, grid, 1, 1, 16, torch.float32, backward)
     found = tune([problem], 100, device='cpu', time_ms=lambda call: 1., most=1)
@@ -175,6 +176,7 @@ def test_dry_run_reports_what_fails(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.count('not ok: eos_matmul, 56 x 56, batch 64, 2 heads of 32, bfloat16') == 2
 
 
+@pytest.mark.slow
 def test_judging_compiles_in_other_processes(python):
     """One row and two candidates; four warps repeat the work of two."""
     done = python('''
