@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers import DATA
+from pairwise import pairwise
 from safetensors import safe_open
 from torch import nn
 
@@ -51,8 +52,7 @@ def test_feature_maps_equal_the_classifiers_stages(family):
     assert set(backbone.state_dict()) == keys, 'detectors and classifiers share their key names'
 
 
-@pytest.mark.parametrize('indices', [(0,), (3,), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
-@pytest.mark.parametrize('family', FAMILIES)
+@pairwise('family, indices', FAMILIES, [(0,), (3,), (1, 3), (0, 1, 2), (0, 1, 2, 3)], together=1)
 def test_out_indices_select_levels(family, indices):
     whole = _build(family, out_indices=(0, 1, 2, 3), output_norms=True).eval()
     part = _build(family, out_indices=indices, output_norms=True).eval()
@@ -74,8 +74,7 @@ def test_output_norms_normalize_each_level(family):
     assert backbone.output_norms[-1].eps == 1e-5
 
 
-@pytest.mark.parametrize('frozen', [-1, 0, 1, 3])
-@pytest.mark.parametrize('family', FAMILIES)
+@pairwise('family, frozen', FAMILIES, [-1, 0, 1, 3], together=1)
 def test_frozen_stages_get_no_gradients_and_stay_in_eval_mode(family, frozen):
     backbone = _build(family, frozen_stages=frozen, drop_path_rate=0.5).train()
     still = [backbone.stem, *list(backbone.stages)[:frozen]] if frozen >= 0 else []

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import yaml
+from pairwise import slow
 from torch import nn
 
 pytest.importorskip('mmcv')
@@ -203,7 +204,12 @@ def test_all_reported_macs_are_covered():
     assert {name for name, figures in REPORTED.items() if 'gmacs' in figures} == {*ROWS}
 
 
-@pytest.mark.parametrize('name', ROWS)
+# The next tests but one counts the smallest Mask R-CNN.
+COUNTED = ['upernet_ppma-t_8xb2-160k_ade20k-512x512', 'ssdlite_mobilevitv2-050_coco-320',
+           'deeplabv3_mobilevitv2-075_4xb4-120e_ade20k-512x512', 'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512']
+
+
+@pytest.mark.parametrize('name', [*COUNTED, *slow(*(name for name in ROWS if name not in COUNTED))])
 def test_counts_are_near_the_reported_ones(name):
     row = count_config(name)
     theirs = row['reported_by_authors']

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from pairwise import slow
 from PIL import Image
 
 pytest.importorskip('mmcv')
@@ -113,8 +114,7 @@ def _steps(value):
             yield from _steps(item)
 
 
-@pytest.mark.parametrize('name', [*DENSE[::6], *(pytest.param(name, marks=pytest.mark.slow)
-                                                 for n, name in enumerate(DENSE) if n % 6)])
+@pytest.mark.parametrize('name', [*DENSE[::12], *slow(*(name for n, name in enumerate(DENSE) if n % 12))])
 def test_every_config_reads_images_with_the_loader(name):
     config = load(name).to_dict()
     for part in ('train_dataloader', 'val_dataloader', 'test_dataloader', 'tta_pipeline'):

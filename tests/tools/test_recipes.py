@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import timm
-from pairwise import slow
+from pairwise import slow, slow_cases
 from training_cases import fails, make_images
 
 from subquad.backbones.weights import read_checkpoint
@@ -17,6 +17,8 @@ from subquad.tools.engine.config import find, known_configs, load
 from subquad.tools.engine.counting.counts import REPORTED
 
 RECIPES = [name for name in known_configs() if '_in1k' in name or '_in21k' in name]
+TRAINED = [name for name in RECIPES if 'in21k' not in name or '-150_' in name]
+SMALLEST = [name for name in TRAINED if re.search('-t_|-050_|multiscale|in21k', name)]     # of each family and schedule
 # Learning rate, weight decay of the recipes of MobileViTv2, by width.
 WIDTHS = {'050': (.0090, .004), '075': (.0090, .008), '100': (.0075, .013), '125': (.0049, .020),
           '150': (.0035, .029), '175': (.0026, .039), '200': (.0020, .050)}
@@ -94,7 +96,7 @@ def test_metafile_and_readme_have_the_reported_accuracies():
 
 # ---- --dry-run
 
-@pytest.mark.parametrize('size, depth', [('t', 14), ('s', 29), ('b', 45)])
+@pytest.mark.parametrize('size, depth', [('t', 14), *slow_cases(('s', 29), ('b', 45))])
 def test_the_options_of_every_parameter_of_ppma(size, depth, capsys, tmp_path, monkeypatch):
     """As the authors publish them: AdamW, 1e-3 at 1,024 images, weight decay 0.05, drop path linear over depth."""
     monkeypatch.chdir(tmp_path)
@@ -142,8 +144,12 @@ def test_the_schedule_of_mobilevitv2(width, capsys):
     assert all(each['weight_decay'] == (decay if len(each['shape']) > 1 else 0) for each in found['parameters'])
 
 
-@pytest.mark.parametrize('name', [name for name in RECIPES if not name.startswith('ppma') and '-300e' not in name
-                                  or name.startswith(('myo', 'lcsm'))])
+OTHERS = [name for name in RECIPES if not name.startswith('ppma') and '-300e' not in name
+          or name.startswith(('myo', 'lcsm'))]
+
+
+@pytest.mark.parametrize('name', [name for name in OTHERS if name in SMALLEST]
+                         + slow(*(name for name in OTHERS if name not in SMALLEST)))
 def test_other_recipes_build_model_and_optimizer(name, capsys):
     found = _dry_run(capsys, name, '--processes', 2 if '384px' in name else 8)
     assert all(each['lr'] is not None for each in found['parameters'])
@@ -196,10 +202,6 @@ def test_options_that_do_not_belong_together(arguments, message):
 @pytest.fixture(scope='module')
 def images(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp('imagenet'))
-
-
-TRAINED = [name for name in RECIPES if 'in21k' not in name or '-150_' in name]
-SMALLEST = [name for name in TRAINED if re.search('-t_|-050_|multiscale|in21k', name)]
 
 
 @pytest.mark.parametrize('name', [*SMALLEST, *slow(*(name for name in TRAINED if name not in SMALLEST))])
