@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from pairwise import slow
 
 
 def _python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
@@ -99,7 +100,7 @@ def test_torchvision_warning_names_the_importing_line(tmp_path):
         assert 'script.py:2: UserWarning: torchvision was built' in done.stderr
 
 
-@pytest.mark.parametrize('command', [['-m', 'subquad'], [str(ROOT / 'subquad_cli.py')]])
+@pytest.mark.parametrize('command', [['-m', 'subquad'], *slow([str(ROOT / 'subquad_cli.py')])])
 def test_commands_print_no_warning(command):
     done = subprocess.run([sys.executable, *command, 'models', 'test_ppma'], capture_output=True, text=True,
                           env={**os.environ, 'PYTHONPATH': str(ROOT)})

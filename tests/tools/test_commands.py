@@ -112,10 +112,9 @@ def test_models_and_stats(capsys):
         'ppma_tiny', 'ppma_small', 'ppma_base', *(f'ppma_{size}_crisscross' for size in ('tiny', 'small', 'base')),
         'test_ppma']
     assert rows[0]['parameters'] == 14_335_272
-    models.main(['--json'])
-    names = [row['name'] for row in json.loads(capsys.readouterr().out)]
-    assert names[5:8] == ['ppma_base_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
-    assert names[-4:] == ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'] and 'myo_sequence' in names
+    models.main(['test_*', '--json'])
+    assert [row['name'] for row in json.loads(capsys.readouterr().out)] == [
+        'test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
     stats.main(['subquad_mobilevitv2_100', '--cfg-options', 'width=0.5'])
     assert '1,370,593' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_050', 'test_ppma', '--json'])
@@ -124,6 +123,14 @@ def test_models_and_stats(capsys):
     ours, other = json.loads(capsys.readouterr().out)
     assert ours['reported_by_authors']['top1'] == 82.6 and other['reported_by_authors'] == {}
     assert other['macs'] / 1e9 == pytest.approx(1.82, rel=0.01) and other['macs'] == other['macs_without_attention']
+
+
+@pytest.mark.slow
+def test_all_models_are_listed_in_order(capsys):
+    models.main(['--json'])
+    names = [row['name'] for row in json.loads(capsys.readouterr().out)]
+    assert names[5:8] == ['ppma_base_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
+    assert names[-4:] == ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'] and 'myo_sequence' in names
 
 
 def test_a_model_of_tokens_is_listed_and_has_no_image_size(capsys):
