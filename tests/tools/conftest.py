@@ -1,10 +1,17 @@
-"""Weights, images and replaced output of the tests of subquad visualize."""
+"""Images to train on, and weights, images and replaced output of the tests of subquad visualize."""
 import pytest
 import timm
 import torch
 from PIL import Image
 
 from subquad.backbones.weights import save_weights
+
+
+@pytest.fixture(scope='session')
+def images(tmp_path_factory):
+    """Images in folders of two classes, which tests leave as they are."""
+    from training_cases import make_images
+    return make_images(tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='session')

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from training_cases import fails, make_images, preloaded_processes, run_train
+from training_cases import fails, preloaded_processes, run_train
 
 from subquad.backbones.weights import load_weights, read_checkpoint
 
@@ -26,11 +26,6 @@ train_cfg = dict(max_epochs=10)
 custom_hooks = [dict(type='LossFileHook', path={losses!r})]
 """
 SHARDED = ['--cfg-options', 'model_wrapper_cfg.type=FullyShardedModel']
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='module')

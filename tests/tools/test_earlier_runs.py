@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from mmengine.runner import EpochBasedTrainLoop
-from training_cases import fails, folder_arguments, make_images
+from training_cases import fails, folder_arguments
 
 from subquad.backbones.weights import read_metadata
 from subquad.tools import train
@@ -16,11 +16,6 @@ from subquad.tools.engine.config import find
 
 LINEAR = "dict(type='LinearLR', start_factor=0.1, by_epoch=True, end=3)"
 COSINE = "dict(type='CosineAnnealingLR', by_epoch=True, T_max=4)"
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 def _names(folder):

@@ -5,17 +5,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
-from training_cases import make_images
 
 from subquad.tools.engine.classification.model import TimmClassifier
 from subquad.tools.engine.classification.pixels import send_bytes
 from subquad.tools.engine.classification.task import build_data
 from subquad.tools.engine.config import load
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 @pytest.mark.parametrize('mix', [False, True])

@@ -12,7 +12,6 @@ from mmengine.runner import EpochBasedTrainLoop
 from training_cases import (
     fails,
     folder_arguments,
-    make_images,
     preloaded_processes,
     run_in_group,
     run_train,
@@ -26,11 +25,6 @@ from subquad.tools.engine.checkpoints.runner_checkpoints import checkpoint_to_re
 from subquad.tools.engine.training.run import resume_command
 
 pytestmark = pytest.mark.usefixtures('sigint')
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 def _arguments(config, work, resume=False):

@@ -199,11 +199,6 @@ def test_options_that_do_not_belong_together(arguments, message):
 
 # ---- two steps of each recipe
 
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('imagenet'))
-
-
 @pytest.mark.parametrize('name', [*SMALLEST, *slow(*(name for name in TRAINED if name not in SMALLEST))])
 def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
     """With its own network, on small images."""

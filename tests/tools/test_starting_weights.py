@@ -20,11 +20,6 @@ FINETUNE = 'ppma-tiny_finetune-folder'
 
 
 @pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
-
-
-@pytest.fixture(scope='module')
 def ready(tmp_path_factory):
     """A file of subquad train for ten digits: (path, weights)."""
     torch.manual_seed(7)

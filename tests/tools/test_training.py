@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from training_cases import fails, folder_arguments, make_images
+from training_cases import fails, folder_arguments
 
 from subquad.backbones.weights import check_finite, read_checkpoint, save_weights
 from subquad.tools import test, train
 from subquad.tools.engine.classification.prediction_metrics import AccuracyMetric
 
 DIGITS = 'test-ppma_digits'
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 # ---- metrics and losses

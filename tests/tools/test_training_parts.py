@@ -13,7 +13,7 @@ from pairwise import slow
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from timm.utils import ModelEmaV3
-from training_cases import fails, folder_arguments, make_images
+from training_cases import fails, folder_arguments
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
@@ -28,11 +28,6 @@ from subquad.tools.engine.training.learning_rate import scale_learning_rate
 PARTS = ("model = dict(drop_path_rate=0.2, data_preprocessor=dict(type='MixupPreprocessor'))\n"
          "train_dataloader = dict(drop_last=True, sampler=dict(_delete_=True, type='RepeatedAugmentationSampler'))\n"
          "custom_hooks = [dict(type='ModelEMAHook', decay=0.9, base_batch_size=2)]\n")
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 def _config(folder, text):

@@ -9,17 +9,12 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from training_cases import fails, folder_arguments, make_images
+from training_cases import fails, folder_arguments
 
 from subquad.tools import train
 from subquad.tools.engine import config as settings
 from subquad.tools.engine.training import progress
 from subquad.tools.engine.training.progress import ProgressHook
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 @pytest.mark.parametrize('data, binds', [(0.62, True), (0.1, False)])

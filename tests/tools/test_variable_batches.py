@@ -2,7 +2,7 @@
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler
-from training_cases import fails, folder_arguments, make_images
+from training_cases import fails, folder_arguments
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
@@ -12,11 +12,6 @@ from subquad.tools.engine.config import find
 
 SIZED = ("train_dataloader = dict(batch_sampler=dict(type='VariableBatchSampler', sizes=[32, 48, 64], size=32))\n"
          "model = dict(data_preprocessor=dict(type='MixupPreprocessor'))\n")
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp('data'))
 
 
 def _config(folder, text=SIZED):
