@@ -309,15 +309,6 @@ def test_options_without_effect_get_a_warning(options, unused):
     assert torch.equal(made(x), plain(x))
 
 
-def test_other_errors():
-    with pytest.raises(ValueError, match='dim must be a multiple of num_heads, got dim=30 and num_heads=4'):
-        EosMixer(30, 4)
-    for options, error in ((dict(mode='rows'), ValueError), (dict(expand_dim=0), ValueError),
-                           (dict(mixer=3), ValueError), (dict(tau='8'), ValueError), (dict(taus=8), TypeError)):
-        with pytest.raises(error):
-            timm.create_model('test_lcsm', **options)
-
-
 # --- initial values, weights, precision
 
 @pytest.mark.parametrize('name', ['gla', 'gateloop', 'dur', 'm3', 'lrn', 'hgrn', 'retnet', 'tnl', '1-0-1-0', '1-4-1-0',

@@ -233,24 +233,6 @@ def test_triton_equals_the_reference():
 
 # --- errors
 
-@pytest.mark.parametrize('options, message', [
-    (dict(width=0.2), 'width must be a number from 0.25 to 2.5, got 0.2'),
-    (dict(width='wide'), 'width must be a number'),
-    (dict(num_latent_tokens=0), 'num_latent_tokens must be an integer from 1 to 64, got 0'),
-    (dict(num_latent_tokens=1.5), 'num_latent_tokens must be an integer'),
-    (dict(num_latent_tokens=65), 'num_latent_tokens must be an integer from 1 to 64, got 65'),
-    (dict(attention='softmax'), "attention must be one of 'separable', 'mha', 'linformer', got 'softmax'"),
-    (dict(sampling='token'), "sampling must be one of 'pixel', 'patch', got 'token'"),
-    (dict(output_stride=4), 'output_stride must be one of 8, 16, 32, got 4'),
-    (dict(attention='mha', exact_size=True), "exact_size=True requires attention='separable', got attention='mha'"),
-    (dict(num_classes=-1), 'num_classes must be an integer from 0 to'),
-    (dict(drop_path_rate=1.0), 'drop_path_rate must be a number from 0 to below 1'),
-    (dict(img_size=16), 'img_size must be an integer of at least 32')])
-def test_mobilevitv2_rejects_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        timm.create_model('test_mobilevitv2', **options)
-
-
 def test_latent_tokens_without_effect_get_a_warning():
     with pytest.warns(UserWarning, match="num_latent_tokens=2 has no effect with attention='mha'"):
         timm.create_model('test_mobilevitv2', attention='mha', num_latent_tokens=2)

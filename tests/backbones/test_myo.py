@@ -35,14 +35,6 @@ def test_feature_maps_of_any_size(size):
         model(torch.randn(1, 3, 31, 64))
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(parametrization='dense'), 'parametrization must be one of'), (dict(max_levels=1), 'max_levels must be'),
-    (dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'), (dict(paths='both'), 'unexpected keyword')])
-def test_myo_rejects_wrong_options(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        timm.create_model('test_myo', **options)
-
-
 def test_options_of_the_tree_mixer():
     with pytest.raises(ValueError, match='rho must be between'):
         TreeMixer(8, 2, rho=1.0)

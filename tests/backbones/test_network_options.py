@@ -56,16 +56,18 @@ def test_values_of_wrong_type_or_out_of_bounds_are_rejected(name, option):
         assert '\n' not in str(caught.value) and len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(num_latent_tokens=True), 'num_latent_tokens must be an integer from 1 to 64, got True'),
-    (dict(exact_size='yes'), "exact_size must be True or False, got 'yes'"),
-    (dict(img_size=(64,)),
-     r'img_size must be an integer of at least 32 or a pair \(height, width\) of them, or None, got \(64,\)'),
-    (dict(global_pool=''), "global_pool='' needs num_classes=0, got num_classes=1000"),
-    (dict(global_pool='', num_classes=3), 'needs num_classes=0, got num_classes=3')])
-def test_errors_of_mobilevitv2_name_the_allowed_values(options, message):
+@pytest.mark.parametrize('name, options, message', [
+    ('test_ppma', dict(num_heads=(3, 3, 4, 6)), 'even integer'),
+    ('test_ppma', dict(attention=('full', 'full')), 'or a list of 4 of them'),
+    ('test_ppma', dict(drop_path_rate=1.0), 'drop_path_rate must be a number from 0 to below 1'),
+    ('test_myo', dict(num_heads=(3, 3, 4, 6)), 'multiple of num_heads'),
+    ('test_mobilevitv2', dict(width=0.2), 'width must be a number from 0.25 to 2.5, got 0.2'),
+    ('test_mobilevitv2', dict(attention='mha', num_latent_tokens=2),
+     "num_latent_tokens > 1 require attention='separable', got attention='mha'"),
+    ('test_mobilevitv2', dict(attention='mha', exact_size=True), "exact_size=True .* require attention='separable'")])
+def test_bounds_and_options_that_do_not_fit_each_other(name, options, message):
     with pytest.raises(ValueError, match=message):
-        timm.create_model('test_mobilevitv2', **options)
+        timm.create_model(name, **options)
 
 
 def test_the_mixer_of_trees_checks_its_options():

@@ -244,19 +244,6 @@ def test_half_precision_and_autocast_stay_close_to_float32(dtype):
         assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max() + 1e-2
 
 
-@pytest.mark.parametrize('kwargs, message', [
-    (dict(mask_mode='sum'), "mask_mode must be one of 'additive', 'multiplicative', got 'sum'"),
-    (dict(paths='diagonal'), "paths must be one of 'both'"), (dict(attention='sparse'), 'attention must be one of'),
-    (dict(attention=('full', 'full')), 'or a list of 4 of them'), (dict(img_size=16), 'at least 32'),
-    (dict(num_heads=(3, 3, 4, 6)), 'even integer'), (dict(dims=(32, 48, 64)), 'one value for each of 4 stages'),
-    (dict(in_chans=0), 'in_chans must be'), (dict(num_classes=-1), 'num_classes must be'),
-    (dict(drop_path_rate='a'), 'drop_path_rate must be'), (dict(num_heads=(0, 3, 4, 6)), 'each an integer from 1'),
-    (dict(output_stride=16), 'output_stride must be 32'), (dict(global_pool='max'), "must be one of 'avg', ''")])
-def test_ppma_rejects_wrong_options(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        timm.create_model('test_ppma', **kwargs)
-
-
 def test_ppma_rejects_wrong_inputs():
     model = timm.create_model('test_ppma').eval()
     for x, error, message in ((torch.zeros(1, 3, 31, 64), ValueError, r'H and W >= 32, got \(1, 3, 31, 64\)'),

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from subquad import kernels
 from subquad.tools import benchmark
-from subquad.tools.bench import baselines, comparisons, measure, metrics, operators
+from subquad.tools.bench import baselines, comparisons, measure, metrics, networks, operators
 from subquad.tools.bench.comparisons import compare_models, compare_operator
+from subquad.tools.bench.networks import Subject
 from subquad.tools.common import cli
 from subquad.tools.engine import records
 
@@ -228,6 +230,35 @@ def test_gpu_records_name_the_device():
     (2.1, dict(at_most=2), False), (None, dict(at_most=2), None), (2, dict(), None)])
 def test_metric_meets_its_target(value, bounds, met):
     assert metrics.metric('f', value, 'x', **bounds)['met'] is met
+
+
+# --- models as the command names them: backend, compilation, autocast
+
+def test_names_of_models_are_read():
+    assert networks.parse_model('ppma_tiny') == Subject('ppma_tiny')
+    assert networks.parse_model('ppma_tiny@portable+compile') == Subject('ppma_tiny', 'portable', compile=True)
+    assert networks.parse_model('swin+autocast+compile') == Subject('swin', None, compile=True, autocast=True)
+    for wrong in ('a@gpu', 'a+fast', 'a+compile+compile', 'a+'):
+        with pytest.raises(cli.UserError, match='a model is NAME'):
+            networks.parse_model(wrong)
+
+
+@pytest.mark.parametrize('train', [False, True])
+def test_autocast_is_on_for_the_model_that_asks_for_it(train, monkeypatch):
+    seen = []
+    monkeypatch.setattr(F, 'layer_norm', lambda x, *args, own=F.layer_norm: seen.append(x.dtype) or own(x, *args))
+    for name in ('test_ppma', 'test_ppma+autocast'):
+        networks.model_call(name, torch.zeros(1, 3, 64, 64), train)[0]()
+    layers = len(seen) // 2
+    assert seen == layers * [torch.float32] + layers * [torch.bfloat16] and layers == 10
+
+
+@pytest.mark.slow
+def test_models_under_autocast_are_compared_with_float32():
+    record = compare_models(1, names=('test_ppma+autocast', 'test_ppma'), size=(64, 96), batch=2,
+                            min_speedup={'test_ppma': 2})
+    assert set(record['times_ms']) == {'test_ppma+autocast', 'test_ppma', 'gemm'}
+    assert record['metrics'][0]['target'] == 2 and record['metrics'][0]['bound'] == 'at least'
 
 
 # --- command line

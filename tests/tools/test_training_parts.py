@@ -2,6 +2,7 @@
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +104,21 @@ def test_averages_refuse_impossible_options(options, message):
 def test_the_decay_of_the_published_batch():
     assert ModelEMAHook(0.99996, 512).decay_for(1024) == pytest.approx(0.99996 ** 2, abs=1e-12)
     assert ModelEMAHook(0.9995).decay_for(1024) == 0.9995
+
+
+def test_shared_weights_are_averaged_once():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in 'ab'})
+    model['a'].weight = model['b'].weight
+    runner = SimpleNamespace(model=model, epoch=0, iter=0, max_iters=1,
+                             optim_wrapper=SimpleNamespace(should_update=lambda: True),
+                             cfg=Config(dict(train_dataloader=dict(batch_size=1), optim_wrapper=dict())))
+    hook = ModelEMAHook(decay=0.9)
+    hook.before_run(runner)
+    hook.before_train(runner)
+    start = model['a'].weight.item()
+    torch.nn.init.constant_(model['a'].weight, start + 1)
+    hook.after_train_iter(runner, 0)
+    assert hook.ema_model.module['b'].weight.item() == pytest.approx(start + 0.1)
 
 
 # ---- resuming
