@@ -36,7 +36,7 @@ _CONTENTS = {
     'use': {
         'predict': 'run a classifier, detector or segmenter on images',
         'visualize': 'draw attention, decays, influences or class activations of images',
-        'export': 'export a model to ONNX, ExecuTorch, LiteRT, ncnn or Core ML',
+        'export': 'export a model to ONNX, ONNX Runtime Mobile, ExecuTorch, LiteRT, ncnn or Core ML',
     },
     'this machine': {
         'kernels': 'show which operators run on Triton kernels here',
@@ -95,7 +95,7 @@ def configs(argv: Optional[List[str]] = None) -> int:
     import argparse
     import json
     parser = argparse.ArgumentParser('subquad configs', description='List the configs that the package contains. '
-                                     'train and test accept all of these names; predict and stats accept '
+                                     'train and test accept all of these names but those of mmpretrain; predict and stats accept '
                                      'those of detectors and segmenters.')
     parser.add_argument('pattern', nargs='?', default='*', help='a pattern such as "mask-rcnn*", or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')

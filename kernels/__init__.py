@@ -10,6 +10,8 @@ kernels (except `tree_solve`).
     quadtree_solve             the inverse of a quad tree's matrix times a tensor                O(N)
     quadtree_attention         that solve, with edges from queries and keys                      O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
+    eos_elementwise            a linear recurrence with elementwise decays, both directions     O(N)
+    eos_matmul                 the same with matrices as decays, such as delta rules            O(N)
     rotary_embedding           rotations of queries and keys by the angles of a table           O(N)
     depthwise_conv             a window for each channel, with GELU and sums in the same pass    O(N)
 

@@ -111,7 +111,7 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
     Args:
         op: the operator's name.
         backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND. Then it picks `export` while a
-            graph is exported, and inside transforms (`tracing.transforming`) if `portable` has gradients of its own;
+            graph is exported, and inside transforms (`checks.transforming`) if `portable` has gradients of its own;
             otherwise `triton` if `why_not` returns None, and `portable`.
         tensors: the operator's arguments.
 

@@ -1,4 +1,4 @@
-"""Export models to every format, and record the errors and sizes for the table of docs/export.md (for developers).
+"""Export models to every format, and record the errors and sizes for the table of docs/export.md.
 
 `python -m lab.export_matrix` exports each model with random weights and randomized norms, as
 classifier and, in fp32 with static sizes, as feature pyramid. Formats whose packages are not installed keep their

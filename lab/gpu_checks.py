@@ -1,4 +1,4 @@
-"""Check an operator's kernels on a GPU (or in the interpreter): `python -m lab.gpu_checks OPERATOR`.
+"""Check an operator's kernels on a GPU (or in the interpreter): `python -m lab.gpu_checks OPERATOR SECONDS`.
 
 Values and gradients are compared with the reference in float64 at sizes of real networks. Memory that a kernel does not
 write holds NaN, and two runs must agree to the bit. A case that fails is run again with one warp and one stage for each

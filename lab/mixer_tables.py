@@ -13,7 +13,7 @@ from .plots import save
 
 FILE = 'compare.jsonl'
 NOT_RUN = 'not run'
-# The mixers of the table in the README: without a mixer, attention, and one of each kind of this package.
+# The mixers of the summary in docs/comparison.md: without a mixer, attention, and one of each kind of this package.
 SUMMARY = ('identity', 'attention', 'polyline', 'separable', 'tree', 'eos', 'eos:hgrn')
 # What a cell costs, by column of the plot: entry of a record, label.
 COSTS = {'step_ms': 'time of a training step, ms', 'peak_mb': 'memory of a training step, MB', 'macs': 'MACs, millions'}

@@ -1,7 +1,7 @@
 """The table of launch options: warps, pipeline stages and registers of each kernel, by target and size of its tile.
 
-`launch_table.json` holds the table. A file named by the environment variable SUBQUAD_LAUNCH_TABLE, as `subquad kernels
---tune` writes it, adds rows to it or replaces them. This module needs no Triton.
+`launch_table.json` holds the table. A file named by the environment variable SUBQUAD_LAUNCH_TABLE, as `python -m
+lab.tuning` writes it, adds rows to it or replaces them. This module needs no Triton.
 """
 import json
 import os

@@ -50,7 +50,7 @@ def decay_attention(
     Raises:
         ValueError: a shape, device, axis, mask mode or backend is not allowed, or the tensors exceed the memory. On a
             CPU, outside of graphs, also a positive step log.
-        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
     """
     checks.attention('decay_attention', q, k, v, log_decay=log_decay)
     checks.one_of('decay_attention', 'axis', axis, AXES)

@@ -60,7 +60,7 @@ def polyline_attention(
     Raises:
         ValueError: a shape, device, mask mode, path or backend is not allowed, or the tensors exceed the memory. On a
             CPU, outside of graphs, also a positive step log.
-        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
     """
     checks.attention('polyline_attention', q, k, v, log_alpha=log_alpha, log_beta=log_beta, tokens=True)
     checks.one_of('polyline_attention', 'mask_mode', mask_mode, checks.MASK_MODES)

@@ -42,7 +42,7 @@ def polyline_scan(
     Raises:
         ValueError: a shape, device, path or backend is not allowed, or the tensors exceed the memory. On a CPU,
             outside of graphs, also a positive step log.
-        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
     """
     logs = dict(log_alpha=log_alpha, log_beta=log_beta)
     if log_gamma is not None:

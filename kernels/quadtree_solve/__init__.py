@@ -46,7 +46,7 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], *, paramet
         ValueError: a shape, device, number of levels, shift, name or rho is not allowed, or the tensors exceed the
             memory. On a CPU, outside of graphs, also: an edge of 'laplacian' is negative, an edge is not finite, or a
             pivot is zero; the error names the level.
-        TypeError: a dtype is not allowed, a tensor is not dense, or an argument has an old name.
+        TypeError: a dtype is not allowed, or a tensor is not dense.
     """
     op = 'quadtree_solve'
     values, edges = list(values), list(edges)

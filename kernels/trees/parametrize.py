@@ -75,7 +75,6 @@ def tree_blocks(tree: Tree, z: Tensor, parametrization: str = 'laplacian', *, rh
     Raises:
         ValueError: the name is unknown, or a shape or rho is not allowed. On a CPU, outside of graphs, also a negative
             weight.
-        TypeError: an argument has an old name.
     """
     checks.one_of('tree_blocks', 'parametrization', parametrization, PARAMETRIZATIONS)
     if tuple(z.shape[-3:]) != (len(tree), tree.block, tree.block):

@@ -1,1 +1,1 @@
-"""Measuring: what `subquad benchmark` compares, its presets and records, and the tables made of them."""
+"""Measuring: what `subquad benchmark` compares, and its records."""

@@ -7,8 +7,6 @@ config:
     mixup, CutMix      model=dict(data_preprocessor=dict(type='MixupPreprocessor', ...))
     distillation       model=dict(distillation=dict(type='Distillation', teacher=dict(weights=...)))
     MESA               custom_hooks=[dict(type='ModelEMAHook', decay=...), dict(type='MESAHook')]
-    resuming           Runner(resume=True); SeedHook makes a resumed run reproduce an uninterrupted one
-    several processes  Runner(launcher='pytorch'); DefaultSampler and AccuracyMetric support it
 """
 from .classification import distillation, mesa, mixup, model, prediction_metrics  # noqa: F401
 from .training import averaging, hooks, schedules  # noqa: F401

@@ -48,7 +48,7 @@ class Format(NamedTuple):
         module: module of this package with `convert(subject, options, path)`, `load(path, threads)` and
             `read_metadata(path)`.
         packages: modules that conversion and runtime import.
-        distributions: what pip installs for them; the extra of this package has the name of the format.
+        distributions: what pip installs for them; an extra of this package has them.
         precisions: the precisions that it supports.
         dynamic: the dimensions that a file may leave open.
         runs: whether the command runs its files on a runtime. If not, the module has `check(path)` instead of `load`.
