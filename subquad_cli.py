@@ -95,8 +95,8 @@ def configs(argv: Optional[List[str]] = None) -> int:
     import argparse
     import json
     parser = argparse.ArgumentParser('subquad configs', description='List the configs that the package contains. '
-                                     'train and test accept all of these names but those of mmpretrain; predict and stats accept '
-                                     'those of detectors and segmenters.')
+                                     'train and test accept all of these names but those of mmpretrain; '
+                                     'predict and stats accept those of detectors and segmenters.')
     parser.add_argument('pattern', nargs='?', default='*', help='a pattern such as "mask-rcnn*", or a part of a name')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
