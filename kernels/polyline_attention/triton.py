@@ -31,7 +31,7 @@ from ..common.checks import MASK_MODES
 from ..common.tiles import INF, LOG2E, row_products
 from . import triton_running
 from .triton_backward import _polyline_attention_bwd_key_kernel, _polyline_attention_bwd_query_kernel
-from .triton_running import BOTH, H2V, V2H, decay, load_sums
+from .triton_running import BOTH, H2V, V2H, decay, load_sums, load_vectors, rows_inside
 
 _PATHS = {'both': 0, 'v2h': 1, 'h2v': 2}
 # Queries of a tile, if not 64, by (bytes per element, channels). Each warp has whole grid rows of 16 queries, which
@@ -93,16 +93,12 @@ def _polyline_attention_fwd_kernel(
     in_m = (m_i < height) & (m_j < width)
     d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, BLOCK_V)
-    in_q = in_m[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + (m_i.to(tl.int64) * q_i + m_j * q_j)[:, None] + d[None, :], mask=in_q, other=0.0)
-    own = tl.load(k + (m_i.to(tl.int64) * k_i + m_j * k_j)[:, None] + d[None, :], mask=in_q, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
+    query = load_vectors(q + (m_i.to(tl.int64) * q_i + m_j * q_j)[:, None] + d[None, :], in_m, d, DIM, UPCAST)
+    own = load_vectors(k + (m_i.to(tl.int64) * k_i + m_j * k_j)[:, None] + d[None, :], in_m, d, DIM, UPCAST)
     reference = tl.sum(query.to(tl.float32) * own.to(tl.float32), 1) * LOG2E
     i = first_i + tl.arange(0, ROWS)
     j = first_j + tl.arange(0, COLS)
-    in_i = i < height
-    in_j = j < width
+    in_i, in_j = i < height, j < width
     ij = i[:, None] * token_i + j[None, :] * token_j
     in_ij = in_i[:, None] & in_j[None, :]
     sa_ij = load_sums(sa, ij, in_ij, 0.0)[:, :, None, None]
@@ -131,18 +127,9 @@ def _polyline_attention_fwd_kernel(
         keys = k + (n_k.to(tl.int64) * k_i + n_l * k_j)[:, None] + d[None, :]
         values = v + (n_k.to(tl.int64) * v_i + n_l * v_j)[:, None] + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
-            in_n = n_l < width
-            in_kl = in_l[None, :]
-            in_kj = in_j[None, :]
-            if KEY_ROWS > 1:
-                in_n = in_n & (row + n_k < height)
-                in_kl = in_kl & (row + k_offset < height)[:, None]
-                in_kj = in_kj & (row + k_offset < height)[:, None]
-            key = tl.load(keys, mask=in_n[:, None] & (d < DIM)[None, :], other=0.0)
-            value = tl.load(values, mask=in_n[:, None] & (d_v < DIM_V)[None, :], other=0.0)
-            if UPCAST:
-                key = key.to(tl.float32)
-                value = value.to(tl.float32)
+            in_n, in_kl, in_kj = rows_inside(row, k_offset, n_k, n_l < width, in_l, in_j, height, KEY_ROWS)
+            key = load_vectors(keys, in_n, d, DIM, UPCAST)
+            value = load_vectors(values, in_n, d_v, DIM_V, UPCAST)
             ones = tl.full((N, TOTALS if TOTALS else 1), 1.0, value.dtype)
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             p = tl.reshape(tl.exp2(logits * LOG2E - reference[:, None]), TILE)

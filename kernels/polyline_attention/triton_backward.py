@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import INF, LOG2E, index_sign
-from .triton_running import BOTH, H2V, V2H, decay, load_sums
+from .triton_running import BOTH, H2V, V2H, decay, load_sums, load_vectors, rows_inside
 
 SIZES = ('heads', 'height', 'width', 'token_i', 'token_j', 'first_tile', 'tiles', 'slices')
 
@@ -79,14 +79,13 @@ def _polyline_attention_bwd_query_kernel(
     SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
     if BY_ROWS:
         token_j = 1
-    program = tl.program_id(0)
     in_group = tl.cdiv(height, ROWS) * tiles
+    program, part = tl.program_id(0), tl.program_id(0) % tiles
     group = (program // in_group).to(tl.int64)
     groups = (tl.num_programs(0) // in_group).to(tl.int64)
     if tl.load(flags + group) == INF:
         return
     batch, head, tokens = group // heads, group % heads, height * width
-    part = program % tiles
     first_i = program % in_group // tiles * ROWS
     first_j = (first_tile + part) * COLS
     q += batch * q_b + head * q_h
@@ -105,14 +104,9 @@ def _polyline_attention_bwd_query_kernel(
     in_m = (m_i < height) & (m_j < width)
     d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, BLOCK_V)
-    in_q = in_m[:, None] & (d < DIM)[None, :]
-    in_v = in_m[:, None] & (d_v < DIM_V)[None, :]
     line = (batch * tokens + m_token) * heads + head
-    query = tl.load(q + (m_i.to(tl.int64) * q_i + m_j * q_j)[:, None] + d[None, :], mask=in_q, other=0.0)
-    gradient = tl.load(grad + line[:, None] * DIM_V + d_v[None, :], mask=in_v, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
-        gradient = gradient.to(tl.float32)
+    query = load_vectors(q + (m_i.to(tl.int64) * q_i + m_j * q_j)[:, None] + d[None, :], in_m, d, DIM, UPCAST)
+    gradient = load_vectors(grad + line[:, None] * DIM_V + d_v[None, :], in_m, d_v, DIM_V, UPCAST)
     # An infinite sum gives queries outside of the grid no weights.
     m_lse = tl.load(lse + m_token, mask=in_m, other=INF)
     i = first_i + tl.arange(0, ROWS)
@@ -151,18 +145,9 @@ def _polyline_attention_bwd_query_kernel(
         keys = k + (n_k.to(tl.int64) * k_i + n_l * k_j)[:, None] + d[None, :]
         values = v + (n_k.to(tl.int64) * v_i + n_l * v_j)[:, None] + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
-            in_n = n_l < width
-            in_kl = in_l[None, :]
-            in_kj = in_j[None, :]
-            if KEY_ROWS > 1:
-                in_n = in_n & (row + n_k < height)
-                in_kl = in_kl & (row + k_offset < height)[:, None]
-                in_kj = in_kj & (row + k_offset < height)[:, None]
-            key = tl.load(keys, mask=in_n[:, None] & (d < DIM)[None, :], other=0.0)
-            value = tl.load(values, mask=in_n[:, None] & (d_v < DIM_V)[None, :], other=0.0)
-            if UPCAST:
-                key = key.to(tl.float32)
-                value = value.to(tl.float32)
+            in_n, in_kl, in_kj = rows_inside(row, k_offset, n_k, n_l < width, in_l, in_j, height, KEY_ROWS)
+            key = load_vectors(keys, in_n, d, DIM, UPCAST)
+            value = load_vectors(values, in_n, d_v, DIM_V, UPCAST)
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             p = tl.reshape(tl.exp2(logits * LOG2E - m_lse[:, None]), TILE)
             dweights = tl.reshape(tl.dot(gradient, tl.trans(value), input_precision=PRECISION), TILE)
@@ -194,7 +179,8 @@ def _polyline_attention_bwd_query_kernel(
             dsa -= tl.sum(sum1, 2)
             tl.store(sums + part * groups * tokens + il, tl.sum(sum1, 1), mask=in_il)
             tl.store(sums + (2 * slices + 2 + part) * groups * tokens + il, -tl.sum(tl.sum(signed1, 2), 1), mask=in_il)
-    tl.store(dq + line[:, None] * DIM + d[None, :], dq_tile.to(dq.dtype.element_ty), mask=in_q)
+    tl.store(dq + line[:, None] * DIM + d[None, :], dq_tile.to(dq.dtype.element_ty),
+             mask=in_m[:, None] & (d < DIM)[None, :])
     tl.store(sums + 2 * slices * groups * tokens + ij, dsa, mask=in_ij)
     tl.store(sums + (4 * slices + 2) * groups * tokens + ij, -tl.sum(tl.sum(signed2, 3), 2), mask=in_ij)
 
@@ -214,14 +200,13 @@ def _polyline_attention_bwd_key_kernel(
     SECOND: tl.constexpr = PATHS == BOTH and not MULTIPLICATIVE
     if BY_ROWS:
         token_j = 1
-    program = tl.program_id(0)
     in_group = tl.cdiv(height, ROWS) * tiles
+    program, part = tl.program_id(0), tl.program_id(0) % tiles
     group = (program // in_group).to(tl.int64)
     groups = (tl.num_programs(0) // in_group).to(tl.int64)
     if tl.load(flags + group) == INF:
         return
     batch, head, tokens = group // heads, group % heads, height * width
-    part = program % tiles
     first_k = program % in_group // tiles * ROWS
     first_l = (first_tile + part) * COLS
     q += batch * q_b + head * q_h
@@ -239,13 +224,8 @@ def _polyline_attention_bwd_key_kernel(
     in_m = (m_k < height) & (m_l < width)
     d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, BLOCK_V)
-    in_k = in_m[:, None] & (d < DIM)[None, :]
-    in_v = in_m[:, None] & (d_v < DIM_V)[None, :]
-    key = tl.load(k + (m_k.to(tl.int64) * k_i + m_l * k_j)[:, None] + d[None, :], mask=in_k, other=0.0)
-    value = tl.load(v + (m_k.to(tl.int64) * v_i + m_l * v_j)[:, None] + d_v[None, :], mask=in_v, other=0.0)
-    if UPCAST:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
+    key = load_vectors(k + (m_k.to(tl.int64) * k_i + m_l * k_j)[:, None] + d[None, :], in_m, d, DIM, UPCAST)
+    value = load_vectors(v + (m_k.to(tl.int64) * v_i + m_l * v_j)[:, None] + d_v[None, :], in_m, d_v, DIM_V, UPCAST)
     rows = first_k + tl.arange(0, ROWS)
     l = first_l + tl.arange(0, COLS)
     in_rows = rows < height
@@ -279,18 +259,9 @@ def _polyline_attention_bwd_key_kernel(
         n_line = (batch * tokens + n_i * token_i + n_j * token_j) * heads + head
         gradients = grad + n_line[:, None] * DIM_V + d_v[None, :]
         for row in range(0, height, KEY_ROWS):
-            in_n = n_j < width
-            in_ij = in_j[None, :]
-            in_il = in_l[None, :]
-            if KEY_ROWS > 1:
-                in_n = in_n & (row + n_i < height)
-                in_ij = in_ij & (row + i_offset < height)[:, None]
-                in_il = in_il & (row + i_offset < height)[:, None]
-            query = tl.load(queries, mask=in_n[:, None] & (d < DIM)[None, :], other=0.0)
-            gradient = tl.load(gradients, mask=in_n[:, None] & (d_v < DIM_V)[None, :], other=0.0)
-            if UPCAST:
-                query = query.to(tl.float32)
-                gradient = gradient.to(tl.float32)
+            in_n, in_ij, in_il = rows_inside(row, i_offset, n_i, n_j < width, in_j, in_l, height, KEY_ROWS)
+            query = load_vectors(queries, in_n, d, DIM, UPCAST)
+            gradient = load_vectors(gradients, in_n, d_v, DIM_V, UPCAST)
             # Queries outside of the grid need no care: their products with values and their deltas are 0.
             n_lse = tl.load(lse + ij, mask=in_ij, other=0.0)[None, None, :, :]
             logits = tl.reshape(tl.dot(key, tl.trans(query), input_precision=PRECISION), TILE)
@@ -336,7 +307,9 @@ def _polyline_attention_bwd_key_kernel(
             tl.store(sums + (slices + part) * groups * tokens + kj, -tl.sum(sum2, 1), mask=in_kj)
             tl.store(sums + (3 * slices + 2 + part) * groups * tokens + kj, tl.sum(tl.sum(signed2, 2), 1), mask=in_kj)
     line = (batch * tokens + m_k * token_i + m_l * token_j) * heads + head
-    tl.store(dk + line[:, None] * DIM + d[None, :], dk_tile.to(dk.dtype.element_ty), mask=in_k)
-    tl.store(dv + line[:, None] * DIM_V + d_v[None, :], dv_tile.to(dv.dtype.element_ty), mask=in_v)
+    tl.store(dk + line[:, None] * DIM + d[None, :], dk_tile.to(dk.dtype.element_ty),
+             mask=in_m[:, None] & (d < DIM)[None, :])
+    tl.store(dv + line[:, None] * DIM_V + d_v[None, :], dv_tile.to(dv.dtype.element_ty),
+             mask=in_m[:, None] & (d_v < DIM_V)[None, :])
     tl.store(sums + (2 * slices + 1) * groups * tokens + kl, dsa, mask=in_kl)
     tl.store(sums + (4 * slices + 3) * groups * tokens + kl, tl.sum(tl.sum(signed1, 3), 2), mask=in_kl)

@@ -38,6 +38,26 @@ def decay(x, y):
 
 
 @triton.jit
+def load_vectors(pointers, inside, dimension, DIM: tl.constexpr, UPCAST: tl.constexpr):
+    """Load vectors of tokens (N, BLOCK_D), and zeros outside; UPCAST as for `load_tokens`."""
+    x = tl.load(pointers, mask=inside[:, None] & (dimension < DIM)[None, :], other=0.0)
+    return x.to(tl.float32) if UPCAST else x
+
+
+@triton.jit
+def rows_inside(row, offset, n_row, in_n, in_column, in_other, height, ROWS: tl.constexpr):
+    """Return which tokens of a tile of ROWS rows from `row` on are inside of the grid: all of its tokens, and those of
+    its rows at two sets of columns. n_row and offset are the rows within the tile, the others what its columns are."""
+    in_column = in_column[None, :]
+    in_other = in_other[None, :]
+    if ROWS > 1:
+        in_n = in_n & (row + n_row < height)
+        in_column = in_column & (row + offset < height)[:, None]
+        in_other = in_other & (row + offset < height)[:, None]
+    return in_n, in_column, in_other
+
+
+@triton.jit
 def _log_masks(sa, sb, along_row, sb_own, sb_other, own_tokens, other_tokens, in_own, in_other, OWN: tl.constexpr,
                OTHER: tl.constexpr):
     """Return the log masks of a tile of pairs (own, other) between its row and another row, whose tokens at the columns
