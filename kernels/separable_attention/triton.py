@@ -36,7 +36,8 @@ MANY_PROGRAMS = 264
 
 @triton.jit
 def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, PIXEL: tl.constexpr):
-    """Return a group's first row and column, their steps, its columns (at least 1, a divisor) and its tokens.
+    """Return a group's place, which is its first row and column, their steps and its columns (at least 1, a divisor),
+    and the number of its tokens.
 
     Without a height the tokens of the image are one group in one row, and columns are None: no token's place takes a
     division."""
@@ -53,12 +54,13 @@ def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, P
             rows = tl.maximum(tl.minimum(side_h, height - row), 0)
             columns = tl.maximum(tl.minimum(side_w, width - column), 0)
         columns, count = tl.maximum(columns, 1), rows * columns
-    return row, column, row_step, column_step, columns, count
+    return (row, column, row_step, column_step, columns), count
 
 
 @triton.jit
-def _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w):
+def _offset(n, place, stride_h, stride_w):
     """Return the offset of token n of a group."""
+    row, column, row_step, column_step, columns = place
     if columns is None:
         offset = n * stride_w
     else:
@@ -99,14 +101,13 @@ def _weights(logits, largest, total, L: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _softmax(query, stride_h, stride_w, row, column, row_step, column_step, columns, count, L: tl.constexpr,
-             BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _softmax(query, stride_h, stride_w, place, count, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Compute the maximum of a group's logits and the sum of exp(logit - maximum), (BLOCK_L,) each."""
     largest = tl.full((BLOCK_L,), -float('inf'), tl.float32)
     total = tl.zeros((BLOCK_L,), tl.float32)
     for start in range(0, count, BLOCK_Q):
         n = start + tl.arange(0, BLOCK_Q)
-        offset = _offset(n, row, column, row_step, column_step, columns, stride_h, stride_w)
+        offset = _offset(n, place, stride_h, stride_w)
         logits = _load_logits(query, offset, n, count, L, BLOCK_L)
         new = tl.maximum(largest, tl.max(logits, 0))
         finite = tl.where(new == -float('inf'), 0.0, new)           # all logits so far may be -inf
@@ -124,31 +125,28 @@ def _load_statistics(statistics, line, L: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _summed_keys(query, key, q_h, q_w, k_h, k_w, row, column, row_step, column_step, columns, start, stop, largest,
-                 total, d, L: tl.constexpr, BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr):
+def _summed_keys(query, key, q_h, q_w, k_h, k_w, place, start, stop, largest, total, d, L: tl.constexpr,
+                 BLOCK_L: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Sum w[n] k[n] over tokens start to stop of a group: (BLOCK_D,). Threads add up their own before they meet."""
     summed = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
-        logits = _load_logits(query, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n, stop, L,
-                              BLOCK_L)
-        offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
+        logits = _load_logits(query, _offset(n, place, q_h, q_w), n, stop, L, BLOCK_L)
+        offset = _offset(n, place, k_h, k_w)
         k = tl.load(key + offset[:, None] + d[None, :], mask=(n < stop)[:, None] & (d < DIM)[None, :], other=0.0)
         summed += _weights(logits, largest, total, L, BLOCK_L)[:, None] * k.to(tl.float32)
     return tl.sum(summed, 0)
 
 
 @triton.jit
-def _apply(value, out, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, start, stop, context, d,
-           DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+def _apply(value, out, v_h, v_w, o_h, o_w, place, start, stop, context, d, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store relu(v[n]) * context for tokens start to stop of a group."""
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         mask = (n < stop)[:, None] & (d < DIM)[None, :]
-        offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
+        offset = _offset(n, place, v_h, v_w)
         v = tl.load(value + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        offset = _offset(n, place, o_h, o_w)
         tl.store(out + offset[:, None] + d[None, :],
                  (tl.maximum(v, 0.0) * context[None, :]).to(out.dtype.element_ty), mask=mask)
 
@@ -164,19 +162,17 @@ def _separable_attention_fwd_kernel(
     line = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     batch, group = (line // (PATCH_H * PATCH_W)).to(tl.int64), line % (PATCH_H * PATCH_W)
-    row, column, row_step, column_step, columns, count = _group(group, height, width, PATCH_H, PATCH_W, PIXEL)
-    largest, total = _softmax(query + batch * q_b, q_h, q_w, row, column, row_step, column_step, columns, count, L,
-                              BLOCK_L, BLOCK_Q)
-    context = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, row, column, row_step,
-                           column_step, columns, 0, count, largest, total, d, L, BLOCK_L, DIM, BLOCK_N, BLOCK_D)
+    place, count = _group(group, height, width, PATCH_H, PATCH_W, PIXEL)
+    largest, total = _softmax(query + batch * q_b, q_h, q_w, place, count, L, BLOCK_L, BLOCK_Q)
+    context = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, place, 0, count,
+                           largest, total, d, L, BLOCK_L, DIM, BLOCK_N, BLOCK_D)
     latent = tl.arange(0, BLOCK_L)
     first = (latent < L) & (tl.program_id(0) % blocks == 0)
     tl.store(statistics + line.to(tl.int64) * 2 * L + latent, largest, mask=first)
     tl.store(statistics + line.to(tl.int64) * 2 * L + L + latent, total, mask=first)
     tl.store(summed + line.to(tl.int64) * DIM + d, context, mask=d < DIM)
-    row, column, row_step, column_step, columns, count = _group(group, v_height, v_width, PATCH_H, PATCH_W, PIXEL)
-    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns, 0,
-           count, context, d, DIM, BLOCK_N)
+    place, count = _group(group, v_height, v_width, PATCH_H, PATCH_W, PIXEL)
+    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, place, 0, count, context, d, DIM, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -186,10 +182,8 @@ def _separable_attention_fwd_softmax_kernel(
     """Reduce the logits of one group per program."""
     line = tl.program_id(0)
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
-    largest, total = _softmax(query + batch * q_b, q_h, q_w, row, column, row_step, column_step, columns, count, L,
-                              BLOCK_L, BLOCK_Q)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
+    largest, total = _softmax(query + batch * q_b, q_h, q_w, place, count, L, BLOCK_L, BLOCK_Q)
     latent = tl.arange(0, BLOCK_L)
     tl.store(statistics + line.to(tl.int64) * 2 * L + latent, largest, mask=latent < L)
     tl.store(statistics + line.to(tl.int64) * 2 * L + L + latent, total, mask=latent < L)
@@ -206,13 +200,11 @@ def _separable_attention_fwd_context_kernel(
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     line = piece // chunks
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
     largest, total = _load_statistics(statistics, line, L, BLOCK_L)
     start = piece % chunks * CHUNK
-    part = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, row, column, row_step, column_step,
-                         columns, start, tl.minimum(start + CHUNK, count), largest, total, d, L, BLOCK_L, DIM, BLOCK_N,
-                        BLOCK_D)
+    part = _summed_keys(query + batch * q_b, key + batch * k_b, q_h, q_w, k_h, k_w, place, start,
+                        tl.minimum(start + CHUNK, count), largest, total, d, L, BLOCK_L, DIM, BLOCK_N, BLOCK_D)
     tl.store(partial + piece.to(tl.int64) * DIM + d, part, mask=d < DIM)
 
 
@@ -227,12 +219,11 @@ def _separable_attention_fwd_apply_kernel(
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     line = piece // chunks
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
     context = tl.load(context_in + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
     start = piece % chunks * CHUNK
-    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, row, column, row_step, column_step, columns,
-           start, tl.minimum(start + CHUNK, count), context, d, DIM, BLOCK_N)
+    _apply(value + batch * v_b, out + batch * o_b, v_h, v_w, o_h, o_w, place, start, tl.minimum(start + CHUNK, count),
+           context, d, DIM, BLOCK_N)
 
 
 def _grid(patch: Patch, *tensors: Tensor) -> Tuple[Optional[int], int]:

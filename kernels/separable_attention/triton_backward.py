@@ -37,8 +37,7 @@ def _separable_attention_bwd_value_kernel(
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     line = piece // chunks
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
     context = tl.load(context_in + line.to(tl.int64) * DIM + d, mask=d < DIM, other=0.0)
     start = piece % chunks * CHUNK
     stop = tl.minimum(start + CHUNK, count)
@@ -46,12 +45,12 @@ def _separable_attention_bwd_value_kernel(
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         mask = (n < stop)[:, None] & (d < DIM)[None, :]
-        offset = _offset(n, row, column, row_step, column_step, columns, v_h, v_w)
+        offset = _offset(n, place, v_h, v_w)
         v = tl.load(value + batch * v_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        offset = _offset(n, row, column, row_step, column_step, columns, g_h, g_w)
+        offset = _offset(n, place, g_h, g_w)
         dy = tl.load(grad + batch * g_b + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
         dcontext += dy * tl.maximum(v, 0.0)
-        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        offset = _offset(n, place, o_h, o_w)
         tl.store(dvalue + batch * o_b + offset[:, None] + d[None, :],
                  tl.where(v > 0, dy * context[None, :], 0.0).to(dvalue.dtype.element_ty), mask=mask)
     tl.store(partial + piece.to(tl.int64) * DIM + d, tl.sum(dcontext, 0), mask=d < DIM)
@@ -65,18 +64,16 @@ def _separable_attention_bwd_key_kernel(
     """Compute dk and g for one chunk of a group per program. products: g, (B, height, width), dense, float32."""
     line = tl.program_id(0) // chunks
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
     largest, total = _load_statistics(statistics, line, L, BLOCK_L)
     start = tl.program_id(0) % chunks * CHUNK
     stop = tl.minimum(start + CHUNK, count)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              stop, L, BLOCK_L)
+        logits = _load_logits(query + batch * q_b, _offset(n, place, q_h, q_w), n, stop, L, BLOCK_L)
         weights = _weights(logits, largest, total, L, BLOCK_L)
-        k_offset = _offset(n, row, column, row_step, column_step, columns, k_h, k_w)
-        offset = _offset(n, row, column, row_step, column_step, columns, o_h, o_w)
+        k_offset = _offset(n, place, k_h, k_w)
+        offset = _offset(n, place, o_h, o_w)
         g = tl.zeros((BLOCK_N,), tl.float32)
         for part in range(0, DIM, BLOCK_D):
             d = part + tl.arange(0, BLOCK_D)
@@ -86,8 +83,8 @@ def _separable_attention_bwd_key_kernel(
             g += tl.sum(k * dc[None, :], 1)
             tl.store(dkey + batch * o_b + offset[:, None] + d[None, :],
                      (weights[:, None] * dc[None, :]).to(dkey.dtype.element_ty), mask=mask)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        tl.store(products + batch * _tokens(height, width) + place, g / L, mask=n < stop)
+        token = _offset(n, place, width, 1)
+        tl.store(products + batch * _tokens(height, width) + token, g / L, mask=n < stop)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -97,26 +94,23 @@ def _separable_attention_bwd_query_kernel(
     """Compute dq for one group per program from its g. dquery: (B, height, width, L), dense."""
     line = tl.program_id(0)
     batch = (line // (PATCH_H * PATCH_W)).to(tl.int64)
-    row, column, row_step, column_step, columns, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H,
-                                                                PATCH_W, PIXEL)
+    place, count = _group(line % (PATCH_H * PATCH_W), height, width, PATCH_H, PATCH_W, PIXEL)
     latent = tl.arange(0, BLOCK_L)
     largest, total = _load_statistics(statistics, line, L, BLOCK_L)
     mean = tl.zeros((BLOCK_L,), tl.float32)
     for start in range(0, count, BLOCK_Q):
         n = start + tl.arange(0, BLOCK_Q)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              count, L, BLOCK_L)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        g = tl.load(products + batch * _tokens(height, width) + place, mask=n < count, other=0.0)
+        logits = _load_logits(query + batch * q_b, _offset(n, place, q_h, q_w), n, count, L, BLOCK_L)
+        token = _offset(n, place, width, 1)
+        g = tl.load(products + batch * _tokens(height, width) + token, mask=n < count, other=0.0)
         mean += tl.sum(tl.where((n < count)[:, None], _scores(logits, largest, total) * g[:, None], 0.0), 0)
     for start in range(0, count, BLOCK_Q):
         n = start + tl.arange(0, BLOCK_Q)
-        logits = _load_logits(query + batch * q_b, _offset(n, row, column, row_step, column_step, columns, q_h, q_w), n,
-                              count, L, BLOCK_L)
-        place = _offset(n, row, column, row_step, column_step, columns, width, 1)
-        g = tl.load(products + batch * _tokens(height, width) + place, mask=n < count, other=0.0)
+        logits = _load_logits(query + batch * q_b, _offset(n, place, q_h, q_w), n, count, L, BLOCK_L)
+        token = _offset(n, place, width, 1)
+        g = tl.load(products + batch * _tokens(height, width) + token, mask=n < count, other=0.0)
         dq = _scores(logits, largest, total) * (g[:, None] - mean[None, :])
-        tl.store(dquery + (batch * _tokens(height, width) + place)[:, None] * L + latent[None, :],
+        tl.store(dquery + (batch * _tokens(height, width) + token)[:, None] * L + latent[None, :],
                  dq.to(dquery.dtype.element_ty), mask=(n < count)[:, None] & (latent < L)[None, :])
 
 
