@@ -107,7 +107,7 @@ def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
 def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
     from subquad.tools.engine.training.run import _explained
     error = RuntimeError('CUDA error: device-side assert triggered')
-    text = str(_explained(error, tmp_path, 'training state saved in x.pth'))
+    text = str(_explained(error, tmp_path, '; training state saved in x.pth'))
     assert text == ('an index is out of range on the GPU, most likely a label for which the model has no class; with '
                     'the environment variable CUDA_VISIBLE_DEVICES= training runs on the CPU, which names it; training '
                     'state saved in x.pth')

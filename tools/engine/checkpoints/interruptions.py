@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list, is_distributed, is_main_process
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 
 from ....backbones.weights import write_atomically
@@ -57,7 +56,6 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
-@HOOKS.register_module()
 class InterruptionHook(Hook):
     """Stops training after the step in which SIGTERM or SIGINT arrives, and writes a checkpoint.
 

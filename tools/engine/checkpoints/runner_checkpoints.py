@@ -8,7 +8,6 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
-from mmengine.registry import HOOKS
 
 from ....backbones.weights import WeightsError, read_checkpoint, write_atomically
 from ....backbones.weights.errors import some
@@ -38,7 +37,6 @@ class AtomicFilesBackend(LocalBackend):
 register_backend('subquad_atomic_files', AtomicFilesBackend, force=True)
 
 
-@HOOKS.register_module()
 class AtomicCheckpointHook(CheckpointHook):
     """MMEngine's CheckpointHook, which writes local files atomically, and removes an old file after it has written the
     new one.

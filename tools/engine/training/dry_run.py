@@ -42,7 +42,11 @@ def dry_run(config: Any, processes: int) -> Dict[str, Any]:
     model = build_model(config, classes, training=True)
     wrapper = build_optimizer(config, model)
     scaled = scale_learning_rate(wrapper, config, processes)
-    length = steps_per_epoch(config.train_dataloader, images, processes)
+    loader = config.train_dataloader
+    own = len(RepeatAugSampler(range(images), num_replicas=processes, rank=0)) if (
+        loader.sampler.type == 'RepeatedAugmentationSampler') else math.ceil(images / processes)
+    drops = loader.get('drop_last') or loader.get('batch_sampler')
+    length = max(1, own // loader.batch_size if drops else math.ceil(own / loader.batch_size))
     by_epoch = 'max_epochs' in config.train_cfg
     epochs = config.train_cfg.max_epochs if by_epoch else None
     steps = epochs * length if by_epoch else config.train_cfg.max_iters
@@ -70,22 +74,6 @@ def _data(config: Any) -> Tuple[str, int, List[str]]:
     images = len(arguments['train_dataloader']['dataset'])
     missing = f"; there is no {roots['val']} to validate on" if absent else ''
     return f'{images:,} training samples of {len(classes)} classes{missing}', images, classes
-
-
-def steps_per_epoch(loader: Any, samples: int, processes: int) -> int:
-    """Return the number of batches that each process reads in an epoch.
-
-    Args:
-        loader: Config of the training loader.
-        samples: Size of the data set.
-        processes: Number of processes.
-    """
-    if loader.sampler.type == 'RepeatedAugmentationSampler':
-        own = len(RepeatAugSampler(range(samples), num_replicas=processes, rank=0))
-    else:
-        own = math.ceil(samples / processes)
-    round_ = math.floor if loader.get('drop_last') or loader.get('batch_sampler') else math.ceil
-    return max(1, round_(own / loader.batch_size))
 
 
 def schedule(schedulers: Any, lr: float, length: int, steps: int, by_epoch: bool) -> List[Dict[str, float]]:

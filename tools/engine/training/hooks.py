@@ -2,7 +2,7 @@
 import math
 import random
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from mmengine.runner import EpochBasedTrainLoop
 
 from ....backbones.weights import WeightsError, read_checkpoint, save_state_dict
 from ..checkpoints.runner_checkpoints import EARLIER, set_aside
+
+# Metrics of which higher is better, and of which the first decides which weights are the best.
+METRICS = ('accuracy/top1', 'multi_label/mAP', 'language/log_likelihood', 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')
 
 
 @FUNCTIONS.register_module()
@@ -54,25 +57,22 @@ class EvaluateAtStartHook(Hook):
             runner.val_loop.run()
 
 
-@HOOKS.register_module()
 class WeightsHook(Hook):
     """Writes `last.safetensors` after training, and `best.safetensors` whenever the metric improves in validation.
 
     The files hold the weights of the timm model in a classifier or of the whole detector or segmenter, and the metadata
-    that `subquad predict` needs.
+    that `subquad predict` needs. The best has the highest value of the first metric of METRICS that validation reports;
+    NaN is never the best.
 
-    Args:
-        metadata: Entries to keep in the file beside the weights.
-        metrics: Names of metrics, of which higher is better; the first that validation reports is used. NaN is never
-            the best.
+    Attributes:
+        metadata: Entries to keep in the files beside the weights.
     """
 
     priority = 'LOW'
 
-    def __init__(self, metadata: Optional[Dict[str, Any]] = None,
-                 metrics: Sequence[str] = ('accuracy/top1', 'multi_label/mAP', 'language/log_likelihood',
-                                          'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU')):
-        self.metadata, self.metrics, self.best = metadata or {}, tuple(metrics), -float('inf')
+    def __init__(self):
+        self.metadata: Dict[str, Any] = {}
+        self.best = -float('inf')
         self.best_file: Optional[Path] = None
         self.last_file: Optional[Path] = None
 
@@ -88,12 +88,12 @@ class WeightsHook(Hook):
                 _, metadata, _ = read_checkpoint(path)
             except WeightsError:
                 return                                       # the next validation replaces a damaged file
-            known = [metadata[name] for name in self.metrics if isinstance(metadata.get(name), (int, float))]
+            known = [metadata[name] for name in METRICS if isinstance(metadata.get(name), (int, float))]
             self.best = max(filter(math.isfinite, known), default=self.best)
             self.best_file = path
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
-        name = next((name for name in self.metrics if name in (metrics or {})), None)
+        name = next((name for name in METRICS if name in (metrics or {})), None)
         if name is not None and math.isfinite(metrics[name]) and metrics[name] > self.best:
             self.best = float(metrics[name])
             self.best_file = self._save(runner, 'best.safetensors', {name: self.best, **self._when(runner)})

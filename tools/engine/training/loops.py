@@ -5,13 +5,11 @@ from typing import Any, Dict
 import numpy as np
 import torch
 from mmengine.dist import all_gather_object, get_rank
-from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop
 
 from ...common.cli import UserError
 
 
-@LOOPS.register_module()
 class ResumableTrainLoop(EpochBasedTrainLoop):
     """MMEngine's EpochBasedTrainLoop, which can start at any step of an epoch."""
 

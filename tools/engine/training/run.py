@@ -51,7 +51,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     if start:
         config.load_from = None
         without_pretrained(config.model)
-    _vet_pretrained(config)
+    _vet_pretrained(config.to_dict())
     progress, kept, interruption = ProgressHook(weights), WeightsHook(), InterruptionHook()
     hooks = [progress, kept, interruption, *([StartHook(start)] if start else [])]
     unreadable = images.reported()
@@ -185,33 +185,27 @@ def _explained(error: BaseException, folder: Path, hint: str) -> Optional[str]:
     return None
 
 
-def _vet_pretrained(config) -> None:
-    """Refuse starting weights that could run code: MMEngine reads a pickle without protection if the safe way fails.
+def _vet_pretrained(value: Any) -> None:
+    """Refuse files of init_cfg that could run code: MMEngine reads a pickle without protection if the safe way fails.
 
     Published weights are downloaded, so that a failure comes before anything is written.
+
+    Args:
+        value: The entries of a config, or a part of them.
 
     Raises:
         UserError: A file could run code, is missing or is damaged, or a download failed.
     """
-    for path in _pretrained(config.to_dict()):
-        if path.startswith(SCHEME) or '://' not in path:     # MMEngine resolves other addresses
+    if isinstance(value, dict):
+        path = value.get('checkpoint') if value.get('type') == 'Pretrained' else None
+        if path and (path.startswith(SCHEME) or '://' not in path):      # MMEngine resolves other addresses
             try:
                 read_checkpoint(resolve(path))
             except WeightsError as error:
                 raise UserError(str(error)) from error
-
-
-def _pretrained(value: Any) -> Iterator[str]:
-    """Yield the files that init_cfg and load_from name."""
-    if isinstance(value, dict):
-        for key in ('load_from', 'checkpoint'):
-            path = value.get(key)
-            if isinstance(path, str) and path and (key == 'load_from' or value.get('type') == 'Pretrained'):
-                yield path
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _pretrained(item)
+    for item in value if isinstance(value, (list, tuple)) else ():
+        _vet_pretrained(item)
 
 
 def _undo(folder: Path, before: Set[Path]) -> None:

@@ -6,7 +6,6 @@ import torch
 from mmengine.dist import all_reduce
 from mmengine.hooks import LoggerHook
 from mmengine.logging import HistoryBuffer, MessageHub
-from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 from torch import Tensor
 
@@ -76,7 +75,6 @@ def noted(clip: Callable[..., Any], hub: MessageHub, key: str) -> Callable[..., 
     return clip_and_note
 
 
-@LOG_PROCESSORS.register_module()
 class StepLogProcessor(LogProcessor):
     """MMEngine's LogProcessor, whose lines of training hold means over all processes and over the steps since the line
     before.
