@@ -201,9 +201,13 @@ CALLS = list(_all_calls())
 
 
 @pytest.mark.parametrize('n', range(len(CALLS)))
-def test_sparse_and_nested_tensors_are_refused(n):
+def test_what_is_no_dense_tensor_of_numbers_is_refused(n):
     name, call = CALLS[n]
     call(lambda x: x)
+    for change, message in ((lambda x: [1.0], 'must be a .*tensor, got list'),
+                            (lambda x: x.long(), 'int64|must share a dtype')):
+        with pytest.raises(TypeError, match=message):
+            call(change)
     refused = f'(^|: ){name} must be a dense tensor, got a'
     with pytest.raises(TypeError, match=f'{refused} tensor of layout torch.sparse_coo'):
         call(lambda x: x.to_sparse())
