@@ -58,32 +58,36 @@ if not hasattr(torch.ops.torchvision, "nms"):
     raise RuntimeError("operator torchvision::nms does not exist")
 """
 
-_REPAIR = ('import importlib.util, sys, warnings\n'
-         'spec = importlib.util.spec_from_file_location("module", sys.argv[1])\n'
-         'module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n'
-         'with warnings.catch_warnings(record=True) as seen:\n'
-         '    warnings.simplefilter("always"); module.repair_torchvision(); module.repair_torchvision()\n'
-         'print(len(seen), module._library is not None)\n')
+_REPAIR = ('import importlib.util, warnings\n'
+           f'spec = importlib.util.spec_from_file_location("module", {str(ROOT / "subquad" / "_torchvision.py")!r})\n'
+           'module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n'
+           'with warnings.catch_warnings(record=True) as seen:\n'
+           '    warnings.simplefilter("always"); module.repair_torchvision(); module.repair_torchvision()\n'
+           'print(len(seen), module._library is not None)\n')
+
+
+@pytest.fixture
+def repaired(python, tmp_path):
+    """Runs a script, by default the repair twice, in a process that finds this torchvision: repaired(body, script)."""
+    def run(body, script=_REPAIR):
+        _fake_torchvision(tmp_path, body)
+        return python(f'import sys; sys.path.insert(0, {str(tmp_path)!r})\n{script}')
+    return run
 
 
 @pytest.mark.parametrize('body, expected', [
     ('', '0 False'),                                      # a matching pair: nothing happens, no warning
     (_BROKEN, '1 True'),
     ('raise ModuleNotFoundError("No module named torchvision")', '0 False')])
-def test_torchvision_of_another_build(tmp_path, body, expected):
-    _fake_torchvision(tmp_path, body)
-    done = subprocess.run([sys.executable, '-c', _REPAIR, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+def test_torchvision_of_another_build(repaired, body, expected):
+    done = repaired(body)
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_subquad_repairs_torchvision_after_its_import_has_failed(tmp_path):
+def test_subquad_repairs_torchvision_after_its_import_has_failed(repaired):
     """As in a notebook in which `import timm` came first."""
-    _fake_torchvision(tmp_path, _BROKEN)
-    code = ('try:\n    import torchvision\nexcept RuntimeError as error:\n    print(error)\n'
-            f'{_REPAIR}import torchvision\n')
-    done = subprocess.run([sys.executable, '-c', code, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    done = repaired(_BROKEN, 'try:\n    import torchvision\nexcept RuntimeError as error:\n    print(error)\n'
+                             f'{_REPAIR}import torchvision\n')
     assert done.stdout.splitlines() == ['operator torchvision::nms does not exist', '1 True'], done.stderr
     assert done.returncode == 0
 
@@ -107,8 +111,5 @@ def test_commands_print_no_warning(command):
     assert 'test_ppma' in done.stdout and done.stderr == ''
 
 
-def test_other_torchvision_errors_are_not_swallowed(tmp_path):
-    _fake_torchvision(tmp_path, 'raise RuntimeError("something else")')
-    done = subprocess.run([sys.executable, '-c', _REPAIR, str(ROOT / 'subquad' / '_torchvision.py')], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(tmp_path)})
-    assert 'something else' in done.stderr
+def test_other_torchvision_errors_are_not_swallowed(repaired):
+    assert 'something else' in repaired('raise RuntimeError("something else")').stderr
