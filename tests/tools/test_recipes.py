@@ -207,14 +207,17 @@ def test_two_steps_of_each_recipe(name, images, tmp_path, capsys):
                'val_dataloader.num_workers=0', f'train_dataloader.dataset.transform.input_size={size}',
                f'val_dataloader.dataset.transform.input_size={size}', 'train_dataloader.pin_memory=False',
                'val_dataloader.pin_memory=False']
+    config = name
     if 'multiscale' in name:
-        options += ['train_dataloader.batch_sampler.size=64', 'train_dataloader.batch_sampler.sizes=[32,64,96]']
-    assert train.main([name, '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path), '--cfg-options',
-                       *options]) == 0
+        config = tmp_path / f'{name}.py'
+        config.write_text(f'_base_ = {str(find(name))!r}\n'
+                          'train_dataloader = dict(batch_sampler=dict(size=64, sizes=[32, 64, 96]))\n')
+    assert train.main([str(config), '--data', str(images), '--epochs', '1', '--work-dir', str(tmp_path / 'run'),
+                       '--cfg-options', *options]) == 0
     error = capsys.readouterr().err
     assert f'training {load(name).model.name} ' in error
     assert '1 epoch of 2 steps' in error and 'the learning rate is ' in error and 'are averages of the weights' in error
-    assert read_checkpoint(tmp_path / 'best.safetensors')[1]['options']['num_classes'] == 2
+    assert read_checkpoint(tmp_path / 'run' / 'best.safetensors')[1]['options']['num_classes'] == 2
 
 
 def test_a_folder_with_more_classes_than_the_model_is_one_error(images, tmp_path):
