@@ -65,7 +65,7 @@ def _shapes(args: argparse.Namespace, folder: Path) -> Optional[str]:
 
 
 def _mqar(args: argparse.Namespace, folder: Path) -> Optional[str]:
-    from .data.recall_files import write_recall
+    from .data.recall import write_recall
     options = {name: getattr(args, name) for name in ('train', 'val', 'seed', *_OWN['mqar'])}
     if write_recall(folder, options, args.force):
         return f'{args.train} training sequences, {args.val} validation sequences'

@@ -8,14 +8,16 @@ Queries stand at even distances from the pairs. Place i = 0, 1, ... of them is d
 (i + 1)^(power - 1), without replacement, so that with a small power most queries come soon. Adding Gumbel noise to the
 logarithms of the probabilities and taking the largest sums draws all sequences of a block at once.
 """
-from typing import List, NamedTuple, Sequence, Union
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Sequence, Union
 
 import numpy as np
 
 from ..common.cli import UserError
-from .generated import check_least
+from .generated import already_there, check_least, written_folder
 
 FILLERS = ('zero', 'random')
+FORMAT = 1              # of the files; increases if the same options generate other ones
 
 _BLOCK = 1024           # sequences that are drawn at once; changing it changes the data of a seed
 
@@ -32,6 +34,13 @@ class Recall(NamedTuple):
     tokens: np.ndarray
     places: np.ndarray
     answers: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels of all tokens, int32 (n, length), -100 for tokens that are not queries."""
+        label = np.full_like(self.tokens, -100)
+        np.put_along_axis(label, self.places, self.answers, 1)
+        return label
 
 
 def multi_query_recall(count: int, seed: Union[int, Sequence[int]] = 0, vocab_size: int = 8192, length: int = 64,
@@ -81,3 +90,21 @@ def _smallest(scores: np.ndarray, count: int) -> np.ndarray:
     found = np.argpartition(scores, count - 1, 1)[:, :count]
     order = np.argsort(np.take_along_axis(scores, found, 1), 1)
     return np.take_along_axis(found, order, 1)
+
+
+def write_recall(folder: Path, options: Dict[str, Any], force: bool = False) -> bool:
+    """Write train.npz and val.npz as a whole, to a new or empty folder, or with `force` over another such data set.
+
+    `options` are train and val (numbers of sequences), seed, vocab_size, length and pairs. Returns False if the folder
+    already holds this data set.
+    """
+    layout = {'{train,val}.npz': 'inputs (n, length) and label (n, length), int32; -100 for tokens without a label'}
+    metadata = dict(dataset='mqar', format=FORMAT, options=options, layout=layout)
+    if already_there(folder, metadata, lambda _: {'train.npz', 'val.npz'}, force):
+        return False
+    sizes = {name: options[name] for name in ('vocab_size', 'length', 'pairs')}
+    with written_folder(folder, metadata) as new:
+        for stream, part in enumerate(('train', 'val')):         # as in the data set that configs name
+            made = multi_query_recall(options[part], [options['seed'], stream], **sizes)
+            np.savez(new / f'{part}.npz', inputs=made.tokens, label=made.labels)
+    return True

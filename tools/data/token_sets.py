@@ -19,7 +19,6 @@ from torch import Tensor
 from ..common.cli import UserError
 from .image_sets import _Classified
 from .recall import multi_query_recall
-from .recall_files import labels
 from .released_files import check_split
 from .sequences import SPLITS, made_by_program
 
@@ -52,7 +51,7 @@ class MQAR(_Tokens):
         options = made_by_program(split, count, (100_000, 3_000, 3_000), seed)
         self.recall = multi_query_recall(**options, vocab_size=vocab_size, length=length, pairs=pairs, power=power,
                                          filler=filler)
-        self.label = labels(self.recall)
+        self.label = self.recall.labels
         self.classes = [str(token) for token in range(vocab_size)]
 
     def __len__(self) -> int:
