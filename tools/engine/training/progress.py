@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ....backbones.weights import write_atomically
+from ....backbones.weights.resolve import SCHEME
 from ..weights.starting_weights import starting_point
 from .run_logs import START
 from .scalars import READ_EVERY
@@ -53,7 +54,7 @@ class ProgressHook(Hook):
         for module in runner.model.modules() if not runner._resume else ():
             if getattr(module, 'load_summary', ''):              # of a DenseBackbone
                 self._print(f'init_cfg: {module.load_summary}')
-        self._print(_summary(runner, starting_point(runner.cfg, self.weights)))
+        self._print(_summary(runner, starting_point(runner.cfg, self.weights).replace(SCHEME, '')))
         if not is_main_process():
             return
         # Where this run starts, so that `subquad logs` can join its log with the one before.
