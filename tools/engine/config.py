@@ -195,7 +195,8 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
             elif isinstance(node, dict):
                 close = difflib.get_close_matches(part, node, n=1, cutoff=0.85)
                 if close and part not in node:
-                    raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean {close[0]}?')
+                    raise UserError(f'--cfg-options {key}: {above} has no {part!r}; did you mean {close[0]}? '
+                                    '(A config file can add a new key.)')
                 node = node.get(part)
             elif node is not None:
                 raise UserError(f'--cfg-options {key}: {above} is {node!r}, which has no entries')
