@@ -11,15 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Tuple
 
+from ..backbones.weights.registry import SCHEME, WEIGHTS
 from .common.cli import UserError, quiet
 from .common.output import dumps
 from .common.paths import writable_folder
 from .common.sizes import parse_size
+from .engine.config import load
+from .engine.counting.counting_configs import is_config
+from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS, Options, chosen_formats
+from .exporters.pipeline import export, print_reports
+from .exporters.subject import classifier_from, classifier_subject, with_normalization
 
 
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
-    from .exporters.formats import FORMATS, Options, chosen_formats
-    from .exporters.pipeline import export, print_reports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that temporary folders are removed
     args = _parser().parse_args(argv)
     _check(args)
@@ -52,7 +56,6 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS
     parser = argparse.ArgumentParser('subquad export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', metavar='MODEL|CONFIG', help='timm model, published weights such as test_ppma.digits, '
@@ -99,13 +102,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
     """Return the function that builds the `Subject` for a format; detectors differ by format."""
-    from .engine.counting.counting_configs import is_config
-    from .exporters.subject import classifier_from, classifier_subject, with_normalization
     model, checkpoint = _named(args.model, args.checkpoint)
     size = args.size and parse_size(args.size, smallest=32, largest=8192)
     if dense := Path(model).suffix != '.safetensors' and is_config(model):
         with quiet():                          # for what MMDetection and MMSegmentation print
-            from .engine.config import load
             config = load(model)
             from .exporters.dense_subject import dense_subject
     else:
@@ -125,7 +125,6 @@ def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
 
 def _named(model: str, checkpoint: Optional[str]) -> Tuple[str, Optional[str]]:
     """Replace the name of a published detector by its config, and a tag of weights for a config by their name."""
-    from ..backbones.weights.registry import SCHEME, WEIGHTS
     for weights in WEIGHTS.values():
         if weights.config and checkpoint is None and model in (weights.name, SCHEME + weights.name):
             return weights.config, weights.name

@@ -1,11 +1,15 @@
 """List, download and check the published weights that this package can load; convert and publish weights."""
 import argparse
-from typing import Callable, List, Optional
+import fnmatch
+from dataclasses import asdict
+from typing import Any, Callable, Dict, List, Optional
 
-from ..backbones.weights.registry import find
-from .common.cli import add_weight_choice, weight_errors
+from ..backbones.weights import WeightsError
+from ..backbones.weights.cache import locked_entry, sha256_of
+from ..backbones.weights.download import cached_file, check, fetch, renew
+from ..backbones.weights.registry import WEIGHTS, PublishedWeights, find
+from .common.cli import UserError, add_weight_choice, nearest, weight_errors
 from .common.output import dumps, print_rows
-from .engine.weights.catalog import GOOD, describe, download, in_cache, matching, named, verify
 from .engine.weights.conversion import add_convert_arguments, convert_command
 from .engine.weights.hub_folder import add_push_arguments, push_command
 
@@ -46,9 +50,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _matching(pattern: str) -> List[PublishedWeights]:
+    """Return the weights whose names match a pattern or contain a text."""
+    names = fnmatch.filter(WEIGHTS, pattern if set('*?[') & set(pattern) else f'*{pattern}*')
+    if not names:
+        raise UserError(f'no weights match {pattern!r}{nearest(pattern, list(WEIGHTS))} (`subquad weights list` shows '
+                        'all)')
+    return [WEIGHTS[name] for name in names]
+
+
+def _named(names: List[str]) -> List[PublishedWeights]:
+    """Return the weights of names, as `find` does, and of patterns, each once."""
+    found = [weights for name in names for weights in (_matching(name) if set('*?[') & set(name) else [find(name)])]
+    return list({weights.name: weights for weights in found}.values())
+
+
+def _described(weights: PublishedWeights) -> Dict[str, Any]:
+    """Return all fields of published weights, their entry in the lock file, and their file in the cache or None."""
+    path, locked = cached_file(weights), locked_entry(weights.name, weights.source)
+    return {'name': weights.name, **asdict(weights), 'source': weights.source,
+            'locked': asdict(locked) if locked else None, 'cached': str(path) if path else None}
+
+
 def _list(args: argparse.Namespace) -> None:
     """List published weights with the figures that their authors report."""
-    rows = [describe(weights) for weights in matching(args.filter) if args.task in (None, weights.task)]
+    rows = [_described(weights) for weights in _matching(args.filter) if args.task in (None, weights.task)]
     if args.json:
         print(dumps(rows, indent=2))
         return
@@ -60,7 +86,7 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     """Show all that is known of a file: source, license, preprocessing, hash."""
-    row = describe(find(args.name))
+    row = _described(find(args.name))
     if args.json:
         print(dumps(row, indent=2))
         return
@@ -73,22 +99,30 @@ def _info(args: argparse.Namespace) -> None:
 def _download(args: argparse.Namespace) -> None:
     """Download weights that are not in the cache, check their hashes and print their paths."""
     rows = []
-    for weights in named(args.names):
-        rows.append(download(weights, args.update))
+    for weights in _named(args.names):
+        path = renew(weights) if args.update else fetch(weights)
+        rows.append(dict(name=weights.name, path=str(path), size=path.stat().st_size, sha256=sha256_of(path)))
         if not args.json:
-            print(rows[-1]['path'], flush=True)
+            print(path, flush=True)
     if args.json:
         print(dumps(rows, indent=2))
 
 
 def _verify(args: argparse.Namespace) -> int:
     """Check the hashes of weights in the cache, without a network; exit with 1 if one is wrong or missing."""
-    states = {weights.name: verify(weights) for weights in (named(args.names) if args.names else in_cache())}
+    states, good = {}, ('ok', 'no known hash')
+    for weights in _named(args.names) if args.names else filter(cached_file, WEIGHTS.values()):
+        path = cached_file(weights)
+        try:
+            states[weights.name] = (good[0] if check(weights, path) else good[1]) if path else (
+                f'not in the cache; `subquad weights download {weights.name}` gets it')
+        except WeightsError as error:
+            states[weights.name] = str(error)
     if args.json or not states:
         print(dumps(states, indent=2) if args.json else 'no published weights are in the cache')
     for name, state in () if args.json else states.items():
         print(f'{name}: {state}')
-    return 0 if all(state in GOOD for state in states.values()) else 1
+    return 0 if all(state in good for state in states.values()) else 1
 
 
 if __name__ == '__main__':

@@ -20,8 +20,8 @@ from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
 from subquad.tools.common.cli import UserError
 from subquad.tools.data.samplers import RepeatedAugmentationSampler
-from subquad.tools.engine.classification.mixup import MixupPreprocessor
 from subquad.tools.engine.classification.model import TimmClassifier
+from subquad.tools.engine.classification.pixels import MixupPreprocessor
 from subquad.tools.engine.config import find
 from subquad.tools.engine.training.averaging import ModelEMAHook
 from subquad.tools.engine.training.learning_rate import scale_learning_rate

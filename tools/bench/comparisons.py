@@ -48,23 +48,12 @@ def compare_operator(repeats: int, *, op: str, grid: ops.Grid, batch: int = 1, h
                      min_speedup: Optional[Mapping[str, float]] = None, max_memory_mb: Optional[float] = None,
                      min_memory_saving: Optional[Mapping[str, float]] = None,
                      min_bandwidth_share: Optional[float] = None) -> Dict[str, Any]:
-    """Compare implementations of an operator. All targets are for the first implementation.
+    """Compare implementations of an operator on a grid of tokens, without its gradients or with them (`backward`).
 
-    Args:
-        repeats: Rounds of timing.
-        op: Name of the operator.
-        grid: Height and width in tokens.
-        batch: Number of images.
-        heads: Number of heads.
-        dim: Channels of a head.
-        dtype: Data type of q, k and v; step logs are float32.
-        device: 'cpu' or 'cuda'.
-        names: Implementations (default: all that make sense on the device).
-        backward: Also compute gradients.
-        min_speedup: Target: speed-up over other implementations, by name.
-        max_memory_mb: Target: peak memory beyond inputs and output, in MB.
-        min_memory_saving: Target: ratio of other implementations' peak memory to the first one's, by name.
-        min_bandwidth_share: Target: share of the copy's bandwidth, for the bytes that must be moved.
+    `names` are the implementations (default: all that make sense on the device). `dtype` is that of q, k and v; step
+    logs are float32. All targets are for the first implementation: its speed-up over others and its saving of peak
+    memory by their names, its peak memory in MB beyond inputs and output, and its share of the copy's bandwidth for the
+    bytes that must be moved.
 
     Returns:
         A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}; on a GPU also 'eager_ms' and
@@ -117,23 +106,12 @@ def compare_models(repeats: int, *, names: Sequence[str], size: ops.Grid, batch:
                    device: str = 'cpu', train: bool = False, max_over_floor: Optional[float] = None,
                    max_memory_mb: Optional[float] = None, min_speedup: Optional[Mapping[str, float]] = None
                    ) -> Dict[str, Any]:
-    """Compare models on the same images. All targets are for the first model.
+    """Compare forward passes or training steps of models on the same images of `size` pixels.
 
-    Args:
-        repeats: Rounds of timing.
-        names: timm names, each optionally with @BACKEND, +compile or +autocast.
-        size: Image height and width in pixels.
-        batch: Number of images.
-        dtype: Data type of the images; a training step in a half type runs under autocast.
-        device: 'cpu' or 'cuda'.
-        train: Run training steps, not forward passes.
-        max_over_floor: Target: time over the floor.
-        max_memory_mb: Target: peak memory beyond the models and their input, in MB.
-        min_speedup: Target: speed-up over other models, by name.
-
-    Returns:
-        A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}; on a GPU also 'eager_ms' and
-        'graphs' (see `graphs.Times`).
+    `names` are timm names, each optionally with @BACKEND, +compile or +autocast. A training step on images of a half
+    type runs under autocast. All targets are for the first model: its time over the floor, its peak memory in MB beyond
+    the models and their input, and its speed-up over others by their names. The record is like that of
+    `compare_operator`.
     """
     images = torch.randn(batch, 3, *size, device=device).to(getattr(torch, dtype))
     calls, weights = {}, None

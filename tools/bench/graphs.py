@@ -30,17 +30,13 @@ def _parts(call: Call) -> List[Call]:
 
 
 class Times(NamedTuple):
-    """Times of calls by name.
-
-    Attributes:
-        ms: {'p20', 'p50', 'p80'} in milliseconds: on a CPU of a call, on a GPU of a call within a captured graph, or of
-            an eager call if it was not captured.
-        eager_ms: on a GPU, of a call from an empty queue. It contains the time that Python needs to launch the kernels.
-        graphs: on a GPU, how each call was captured, or why not.
-    """
+    """Times of calls by name."""
+    # {'p20', 'p50', 'p80'} in milliseconds: on a CPU of a call, on a GPU of a call within a captured graph, or
+    # of an eager call if it was not captured
     ms: Dict[str, Dict[str, float]]
+    # on a GPU, of a call from an empty queue. It contains the time that Python needs to launch the kernels.
     eager_ms: Dict[str, Dict[str, float]]
-    graphs: Dict[str, str]
+    graphs: Dict[str, str]    # on a GPU, how each call was captured, or why not
 
     def speedup(self, fast: str, slow: str) -> float:
         """Ratio of two median times, both of captured calls or both of eager ones."""
@@ -118,16 +114,12 @@ def time_calls(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapp
 def time_graphs(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None,
                 capture: Callable[[Sequence[Call]], Call] = capture, clock: Callable[[Call], float] = event_ms
                 ) -> Times:
-    """Time several calls in turn on a GPU, captured and eager.
+    """Time several calls in turn on a GPU, captured and eager; a `Rotating` one is captured for each copy of its
+    inputs.
 
-    A call that cannot be captured has its eager time in `ms`, and `graphs` says why.
-
-    Args:
-        calls: The calls by name; a `Rotating` one is captured for each copy of its inputs.
-        repeats: Number of rounds. The order of the calls changes from round to round.
-        per_round: How many times a call is timed in each round (default: once).
-        capture: Function that captures calls and returns their replay.
-        clock: Function that measures a call in milliseconds.
+    The order changes from round to round. A call is timed once in each, or as often as `per_round` says. One that
+    cannot be captured has its eager time in `ms`, and `graphs` says why. `capture` captures calls and returns their
+    replay, and `clock` measures a call in milliseconds.
     """
     replays: Dict[str, Call] = {}
     graphs: Dict[str, str] = {}

@@ -32,15 +32,11 @@ def percentiles(samples: Sequence[float]) -> Dict[str, float]:
 
 def time_interleaved(calls: Mapping[str, Call], repeats: int, per_round: Optional[Mapping[str, int]] = None
                      ) -> Dict[str, Dict[str, float]]:
-    """Time several calls in turn on the CPU (on a GPU, `graphs.time_calls` does).
+    """Time several calls in turn on the CPU (on a GPU, `graphs.time_calls` does), after one untimed call of each.
 
-    Each round times every call, so that a slow spell of the machine affects all of them alike. The order changes from
-    round to round, so that no call always finds the caches as the same other call (a large copy, say) has left them.
-
-    Args:
-        calls: The calls by name. Each is called once beforehand, untimed.
-        repeats: Number of rounds.
-        per_round: How many times a call is timed in each round (default: once).
+    Each of `repeats` rounds times every call, so that a slow spell of the machine affects all of them alike: once, or
+    as often as `per_round` says. The order changes from round to round, so that no call always finds the caches as the
+    same other call (a large copy, say) has left them.
 
     Returns:
         {'p20', 'p50', 'p80'} in milliseconds, for each name.
@@ -123,18 +119,11 @@ class _Sampler(threading.Thread):
 
 
 def peak_memory(call: Call, beyond_output: bool = False, device: str = 'cpu') -> Optional[float]:
-    """Measure how far the memory of the process (or of a CUDA device) rises during one call.
+    """Measure how far the memory of the process (or of a CUDA device) rises during one call, in MB (10^6 bytes).
 
     Call it before anything large has run, and after a tiny warm-up: then lazy initialization is not counted, and little
-    freed memory is left that the call could use again.
-
-    Args:
-        call: It runs once.
-        beyond_output: Do not count the tensors that the call returns.
-        device: 'cpu' or 'cuda'.
-
-    Returns:
-        The rise in MB (10^6 bytes), or None on systems without /proc.
+    freed memory is left that the call could use again. With `beyond_output`, the tensors that the call returns do not
+    count. The result is None on systems without /proc.
     """
     if device == 'cuda':
         torch.cuda.synchronize()
@@ -199,15 +188,9 @@ def floor(macs: int, gemm_ms: float, device: str = 'cpu', moved: Optional[int] =
           copy_ms: Optional[float] = None) -> Dict[str, Any]:
     """Compute the least time that a machine needs for given arithmetic and memory traffic.
 
-    The floor is the longer of two times: the operations at the rate of a large matrix product, and the bytes at the
-    rate of a large copy.
-
-    Args:
-        macs: Multiply-accumulate operations.
-        gemm_ms: Median time of `gemm()` in milliseconds.
-        device: Where both were measured.
-        moved: Bytes that must be read or written, if known.
-        copy_ms: Median time of `copy()` in milliseconds.
+    The floor is the longer of two times: the operations at the rate of a large matrix product, `gemm()` with a median
+    time of `gemm_ms`, and the bytes that must be read or written, if known, at the rate of a large copy, `copy()` with
+    `copy_ms`.
 
     Returns:
         {'ms', 'macs', 'gemm_gflops'}: the floor, the operations and their rate (10^9 operations/s). With `moved` also
@@ -257,10 +240,9 @@ class OtherLoad:
 
 def measured(name: str, description: str, measure: Callable[[int], Dict[str, Any]], repeats: int,
              threads: int, device: str = 'cpu') -> Dict[str, Any]:
-    """Measure in this process, and return the record with its metadata: the name and the description of what is
-    measured.
+    """Measure in this process, and return the record with its metadata.
 
-    `measure` returns a record without metadata for a number of rounds.
+    `name` and `description` say what is measured, and `measure` returns a record for a number of rounds.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -29,18 +29,10 @@ def prepare(out: Path, device: str) -> Path:
 
 def metric(name: str, value: Optional[float], unit: str, at_least: Optional[float] = None,
            at_most: Optional[float] = None) -> Dict[str, Any]:
-    """One metric of a record.
+    """Return a metric of a record: {'name', 'value', 'unit', 'bound', 'target', 'met'}.
 
-    Args:
-        name: What is measured.
-        value: The result, or None if it was not measured.
-        unit: Its unit, '' for a plain number.
-        at_least: Target, as a lower bound.
-        at_most: Target, as an upper bound.
-
-    Returns:
-        {'name', 'value', 'unit', 'bound', 'target', 'met'}; `bound` is 'at least', 'at most' or None, and `met` is None
-        without a value or a target.
+    A value of None was not measured. The target is a lower or an upper bound, so `bound` is 'at least', 'at most' or
+    None. `met` is None without a value or a target.
     """
     bound, target = ('at least', at_least) if at_least is not None else ('at most', at_most)
     met = None

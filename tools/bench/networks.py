@@ -43,14 +43,10 @@ def check_model(text: str, dtype: str) -> None:
 
 def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[str, Tensor]] = None
                ) -> Tuple[Callable[[], Any], Dict[str, Tensor]]:
-    """Create a model and a function that runs it.
+    """Create a model, as `parse_model` reads it, and a function that runs it on images (B, 3, H, W).
 
-    Args:
-        text: The model, as `parse_model` reads it.
-        images: (B, 3, H, W).
-        train: The function runs a training step (cross entropy, gradients, SGD; under autocast for images of a half
-            type), not a forward pass.
-        weights: A state dict to load if its names and shapes are those of the model.
+    In training the function runs a training step (cross entropy, gradients, SGD; under autocast for images of a half
+    type), else a forward pass. The state dict `weights` is loaded if its names and shapes are those of the model.
 
     Returns:
         (the function, the model's state dict).

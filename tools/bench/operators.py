@@ -90,25 +90,18 @@ def _tree_solve(*tensors: Tensor, backend: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator and what it is compared with.
-
-    Attributes:
-        call: The operator, called with its inputs and `backend`.
-        baselines: What users would write instead, by name.
-        used: Indices of the inputs that the operator reads; () for all.
-        inputs: Function that creates the inputs.
-        outputs: Function from the inputs to those that have the shapes of the outputs.
-        passes: Number of scans over the data, 0 for other operators. Each scan reads and writes the data once and does
-            3 multiply-adds per element (11 with gradients).
-        elementwise: Multiply-adds per element of the output, without and with gradients. If () and without scans, the
-            matrix products are counted instead.
-    """
-    call: Callable[..., Tensor]
-    baselines: Mapping[str, Callable[..., Tensor]]
-    used: Tuple[int, ...] = (0, 1, 2, 3, 4)
-    inputs: Callable[..., List[Tensor]] = attention_inputs
+    """An operator and what it is compared with."""
+    call: Callable[..., Tensor]                            # the operator, called with its inputs and `backend`
+    baselines: Mapping[str, Callable[..., Tensor]]         # what users would write instead, by name
+    used: Tuple[int, ...] = (0, 1, 2, 3, 4)                # indices of the inputs that the operator reads; () for all
+    inputs: Callable[..., List[Tensor]] = attention_inputs  # function that creates the inputs
+    # function from the inputs to those that have the shapes of the outputs
     outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda inputs: inputs[2:3]
+    # number of scans over the data, 0 for other operators. Each scan reads and writes the data once and does 3
+    # multiply-adds per element (11 with gradients).
     passes: int = 0
+    # multiply-adds per element of the output, without and with gradients. If () and without scans, the matrix
+    # products are counted instead.
     elementwise: Tuple[int, ...] = ()
 
 

@@ -116,18 +116,12 @@ def shown(name: object, longest: int = _LONGEST) -> str:
 
     Characters that cannot be printed become escapes, and a text longer than `longest` loses its middle.
     """
-    text = os.fsencode(str(name)).decode(errors='backslashreplace') if _encodable(str(name)) else repr(str(name))[1:-1]
+    try:                                           # lone surrogates stand for bytes that are not UTF-8
+        text = os.fsencode(str(name)).decode(errors='backslashreplace')
+    except UnicodeEncodeError:
+        text = repr(str(name))[1:-1]
     text = ''.join(letter if letter.isprintable() else letter.encode('unicode_escape').decode() for letter in text)
     return text if len(text) <= longest else f'{text[:longest // 2]}...{text[-(longest // 4):]}'
-
-
-def _encodable(text: str) -> bool:
-    """Whether a file system can hold a text; lone surrogates stand for bytes that are not UTF-8."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[List[str]] = None) -> NoReturn:

@@ -6,7 +6,7 @@ import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import List, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple, Union
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -43,6 +43,14 @@ class LeftOut:
             raise error
         self.count += 1
         print(f'left out: {error}', file=sys.stderr, flush=True)
+
+    def read(self, files: Iterable[Path], function: Callable[[Path], Any]) -> Iterator[Tuple[Path, Any]]:
+        """Yield (file, function(file)) of the files that can be read."""
+        for file in files:
+            try:
+                yield file, function(file)
+            except UnreadableImage as error:
+                self(error)
 
     def code(self) -> int:
         """Return the exit code: 0, or 1 if files were left out; their count is printed."""

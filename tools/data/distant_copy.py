@@ -24,14 +24,10 @@ _SHADE = 40             # largest difference between a pixel of a patch and the 
 
 
 class DistantCopies(NamedTuple):
-    """Images with one labeled place each.
+    """Images with one labeled place each."""
 
-    Attributes:
-        images: uint8 (n, 3, size, size).
-        labels: int64 (n, size / patch, size / patch), the color at the place that asks for it, IGNORED elsewhere.
-    """
-
-    images: np.ndarray
+    images: np.ndarray    # uint8 (n, 3, size, size)
+    # int64 (n, size / patch, size / patch), the color at the place that asks for it, IGNORED elsewhere
     labels: np.ndarray
 
 

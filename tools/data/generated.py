@@ -20,14 +20,14 @@ def check_least(name: str, value: Any, least: int, why: str = '') -> None:
 
 def already_there(folder: Path, metadata: Dict[str, Any], files: Callable[[Dict[str, Any]], Set[str]],
                   force: bool) -> bool:
-    """Whether a folder already holds the whole data set with these options.
+    """Whether a folder already holds the whole data set with these options; `force` allows one of this kind to be
+    replaced.
 
     Args:
         folder: Folder of the data set.
         metadata: Entries of the data set's METADATA_FILE: dataset (its name), format (a number that increases if the
             same options generate other files) and options.
         files: Returns the other files of a data set with some options, relative to its folder, with slashes.
-        force: Allow a data set of this kind to be replaced.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f'{folder} is a file; give a folder')

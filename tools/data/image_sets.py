@@ -128,19 +128,26 @@ class _Transformed(_Classified):
 
 
 class _Images(_Transformed):
-    """Images in memory; gray images are repeated to three channels."""
+    """Arrays, uint8 (H, W) or (H, W, 3), as images of three channels, or of one if input_size is (1, H, W)."""
 
-    def __init__(self, images: Sequence[np.ndarray], labels: Sequence[int], classes: List[str],
+    def __init__(self, images: Sequence[Any], labels: Sequence[int], classes: List[str],
                  transform: Optional[Dict[str, Any]]):
         super().__init__(transform)
-        self.images = [Image.fromarray(image).convert('RGB') for image in images]
-        self.labels, self.classes = [int(label) for label in labels], classes
+        self.images, self.labels, self.classes = images, labels, classes
+        size = (transform or {}).get('input_size', 224)
+        self.mode = 'L' if isinstance(size, Sequence) and len(size) == 3 and size[0] == 1 else 'RGB'
+        if self.mode == 'L' and not len(transform.get('mean', ())) == len(transform.get('std', ())) == 1:
+            raise UserError(f'transform: input_size {tuple(size)} requires a mean and a std of one value each')
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.labels)
+
+    def picture(self, index: int) -> np.ndarray:
+        """Return an image, uint8 (H, W) or (H, W, 3)."""
+        return self.images[index]
 
     def _open(self, index: int) -> Tuple[Image.Image, int]:
-        return self.images[index], self.labels[index]
+        return Image.fromarray(self.picture(index)).convert(self.mode), int(self.labels[index])
 
 
 @DATASETS.register_module()

@@ -28,17 +28,11 @@ _PATIENCE = 64          # give up after this many batches without a valid tree
 
 @dataclass(frozen=True)
 class Expressions:
-    """Concatenated sequences of tokens, and their answers.
+    """Concatenated sequences of tokens, and their answers."""
 
-    Attributes:
-        tokens: uint8 (sum of the lengths,), indices into VOCABULARY.
-        starts: int64 (n + 1,); sequence i is tokens[starts[i]:starts[i + 1]].
-        answers: int64 (n,), from 0 to 9.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    answers: np.ndarray
+    tokens: np.ndarray     # uint8 (sum of the lengths,), indices into VOCABULARY
+    starts: np.ndarray     # int64 (n + 1,); sequence i is tokens[starts[i]:starts[i + 1]]
+    answers: np.ndarray    # int64 (n,), from 0 to 9
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -94,9 +88,9 @@ def listops(count: int, seed: Union[int, Sequence[int]] = 0, min_length: int = 5
 class _Level(NamedTuple):
     """The nodes of one depth in all trees. The arguments of an operator are consecutive nodes of the next level."""
 
-    owner: np.ndarray           # int64 (nodes,): index of the node's tree
-    is_operator: np.ndarray     # bool (nodes,)
-    arguments: np.ndarray       # int64 (operators,): number of arguments of each operator
+    owner: np.ndarray          # int64 (nodes,): index of the node's tree
+    is_operator: np.ndarray    # bool (nodes,)
+    arguments: np.ndarray      # int64 (operators,): number of arguments of each operator
 
     def of(self, kept: np.ndarray) -> '_Level':
         """Return the nodes of the trees for which `kept`, bool (trees,), is true."""

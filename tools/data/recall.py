@@ -23,17 +23,11 @@ _BLOCK = 1024           # sequences that are drawn at once; changing it changes 
 
 
 class Recall(NamedTuple):
-    """Sequences with queries.
+    """Sequences with queries."""
 
-    Attributes:
-        tokens: int32 (n, length).
-        places: int64 (n, pairs), the indices of the queries in their sequence.
-        answers: int32 (n, pairs), the values of the queries.
-    """
-
-    tokens: np.ndarray
-    places: np.ndarray
-    answers: np.ndarray
+    tokens: np.ndarray     # int32 (n, length)
+    places: np.ndarray     # int64 (n, pairs), the indices of the queries in their sequence
+    answers: np.ndarray    # int32 (n, pairs), the values of the queries
 
     @property
     def labels(self) -> np.ndarray:

@@ -9,16 +9,15 @@ as a sequence of pixels, and an int64 tensor (L,) for expressions.
 """
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 import numpy as np
 import torch
 from mmengine.registry import DATASETS
-from PIL import Image
 
 from ..common.cli import UserError
 from ..common.images import open_image
-from .image_sets import _Classified, build_transform
+from .image_sets import _Classified, _Images
 from .listops import EOS, PAD, VOCABULARY, Expressions, listops
 from .lra import lra_listops, lra_pathfinder
 from .pathfinder import PATH_X, PATHFINDER, Style, pathfinder_like
@@ -112,40 +111,18 @@ class LRAListOps(_Expressions):
         super().__init__(lra_listops(root, split), length, append_eos, with_length)
 
 
-class _Pictures(_Classified):
-    """Gray or color images, prepared by timm's transform, or scaled to [0, 1] and normalized by `mean` and `std`.
-
-    A transform receives three channels, as in image_sets.py, or one channel if its input_size is (1, H, W).
-    """
+class _Pictures(_Images):
+    """Gray or color images, prepared by timm's transform, or scaled to [0, 1] and normalized by `mean` and `std`."""
 
     mean: Sequence[float]
     std: Sequence[float]
 
-    def __init__(self, images: Sequence[Any], labels: np.ndarray, classes: List[str],
-                 transform: Optional[Dict[str, Any]]):
-        self.images, self.labels, self.classes = images, labels, classes
-        self.transform = build_transform(transform) if transform else None
-        size = (transform or {}).get('input_size', 224)
-        self.mode = 'L' if isinstance(size, Sequence) and len(size) == 3 and size[0] == 1 else 'RGB'
-        if self.mode == 'L' and not len(transform.get('mean', ())) == len(transform.get('std', ())) == 1:
-            raise UserError(f'transform: input_size {tuple(size)} requires a mean and a std of one value each')
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def picture(self, index: int) -> np.ndarray:
-        """Return an image, uint8 (H, W) or (H, W, 3)."""
-        return self.images[index]
-
     def __getitem__(self, index: int) -> Dict[str, Any]:
-        image = self.picture(index)
         if self.transform:
-            inputs = self.transform(Image.fromarray(image).convert(self.mode))
-        else:
-            values = torch.from_numpy(np.atleast_3d(image).transpose(2, 0, 1).astype(np.float32) / 255)
-            mean, std = (torch.tensor(x, dtype=torch.float32)[:, None, None] for x in (self.mean, self.std))
-            inputs = (values - mean) / std
-        return dict(inputs=inputs, label=int(self.labels[index]))
+            return super().__getitem__(index)
+        values = torch.from_numpy(np.atleast_3d(self.picture(index)).transpose(2, 0, 1).astype(np.float32) / 255)
+        mean, std = (torch.tensor(x, dtype=torch.float32)[:, None, None] for x in (self.mean, self.std))
+        return dict(inputs=(values - mean) / std, label=int(self.labels[index]))
 
 
 @DATASETS.register_module()
@@ -241,14 +218,14 @@ class LRAPathfinder(_Pictures):
         self.size = size
         if not transform:
             known = files if split == 'train' else lra_pathfinder(root, 'train', size, difficulty)[0]
-            values = np.stack([self._open(file) for file in known[::-(-len(known) // 500)]]) / 255
+            values = np.stack([self._read(file) for file in known[::-(-len(known) // 500)]]) / 255
             self.mean, self.std = (values.mean(),), (values.std() or 1.,)
 
-    def _open(self, file: Path) -> np.ndarray:
+    def _read(self, file: Path) -> np.ndarray:
         image = np.asarray(open_image(file).convert('L'))
         if image.shape != (self.size, self.size):
             raise UserError(f'{file} has {image.shape[1]} x {image.shape[0]} pixels, not {self.size} x {self.size}')
         return image
 
     def picture(self, index: int) -> np.ndarray:
-        return self._open(self.images[index])
+        return self._read(self.images[index])

@@ -39,16 +39,11 @@ PHOTOGRAPHS = {                 # module, file in the module, credit
 
 
 class Scene(NamedTuple):
-    """An image with its shapes.
-
-    Attributes:
-        image: uint8 (H, W, 3).
-        owner: index of the shape that each pixel belongs to, uint8 (H, W): 0 is the background, n the n-th shape drawn.
-        categories: category id of each shape.
-    """
-    image: np.ndarray
+    """An image with its shapes."""
+    image: np.ndarray        # uint8 (H, W, 3)
+    # index of the shape that each pixel belongs to, uint8 (H, W): 0 is the background, n the n-th shape drawn
     owner: np.ndarray
-    categories: List[int]
+    categories: List[int]    # category id of each shape
 
 
 def photograph_files() -> Dict[str, Path]:
@@ -109,12 +104,9 @@ def random_crop(rng: np.random.Generator, photograph: Image.Image, size: Tuple[i
 
 
 def coverage(kind: str, radius: float, angle: float) -> np.ndarray:
-    """Return the fraction of each pixel that a shape covers.
+    """Return the fraction of each pixel that a shape of CLASSES covers.
 
-    Args:
-        kind: one of CLASSES.
-        radius: radius of the circumscribed circle in pixels.
-        angle: rotation in radians.
+    `radius` is that of the circumscribed circle in pixels, and `angle` in radians.
 
     Returns:
         uint8 (2h, 2h) with h = ceil(radius) + 1, 255 for a fully covered pixel; the shape is centered.

@@ -8,5 +8,5 @@ config:
     distillation       model=dict(distillation=dict(type='Distillation', teacher=dict(weights=...)))
     MESA               custom_hooks=[dict(type='ModelEMAHook', decay=...), dict(type='MESAHook')]
 """
-from .classification import distillation, mesa, mixup, model, prediction_metrics  # noqa: F401
+from .classification import distillation, mesa, model, pixels, prediction_metrics  # noqa: F401
 from .training import averaging, hooks, schedules  # noqa: F401

@@ -19,26 +19,16 @@ _IGNORED = ('Load', 'Pack', 'Collect')
 
 
 class PreparedImage(NamedTuple):
-    """An image as the network takes it.
-
-    Attributes:
-        images: (1, 3, H, W), float32.
-        content: height and width of the resized image, without the padding at the right and bottom.
-        original: height and width of the image file.
-    """
-    images: Tensor
-    content: Size
-    original: Size
+    """An image as the network takes it."""
+    images: Tensor    # (1, 3, H, W), float32
+    content: Size     # height and width of the resized image, without the padding at the right and bottom
+    original: Size    # height and width of the image file
 
 
 def input_size(config: Any, checkpoint: Optional[str], size: Optional[Sequence[int]]) -> Size:
     """Return height and width of the network's input.
 
-    Args:
-        config: Config of a detector or segmenter.
-        checkpoint: Name or file of the weights, or None.
-        size: Height and width that the user wants; None for those of the test pipeline, of the training crops or of
-            the published weights.
+    They are the wanted `size`, or those of the test pipeline, of the training crops or of the published weights.
     """
     size = tuple(size) if size is not None else _default_size(config, checkpoint)
     if size is None:

@@ -17,9 +17,7 @@ LARGEST_RANK = 4                # of tensors that runtimes compute with
 def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> torch.export.ExportedProgram:
     """Record the graph of a subject, not decomposed, and check it.
 
-    Args:
-        subject: What to export.
-        dynamic: 'batch' and 'hw' for the dimensions that the graph leaves open.
+    `dynamic` has 'batch' and 'hw' for the dimensions that the graph leaves open.
     """
     if 'hw' in dynamic and isinstance(subject.sizes, str):
         raise UserError(subject.sizes)

@@ -268,12 +268,7 @@ def _agreement(name: str, run: Run, subject: Subject, images: Sequence[Tensor]) 
 
 
 def _latency(load: Callable[[int], Run], subject: Subject, repeats: int) -> Dict[int, Tuple[float, float]]:
-    """Measure the file and the ordinary model in turn.
-
-    Args:
-        load: Returns the function that runs the file with a number of threads.
-        subject: The exported model.
-        repeats: Number of runs of each.
+    """Measure the file, which `load` opens for a number of threads, and the ordinary model in turn, `repeats` times.
 
     Returns:
         number of threads (one, and all that this process may use) -> (milliseconds of the file, of the ordinary

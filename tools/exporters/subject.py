@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ... import __version__
 from ...backbones.export import prepare_for_export
 from ..common.cli import UserError, one_line
-from ..common.images import LeftOut, UnreadableImage, image_files, open_image
+from ..common.images import LeftOut, image_files, open_image
 from ..common.output import progress
 from ..engine.classification.weight_files import Classifier, assumed_transform, read_classifier
 from ..engine.zoo import create, default_size, size_options
@@ -91,12 +91,8 @@ class Subject:
         files = image_files(folders)
         count = min(count, len(files))
         files = [files[n * len(files) // count] for n in range(count)]
-        left_out, images = LeftOut(count), []
-        for file in progress(files, 'images'):
-            try:
-                images.append(self.prepare(file).float().contiguous())
-            except UnreadableImage as error:
-                left_out(error)
+        left_out = LeftOut(count)
+        images = [image.float().contiguous() for _, image in left_out.read(progress(files, 'images'), self.prepare)]
         left_out.code()
         return images
 

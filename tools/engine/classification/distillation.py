@@ -102,10 +102,8 @@ class Distillation:
     def prepare(self, num_classes: int, classes: Sequence[str], transform: Optional[Dict[str, Any]]) -> None:
         """Check that the teacher fits the data, and see whether its batches must be normalized again.
 
-        Args:
-            num_classes: Number of the student's classes.
-            classes: Names of the classes of the data.
-            transform: Arguments of timm.data.create_transform for the training images.
+        The student has `num_classes` classes, the data have the names `classes`, and `transform` has the arguments of
+        timm.data.create_transform for the training images.
         """
         if transform is None:
             raise UserError('distillation is for images: train_dataloader.dataset has no transform')

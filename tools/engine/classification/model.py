@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...common.cli import UserError, nearest
 from ..zoo import create
 from .distillation import Distillation
-from .mixup import MixupPreprocessor
+from .pixels import MixupPreprocessor
 
 
 @MODELS.register_module()

@@ -2,12 +2,12 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 
 from ...common.cli import UserError, one_line
-from ...common.images import LeftOut, UnreadableImage, open_image
+from ...common.images import LeftOut, open_image
 from ...common.output import print_rows, progress
 
 
@@ -29,15 +29,7 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
     """
     results = []
     left_out = left_out or LeftOut(len(files), strict=True)
-
-    def load() -> Iterator[Tuple[Path, Any]]:
-        for file in progress(files, 'images'):
-            try:
-                yield file, transform(open_image(file))
-            except UnreadableImage as error:
-                left_out(error)
-
-    images = load()
+    images = left_out.read(progress(files, 'images'), lambda file: transform(open_image(file)))
     while part := list(itertools.islice(images, batch_size)):
         batch = torch.stack([image for _, image in part])
         try:

@@ -120,18 +120,11 @@ class PerplexityMetric(BaseMetric):
 
 
 class Predictions(NamedTuple):
-    """Predictions of all images.
-
-    Attributes:
-        labels: (N,) int64; -1 for an image with several correct classes.
-        predicted: (N,) int64, the class with the highest score; -1 for scores that are NaN or infinite.
-        confidence: (N,) float64, the score of that class; 1 for scores that are NaN or infinite.
-        correct: (N,) bool, as accuracy/top1 counts.
-    """
-    labels: np.ndarray
-    predicted: np.ndarray
-    confidence: np.ndarray
-    correct: np.ndarray
+    """Predictions of all images."""
+    labels: np.ndarray        # (N,) int64; -1 for an image with several correct classes
+    predicted: np.ndarray     # (N,) int64, the class with the highest score; -1 for scores that are NaN or infinite
+    confidence: np.ndarray    # (N,) float64, the score of that class; 1 for scores that are NaN or infinite
+    correct: np.ndarray       # (N,) bool, as accuracy/top1 counts
 
     @property
     def nonfinite(self) -> int:

@@ -57,12 +57,8 @@ def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, work
     """Return the config of a published classifier's evaluation.
 
     The images are RGB, resized to input size / crop_pct on their shorter side, cropped at the center and normalized.
-
-    Args:
-        entry: The weights.
-        data: Folder of ImageNet: the folders of the classes, or `val` with them. None for the package's own
-            classifiers, whose test images come with scikit-learn.
-        batch_size, workers: Of the data loader.
+    `data` is the folder of ImageNet: the folders of the classes, or `val` with them; None for the package's own
+    classifiers, whose test images come with scikit-learn.
     """
     transform = published_transform(entry)
     if entry.tag == 'digits':

@@ -10,8 +10,8 @@ from ....backbones.weights.metadata import numbered
 from ...common.cli import UserError
 from ..training.building import build, check_batch_size
 from ..weights.starting_weights import adopt_options, load_starting_weights, refuse_other_state
-from .mixup import MixupPreprocessor
 from .model import TimmClassifier
+from .pixels import MixupPreprocessor
 from .weight_files import WRAPPER_ARGUMENTS
 
 

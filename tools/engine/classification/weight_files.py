@@ -35,27 +35,19 @@ _SETTINGS = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mod
 
 
 class Classifier(NamedTuple):
-    """The classifier of a weight file.
-
-    Attributes:
-        model: the network, in eval mode.
-        name: its timm name.
-        options: the options that differ from the defaults of that name; they may include `num_classes`.
-        classes: names of the classes; an empty list if the file does not name them.
-        transform: arguments of `timm.data.create_transform`, with the default values of those that the file leaves out;
-            an empty dict if the file defines none.
-        metadata: all metadata of the file.
-    """
-    model: Any
-    name: str
-    options: Dict[str, Any]
-    classes: List[str]
+    """The classifier of a weight file."""
+    model: Any                # the network, in eval mode
+    name: str                 # its timm name
+    options: Dict[str, Any]   # the options that differ from the defaults of that name; they may include `num_classes`
+    classes: List[str]        # names of the classes; an empty list if the file does not name them
+    # arguments of `timm.data.create_transform`, with the default values of those that the file leaves out; an
+    # empty dict if the file defines none
     transform: Dict[str, Any]
-    metadata: Dict[str, Any]
+    metadata: Dict[str, Any]  # all metadata of the file
 
 
 def classifier_from_file(checkpoint: str, name: Optional[str] = None,
-                    allow_nonfinite: bool = False) -> Tuple[Any, Any, List[str]]:
+                         allow_nonfinite: bool = False) -> Tuple[Any, Any, List[str]]:
     """Load a classifier: (model in eval mode, transform of PIL images, class names).
 
     Model, options, classes and transform are read from a .safetensors file of `subquad train`, or from the config that

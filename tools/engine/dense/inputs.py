@@ -18,9 +18,7 @@ _ONE_CELL = 32
 
 
 def build_dataset(config: Dict[str, Any], name: str) -> Any:
-    """Build the data set of a config; errors name its place `name` in the whole config, and the missing or damaged
-    file.
-    """
+    """Build the data set of a config; errors name its place in the whole config, and the missing or damaged file."""
     try:
         return DATASETS.build(config)
     except UserError:

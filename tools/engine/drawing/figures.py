@@ -25,20 +25,13 @@ class Row(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """What is drawn of one image.
-
-    Attributes:
-        name: name of the image.
-        image: its pixels as the model sees them, (H, W, 3) from 0 to 1.
-        place: the chosen pixel, as fractions of height and width; None if no panel belongs to one.
-        rows: rows of panels.
-        predicted: the likeliest class and its probability; '' for a model without classes.
-    """
-    name: str
-    image: Any
+    """What is drawn of one image."""
+    name: str              # name of the image
+    image: Any             # its pixels as the model sees them, (H, W, 3) from 0 to 1
+    # the chosen pixel, as fractions of height and width; None if no panel belongs to one
     place: Optional[Tuple[float, float]]
-    rows: List[Row]
-    predicted: str = ''
+    rows: List[Row]        # rows of panels
+    predicted: str = ''    # the likeliest class and its probability; '' for a model without classes
 
 
 def draw(pictures: Sequence[Picture], title: str) -> Any:

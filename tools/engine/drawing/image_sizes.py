@@ -15,33 +15,25 @@ _MOST_PIXELS = 640 * 640
 
 def load_photographs(files: Sequence[Path], transform: Any, left_out: LeftOut, own_size: Optional[bool],
                      max_side: int) -> List[Tuple[Path, Any]]:
-    """Return (file, tensor (3, H, W)) of each image.
+    """Return (file, tensor (3, H, W)) of each image; `left_out` receives the errors of files that cannot be read.
 
-    Args:
-        files: Image files.
-        transform: The model's transform of PIL images.
-        left_out: Receives the errors of files that cannot be read.
-        own_size: Take images at their own size; False for the transform's size, None for the own size of images that
-            are at least as large as the transform's.
-        max_side: Longest side of images at their own size; larger ones are reduced, with a note on stderr. The shortest
-            side stays at 32 pixels or more.
+    Images are taken at their own size if `own_size` is True, at the size of the model's transform if it is False, and
+    if it is None at their own size if they are at least as large as the transform's. At their own size, the longest
+    side is reduced to `max_side`, with a note on stderr, but the shortest side stays at 32 pixels or more.
     """
     # The transform without resizing and cropping.
     own = Compose([step for step in getattr(transform, 'transforms', ())
                    if type(step).__name__ in ('MaybeToTensor', 'ToTensor', 'Normalize')])
-    found = []
-    for file in files:
-        try:
-            image = open_image(file)
-            prepared = transform(image)
-            if own_size or own_size is None and all(
-                    side >= least for side, least in zip(image.size, (prepared.shape[2], prepared.shape[1]))):
-                prepared = own(_reduced(image, file, max_side))
-        except UnreadableImage as error:
-            left_out(error)
-            continue
-        found.append((file, prepared))
-    return found
+
+    def read(file: Path) -> Any:
+        image = open_image(file)
+        prepared = transform(image)
+        if own_size or own_size is None and all(
+                side >= least for side, least in zip(image.size, (prepared.shape[2], prepared.shape[1]))):
+            prepared = own(_reduced(image, file, max_side))
+        return prepared
+
+    return list(left_out.read(files, read))
 
 
 def _reduced(image: Any, file: Path, max_side: int) -> Any:

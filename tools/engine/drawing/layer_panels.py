@@ -18,17 +18,12 @@ _FORMS = {'full': 'attention', 'crisscross': 'criss-cross attention', 'linear': 
 
 
 class Kind(NamedTuple):
-    """What can be drawn of a mixer.
-
-    Attributes:
-        panels: name -> function of the observed mixer and the token that returns maps of all heads and charts. It
-            raises a ValueError that says why a layer does not have the panel.
-        usual: the panels that are drawn unless others are chosen.
-        moving: panels that show the row of one token.
-    """
+    """What can be drawn of a mixer."""
+    # name -> function of the observed mixer and the token that returns maps of all heads and charts. It raises
+    # a ValueError that says why a layer does not have the panel.
     panels: Dict[str, Function]
-    usual: Tuple[str, ...]
-    moving: Tuple[str, ...] = ('influence',)
+    usual: Tuple[str, ...]                      # the panels that are drawn unless others are chosen
+    moving: Tuple[str, ...] = ('influence',)    # panels that show the row of one token
 
 
 def _influence(layer: Any, token: Tuple[int, int]) -> Found:

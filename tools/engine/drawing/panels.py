@@ -13,24 +13,14 @@ _HEAVY = 20
 
 
 class Panel(NamedTuple):
-    """A map.
-
-    Attributes:
-        title: what is seen, in one or two lines.
-        values: tensor (h, w) of finite numbers; (heads, h, w) before `of_head`.
-        label: unit of the numbers, below the map.
-        scale: a key of SCALES.
-        marked: whether the map belongs to the chosen pixel, which gets a cross.
-        over_image: whether the map is drawn over the image: interpolated, and the more opaque the higher.
-        geometric: whether the heads' mean is a geometric one.
-    """
-    title: str
-    values: Any
-    label: str
-    scale: str = 'positive'
-    marked: bool = False
-    over_image: bool = False
-    geometric: bool = False
+    """A map."""
+    title: str                 # what is seen, in one or two lines
+    values: Any                # tensor (h, w) of finite numbers; (heads, h, w) before `of_head`
+    label: str                 # unit of the numbers, below the map
+    scale: str = 'positive'    # a key of SCALES
+    marked: bool = False       # whether the map belongs to the chosen pixel, which gets a cross
+    over_image: bool = False   # whether the map is drawn over the image: interpolated, and the more opaque the higher
+    geometric: bool = False    # whether the heads' mean is a geometric one
 
 
 class Chart(NamedTuple):

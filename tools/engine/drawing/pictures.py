@@ -18,11 +18,7 @@ def text(name: str, longest: int = 500) -> str:
 
 
 def decay_factors(model, inputs) -> Dict[str, Tuple[Any, Any]]:
-    """Return the decay factors of each block of a PPMA, averaged over heads.
-
-    Args:
-        model: A PPMA in evaluation mode.
-        inputs: Images (B, 3, H, W).
+    """Return the decay factors of each block of a PPMA in evaluation mode for images (B, 3, H, W), averaged over heads.
 
     Returns:
         The factors of a horizontal and of a vertical step, (B, h, w) each, by block ('stages.0.blocks.0', ...).

@@ -11,22 +11,13 @@ from ..zoo import create, default_size
 
 
 class Subject(NamedTuple):
-    """A model to draw.
-
-    Attributes:
-        model: the model, in evaluation mode.
-        transform: transform of PIL images.
-        classes: names of the classes.
-        title: title of the figure, whose first line names model and weights.
-        note: a sentence for the output, or ''.
-        fixed_size: whether the model takes images of one size only.
-    """
-    model: Any
-    transform: Any
-    classes: List[str]
-    title: str
-    note: str
-    fixed_size: bool
+    """A model to draw."""
+    model: Any            # the model, in evaluation mode
+    transform: Any        # transform of PIL images
+    classes: List[str]    # names of the classes
+    title: str            # title of the figure, whose first line names model and weights
+    note: str             # a sentence for the output, or ''
+    fixed_size: bool      # whether the model takes images of one size only
 
 
 def load(checkpoint: str, name: Optional[str] = None, random: bool = False, allow_nonfinite: bool = False) -> Subject:

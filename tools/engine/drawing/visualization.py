@@ -23,24 +23,14 @@ _POSITIONS = 9
 
 
 class Wish(NamedTuple):
-    """What the user wants to see.
-
-    Attributes:
-        panels: names of panels; None for the usual ones of the model.
-        layers: parts of names of layers; None for the last layer of each map size.
-        at: the pixel as fractions of height and width; None for the center.
-        heads: draw each head by itself.
-        target: name or number of the class of the panel `activation`; None for the likeliest.
-        dpi: resolution of the figure.
-        strict: stop at an image that cannot be drawn.
-    """
-    panels: Optional[List[str]] = None
-    layers: Optional[List[str]] = None
-    at: Optional[Tuple[float, float]] = None
-    heads: bool = False
-    target: Optional[str] = None
-    dpi: int = 120
-    strict: bool = False
+    """What the user wants to see."""
+    panels: Optional[List[str]] = None  # names of panels; None for the usual ones of the model
+    layers: Optional[List[str]] = None  # parts of names of layers; None for the last layer of each map size
+    at: Optional[Tuple[float, float]] = None  # the pixel as fractions of height and width; None for the center
+    heads: bool = False                # draw each head by itself
+    target: Optional[str] = None       # name or number of the class of the panel `activation`; None for the likeliest
+    dpi: int = 120                     # resolution of the figure
+    strict: bool = False               # stop at an image that cannot be drawn
 
 
 # (panel, why it is left out) -> the layers where it is; none for panels of the whole model.

@@ -30,18 +30,11 @@ _DENSE = ('backbone.', 'encoder.conv_1.', 'segmentation_head.')
 
 
 class Target(NamedTuple):
-    """The model of a weight file.
-
-    Attributes:
-        name: its timm name or the name of its config.
-        model: the model on the meta device.
-        metadata: what the new file says about it.
-        assumed: how the model was found, if neither the user nor the file named it.
-    """
-    name: str
-    model: nn.Module
-    metadata: Dict[str, Any]
-    assumed: str = ''
+    """The model of a weight file."""
+    name: str                   # its timm name or the name of its config
+    model: nn.Module            # the model on the meta device
+    metadata: Dict[str, Any]    # what the new file says about it
+    assumed: str = ''           # how the model was found, if neither the user nor the file named it
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
