@@ -23,6 +23,7 @@ from ....backbones.weights.resolve import SCHEME, published, resolve
 from ...common.cli import UserError
 from ..training.building import build, check_batch_size
 from ..weights.starting_weights import say
+from .channels import check_channels
 from .inputs import accept_tiny_images, build_dataset, check_evaluator, use_steps
 from .photographs import with_photographs
 
@@ -71,36 +72,6 @@ def build_model(config: Config, classes: Sequence[str], training: bool) -> nn.Mo
     if training and config.get('load_from'):
         _check_weights(config, model, classes)
     return model if torch.cuda.is_available() else revert_sync_batchnorm(model)      # CPUs have none
-
-
-def check_channels(model: nn.Module) -> None:
-    """Refuse a neck or heads that take other channels than a backbone that states them (`out_channels`) returns."""
-    backbone = getattr(getattr(model, 'module', model), 'backbone', None)        # module: of test-time augmentation
-    given = list(getattr(backbone, 'out_channels', None) or ())
-    for name, channels, places in _taken_channels(getattr(model, 'module', model)) if given else ():
-        fitting = [given[place] if -len(given) <= place < len(given) else None for place in places]
-        if channels != fitting:
-            levels = '' if places == list(range(len(places))) else f'; in_index is {places}'
-            raise UserError(f'model.{name}.in_channels is {channels}, but the backbone returns {given} '
-                            f'channels{levels}')
-
-
-def _taken_channels(model: nn.Module) -> Iterator[Tuple[str, List[int], List[int]]]:
-    """Yield name, in_channels and levels of the modules that read the backbone's maps."""
-    neck, count = getattr(model, 'neck', None), len(model.backbone.out_channels)
-    if neck is not None:
-        channels = getattr(neck, 'in_channels', None)        # a list in necks of pyramids
-        if isinstance(channels, (list, tuple)):
-            yield 'neck', list(channels), list(range(max(count, len(channels))))
-        return
-    for name in ('decode_head', 'auxiliary_head'):
-        head = getattr(model, name, None)
-        for part in head if isinstance(head, nn.ModuleList) else [head]:
-            channels, index = getattr(part, 'in_channels', None), getattr(part, 'in_index', None)
-            places = [index] if isinstance(index, int) else index
-            channels = [channels] if isinstance(channels, int) else channels
-            if channels and places and getattr(part, 'input_transform', None) != 'resize_concat':
-                yield name, list(channels), list(places)
 
 
 def _check_weights(config: Config, model: nn.Module, classes: Sequence[str]) -> None:
