@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
                         'weight file of subquad train, or detection or segmentation config')
     parser.add_argument('--format', nargs='+', required=True, choices=[*FORMATS, 'all'], metavar='FORMAT',
                         help=f"{', '.join(FORMATS)}; or all that are installed")
-    parser.add_argument('--checkpoint', metavar='FILE_OR_TAG', help='weight file, name of published weights or their '
+    parser.add_argument('--weights', metavar='NAME_OR_FILE', help='weight file, name of published weights or their '
                         'tag (default: those that MODEL names; else random ones, which a note reports)')
     parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: the model's own)")
     parser.add_argument('--dynamic', nargs='+', choices=DYNAMIC, default=[], help='dimensions that the file leaves '
@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
     """Return the function that builds the `Subject` for a format; detectors differ by format."""
-    model, checkpoint = _named(args.model, args.checkpoint)
+    model, checkpoint = _named(args.model, args.weights)
     size = args.size and parse_size(args.size, smallest=32, largest=8192)
     if dense := Path(model).suffix != '.safetensors' and is_config(model):
         with quiet():                          # for what MMDetection and MMSegmentation print
@@ -111,7 +111,7 @@ def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
     else:
         read, weights = classifier_from(model, checkpoint, args.allow_nonfinite)
     if checkpoint is None and (dense or weights == 'random'):
-        print(f'note: no --checkpoint is given, so {model} is exported with random weights', file=sys.stderr)
+        print(f'note: no --weights are given, so {model} is exported with random weights', file=sys.stderr)
     if not dense:
         subject = classifier_subject(read, weights, size, args.features, args.normalize)
         return lambda name: subject

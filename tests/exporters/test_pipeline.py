@@ -159,7 +159,7 @@ def test_inputs_of_the_comparison(subject, dynamic, shapes):
     ('test_ppma --format onnx --dynamic hw --size 97x64', 'got 97x64'),
     ('test_ppam --format onnx', "unknown model 'test_ppam'; did you mean test_ppma"),
     ('nosuchmodel --format onnx', "unknown model 'nosuchmodel'"),
-    ('test_ppma --format onnx --checkpoint nowhere.safetensors', 'nowhere.safetensors'),
+    ('test_ppma --format onnx --weights nowhere.safetensors', 'nowhere.safetensors'),
     ('test_ppma --format onnx --out /dev/null/x', 'cannot write to the folder')])
 def test_wrong_arguments_end_in_one_sentence(arguments, message, replace_format, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
