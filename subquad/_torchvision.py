@@ -29,15 +29,10 @@ def repair_torchvision() -> None:
     for module in [m for m in sys.modules if m == 'torchvision' or m.startswith('torchvision.')]:
         del sys.modules[module]
     importlib.import_module('torchvision')
-    if not _runs_tools():
+    # `python -m subquad ...` needs none of these operators.
+    if ('-m', 'subquad') not in zip(sys.orig_argv, sys.orig_argv[1:]):
         _warn('torchvision was built for another torch: its compiled operators (nms and the like) are not '
               'available, everything else is. A torchvision of the same build as torch removes this warning.')
-
-
-def _runs_tools() -> bool:
-    """Whether this process is `python -m subquad ...`, which needs none of these operators."""
-    return any(flag == '-m' and (module == 'subquad' or module.startswith('subquad.tools.'))
-               for flag, module in zip(sys.orig_argv, sys.orig_argv[1:]))
 
 
 def _warn(message: str) -> None:

@@ -111,8 +111,3 @@ def size(text: str, tokens: bool) -> ops.Grid:
         return parse_size(text, list(ops.SIZES))
     height, width = ops.SIZES[text]
     return (-(-height // ops.STRIDE), -(-width // ops.STRIDE)) if tokens else (height, width)
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

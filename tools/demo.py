@@ -82,8 +82,3 @@ def _draw_panels(files: Sequence[Path], picture: Path) -> None:
     images = [(file, subject.transform(open_image(file))) for file in files]
     visualization.visualize(picture, subject, images, visualization.Wish(layers=['stages.0']))
     print(f'drew {picture}', flush=True)
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

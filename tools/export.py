@@ -131,8 +131,3 @@ def _named(model: str, checkpoint: Optional[str]) -> Tuple[str, Optional[str]]:
         if weights.config and weights.config == model and weights.tag == checkpoint:
             return model, weights.name
     return model, checkpoint
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

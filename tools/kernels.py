@@ -17,8 +17,3 @@ def main(argv: Optional[List[str]] = None) -> None:
         return
     for op, reason in reasons.items():
         print(f'{op:26s}' + (reason or f'{op} runs on Triton for CUDA tensors.'))
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

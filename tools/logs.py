@@ -41,8 +41,3 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _number(value: float) -> str:
     return f'{value:.5g}' if math.isfinite(value) else str(value)
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

@@ -70,8 +70,3 @@ def _mqar(args: argparse.Namespace, folder: Path) -> Optional[str]:
     if write_recall(folder, options, args.force):
         return f'{args.train} training sequences, {args.val} validation sequences'
     return None
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

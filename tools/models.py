@@ -38,8 +38,3 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         (row['name'], f"{row['parameters']:,}", 'x'.join(map(str, row['input_size'] or ['tokens'])), row['description'])
         for row in rows))
     return 0
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

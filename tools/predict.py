@@ -103,8 +103,3 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
     if not args.json:
         print_found(results)
     return results, code
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

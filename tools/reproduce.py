@@ -64,8 +64,3 @@ def _parser() -> argparse.ArgumentParser:
                         help='processes that load images (default: one for each CPU, and at most 4)')
     parser.add_argument('--json', action='store_true', help='print JSON')
     return parser
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

@@ -56,8 +56,3 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
          *(f'{row[key] / 1e9:.3f}' for key in ('macs', 'macs_without_attention', 'macs_with_norms')), reported(row))
         for row in rows))
     return 0
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

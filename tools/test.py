@@ -109,8 +109,3 @@ def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None
     append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
                                    'model': config.model.get('name') or config.model.backbone.type,
                                    **finite, **environment()})
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

@@ -127,8 +127,3 @@ def _work_dir(args: argparse.Namespace) -> str:
     if args.resume == '' and (latest_checkpoint(folder) or any(folder.glob('*.pth'))):
         return str(folder)
     return str(Path('runs') / Path(args.config).stem)
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

@@ -81,8 +81,3 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     if subject.note:
         print(subject.note)
     return code or int(drawn < len(images))
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)

@@ -123,8 +123,3 @@ def _verify(args: argparse.Namespace) -> int:
     for name, state in () if args.json else states.items():
         print(f'{name}: {state}')
     return 0 if all(state in good for state in states.values()) else 1
-
-
-if __name__ == '__main__':
-    from .common.cli import run
-    run(main)
