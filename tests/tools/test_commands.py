@@ -290,12 +290,6 @@ def test_command_line(capsys):
         assert caught.value.code == 0 and 'usage' in capsys.readouterr().out
 
 
-def test_tools_run_as_modules(python):
-    done = python('import runpy, sys; sys.argv[1:] = ["nothing"]\n'
-                  'runpy.run_module("subquad.tools.stats", run_name="__main__", alter_sys=True)')
-    assert done.returncode == 2 and done.stderr.strip().count('\n') == 0
-
-
 @pytest.mark.long
 def test_demo_reaches_97_percent(tmp_path, capsys):
     shipped, trained = _demo_accuracies(capsys, '--out', str(tmp_path))
