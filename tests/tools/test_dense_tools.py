@@ -72,7 +72,7 @@ def test_train_resume_test(name, metrics, trained, data, tmp_path, capsys):
 
 
 def test_resumed_training_equals_an_uninterrupted_one(data, trained, tmp_path):
-    shutil.copy(trained[UPERNET] / 'epoch_1.pth', tmp_path)      # what is there when it is stopped in its second epoch
+    shutil.copy(trained[UPERNET] / 'epoch_1.pth', tmp_path)      # what a run leaves that stops in its second epoch
     train.main([UPERNET, '--data', str(data), *SHORT, 'train_cfg.max_epochs=3', '--work-dir', str(tmp_path),
                 '--resume', str(tmp_path / 'epoch_1.pth')])
     one, other = (read_checkpoint(folder / 'last.safetensors')[0] for folder in (trained[UPERNET], tmp_path))
