@@ -2,7 +2,7 @@
 import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -25,17 +25,10 @@ class Operator(NamedTuple):
             all derivatives. Others have a gradient written by hand, and no forward mode.
         objection: returns why the Triton kernels cannot run on the tensors that the operator is
             called with, or None; a sentence if there are no kernels.
-        launches: yields names and functions of (dtype, channels) that launch every kernel on meta
-            tensors, for lines of given lengths; see `aot.cases`.
-        items: what the loops of a kernel work on, by its name, and how many of these its programs
-            process in one pass of each innermost loop (or in all, without loops), as a function of
-            its constants.
     """
     implementations: Dict[str, Callable]
     plain: bool = False
     objection: Objection = None
-    launches: Callable[[Sequence[int]], Iterator[Tuple[str, Callable]]] = lambda lengths: iter(())
-    items: Mapping[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {}
 
 
 # Filled by the operators' modules, which `kernels/__init__.py` lists.

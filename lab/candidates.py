@@ -2,10 +2,10 @@
 from dataclasses import dataclass
 from typing import Dict, Iterable, List, Optional, Sequence
 
-from subquad.kernels import aot
 from subquad.kernels.common import launch_table
 from subquad.kernels.common.launch_table import Key, Launch
 
+from . import aot
 from .machine_code import compile_all, per_item
 
 WARPS, STAGES, REGISTERS = (1, 2, 4, 8), (1, 2, 3), (None, 255, 128)

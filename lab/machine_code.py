@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from subquad.kernels import aot
-from subquad.kernels.dispatch import OPERATORS
 from subquad.tools.common.cli import UserError, one_line, quiet
 from subquad.tools.common.output import add_row, dumps, print_table
+
+from . import aot
 
 
 @dataclass(frozen=True)
@@ -273,14 +273,13 @@ def compile_all(calls: Mapping[str, Callable[[], Any]], target: str) -> Dict[str
 def per_item(code: MachineCode) -> Tuple[List[float], str]:
     """Return thread-instructions per item of a kernel, one number per loop, and the item's name.
 
-    Both are empty for kernels whose operator declares no item for them, and for targets whose tools do not report
-    instructions.
+    Both are empty for kernels without an entry in `aot.ITEMS`, and for targets whose tools do not report instructions.
     """
-    for operator in OPERATORS.values():
-        if code.name in operator.items and code.instructions is not None:
-            item, count = operator.items[code.name]
-            return code.per_item(count(code.constants)), item
-    return [], ''
+    beginnings = [name for name in aot.ITEMS if code.name.startswith(name)]
+    if not beginnings or code.instructions is None:
+        return [], ''
+    item, count = aot.ITEMS[max(beginnings, key=len)]
+    return code.per_item(count(code.constants)), item
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -18,7 +18,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from subquad.kernels import aot
 from subquad.kernels.common import launch as launching
 from subquad.kernels.common import launch_table
 from subquad.kernels.common.launch_table import Key, Launch, Table
@@ -28,6 +27,7 @@ from subquad.tools.common.cli import UserError
 from subquad.tools.common.output import dumps
 from subquad.tools.engine.records import environment
 
+from . import aot
 from .candidates import Verdict, candidates, judge, rows_of
 from .gpu_checks import SMALL
 from .gpu_plan import run_interpreted

@@ -64,7 +64,7 @@ def imports(module: str):
 
 def layer(module: str) -> int:
     """Layer of a module of kernels/."""
-    if module in ('kernels', 'kernels.aot'):
+    if module == 'kernels':
         return TOP_LAYER
     return KERNEL_LAYERS.get('.'.join(module.split('.')[:2]), OPERATOR_LAYER)
 

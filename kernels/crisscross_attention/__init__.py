@@ -151,5 +151,4 @@ OPERATORS['crisscross_attention'] = Operator(
         'export': portable.crisscross_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=late(__name__, 'triton.launches'),
 )

@@ -7,14 +7,11 @@ of weights; then P_h (P_w v) and the mean. The backward pass computes 1/2 P_h' g
 then those of the columns, which it adds to them. Lines longer than a tile also need their sums, and in the backward
 pass delta, from small launches.
 """
-from functools import partial
-from typing import Callable, Iterator, List, Sequence, Tuple
+from typing import List, Tuple
 
-import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.checks import MASK_MODES
 from ..common.tiles import row_products
 from ..decay_attention.triton import Lines
 from ..decay_attention.triton_backward import differentiate, transposed
@@ -69,19 +66,3 @@ def backward(grad: Tensor, inputs: List[Tensor], saved: List[Tensor], mask_mode:
     delta = None if before.whole else row_products(inner, middle)
     dbefore = differentiate(before, v, inner, dq, dk, dv, delta, add=True)
     return [dq, dk, dv, *((dlast, dbefore) if paths == 'v2h' else (dbefore, dlast))]
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for mask_mode in MASK_MODES:
-        for length in (lengths[-1], 100):
-            yield (f'crisscross_attention, {mask_mode}, lines of {length}',
-                   partial(_launch, length, mask_mode))
-
-
-def _launch(length: int, mask_mode: str, dtype: torch.dtype, dim: int) -> None:
-    q, k, v, grad = (torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta')
-                     for _ in range(4))
-    steps = [torch.empty(2, 4, length, length, device='meta') for _ in range(2)]
-    saved = forward(q, k, v, *steps, mask_mode, 'both', True)
-    backward(grad, [q, k, v, *steps], list(saved), mask_mode, 'both')

@@ -141,9 +141,6 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_
     return _triton_forward(q, k, v, log_decay, axis, mask_mode, save)[0]
 
 
-ITEMS = {f'decay_attention_{part}{line}': ('pair', lambda c: c['BLOCK'] ** 2 * c.get('ROWS', 1))
-         for part in ('fwd', 'bwd', 'transposed') for line in ('', '_line')}
-
 OPERATORS['decay_attention'] = Operator(
     implementations={
         'reference': reference.decay_attention,
@@ -152,6 +149,4 @@ OPERATORS['decay_attention'] = Operator(
         'export': portable.decay_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=late(__name__, 'triton_backward.launches'),
-    items=ITEMS,
 )

@@ -6,8 +6,7 @@ A kernel can also add the gradient of a second product with the same weights, y_
 attention takes half. Lines of one tile recompute P from the inputs. For longer lines, a program takes a tile first as
 queries, then as keys, and needs the log-sum-exps of the forward pass and delta[j] = sum_l P[j, l] dP[j, l].
 """
-from functools import partial
-from typing import Callable, Iterator, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
@@ -15,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.checks import MASK_MODES
 from ..common.numerics import steps_gradient
 from ..common.tiles import INF, LOG2E, dot, load_tokens, row_products, store_tokens
-from . import triton as forward
 from .triton import LEAST_STEP, SIZES, Lines, line_exponentials, line_sums, load_line, load_steps, place
 
 
@@ -286,19 +283,3 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, out: 
     dq, dk, dv = (launch.token_major(x.shape, x) for x in (q, k, v))
     delta = None if lines.whole else row_products(grad, out)
     return dq, dk, dv, differentiate(lines, v, grad, dq, dk, dv, delta)
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for length in (*lengths, 100):
-        for mask_mode in MASK_MODES:
-            yield (f'decay_attention, {mask_mode}, lines of {length}',
-                   partial(_launch, length, mask_mode))
-
-
-def _launch(length: int, mask_mode: str, dtype: torch.dtype, dim: int) -> None:
-    q, k, v, grad = (torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta')
-                     for _ in range(4))
-    steps = torch.empty(2, 4, length, length, device='meta')
-    saved = forward.forward(q, k, v, steps, 'row', mask_mode, True)
-    backward(grad, q, k, v, steps, *saved, 'row', mask_mode)

@@ -143,5 +143,4 @@ OPERATORS['depthwise_conv'] = Operator(
     },
     plain=True,
     objection=_too_large,
-    launches=late(__name__, 'triton.launches'),
 )

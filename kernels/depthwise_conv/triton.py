@@ -10,8 +10,7 @@ of a row once and adds it to the K output rows that need it, which it keeps in r
 a half-turn. The gradient of the window is summed in registers over the patches of a program, then over the programs by
 `torch.sum`: no atomic operation.
 """
-from functools import partial
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 import triton
@@ -239,16 +238,3 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     dweight.view(x.shape[3], -1).copy_(sums[:-1].T)
     return dx, dweight, sums[-1].to(weight.dtype, copy=True)
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for window, form in ((3, 'residual and GELU'), (5, 'sum')):
-        yield f'depthwise_conv, {window} x {window}, {form}', partial(_launch, window, form)
-
-
-def _launch(window: int, form: str, dtype: torch.dtype, dim: int) -> None:
-    x = torch.empty(2, 14, 14, dim, dtype=dtype, device='meta')
-    weight, gelu = x.new_empty(dim, 1, window, window), 'GELU' in form
-    forward(x, weight, x.new_empty(dim), x if form == 'sum' else None, gelu, gelu)
-    backward(x, x, weight, gelu, gelu, True, True)

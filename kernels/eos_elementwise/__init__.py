@@ -281,9 +281,6 @@ def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
     return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(_keys(e))
 
 
-ITEMS = {f'eos_elementwise_{part}': ('token', lambda c: c['BLOCK'])
-         for part in ('fwd', 'bwd', 'memory')}
-
 OPERATORS['eos_elementwise'] = Operator(
     implementations={
         'reference': reference.eos_elementwise,
@@ -293,6 +290,4 @@ OPERATORS['eos_elementwise'] = Operator(
         'fla': fla.eos_elementwise_fla,
     },
     objection=_unsupported,
-    launches=late(__name__, 'triton_backward.launches'),
-    items=ITEMS,
 )

@@ -13,8 +13,7 @@ gradient is the sum of q dq over the former or, which is the same, of k dk over 
 for memories that enter and leave a chunk, the kernel adds up whichever of them lies between the token and the boundary.
 No term is subtracted, so a step of -80 has the gradient of a weight of e^-80 and not a difference of large numbers.
 """
-from functools import partial
-from typing import Callable, Iterator, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
@@ -23,10 +22,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.tiles import dot
-from ..eos_scan.chunks import triton_chunk
-from ..eos_scan.problem import DIRECTIONS, RealProblem
-from . import triton as forward
-from . import triton_full_rank
+from ..eos_scan.problem import DIRECTIONS
 from .triton import (
     Tiles,
     block_decays,
@@ -253,40 +249,3 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
     dlogs = (empty.clone() if dlog is None else dlog.sum_to_size(log.shape)
              for dlog, log in ((dlog_k, log_k), (dlog_d, log_d)))
     return di, de, ds, *dlogs, dstate
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for form in ('sigmoid', 'exponential', 'constant'):
-        yield f'eos_elementwise, full rank, {form}', partial(_launch_full_rank, form)
-    for length, direction, steps in (
-            *((length, 'both', 'rows') for length in lengths), (100, 'forward', 'rows'),
-            *((length, 'both', 'rows and columns') for length in (lengths[-1], 100))):
-        yield (f'eos_elementwise, {direction}, steps of {steps}, lines of {length}',
-               partial(_launch, length, direction, steps))
-
-
-def _launch(length: int, direction: str, steps: str, dtype: torch.dtype, dim: int) -> None:
-    i, e = (torch.empty(2, length, 4, n, dtype=dtype, device='meta').transpose(1, 2)
-            for n in (dim, max(16, dim // 2)))
-    logs = [torch.empty(x.shape, device='meta') if name in steps else None
-            for x, name in ((e, 'rows'), (i, 'columns'))]
-    chunk = triton_chunk(dtype, length, 64)
-    _, states, _ = forward.forward(i, e, e, *logs, None, direction, chunk, True, False)
-    backward(i, None, i, e, e, *logs, None, states, direction, chunk)
-
-
-def _launch_full_rank(form: str, dtype: torch.dtype, keys: int) -> None:
-    """sigmoid: z along K. exponential: z along D, with states. constant: o, e and s (H, K, D)."""
-    i, grad = (torch.empty(2, 4, 56, max(32, keys), dtype=dtype, device='meta') for _ in range(2))
-    e, weight = i.new_empty(2, 4, 56, keys), torch.empty(4, keys, i.shape[3], device='meta')
-    state = torch.empty(2, *weight.shape, device='meta')
-    z, s, state = {'sigmoid': (e.unsqueeze(-1), e, None),
-                   'exponential': (i.unsqueeze(-2), e, state),
-                   'constant': (weight.new_empty((1,) * 5), weight.to(dtype), None)}[form]
-    expand = e if form != 'constant' else s
-    problem = RealProblem(i, expand, s, None, None, z, weight, 'k',
-                          'exponential' if form != 'sigmoid' else form, 16.0, state)
-    _, states, last = triton_full_rank.forward(problem, 'forward', True, state is not None)
-    dfinal = last if state is not None else None
-    triton_full_rank.backward(grad, dfinal, problem, states, 'forward')

@@ -172,5 +172,4 @@ OPERATORS['eos_matmul'] = Operator(
         'fla': fla.eos_matmul_fla,
     },
     objection=lambda i, e, *_: memory_too_large(e.shape[3]),
-    launches=late(__name__, 'triton.launches'),
 )

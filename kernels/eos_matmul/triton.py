@@ -19,8 +19,7 @@ in the order of the direction. The last kernel adds these terms within chunks of
 is known from G and m, so no rounding error passes from one chunk to another. The same kernel adds up the sums over
 columns, which the others store for each tile: no atomic operation.
 """
-from functools import partial
-from typing import Callable, Iterator, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
@@ -279,20 +278,3 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
         run.parts, run.sizes[-1], BLOCK=CHUNK, BLOCK_K=SUM_ROWS, DIRECTIONS=run.directions, **options,
         **launch.options('eos_matmul_bwd_sum', e.dtype, CHUNK, SUM_ROWS))
     return (total(di), *sums, dgk if gk is None else dgk.sum_to_size(gk.shape), dstate)
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for form in ('no step logs', 'states', 'both directions'):
-        yield f'eos_matmul, {form}', partial(_launch, form)
-
-
-def _launch(form: str, dtype: torch.dtype, keys: int) -> None:
-    i, grad = (torch.empty(2, 4, 56, max(32, keys), dtype=dtype, device='meta') for _ in range(2))
-    e, s, a, b = (torch.empty(2, 4, 56, keys, dtype=dtype, device='meta') for _ in range(4))
-    gk = None if form == 'no step logs' else torch.empty(2, 4, 56, keys, device='meta')
-    state = torch.empty(2, 4, keys, max(32, keys), device='meta') if form == 'states' else None
-    direction = 'both' if form == 'both directions' else 'forward'
-    _, read, last = forward(i, e, s, a, b, gk, state, direction, True, state is not None)
-    backward(grad, None if state is None else last, i, e, s, a, b, gk, state, read,
-                    direction)

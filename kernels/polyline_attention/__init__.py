@@ -147,13 +147,6 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor
     return _triton_forward(q, k, v, *sums, mask_mode, paths, save)[0]
 
 
-ITEMS = {
-    **{f'polyline_attention_{part}': ('pair', lambda c: c['ROWS'] * c['COLS'] ** 2 * c['KEY_ROWS'])
-       for part in ('fwd', 'bwd_query', 'bwd_key')},
-    **{f'polyline_attention_running_{part}': ('pair', lambda c: c['BLOCK'] ** 2 * c.get('ROWS', 1))
-       for part in ('fwd', 'bwd')},
-}
-
 OPERATORS['polyline_attention'] = Operator(
     implementations={
         'reference': reference.polyline_attention,
@@ -162,6 +155,4 @@ OPERATORS['polyline_attention'] = Operator(
         'export': portable.polyline_attention_export,
     },
     objection=launch.head_too_wide,
-    launches=late(__name__, 'triton.launches'),
-    items=ITEMS,
 )

@@ -18,16 +18,13 @@ group. They return at once where no flag is set, and the host never waits for a 
 Kernels read tensors through their strides. If columns fill the tiles better than rows, the grid is read by columns, by
 exchanging the strides, Sa with Sb, and L with L~.
 """
-from functools import partial
-from typing import Callable, Dict, Iterator, Sequence, Tuple
+from typing import Dict, Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.checks import MASK_MODES
 from ..common.tiles import INF, LOG2E, row_products
 from . import triton_running
 from .triton_backward import _polyline_attention_bwd_key_kernel, _polyline_attention_bwd_query_kernel
@@ -318,22 +315,3 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
         totals = [x + y for x, y in zip(totals, found)] if totals else found
     dsa, dsb = (x.view_as(sa) for x in totals)
     return (dq, dk, dv, dsb, dsa) if grid.swapped else (dq, dk, dv, dsa, dsb)
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for length in lengths:
-        for mask_mode, paths in (*((name, 'both') for name in MASK_MODES), ('additive', 'v2h'),
-                                 ('additive', 'h2v')):
-            form = mask_mode if paths == 'both' else paths
-            yield (f'polyline_attention, {form}, {length} x {length}',
-                   partial(_launch, length, mask_mode, paths))
-
-
-def _launch(length: int, mask_mode: str, paths: str, dtype: torch.dtype, dim: int) -> None:
-    q, k, v, grad = (torch.empty(2, 4, length, length, dim, dtype=dtype, device='meta')
-                     for _ in range(4))
-    sa, sb = (torch.empty(2, 4, length, length, device='meta') for _ in range(2))
-    forward(q, k, v, sa, sb, mask_mode, paths, False)
-    saved = forward(q, k, v, sa, sb, mask_mode, paths, True)
-    backward(grad, q, k, v, sa, sb, *saved, mask_mode, paths)

@@ -98,10 +98,6 @@ def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     return results[0] + results[1] if len(results) == 2 else results[0]
 
 
-# `row_products`, which the scan shares with attention, is in `common/tiles.py`.
-ITEMS = {name: ('element', lambda c: c['BLOCK'] * c['BLOCK_D'])
-         for name in ('polyline_scan_fwd', 'polyline_scan_bwd', 'row_products')}
-
 OPERATORS['polyline_scan'] = Operator(
     implementations={
         'reference': reference.polyline_scan,
@@ -110,6 +106,4 @@ OPERATORS['polyline_scan'] = Operator(
         'export': portable.polyline_scan_export,
     },
     plain=True,
-    launches=late(__name__, 'triton.launches'),
-    items=ITEMS,
 )

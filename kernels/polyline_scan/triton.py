@@ -24,8 +24,7 @@ exact in one form, and no other is chosen for large ones.
 On NVIDIA GPUs a product is a sum of TF32 products, of 11 leading bits and of the next 11 bits, which leaves out at most
 3 * 2^-20 of a product. Elsewhere products are float32.
 """
-from functools import partial
-from typing import Callable, Iterator, Sequence, Tuple
+from typing import Tuple
 
 import torch
 import triton
@@ -286,15 +285,3 @@ def backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor, 
         x, steps, grad, dx, dsteps, axis.states(x), axis.states(x), axis.lines, axis.length, axis.inner,
         **axis.constants)
     return dx, dsteps.sum(0)
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for length in (*lengths, 100, 256, 600):
-        yield f'polyline_scan, lines of {length}', partial(_launch, length)
-
-
-def _launch(length: int, dtype: torch.dtype, dim: int) -> None:
-    x = torch.empty(2, 4, length, 3, dim, dtype=dtype, device='meta')
-    steps = torch.empty(2, 4, length, 3, device='meta')
-    backward(forward(x, steps, 2, torch.float32), x, steps, 2)

@@ -125,9 +125,6 @@ _triton_backward = node(
 _differentiate(_portable, _portable_backward)
 _differentiate(_triton, _triton_backward)
 
-ITEMS = {f'quadtree_solve_{part}': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D'])
-         for part in ('up', 'upper', 'down')}
-
 OPERATORS['quadtree_solve'] = Operator(
     implementations={
         'reference': reference.quadtree_solve,
@@ -135,6 +132,4 @@ OPERATORS['quadtree_solve'] = Operator(
         'triton': _triton,
         'export': portable.quadtree_solve_export,
     },
-    launches=late(__name__, 'triton.launches'),
-    items=ITEMS,
 )

@@ -24,8 +24,7 @@ the same kernels. For the same reason, one kernel does both sweeps of tiles on t
 many levels of its side exist, and takes all heads of up to 32 channels. These tiles are few. The tiles of leaves have
 kernels of their own, whose registers do not hold pointers to the numbers of tiles below.
 """
-from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -344,21 +343,3 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
     block = min(LARGEST_BLOCK[1], triton.next_power_of_2(out[0].shape[-1]))
     _start(grads, edges, out, solution, edge_grads, parametrization, shift, block)
     return out, edge_grads
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`: trees of one tile, and trees of tiles of either side."""
-    for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'),
-                                  (200, 'laplacian')):
-        yield (f'quadtree_solve, {parametrization}, {side} x {side}',
-               partial(_launch, side, parametrization))
-
-
-def _launch(side: int, parametrization: str, dtype: torch.dtype, dim: int) -> None:
-    levels, heads = quadtree_levels(side, side), 4
-    values = [torch.empty(2, x.height, x.width, heads, dim, dtype=dtype, device='meta')
-              .permute(0, 3, 1, 2, 4) for x in levels]
-    edges = [torch.empty(2, x.height, x.width, heads, device='meta').permute(0, 3, 1, 2)
-             for x in levels[:-1]]
-    solution = forward(values, edges, parametrization, (0, 0))
-    backward(values, solution, edges, parametrization, (0, 0))

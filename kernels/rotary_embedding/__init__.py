@@ -116,5 +116,4 @@ OPERATORS['rotary_embedding'] = Operator(
         'export': angles.rotary_embedding_export,
     },
     plain=True,
-    launches=late(__name__, 'triton.launches'),
 )

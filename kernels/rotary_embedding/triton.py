@@ -4,9 +4,8 @@
 
 The gradient is the rotation by the negative angles, by the same kernel.
 """
-from typing import Callable, Iterator, Sequence, Tuple
+from typing import Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,13 +55,3 @@ def forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) ->
         q, k, table, q_out, k_out, scale, tokens, heads, *q.stride()[:3], *k.stride()[:3], DIM=dim, INVERSE=inverse,
         BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=WARPS)
     return q_out, k_out
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    yield 'rotary_embedding, 14 x 14', _launch
-
-
-def _launch(dtype: torch.dtype, dim: int) -> None:
-    q = torch.empty(2, 196, 4, dim, dtype=dtype, device='meta').transpose(1, 2)
-    forward(q, q, torch.empty(196, dim // 2, 2, device='meta'), 0.25, False)

@@ -168,13 +168,6 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tens
     return _forward(query, key, value, key_weight, key_bias, *patch, sampling)[0]
 
 
-ITEMS = {
-    **{f'separable_attention_{name}': ('element', lambda c: c['BLOCK_N'] * c['BLOCK_D'])
-       for name in ('fwd_context', 'fwd_apply', 'bwd_value')},
-    **{f'separable_attention_{name}': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L'])
-       for name in ('fwd_softmax', 'bwd_query')},
-}
-
 OPERATORS['separable_attention'] = Operator(
     implementations={
         'reference': reference.separable_attention,
@@ -183,6 +176,4 @@ OPERATORS['separable_attention'] = Operator(
         'export': portable.separable_attention_export,
     },
     plain=True,
-    launches=late(__name__, 'triton_backward.launches'),
-    items=ITEMS,
 )

@@ -1,8 +1,6 @@
 """Triton kernels of the gradients of separable attention: the last two lines of equations in `triton`."""
-from functools import partial
-from typing import Callable, Iterator, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,19 +137,3 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_weight
         query, statistics, products, dquery, *query.stride()[:3], *call.key_grid, **call.patch, **call.logits(),
         **options)
     return dquery, dkey, dvalue, dcontext
-
-
-def launches(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Launch every kernel on meta tensors, for `aot`."""
-    for latents in (1, 8):
-        for keys in ('keys', 'mapped keys'):
-            yield (f'separable_attention, {latents} latent, {keys}, 32 x 32',
-                   partial(_launch, 32, latents, keys == 'mapped keys'))
-
-
-def _launch(side: int, latents: int, key_map: bool, dtype: torch.dtype, dim: int) -> None:
-    x = torch.empty(2, side, side, dim, dtype=dtype, device='meta')
-    query = x.new_empty(2, side, side, latents)
-    weight = x.new_empty(dim, dim) if key_map else None
-    _, statistics, summed = forward.forward(query, x, x, weight, None, (2, 2), 'pixel')
-    backward(x, query, x, x, weight, None, statistics, summed, (2, 2), 'pixel')

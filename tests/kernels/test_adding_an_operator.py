@@ -9,7 +9,7 @@ from helpers import ROOT
 from operator_cases import DEVICE, TOLERANCE, weighted_sum
 
 from subquad import kernels
-from subquad.kernels import aot, dispatch
+from subquad.kernels import dispatch
 
 PAGE = (ROOT / 'docs' / 'adding-an-operator.md').read_text()
 FILES = dict(re.findall(r'^~~~python\n# kernels/token_shift/(\w+\.py)\n(.*?)^~~~$', PAGE,
@@ -66,7 +66,6 @@ def test_what_pytorch_sees(token_shift):
 def test_the_declaration_is_enough(token_shift):
     pytest.importorskip('triton')
     assert dispatch.OPERATORS['token_shift'].plain
-    assert 'token_shift, 14 x 14, bfloat16, 32 channels' in aot.cases()
     x, weight = (y.cpu() for y in _inputs())
     assert 'arguments are on cpu' in kernels.why_not('token_shift', x, weight)
     assert torch.func.jvp(token_shift, (x, weight), (x, weight))[1].isfinite().all()

@@ -292,8 +292,7 @@ def test_results_do_not_depend_on_saving():
 
 COMPILE = '''
 import json, torch
-from lab import machine_code
-from subquad.kernels import aot
+from lab import aot, machine_code
 from subquad.kernels.crisscross_attention import triton as crisscross  # noqa: E402
 from subquad.kernels.decay_attention import triton as decay  # noqa: E402
 

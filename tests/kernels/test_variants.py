@@ -7,28 +7,20 @@ from pairwise import slow
 pytest.importorskip('triton')
 
 # Calls a model's operators on meta tensors with the shapes and layouts of its stages, for detector-sized images, and
-# counts the keys under which Triton looks for compiled kernels. Nothing is compiled or launched. Operators run their
-# own code instead of their shape functions.
+# counts the keys under which Triton looks for compiled kernels. Nothing is compiled or launched.
 SCRIPT = '''
 import collections, json, random, sys
 import torch, triton
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import compute_cache_key
 import subquad
-from subquad.kernels import (aot, crisscross_attention, dispatch, eos_elementwise, eos_matmul, polyline_attention,
-                             quadtree_solve, separable_attention)
+from lab import aot
+from subquad.kernels import (crisscross_attention, eos_elementwise, eos_matmul, polyline_attention, quadtree_solve,
+                             separable_attention)
 from subquad.kernels.eos_scan import DecayGenerator
 from subquad.kernels.trees.grid import quadtree_levels, third_of_coarsest_cell
 
-OPERATORS = {f'{x._namespace}::{x._name}': x._init_fn for x in list(OPDEFS.values()) if x._namespace == 'subquad'}
 # Channels, heads and stride of the stages of the tiny models.
 STAGES = ((64, 4, 4), (128, 4, 8), (256, 8, 16), (512, 16, 32))
-
-
-class RunKernels(TorchDispatchMode):
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        return OPERATORS.get(operator._schema.name, operator)(*args, **(kwargs or {}))
 
 
 def detector_sizes(count):
@@ -101,8 +93,7 @@ def look_up(self, *args, grid, warmup, **options):
 
 
 model, sizes, result = globals()[sys.argv[1]], sorted(set(detector_sizes(80))), {}
-dispatch._objection = lambda *_: None                          # tensors on the meta device are no objection here
-with aot.compiling_for('cuda:90'), dispatch.use_backend('triton'), RunKernels():
+with aot.compiling_for('cuda:90'):
     triton.runtime.jit.JITFunction.run = look_up
     for training in (False, True):
         variants = collections.defaultdict(set)

@@ -13,8 +13,7 @@ import dataclasses, json
 import torch
 import triton
 import triton.language as tl
-from lab import machine_code
-from subquad.kernels import aot
+from lab import aot, machine_code
 
 @triton.jit
 def _chain_kernel(x, y, out, count, BLOCK: tl.constexpr):
