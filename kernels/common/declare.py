@@ -52,30 +52,38 @@ def _first_tensor(args: Iterable[Any]) -> Tensor:
 
 
 def differentiate(forward: Any, backward: Callable[..., Sequence[Tensor]],
-                  kept: Callable[[Any], Sequence[Tensor]] = lambda outputs: ()) -> None:
-    """Register the gradient of an operator whose arguments are tensors, then options, then `save` if it has that.
+                  kept: Callable[[Any], Sequence[Tensor]] = lambda outputs: (), used: Sequence[int] = (0,)) -> None:
+    """Register the gradient of an operator whose arguments are tensors or None, options, and flags: `save`, and after
+    it, for each used output but the first, whether it is wanted.
 
     Args:
         forward: a `node`. With `save=False` it does not compute what only the backward pass needs.
-        backward: returns the gradients of the tensors. It is called with the gradient of the first output, the tensors,
-            the kept outputs and the options.
+        backward: returns the gradients of the tensors; those of None are dropped. It is called with the gradients of
+            the used outputs, the tensors, the kept outputs and the options.
         kept: selects the outputs that the backward pass needs, as they are or replaced by tensors without elements.
+        used: the outputs with a gradient. If there are several, the first has the shape of the first tensor, and the
+            gradients of the others may be None.
     """
     arguments = forward._opoverload._schema.arguments
+    names = [argument.name for argument in arguments]
     tensors = sum('Tensor' in str(argument.type) for argument in arguments)
-    optional = arguments[-1].name == 'save'
+    end = names.index('save') if 'save' in names else len(names)
 
     def save(ctx, inputs, output) -> None:
-        ctx.options, ctx.saved = inputs[tensors:len(inputs) - optional], not optional or inputs[-1]
+        ctx.options, (ctx.saved, *ctx.wanted) = inputs[tensors:end], inputs[end:] or (True,)
         ctx.save_for_backward(*inputs[:tensors], *kept(output))
         ctx.set_materialize_grads(False)
 
-    def gradient(ctx, grad, *_):
+    def gradient(ctx, *grads):
         check_saved(forward, ctx.saved)
-        if grad is None:                                 # nothing depends on the first output
+        saved = ctx.saved_tensors
+        given = [grads[n] if wanted else None for n, wanted in zip(used, (True, *ctx.wanted))]
+        if all(grad is None for grad in given):
             return (None,) * len(arguments)
-        grads = backward(grad, *ctx.saved_tensors, *ctx.options)
-        return *grads, *(None,) * (len(arguments) - tensors)
+        if given[0] is None:
+            given[0] = torch.zeros_like(saved[0])
+        found = backward(*given, *saved, *ctx.options)
+        return *(None if x is None else grad for x, grad in zip(saved, found)), *(None,) * (len(arguments) - tensors)
 
     forward.register_autograd(gradient, setup_context=save)
 

@@ -2,11 +2,10 @@
 from functools import partial
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
-import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.declare import late, node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import compute_dtype, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import DecayGenerator, fla, full_rank
@@ -17,9 +16,11 @@ from ..eos_scan.problem import (
     Oscillation,
     Output,
     RealProblem,
-    differentiate,
     empty_gradient,
     in_dtypes,
+    keys_of,
+    loop_flops,
+    results,
     solve,
     unchanged,
 )
@@ -111,16 +112,6 @@ Three = Tuple[Tensor, Tensor, Tensor]
 Six = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _keys(e: Tensor) -> int:
-    return e.shape[1 if e.ndim == 3 else 3]
-
-
-def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Three:
-    dtype = compute_dtype(i.dtype)
-    final = (*i.shape[:2], _keys(e), i.shape[3]) if last else (0,)
-    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
-
-
 def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, single: int) -> Tuple[int, int]:
     """Return the operations of the products within chunks, and of one product with memories.
 
@@ -149,11 +140,11 @@ def _backward_flops(i, e, direction: str, chunk: int, single: int) -> int:
           _flops(i, e, direction, chunk, SINGLE_CHUNK)))
 def _portable_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty, direction: str,
                       chunk: int, save: bool, last: bool) -> Three:
-    states = boundary_shape(i, _keys(e), state, direction, chunk, save, last)
+    states = boundary_shape(i, keys_of(e.shape), state, direction, chunk, save, last)
     # Asked last: it guards the batch of exported programs.
     if len(states) > 1 and portable.token_by_token(i, e):
         states = (0,)
-    return _results(i, e, launch.token_order(i), states, last)
+    return results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_portable_bwd', partial(in_dtypes, portable.backward),
@@ -170,9 +161,9 @@ def _triton_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty,
                     chunk: int, save: bool, last: bool) -> Three:
     carried = save and (i.shape[2] > chunk or state is not None or last)
     count = -(-i.shape[2] // chunk) + 1
-    states = (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3])
+    states = (len(DIRECTIONS[direction]), *i.shape[:2], count, keys_of(e.shape), i.shape[3])
     states = states if carried else (0,)
-    return _results(i, e, launch.token_order(i), states, last)
+    return results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_bwd', partial(in_dtypes, late(__name__, 'triton_backward.backward')),
@@ -188,17 +179,12 @@ def _triton_backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor,
 Eight = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
-    """Return the operations of a multiplication and addition for each element of each memory."""
-    return 2 * torch.Size(i).numel() * e[1 if len(e) == 3 else 3] * len(DIRECTIONS[direction])
-
-
 def _full_flops(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, *_) -> int:
-    return 3 * _loop_flops(i, e, direction)     # the oscillation, the memory, the output
+    return 3 * loop_flops(i, e, direction)     # the oscillation, the memory, the output
 
 
 def _full_backward_flops(dy, dfinal, i, e, *others) -> int:
-    return 8 * _loop_flops(i, e, others[-1])    # both again, the adjoint, and five gradients
+    return 8 * loop_flops(i, e, others[-1])    # both again, the adjoint, and five gradients
 
 
 def _full_forward(forward: Callable, i, e, s, log_k, log_d, z, weight, state, form, tau, *options) -> Three:
@@ -215,21 +201,21 @@ def _full_backward(backward: Callable, dy, dfinal, i, e, s, log_k, log_d, z, wei
 def _full_states(i: Tensor, e: Tensor, direction: str, spacing: int, save: bool) -> Tuple[int, ...]:
     """Return the shape of the memories before every `spacing` tokens."""
     count = -(-i.shape[2] // spacing)
-    return (len(DIRECTIONS[direction]), *i.shape[:2], count, _keys(e), i.shape[3]) if save else (0,)
+    return (len(DIRECTIONS[direction]), *i.shape[:2], count, keys_of(e.shape), i.shape[3]) if save else (0,)
 
 
 @node('eos_elementwise_full_portable_fwd', partial(_full_forward, full_rank.forward), _full_flops)
 def _portable_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty, weight: Empty,
                            state: Empty, form: str, tau: float, direction: str, save: bool, last: bool) -> Three:
     states = _full_states(i, e, direction, full_rank.CHUNK, save)
-    return _results(i, e, launch.token_order(i), states, last)
+    return results(i, e, launch.token_order(i), states, last)
 
 
 @node('eos_elementwise_full_fwd',
       partial(_full_forward, late(__name__, 'triton_full_rank.forward')), _full_flops)
 def _triton_full_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty, weight: Empty,
                          state: Empty, form: str, tau: float, direction: str, save: bool, last: bool) -> Three:
-    return _results(i, e, i.new_empty(i.shape), _full_states(i, e, direction, SPACING, save), last)
+    return results(i, e, i.new_empty(i.shape), _full_states(i, e, direction, SPACING, save), last)
 
 
 def _full_gradients(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty,
@@ -246,10 +232,10 @@ _triton_full_backward = node(
     partial(in_dtypes, partial(_full_backward, late(__name__, 'triton_full_rank.backward'))),
     _full_backward_flops)(_full_gradients)
 
-differentiate(_portable_forward, _portable_backward, 6)
-differentiate(_triton_forward, _triton_backward, 6)
-differentiate(_portable_full_forward, _portable_full_backward, 8)
-differentiate(_triton_full_forward, _triton_full_backward, 8)
+for _forward, _backward in ((_portable_forward, _portable_backward), (_triton_forward, _triton_backward),
+                            (_portable_full_forward, _portable_full_backward),
+                            (_triton_full_forward, _triton_full_backward)):
+    differentiate(_forward, _backward, kept=lambda outputs: outputs[1:2], used=(0, 2))
 
 
 # --- implementations
@@ -278,7 +264,7 @@ def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: 
 def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
     """Return why the Triton kernels cannot take these arguments; None if they can."""
     # Weights (H, K, D) and step logs for all of (B, H, T, K, D) make an oscillation of full rank.
-    return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(_keys(e))
+    return None if all(x.ndim in (2, 4) for x in (e, *tensors)) else memory_too_large(keys_of(e.shape))
 
 
 OPERATORS['eos_elementwise'] = Operator(

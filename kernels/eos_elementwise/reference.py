@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..common.numerics import REFERENCE_DTYPE, bounded
 from ..eos_scan.generator import generated_logs
-from ..eos_scan.problem import Oscillation, Output, per_token
+from ..eos_scan.problem import Oscillation, Output, keys_of, per_token
 
 
 def recur(i: Tensor, e: Tensor, s: Tensor, o: Tensor, state: Tensor) -> Tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def in_directions(run, direction: str, tokens, state: Tensor) -> Tuple[Tensor, T
 def eos_elementwise(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
                     initial_state: Optional[Tensor], output_state: bool, chunk: int) -> Output:
     o = oscillation_state(oscillation).to(i.device)
-    shape = (*i.shape[:3], e.shape[1 if e.ndim == 3 else 3], i.shape[3])
+    shape = (*i.shape[:3], keys_of(e.shape), i.shape[3])
     x = double(i).unsqueeze(-2)
     e, s = (double(x)[None, :, None] if x.ndim == 3 else double(x).unsqueeze(-1) for x in (e, s))
     e, s, o = (x.expand(shape) for x in (e, s, o))

@@ -38,7 +38,7 @@ from ..eos_scan.memory_tiles import (
     strides,
     total,
 )
-from ..eos_scan.problem import RealProblem
+from ..eos_scan.problem import RealProblem, keys_of
 
 STRIDES = (*(f'{name}_{axis}' for name in ('i', 'e', 's', 'lk', 'ld', 'z') for axis in 'bht'), 'lk_k', 'ld_d', 'z_k',
            'z_d', 'w_h', 'w_k', 'w_d')
@@ -283,10 +283,6 @@ def _axes(z: Optional[Tensor]) -> str:
     return {(True, True): 'kd', (False, True): 'd'}.get((z.shape[3] > 1, z.shape[4] > 1), 'k')
 
 
-def _keys(e: Tensor) -> int:
-    return e.shape[1 if e.ndim == 3 else 3]
-
-
 def _vector_strides(x: Tensor) -> List[int]:
     """Return the strides of e or s, (B, H, T, K) or (H, K, D), for batch, head and token."""
     return [0, x.stride(0), 0] if x.ndim == 3 else strides(x)
@@ -310,7 +306,7 @@ def forward(problem: RealProblem, direction: str, save: bool, last: bool) -> Tup
     """Return the output, the memories before every SPACING tokens (directions, B, H, chunks, K, D) if `save`, and the
     last memory if `last`. z of the problem is (B, H, T, K, D), where sizes may be 1."""
     (i, *tensors), numbers, constants = _arguments(problem)
-    keys = _keys(problem.e)
+    keys = keys_of(problem.e.shape)
     run = Lines('eos_elementwise_full_fwd', i, keys, direction)
     y = run.columns(i, torch.float32 if run.directions > 1 else i.dtype)
     shape, stored = (*i.shape[:2], keys, i.shape[3]), triton.cdiv(i.shape[2], SPACING)
@@ -327,7 +323,7 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], problem: RealProblem, states:
     """Return the gradients of i, e, s, log_k, log_d, z and weight, and that of the state, in float32; empty for those
     not given."""
     (i, e, s, *tensors), numbers, constants = _arguments(problem)
-    keys, dy = _keys(e), launch.unit_stride(dy)
+    keys, dy = keys_of(e.shape), launch.unit_stride(dy)
     run = Lines('eos_elementwise_full_bwd', i, keys, direction, COLUMNS)
     tile = SPACING * run.constants['BLOCK_K'] * run.constants['BLOCK_D']
     programs = min(run.programs[0], RESIDENT, WORKSPACE // tile)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.declare import late, node
-from ..common.numerics import compute_dtype, needs_gradient, without_autocast
+from ..common.declare import differentiate, late, node
+from ..common.numerics import needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_scan import fla
 from ..eos_scan.chunks import SINGLE_CHUNK, boundary_shape, memory_too_large
@@ -15,9 +15,10 @@ from ..eos_scan.eos_arguments import check_keys, check_log, check_run, tensors_o
 from ..eos_scan.problem import (
     DIRECTIONS,
     Output,
-    differentiate,
     empty_gradient,
     in_dtypes,
+    loop_flops,
+    results,
     steps_of,
     unchanged,
 )
@@ -104,17 +105,6 @@ def _chunk_flops(i: Sequence[int], keys: int, direction: str, chunk: int, inside
             + (memory * 2 * tokens * keys * i[3] if i[2] > SINGLE_CHUNK else 0))
 
 
-def _loop_flops(i: Sequence[int], keys: int, direction: str) -> int:
-    """Return the operations of a multiplication and addition for each element of each memory."""
-    return 2 * torch.Size(i).numel() * keys * len(DIRECTIONS[direction])
-
-
-def _results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Three:
-    dtype = compute_dtype(i.dtype)
-    final = (*i.shape[:2], e.shape[3], i.shape[3]) if last else (0,)
-    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
-
-
 def _gradients(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty,
                state: Empty, states: Tensor, direction: str, chunk: int
                ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +117,7 @@ def _gradients(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, a: Te
 def _portable_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty, direction: str,
                       chunk: int, save: bool, last: bool) -> Three:
     states = boundary_shape(i, e.shape[3], state, direction, chunk, save, last)
-    return _results(i, e, launch.token_order(i), states, last)
+    return results(i, e, launch.token_order(i), states, last)
 
 
 _portable_backward = node(
@@ -139,20 +129,20 @@ _portable_backward = node(
 # The kernels go token by token and have no chunks. The operations are w, the decay, b w', e i' and
 # the output.
 @node('eos_matmul_fwd', lambda *args: late(__name__, 'triton.forward')(*args[:8], *args[9:]),
-      lambda i, e, s, a, b, gk, state, direction, *_: 5 * _loop_flops(i, e[3], direction))
+      lambda i, e, s, a, b, gk, state, direction, *_: 5 * loop_flops(i, e, direction))
 def _triton_forward(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, state: Empty, direction: str,
                     chunk: int, save: bool, last: bool) -> Three:
     states = (len(DIRECTIONS[direction]), *i.shape) if save else (0,)
-    return _results(i, e, i.new_empty(i.shape), states, last)
+    return results(i, e, i.new_empty(i.shape), states, last)
 
 
 # The memory again, four for its gradient, five gradients.
 _triton_backward = node(
     'eos_matmul_bwd', lambda *args: in_dtypes(late(__name__, 'triton.backward'), *args[:-1]),
-    lambda dy, dfinal, i, e, *others: 12 * _loop_flops(i, e[3], others[-2]))(_gradients)
+    lambda dy, dfinal, i, e, *others: 12 * loop_flops(i, e, others[-2]))(_gradients)
 
-differentiate(_portable_forward, _portable_backward, 7)
-differentiate(_triton_forward, _triton_backward, 7)
+for _forward, _backward in ((_portable_forward, _portable_backward), (_triton_forward, _triton_backward)):
+    differentiate(_forward, _backward, kept=lambda outputs: outputs[1:2], used=(0, 2))
 
 
 def _run(forward: Any, i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Empty, scale: float, direction: str,

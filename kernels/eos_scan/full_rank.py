@@ -9,7 +9,7 @@ from torch import Tensor
 from ..common.launch import token_order
 from ..common.numerics import STEP_LOG_MIN, compute_dtype, ranges
 from .generator import generated_logs, generated_slope
-from .problem import DIRECTIONS, RealProblem
+from .problem import DIRECTIONS, RealProblem, keys_of
 
 # Tokens whose oscillation exists at a time; the memory before each chunk is kept for the backward pass.
 CHUNK = 32
@@ -60,13 +60,9 @@ def _schedule(problem: RealProblem, reverse: bool, backward: bool):
     """Yield slices of the batch, each with its blocks of tokens in the order of the pass."""
     batch, heads, length, dim = problem.i.shape
     times = [slice(n, min(n + CHUNK, length)) for n in range(0, length, CHUNK)]
-    lines = max(1, BLOCK_ELEMENTS // (heads * min(length, CHUNK) * _keys(problem) * dim))
+    lines = max(1, BLOCK_ELEMENTS // (heads * min(length, CHUNK) * keys_of(problem.e.shape) * dim))
     for part in ranges(batch, lines):
         yield part, [Tokens(part, time, reverse) for time in (times[::-1] if reverse != backward else times)]
-
-
-def _keys(problem: RealProblem) -> int:
-    return problem.e.shape[1 if problem.e.ndim == 3 else 3]
 
 
 def _vector(x: Optional[Tensor], axis: int) -> Optional[Tensor]:
@@ -95,7 +91,7 @@ def forward(problem: RealProblem, direction: str, save: bool, last: bool) -> Tup
     if `last`."""
     dtype = compute_dtype(problem.i.dtype)
     batch, heads, length, dim = problem.i.shape
-    shape, names = (batch, heads, _keys(problem), dim), DIRECTIONS[direction]
+    shape, names = (batch, heads, keys_of(problem.e.shape), dim), DIRECTIONS[direction]
     y = token_order(problem.i)
     states = y.new_empty((len(names), *shape[:2], -(-length // CHUNK), *shape[2:]) if save else 0, dtype=dtype)
     final = y.new_empty(shape if last else 0, dtype=dtype)

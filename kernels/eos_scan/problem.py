@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from ..common.checks import exporting
-from ..common.declare import check_saved
 from ..common.numerics import STEP_LOG_MIN, bounded, compute_dtype, empty_result
 from .constant import is_constant, run_constant
 from .generator import DecayGenerator
@@ -218,24 +217,18 @@ def unchanged(i: Tensor, others: Sequence[Tensor], keys: int, state: Optional[Te
     return y, state.to(dtype) + y.sum()
 
 
-def differentiate(forward: Any, backward: Any, tensors: int) -> None:
-    """Register the gradient of a forward operator of so many tensors, other options, and `save` and `last`.
+def keys_of(shape: Sequence[int]) -> int:
+    """Return K of the shape of e or s, (B, H, T, K) or (H, K, D)."""
+    return shape[1 if len(shape) == 3 else 3]
 
-    It returns (y, states, memory); backward takes (dy, dmemory, tensors, states, options)."""
-    def save(ctx, inputs, output) -> None:
-        ctx.options, ctx.saved, ctx.last = inputs[tensors:-2], *inputs[-2:]
-        ctx.present = [x is not None for x in inputs[:tensors]]
-        ctx.save_for_backward(*inputs[:tensors], output[1])
-        ctx.set_materialize_grads(False)
 
-    def gradient(ctx, dy, _, dfinal):
-        check_saved(forward, ctx.saved)
-        *inputs, states = ctx.saved_tensors
-        none = (None,) * (len(ctx.options) + 2)
-        if dy is None and dfinal is None:
-            return (*(None,) * tensors, *none)
-        dy = torch.zeros_like(inputs[0]) if dy is None else dy
-        grads = backward(dy, dfinal if ctx.last else None, *inputs, states, *ctx.options)
-        return (*(grad if there else None for grad, there in zip(grads, ctx.present)), *none)
+def results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized results of a forward pass: y, what a backward pass needs, and the last memory if `last`."""
+    dtype = compute_dtype(i.dtype)
+    final = (*i.shape[:2], keys_of(e.shape), i.shape[3]) if last else (0,)
+    return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
 
-    forward.register_autograd(gradient, setup_context=save)
+
+def loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
+    """Return the operations of a multiplication and addition for each element of each memory."""
+    return 2 * torch.Size(i).numel() * keys_of(e) * len(DIRECTIONS[direction])
