@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -29,13 +29,9 @@ from subquad.tools.engine.records import environment
 
 from . import aot
 from .candidates import Verdict, candidates, judge, rows_of
-from .gpu_checks import SMALL
-from .gpu_plan import run_interpreted
 
 # A candidate must take less than this share of the row's time.
 _GAIN = 0.98
-# The line that a dry run takes for a longer one: of more than one chunk in every dtype.
-_SMALL_LINE = (1, 70)
 # How far results of two candidates may be apart, relative to the largest value: sums have another order.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -216,28 +212,6 @@ def _sweep(problem: Problem, key: Key, ordered: Sequence[Launch], call: Callable
     return left
 
 
-def dry_run(problems: Sequence[Problem]) -> List[str]:
-    """Run each problem on a small grid in the interpreter, and print the kernels whose launch options it tunes.
-
-    Returns:
-        A sentence for each problem that fails or tunes nothing.
-    """
-    wrong = []
-    for problem in problems:
-        small = replace(problem, grid=_SMALL_LINE if problem.grid[0] == 1 else SMALL, batch=1, heads=1)
-        try:
-            with launch_table.looking_up() as rows:
-                small.call('cpu')()
-        except Exception as error:                       # any fault of a kernel is what a dry run looks for
-            wrong.append(f'{problem.name}: {_sentence(error)}')
-            continue
-        tuned = sorted({key.kernel for key in rows})
-        print(f"{problem.name}: {', '.join(tuned)}", flush=True)
-        if not tuned:
-            wrong.append(f'{problem.name}: no kernel looked up its launch options')
-    return wrong
-
-
 def _trial(problem: Problem, key: Optional[Key], launch: Optional[Launch], ms: Optional[float] = None,
            why: Optional[str] = None) -> Dict[str, Any]:
     return {'problem': problem.name, 'kernel': key and key.kernel, 'size': key and list(key.size),
@@ -253,23 +227,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('file', type=Path, help='the table to write')
     parser.add_argument('--only', nargs='+', default=[''], metavar='TEXT',
                         help='tune only the problems that contain one of these strings')
-    parser.add_argument('--dry-run', action='store_true',
-                        help='run the problems on small grids on the CPU, say which kernels they tune, and write '
-                             'nothing')
     parser.add_argument('--seconds', type=float, default=300., help='time limit (default: %(default)s)')
     args = parser.parse_args(argv)
     problems = [problem for problem in PROBLEMS if any(text in problem.name for text in args.only)]
     if not problems:
         raise UserError(f"no problem contains {' or '.join(map(repr, args.only))}; a problem is, for example, "
                         f'{PROBLEMS[0].name!r}')
-    if args.dry_run:
-        if not launching.interpreted():
-            return run_interpreted('lab.tuning', str(args.file), '--dry-run', '--only', *args.only)
-        wrong = dry_run(problems)
-        print('\n'.join(f'not ok: {text}' for text in wrong) or 'all problems are ok')
-        return int(bool(wrong))
     if not torch.cuda.is_available():
-        raise UserError('tuning needs a GPU, and torch finds none here; --dry-run shows what it tunes')
+        raise UserError('tuning needs a GPU, and torch finds none here')
     target = ':'.join(launching.target())
     with compilers(max(1, min(16, len(os.sched_getaffinity(0))))) as pool:
         found = tune(problems, args.seconds, verdicts=lambda rows, tried: judge_all(rows, tried, target, pool))

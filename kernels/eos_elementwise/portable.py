@@ -24,7 +24,7 @@ from ..eos_scan.chunks import (
     times,
     transposed_times,
 )
-from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, solve
+from ..eos_scan.problem import DIRECTIONS, Oscillation, Output, RealProblem, own_term, solve
 
 Empty = Optional[Tensor]
 
@@ -196,5 +196,5 @@ def _export(problem: RealProblem, direction: str, output_state: bool, chunk: int
     y, state = run(problem, direction == 'reverse', chunk)
     if direction == 'both':
         back, _ = run(problem, True, chunk)
-        y = y + back - dense.diagonal(problem)
+        y = y + back - own_term(*problem[:3])
     return y.to(problem.i.dtype), state if output_state else None

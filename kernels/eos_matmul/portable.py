@@ -25,7 +25,7 @@ from ..eos_scan.chunks import (
     triangle,
 )
 from ..eos_scan.dense import delta_rule
-from ..eos_scan.problem import DIRECTIONS, Output, steps_of
+from ..eos_scan.problem import DIRECTIONS, Output, own_term, steps_of
 
 Empty = Optional[Tensor]
 
@@ -210,6 +210,5 @@ def eos_matmul_export(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk:
     y, state = delta_rule(i, e, s, a, b, steps, initial_state, direction == 'reverse', chunk)
     if direction == 'both':
         back, _ = delta_rule(i, e, s, a, b, steps, None, True, chunk)
-        dtype = compute_dtype(i.dtype)
-        y = y + back - (s.to(dtype) * e.to(dtype)).sum(-1, keepdim=True) * i
+        y = y + back - own_term(i, e, s)
     return (y * scale).to(i.dtype), state if output_state else None

@@ -72,17 +72,6 @@ def _decays(rows: Sums, columns: Sums, reverse: bool, diagonal: bool = True) -> 
     return logs.clamp(max=0).exp() * inside[:, :, None].to(logs.dtype)
 
 
-def diagonal(problem: RealProblem) -> Tensor:
-    """Return the term of each token itself, (s_t * e_t)' i_t: (B, H, T, D)."""
-    dtype = compute_dtype(problem.i.dtype)
-    i, e, s = (x.to(dtype) for x in problem[:3])
-    if e.ndim == s.ndim == 4:
-        return (s * e).sum(-1, keepdim=True) * i
-    if e.ndim == s.ndim == 3:
-        return (s * e).sum(1).unsqueeze(1) * i
-    return (s @ e if e.ndim == 3 else e @ s) * i
-
-
 def _matrix(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
     """Return A[t, j] = sum_c x[t, c] decay[t, j, c] y[j, c], (G, C, C)."""
     if decay.shape[-1] == 1:

@@ -10,10 +10,6 @@ from .problem import Oscillation
 CHUNKS = (16, 32, 64, 128)
 
 
-def check_input(op: str, i: Tensor) -> None:
-    checks.tensors(op, dict(i=4), i=i)
-
-
 def check_keys(op: str, i: Tensor, static: bool = True, **given: Tensor) -> int:
     """Check tensors (B, H, T, K), or (H, K, D) if `static`, beside the input i (B, H, T, D), and return K."""
     ranks, real = {'i': 4}, {'i': i}

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..common.launch import interpreted
 from ..common.numerics import needs_gradient
-from .dense import diagonal
-from .problem import Oscillation, Output, RealProblem, solve, steps_of
+from .problem import Oscillation, Output, RealProblem, own_term, solve, steps_of
 
 # Keys of the largest memory that their delta rules take.
 LARGEST_KEYS = 256
@@ -114,7 +113,7 @@ def _run_problem(problem: RealProblem, direction: str, output_state: bool, chunk
         tokens.update({name: _per_token(log, i).expand(-1, -1, -1, channels)
                        for name, (log, channels) in logs.items() if log is not None})
     y, last = _run(op, row, i, tokens, state, direction, output_state)
-    return (y - diagonal(problem)).to(i.dtype) if direction == 'both' else y, last
+    return (y - own_term(i, e, s)).to(i.dtype) if direction == 'both' else y, last
 
 
 def eos_elementwise_fla(i: Tensor, e: Tensor, s: Tensor, oscillation: Oscillation, scale: float, direction: str,
@@ -143,5 +142,5 @@ def eos_matmul_fla(i: Tensor, e: Tensor, s: Tensor, a: Tensor, b: Tensor, gk: Op
     y, last = _run('eos_matmul', 'delta' if steps is None else 'gated delta', i, tokens, initial_state, direction,
                    output_state)
     if direction == 'both':
-        y = y - (s.float() * e.float()).sum(-1, keepdim=True) * i
+        y = y - own_term(i, e, s)
     return (y * scale).to(i.dtype), last

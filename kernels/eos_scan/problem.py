@@ -232,3 +232,18 @@ def results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) 
 def loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
     """Return the operations of a multiplication and addition for each element of each memory."""
     return 2 * torch.Size(i).numel() * keys_of(e) * len(DIRECTIONS[direction])
+
+
+def own_term(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
+    """Return the term of each token itself, Re(s_t * e_t)' i_t, which both directions contain: (B, H, T, D)."""
+    dtype = compute_dtype(i.dtype)
+    i, e, s = (x if x.is_complex() else x.to(dtype) for x in (i, e, s))
+    if e.ndim == s.ndim == 4:
+        product = (s * e).sum(-1, keepdim=True)
+    elif e.ndim == s.ndim == 3:
+        product = (s * e).sum(1).unsqueeze(1)
+    else:
+        tokens, matrix = (e, s) if e.ndim == 4 else (s, e)
+        kind = torch.promote_types(tokens.dtype, matrix.dtype)
+        product = tokens.to(kind) @ matrix.to(kind)
+    return (product.real if product.is_complex() else product) * i

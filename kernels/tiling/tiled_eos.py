@@ -5,16 +5,14 @@ import torch
 from torch import Tensor
 
 from ..common import checks
-from ..common.numerics import compute_dtype
 from ..eos_elementwise import eos_elementwise
 from ..eos_matmul import eos_matmul
 from ..eos_scan import DecayGenerator
+from ..eos_scan.problem import own_term
 from .bands import Device, Source, Target, bands, is_array, read, total_size, write
 
-Read = Callable[[int, int], Dict[str, Any]]
 
-
-def _reader(op: str, given: Dict[str, Any], device: Device) -> Read:
+def _reader(op: str, given: Dict[str, Any], device: Device) -> Callable[[int, int], Dict[str, Any]]:
     """Return a function that reads a segment of all arguments. Arrays with less than 4 dimensions are constants."""
     given = {name: source for name, source in given.items() if source is not None}
 
@@ -36,24 +34,19 @@ def _reader(op: str, given: Dict[str, Any], device: Device) -> Read:
     return read_all
 
 
-def _own_term(i: Tensor, e: Tensor, s: Tensor, scale: float) -> Tensor:
-    """Return the term of each token itself, Re(s_t' e_t) i_t scale, which both directions contain."""
-    dtype = compute_dtype(i.dtype)
-    i, e, s = (x if x.is_complex() else x.to(dtype) for x in (i, e, s))
-    if e.ndim == 4 and s.ndim == 4:
-        product = (e * s).sum(-1, keepdim=True)                              # (B, H, T, 1)
-    elif e.ndim == 3 and s.ndim == 3:
-        product = (e * s).sum(1)[None, :, None]                              # (1, H, 1, D)
-    else:
-        tokens, matrix = (e, s) if e.ndim == 4 else (s, e)
-        kind = torch.promote_types(tokens.dtype, matrix.dtype)
-        product = tokens.to(kind) @ matrix.to(kind)                          # (B, H, T, D)
-    return (product.real if product.is_complex() else product) * i * scale
+def _tiled(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], given: Dict[str, Any], out: Target, segment: int,
+           length: Optional[int], reverse: bool, bidirectional: bool, state: Optional[Tensor], device: Device,
+           **options: Any) -> Optional[Tensor]:
+    """Check the arguments that segments cannot show, run over the segments, write the outputs, and return the last
+    memory of one direction."""
+    checks.flags(op, reverse=reverse, bidirectional=bidirectional)
+    if reverse and bidirectional:
+        raise ValueError(f'{op}: reverse and bidirectional exclude each other')
+    if bidirectional and state is not None:
+        raise ValueError(f'{op}: bidirectional has no state at one end: initial_state needs one direction')
+    length, = total_size(op, given['i'], None if length is None else (length,), 'length', (2,))
+    segments, read_all = bands(op, 'segment', length, segment), _reader(op, given, device)
 
-
-def _run(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], segments: List[Tuple[int, int]], read_all: Read,
-         out: Target, reverse: bool, bidirectional: bool, state: Optional[Tensor], **options: Any) -> Optional[Tensor]:
-    """Run over the segments, write the outputs, and return the last memory of one direction."""
     def solve(arguments: Dict[str, Any], reverse: bool, state: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         return operator(**arguments, reverse=reverse, initial_state=state, output_state=True, **options)
 
@@ -69,24 +62,9 @@ def _run(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], segments: List
         arguments = read_all(start, stop)
         y, state = solve(arguments, False, state)
         back = solve(arguments, True, entering.pop())[0]
-        own = _own_term(*(arguments[name] for name in 'ies'), options['scale'])
+        own = own_term(*(arguments[name] for name in 'ies')) * options['scale']
         write(op, 'out', out, 2, start, stop, (y.to(own.dtype) + back.to(own.dtype) - own).to(y.dtype))
     return None
-
-
-def _tiled(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], given: Dict[str, Any], out: Target, segment: int,
-           length: Optional[int], reverse: bool, bidirectional: bool, state: Optional[Tensor], device: Device,
-           **options: Any) -> Optional[Tensor]:
-    """Check the arguments that segments cannot show, and run."""
-    for name, value in dict(reverse=reverse, bidirectional=bidirectional).items():
-        checks.flags(op, **{name: value})
-    if reverse and bidirectional:
-        raise ValueError(f'{op}: reverse and bidirectional exclude each other')
-    if bidirectional and state is not None:
-        raise ValueError(f'{op}: bidirectional has no state at one end: initial_state needs one direction')
-    length, = total_size(op, given['i'], None if length is None else (length,), 'length', (2,))
-    return _run(op, operator, bands(op, 'segment', length, segment), _reader(op, given, device), out, reverse,
-                bidirectional, state, **options)
 
 
 @torch.no_grad()
