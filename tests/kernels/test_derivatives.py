@@ -7,67 +7,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from operator_cases import CASES
 from torch.autograd import forward_ad
 
 from subquad import kernels
 from subquad.kernels.dispatch import OPERATORS, chosen_backend
-from subquad.kernels.trees import Tree
-
-TREE = Tree([2, 2, -1], 2)
-LEVELS = [(3, 4), (2, 2), (1, 1)]
-
-
-def _normal(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def _steps(*shape):
-    return -0.1 - 0.5 * torch.rand(*shape, dtype=torch.float64)
-
-
-def _attention(logs=2):
-    return [*(_normal(1, 2, 3, 4, 2) for _ in range(3)), *(_steps(1, 2, 3, 4) for _ in range(logs))]
-
-
-def _lines(channels, batch=1):
-    return [_normal(batch, 2, 6, channels), *(_normal(batch, 2, 6, 2) for _ in range(2))]
-
-
-def _solve(*args, **options):
-    return torch.cat([x.flatten() for x in kernels.quadtree_solve(args[:3], args[3:], **options)])
-
-
-def _rotary(q, k, **options):
-    angles = torch.linspace(0, 3, 6, dtype=torch.float64)[:, None]
-    return torch.cat(kernels.rotary_embedding(q, k, torch.stack([angles.cos(), angles.sin()], -1), **options))
-
-
-def _eos(name):
-    return lambda i, e, s, log, **options: kernels.eos_elementwise(i, e, s, **{name: log}, **options)
-
-
-# An operator (of which form): its function, and what makes its arguments.
-CASES = {
-    'polyline_attention': (kernels.polyline_attention, _attention),
-    'crisscross_attention': (kernels.crisscross_attention, _attention),
-    'decay_attention': (functools.partial(kernels.decay_attention, axis='row'), lambda: _attention(1)),
-    'polyline_scan': (kernels.polyline_scan, lambda: _attention()[2:]),
-    'polyline_linear_attention': (kernels.polyline_linear_attention, _attention),
-    'separable_attention': (functools.partial(kernels.separable_attention, patch_size=2),
-                            lambda: [_normal(1, 3, 4, 1), _normal(1, 3, 4, 2), _normal(1, 3, 4, 2)]),
-    'quadtree_attention': (kernels.quadtree_attention, lambda: [*_attention(0), _normal(2, 2, 2, 2)]),
-    'quadtree_solve': (functools.partial(_solve, parametrization='skew'), lambda: [
-        *(_normal(1, 2, *level, 2) for level in LEVELS), *(_normal(1, 2, *level) for level in LEVELS[:2])]),
-    'tree_solve': (functools.partial(kernels.tree_solve, TREE), lambda: [
-        _normal(3, 2, 2) + 4 * torch.eye(2), _normal(3, 2, 2), _normal(3, 2, 2), _normal(3, 2, 3)]),
-    'rotary_embedding': (_rotary, lambda: [_normal(1, 2, 6, 2), _normal(1, 2, 6, 2)]),
-    'depthwise_conv': (kernels.depthwise_conv, lambda: [_normal(1, 3, 4, 2), _normal(2, 1, 3, 3), _normal(2)]),
-    'eos_elementwise': (_eos('log_o_k'), lambda: [*_lines(3), _steps(1, 2, 6, 2)]),
-    'eos_elementwise-full': (_eos('log_o'), lambda: [*_lines(3), _steps(2, 2, 3)]),
-    'eos_elementwise-small': (_eos('log_o_k'), lambda: [*_lines(1, 64), _steps(64, 2, 6, 2)]),
-    'eos_matmul': (lambda i, e, s, a, b, **options: kernels.eos_matmul(i, e, s, a=a, b=b, **options),
-                   lambda: [*_lines(3), 0.3 * _normal(1, 2, 6, 2), 0.3 * _normal(1, 2, 6, 2)]),
-}
 
 
 def _loss(y):
@@ -136,7 +80,7 @@ def test_the_table_of_derivatives(name):
     rows = {row.split('`')[1]: [cell.strip() for cell in row.split('|')[2:-1]] for row in rows}
     assert set(rows) == set(OPERATORS)
     op, arguments = CASES[name]
-    args = arguments()
+    args = arguments(1)
     tangents = [torch.randn_like(x) for x in args]
     assert rows[name.split('-')[0]] == [_result(op, args, tangents, ways) for ways in WAYS.values()]
 
@@ -144,7 +88,7 @@ def test_the_table_of_derivatives(name):
 @pytest.mark.parametrize('name', ['polyline_attention', 'tree_solve', 'eos_matmul'])
 def test_a_backend_that_would_drop_tangents_raises(name):
     op, arguments = CASES[name]
-    args = arguments()
+    args = arguments(1)
     with pytest.raises(ValueError, match=f"{name}: backend 'portable' has no forward-mode derivatives"):
         _forward_ad(functools.partial(op, backend='portable'), args, args)
     with kernels.use_backend('portable'), pytest.raises(ValueError, match='has no forward-mode derivatives'):
@@ -156,7 +100,7 @@ def test_a_backend_that_would_drop_tangents_raises(name):
 def test_gradients_of_tangents_through_blocks():
     """PyTorch's `linalg.solve` has a wrong one."""
     op, arguments = CASES['tree_solve']
-    args = arguments()
+    args = arguments(1)
     tangents = [torch.randn_like(x) for x in args]
     actual = torch.func.grad(lambda *xs: _loss(torch.func.jvp(op, xs, tuple(tangents))[1]), argnums=(0, 1, 2, 3))(*args)
 
@@ -185,7 +129,7 @@ def test_transforms_keep_the_portable_form_where_it_is_plain():
 
 def test_compiled_transforms():
     op, arguments = CASES['polyline_attention']
-    args = tuple(arguments())
+    args = tuple(arguments(1))
     compiled = torch.compile(lambda *xs: torch.func.jvp(op, xs, args)[1], fullgraph=True, backend='aot_eager')
     torch.testing.assert_close(compiled(*args), _forward_ad(op, args, args)[0])
 
@@ -193,7 +137,7 @@ def test_compiled_transforms():
 @pytest.mark.parametrize('name', ['test_ppma', 'test_myo', 'test_lcsm'])
 def test_tangents_of_models_equal_differences(name):
     model = timm.create_model(name).double().eval()
-    x, tangent = _normal(1, 3, 64, 64), _normal(1, 3, 64, 64)
+    x, tangent = (torch.randn(1, 3, 64, 64, dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
         actual = torch.func.jvp(model, (x,), (tangent,))[1]
         expected = (model(x + 1e-6 * tangent) - model(x - 1e-6 * tangent)) / 2e-6

@@ -1,10 +1,13 @@
-"""Calls of the operators with step logs, inputs for them, and their outputs and gradients, for the kernel tests."""
+"""Calls of the operators, inputs for them, and their outputs and gradients, for the kernel tests."""
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from subquad import kernels
 from subquad.kernels.common import launch
+from subquad.kernels.trees import Tree
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 # Relative to float64; a GPU multiplies half types in half precision.
@@ -32,6 +35,61 @@ def _calls():
 
 # Name -> call(q, k, v, a, b, backend).
 CALLS = dict(_calls())
+
+
+def _normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _steps(*shape):
+    return -0.1 - 0.5 * torch.rand(*shape, dtype=torch.float64)
+
+
+def _attention(batch, logs=2):
+    return [*(_normal(batch, 2, 3, 4, 2) for _ in range(3)), *(_steps(batch, 2, 3, 4) for _ in range(logs))]
+
+
+def _lines(batch, channels):
+    return [_normal(batch, 2, 6, channels), *(_normal(batch, 2, 6, 2) for _ in range(2))]
+
+
+def _solve(*args, **options):
+    return torch.cat([x.flatten() for x in kernels.quadtree_solve(args[:3], args[3:], **options)])
+
+
+def _rotary(q, k, **options):
+    angles = torch.linspace(0, 3, 6, dtype=q.dtype, device=q.device)[:, None]
+    return torch.cat(kernels.rotary_embedding(q, k, torch.stack([angles.cos(), angles.sin()], -1), **options))
+
+
+def _eos(name):
+    return lambda i, e, s, log, **options: kernels.eos_elementwise(i, e, s, **{name: log}, **options)
+
+
+LEVELS = [(3, 4), (2, 2), (1, 1)]
+# An operator (of which form): its function, and what makes its arguments for a batch.
+CASES = {
+    'polyline_attention': (kernels.polyline_attention, _attention),
+    'crisscross_attention': (kernels.crisscross_attention, _attention),
+    'decay_attention': (partial(kernels.decay_attention, axis='row'), partial(_attention, logs=1)),
+    'polyline_scan': (kernels.polyline_scan, lambda batch: _attention(batch)[2:]),
+    'polyline_linear_attention': (kernels.polyline_linear_attention, _attention),
+    'separable_attention': (partial(kernels.separable_attention, patch_size=2),
+                            lambda batch: [_normal(batch, 3, 4, channels) for channels in (1, 2, 2)]),
+    'quadtree_attention': (kernels.quadtree_attention, lambda batch: [*_attention(batch, 0), _normal(2, 2, 2, 2)]),
+    'quadtree_solve': (partial(_solve, parametrization='skew'), lambda batch: [
+        *(_normal(batch, 2, *level, 2) for level in LEVELS), *(_normal(batch, 2, *level) for level in LEVELS[:2])]),
+    'tree_solve': (partial(kernels.tree_solve, Tree([2, 2, -1], 2)), lambda batch: [
+        _normal(batch, 3, 2, 2) + 4 * torch.eye(2), *(_normal(batch, 3, 2, n) for n in (2, 2, 3))]),
+    'rotary_embedding': (_rotary, lambda batch: [_normal(batch, 2, 6, 2) for _ in range(2)]),
+    'depthwise_conv': (kernels.depthwise_conv, lambda batch: [
+        _normal(batch, 3, 4, 2), _normal(2, 1, 3, 3), _normal(2), _normal(batch, 3, 4, 2)]),
+    'eos_elementwise': (_eos('log_o_k'), lambda batch: [*_lines(batch, 3), _steps(batch, 2, 6, 2)]),
+    'eos_elementwise-full': (_eos('log_o'), lambda batch: [*_lines(batch, 3), _steps(2, 2, 3)]),
+    'eos_elementwise-small': (_eos('log_o_k'), lambda batch: [*_lines(64 * batch, 1), _steps(64 * batch, 2, 6, 2)]),
+    'eos_matmul': (lambda i, e, s, a, b, **options: kernels.eos_matmul(i, e, s, a=a, b=b, **options),
+                   lambda batch: [*_lines(batch, 3), *(0.3 * _normal(batch, 2, 6, 2) for _ in range(2))]),
+}
 
 
 def attention_inputs(height, width, dtype=torch.float64, batch=2, heads=3, dim=8, dim_v=5, key_scale=1.0,
