@@ -3,7 +3,7 @@ from torch import Tensor
 
 from ..common import checks
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference, triton
+from . import portable, reference
 
 
 def polyline_linear_attention(
@@ -44,7 +44,7 @@ OPERATORS['polyline_linear_attention'] = Operator(
     implementations={
         'reference': reference.polyline_linear_attention,
         'portable': portable.polyline_linear_attention,
-        'triton': triton.polyline_linear_attention,
+        'triton': portable.polyline_linear_attention_triton,
         'export': portable.polyline_linear_attention_export,
     },
     plain=True,

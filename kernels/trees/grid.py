@@ -13,6 +13,9 @@ from torch import Tensor
 from ..common import checks
 from ..common.checks import exporting
 
+# Orders of the cells of a grid as a sequence.
+ORDERS = ('morton', 'snake', 'raster')
+
 
 class Level(NamedTuple):
     """One grid: its size, and the position of its first cell in the tree's coordinates."""
@@ -189,3 +192,28 @@ def _leaves_along(length: int, origin: int, cells: int, n: int) -> List[int]:
     first = origin >> n
     edges = [min(max((first + cell << n) - origin, 0), length) for cell in range(cells + 1)]
     return [stop - start for start, stop in zip(edges, edges[1:])]
+
+
+def grid_order(height: int, width: int, order: str) -> Tensor:
+    """Return the raster index of each cell of the sequence, (height * width,), int64.
+
+    'raster' reads row by row. 'snake' reads every second row backwards, so neighbors in the sequence are neighbors on
+    the grid. 'morton' (z-order) sorts by the interleaved binary digits of row and column: if height and width are the
+    same power of 2, each 4^l consecutive cells, from a multiple of 4^l on, form a square.
+
+    Raises:
+        ValueError: the order is unknown, or the grid has no cell.
+    """
+    checks.one_of('grid_order', 'order', order, ORDERS)
+    height, width = int(height), int(width)      # a tracer passes tensors
+    if height < 1 or width < 1:
+        raise ValueError(f'grid_order: height and width must be at least 1, got {height} and {width}')
+    rows, columns = (x.flatten() for x in torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij'))
+    if order == 'raster':
+        return torch.arange(height * width)
+    if order == 'snake':
+        return rows * width + torch.where(rows % 2 == 0, columns, width - 1 - columns)
+    code = torch.zeros_like(rows)
+    for bit in range((max(height, width) - 1).bit_length()):
+        code += (rows >> bit & 1) << 2 * bit + 1 | (columns >> bit & 1) << 2 * bit
+    return code.argsort()

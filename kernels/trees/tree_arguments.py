@@ -27,8 +27,7 @@ def check_blocks(op: str, tree: Tree, given: Mapping[str, Tensor]) -> None:
             raise ValueError(f'{op}: {name} must be (..., {len(tree)}, {tree.block}, {last}) for {len(tree)} nodes '
                              f'with blocks of {tree.block}, got {tuple(x.shape)}')
     tensors = list(given.values())
-    if any(x.dtype != tensors[0].dtype for x in tensors):
-        raise TypeError(f"{op}: {', '.join(given)} must share a dtype, got {', '.join(str(x.dtype) for x in tensors)}")
+    checks.same_dtype(op, **given)
     if any(x.device != tensors[0].device for x in tensors):
         raise ValueError(f"{op}: {', '.join(given)} must share a device, got "
                          f"{', '.join(str(x.device) for x in tensors)}")
