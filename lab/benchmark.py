@@ -53,11 +53,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def measure_in_fresh_process(job: Preset, threads: int, repeats: Optional[int]) -> Dict[str, Any]:
-    """Measure a preset in a new process, whose allocator and peak memory nothing else has touched.
-
-    Raises:
-        UserError: The process failed. Its messages are on stderr.
-    """
+    """Measure a preset in a new process, whose allocator and peak memory nothing else has touched."""
     argv = [job.name, '--one', '--threads', str(threads), *(['--repeats', str(repeats)] if repeats else [])]
     try:
         return run_in_fresh_process('lab.benchmark', argv, threads)
@@ -70,11 +66,8 @@ def measure_in_fresh_process(job: Preset, threads: int, repeats: Optional[int]) 
 
 
 def measure_all(jobs: List[Preset], threads: int, repeats: Optional[int], processes: Optional[int], out: Path) -> None:
-    """Measure presets one after the other, save each record as soon as it is complete, and print a table.
-
-    Raises:
-        UserError: The folder cannot be written, or a preset failed; the others are measured all the same.
-    """
+    """Measure presets one after the other, save each record as soon as it is complete, and print a table. If one
+    fails, the others are measured all the same."""
     paths = {job.device: prepare(out, job.device) for job in jobs}
     records, failures = [], []
     try:

@@ -58,25 +58,13 @@ class Row(NamedTuple):
 
 
 def tables(root: Path, paper: str) -> List[Dict[str, Any]]:
-    """Read the tables of a paper. Every figure is text, so that it is shown as it was printed.
-
-    Raises:
-        UserError: The file is not valid YAML.
-    """
+    """Read the tables of a paper. Every figure is text, so that it is shown as it was printed."""
     import yaml
-    file = root / CLAIMS / f'{paper}.yml'
-    try:
-        return yaml.load(file.read_text(), yaml.BaseLoader)
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f'{file}: {error}') from error
+    return yaml.load((root / CLAIMS / f'{paper}.yml').read_text(), yaml.BaseLoader)
 
 
 def rows(root: Path, table: Dict[str, Any]) -> Iterator[Row]:
-    """The rows of a table with the mark of each figure.
-
-    Raises:
-        UserError: A row has too few or too many figures, or the package does not have a figure that is given as '='.
-    """
+    """The rows of a table with the mark of each figure."""
     columns = table['columns']
     for entry in table['rows']:
         name, figures = entry['row'], entry.get('figures', ['='] * len(columns))
@@ -141,11 +129,7 @@ def _is_model(subject: str) -> bool:
 
 
 def known_figure(root: Path, subject: str, spec: Dict[str, str]) -> str:
-    """The figure of a model or config that the package has already, rounded as the paper does.
-
-    Raises:
-        UserError: The package has no such figure.
-    """
+    """The figure of a model or config that the package has already, rounded as the paper does."""
     if _is_model(subject):
         known = dict(zip(('parameters_M', 'gmacs', 'top1'), map(str, REPORTED.get(subject, ()))))
     else:

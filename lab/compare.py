@@ -36,11 +36,7 @@ class Plan(NamedTuple):
 
 
 def plan(tasks: Sequence[str], mixers: Sequence[str], seeds: Sequence[int], options: Dict[str, Any]) -> Plan:
-    """Plan the cells: all tasks and mixers with the first seed, then with the next one, and so on.
-
-    Raises:
-        UserError: there is no such task, mixer or option, or an option is wrong.
-    """
+    """Plan the cells: all tasks and mixers with the first seed, then with the next one, and so on."""
     check_names(tasks, mixers, seeds)
     cells = [Cell(task, mixer, seed) for seed in seeds for task in tasks for mixer in mixers]
     return Plan(list(dict.fromkeys(cells)), options, {task: recipe(task, options) for task in tasks})
@@ -54,11 +50,7 @@ def known(chosen: Plan, file: Path) -> Dict[Cell, Dict[str, Any]]:
 
 
 def _record(cell: Cell, chosen: Plan, threads: int) -> Dict[str, Any]:
-    """Run a cell in a new process; the record of a cell that failed has `failed`, the reason.
-
-    Raises:
-        KeyboardInterrupt: the process was interrupted, which is no failure of the cell.
-    """
+    """Run a cell in a new process; the record of a cell that failed has `failed`, the reason."""
     start = time.monotonic()
     try:
         found = run_in_fresh_process('lab.compare', ['--one', json.dumps([cell, chosen.options])], threads)

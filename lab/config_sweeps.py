@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
-from subquad.tools.common.cli import UserError, nearest
+from subquad.tools.common.cli import UserError
 from subquad.tools.common.paths import expanded
 from subquad.tools.engine.config import load
 from subquad.tools.engine.records import append, environment
@@ -38,11 +38,7 @@ SWEEPS: Dict[str, Sweep] = {
 
 
 def train_once(config_name: str, options: Dict[str, Any]) -> Dict[str, Any]:
-    """Train a config with options and test the last weights; see `train_and_test`.
-
-    Raises:
-        UserError: the config or an option is wrong, or the loss is not finite.
-    """
+    """Train a config with options and test the last weights; see `train_and_test`."""
     return train_and_test(load(config_name, options))
 
 
@@ -59,9 +55,6 @@ def run_sweep(name: str, file: Path, fixed: Dict[str, Any]) -> None:
         name: name of the sweep.
         file: file of JSON lines.
         fixed: further options for all runs, which replace the sweep's values of the same key.
-
-    Raises:
-        UserError: a run fails, or the file cannot be read or written.
     """
     sweep = SWEEPS[name]
     for options in combinations({**sweep.options, **{key: (value,) for key, value in fixed.items()}}):
@@ -116,15 +109,13 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     import subquad  # noqa: F401  (before timm)
     parser = argparse.ArgumentParser('python -m lab.config_sweeps', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('name', help=f"name of the sweep: {', '.join(SWEEPS)}")
+    parser.add_argument('name', choices=SWEEPS, help='name of the sweep')
     parser.add_argument('--record', default='sweeps.jsonl', metavar='FILE',
                         help='file of JSON lines to append to (default: sweeps.jsonl)')
     parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
                         help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or '
                         'text')
     args = parser.parse_args(argv)
-    if args.name not in SWEEPS:
-        raise UserError(f"unknown sweep {args.name!r}{nearest(args.name, list(SWEEPS))} (allowed: {', '.join(SWEEPS)})")
     run_sweep(args.name, expanded(args.record), dict(map(setting, args.cfg_options)))
     return 0
 

@@ -16,8 +16,6 @@ from subquad.kernels.trees import Tree, grid_order, tree_blocks
 from subquad.tools.bench.metrics import metric
 from subquad.tools.common.canvas import figure
 
-from .plots import save
-
 ORDERS = ('morton', 'snake', 'raster', 'random')
 SIDE = 16
 
@@ -139,11 +137,7 @@ def denoising(repeats: int, *, kinds: Sequence[str] = ('fields', 'mnist5k'), ord
 
 
 def draw(record: Dict[str, Any], path: Path) -> None:
-    """Draw four pictures of each kind: clean, noisy, and cleaned in Morton and in snake order, with their errors.
-
-    Raises:
-        UserError: The picture cannot be written, or matplotlib is missing.
-    """
+    """Draw four pictures of each kind: clean, noisy, and cleaned in Morton and in snake order, with their errors."""
     kinds, shown = ('fields', 'mnist5k'), 4
     values = {m['name']: m['value'] for m in record['metrics']}
     page = figure((9, 5))
@@ -163,4 +157,4 @@ def draw(record: Dict[str, Any], path: Path) -> None:
     page.suptitle('Denoising by one linear tree solve, in Morton and in snake order', fontsize=10)
     bar = page.colorbar(drawn, ax=axes, shrink=0.6, extend='both')
     bar.set_label('value, in standard deviations of a clean picture', fontsize=8)
-    save(page, path, dpi=110)
+    page.savefig(path, dpi=110)

@@ -10,11 +10,7 @@ RECORDS = Path('model_cards') / 'benchmarks'        # in a checkout
 
 
 def read_records(file: Path) -> List[Dict[str, Any]]:
-    """Return the records of a file, one from each line of JSON; none if it does not exist.
-
-    Raises:
-        UserError: the file cannot be read, or a line is damaged.
-    """
+    """Return the records of a file, one from each line of JSON; none if it does not exist."""
     try:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     except (OSError, ValueError) as error:

@@ -99,11 +99,7 @@ def record(cell: Cell, folder: Path) -> Dict[str, Any]:
 
 
 def exports_table(root: Path) -> str:
-    """The largest relative errors of exported models: a row for each kind of file, a column for each model.
-
-    Raises:
-        UserError: There are no records.
-    """
+    """The largest relative errors of exported models: a row for each kind of file, a column for each model."""
     records = _records(root)
     kinds = dict.fromkeys((cell.features, *cell[2:]) for cell in cells())
     rows = [[_described(*kind), *(_shown(records.get(Cell(model, *kind).key)) for model in MODELS)]
@@ -118,11 +114,7 @@ def _described(features: bool, name: str, precision: str, dynamic: FrozenSet[str
 
 
 def exports_summary_table(root: Path) -> str:
-    """Size and error of one model in each format.
-
-    Raises:
-        UserError: There are no records.
-    """
+    """Size and error of one model in each format."""
     rows = []
     for name, form in FORMATS.items():
         entry = _records(root).get(Cell(MODELS[0], False, name, 'fp32', frozenset()).key)

@@ -40,9 +40,6 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
 
     Returns:
         A record without its metadata: {'times_ms', 'peak_mb', 'floor', 'metrics'}.
-
-    Raises:
-        UserError: A file gives other results than the model.
     """
     read = random_classifier(name)
     randomize_norms(read.model)

@@ -20,9 +20,6 @@ def random_fields(count: int, height: int, width: int, exponent: float = 2., see
 
     Returns:
         float32 (count, height, width).
-
-    Raises:
-        ValueError: count is below 1, or a field has fewer than two pixels.
     """
     if count < 1 or min(height, width) < 1 or height * width < 2:
         raise ValueError(f'count, height and width must be at least 1, and two pixels, got {count}, {height}, {width}')

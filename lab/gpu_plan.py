@@ -183,11 +183,7 @@ def run_interpreted(module: str, *arguments: str) -> int:
 
 
 def run(parts: Sequence[str], out: Path, dry: bool) -> int:
-    """Run parts of the plan, or say what they would run; return the exit code: 1 if a step failed.
-
-    Raises:
-        UserError: There is no such part or no GPU.
-    """
+    """Run parts of the plan, or say what they would run; return the exit code: 1 if a step failed."""
     import torch
     for part in parts:
         if part not in PARTS:

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from subquad.tools.common.cli import UserError, one_line, quiet
 from subquad.tools.common.output import add_row, dumps, print_table
@@ -90,27 +90,17 @@ class MachineCode:
         """Return the loops that contain no other loop."""
         return [loop for loop in self.loops or [] if loop.innermost]
 
-    def per_item(self, items: Union[int, Sequence[int]]) -> List[float]:
+    def per_item(self, items: int) -> List[float]:
         """Return thread-instructions per item, of each innermost loop or, without loops, of the whole kernel.
 
         Args:
-            items: pairs or elements that a program takes in one pass of a loop, or in all, without loops. One number
-                for all loops that multiply or take exponentials (for all loops if none does), or one for each innermost
-                loop.
-
-        Raises:
-            ValueError: the target's tools do not report instructions, or there are more or fewer loops than numbers.
+            items: pairs or elements that a program takes in one pass of a loop that multiplies or takes exponentials
+                (of any loop if none does), or in all, without loops.
         """
-        if self.instructions is None:
-            raise ValueError(f'{self.name}: no tool reports the instructions of this target')
         loops = self.inner_loops()
-        if isinstance(items, int):
-            loops = [loop for loop in loops if _MATH & set(loop.counts)] or loops
-            items = [items] * max(1, len(loops))
+        loops = [loop for loop in loops if _MATH & set(loop.counts)] or loops
         counts = [loop.instructions for loop in loops] or [self.instructions]
-        if len(counts) != len(items):
-            raise ValueError(f'{self.name} has {len(counts)} loops, not {len(items)}')
-        return [count * self.warps * self.threads / number for count, number in zip(counts, items)]
+        return [count * self.warps * self.threads / items for count in counts]
 
 
 class _Instruction(NamedTuple):
@@ -257,11 +247,7 @@ def constants(kernel: Any) -> Dict[str, Any]:
 
 
 def compile_all(calls: Mapping[str, Callable[[], Any]], target: str) -> Dict[str, List[MachineCode]]:
-    """Compile every kernel that the calls launch on meta tensors, and return their machine code by name of the call.
-
-    Raises:
-        Exception: a kernel does not compile (Triton's own exceptions).
-    """
+    """Compile every kernel that the calls launch on meta tensors, and return their machine code by name of the call."""
     result: Dict[str, List[MachineCode]] = {}
     for name, call in calls.items():
         with aot.compiling_for(target) as kernels:
@@ -307,9 +293,6 @@ def _compiled(target: str, texts: List[str]) -> Dict[str, List[MachineCode]]:
 
     Returns:
         The machine code of each case's kernels.
-
-    Raises:
-        UserError: There is no such case or target, or Triton is missing or cannot compile.
     """
     try:
         calls = {name: call for name, call in aot.cases().items() if any(text in name for text in texts)}

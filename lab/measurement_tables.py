@@ -8,7 +8,7 @@ from subquad.tools.common.cli import UserError
 from subquad.tools.engine.counting.counts import REPORTED
 from subquad.tools.engine.zoo import create
 
-from .documents import RECORDS, markdown
+from .documents import RECORDS, markdown, read_records
 from .presets import CHOICE, CHOICE_OURS, CHOICE_SIZES, CHOICE_TIMM, GPU_DEFAULTS, PRESETS, Preset
 
 Row = Tuple[str, str, str, str]
@@ -30,27 +30,11 @@ def _records(root: Path, pattern: str, family: str = '') -> List[Dict[str, Any]]
     """The newest record of each preset on each processor or GPU, oldest first."""
     newest: Dict[Any, Dict[str, Any]] = {}
     for path in sorted((root / RECORDS).glob(pattern)):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            record = _record(line, f'{path}, line {number}')
+        for record in read_records(path):
             key = record['preset'], record.get('gpu') or record['cpu']
             newest.pop(key, None)
             newest[key] = record
     return [record for record in newest.values() if not family or PRESETS[record['preset']].family == family]
-
-
-def _record(line: str, place: str) -> Dict[str, Any]:
-    """Read one record.
-
-    Raises:
-        UserError: The line is damaged, or its preset does not exist.
-    """
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f'{place}: the record is damaged ({error})') from error
-    if record['preset'] not in PRESETS:
-        raise UserError(f"{place}: there is no preset {record['preset']!r} (python -m lab.benchmark --list)")
-    return record
 
 
 def _by_cpu(root: Path, family: str) -> List[List[Dict[str, Any]]]:
@@ -86,20 +70,12 @@ def fixed_order(record: Dict[str, Any]) -> bool:
 
 
 def cpu_table(root: Path, family: str) -> str:
-    """The newest metrics of the CPU presets, one table per processor and number of threads.
-
-    Raises:
-        UserError: There are no records.
-    """
+    """The newest metrics of the CPU presets, one table per processor and number of threads."""
     return '\n'.join(_table(records, metric_rows) for records in _by_cpu(root, family))
 
 
 def cpu_times_table(root: Path, family: str) -> str:
-    """The newest times and floors of the CPU presets, one table per processor and number of threads.
-
-    Raises:
-        UserError: There are no records.
-    """
+    """The newest times and floors of the CPU presets, one table per processor and number of threads."""
     timed = ([record for record in records if record['times_ms']] for records in _by_cpu(root, family))
     return '\n'.join(_table(records, time_rows) for records in timed if records)
 
@@ -112,11 +88,7 @@ def newest_records(root: Path, presets: Sequence[str]) -> Dict[str, Dict[str, An
 
 
 def summary_table(root: Path) -> str:
-    """Speed and memory of a few workloads beside what is used for them otherwise.
-
-    Raises:
-        UserError: A record is missing.
-    """
+    """Speed and memory of a few workloads beside what is used for them otherwise."""
     newest, rows = {record['preset']: record for record in _records(root, 'cpu*.jsonl')}, []
     for preset, workload, ours, other in _SUMMARY:
         if preset not in newest:
@@ -171,11 +143,7 @@ def resources_table(root: Path) -> str:
 
 
 def choice_table(root: Path) -> str:
-    """Time and peak memory of each model for one image, in the order of their time at the smallest size.
-
-    Raises:
-        UserError: A preset has no record.
-    """
+    """Time and peak memory of each model for one image, in the order of their time at the smallest size."""
     records = newest_records(root, [preset.name for preset in CHOICE])
     missing = [preset.name for preset in CHOICE if preset.name not in records]
     if missing:

@@ -32,9 +32,6 @@ def cell_config(cell: Cell, options: Dict[str, Any], shapes: Optional[Path] = No
         cell: the cell.
         options: options of all cells, by dotted key of the config; 'epochs' scales the schedule to this number.
         shapes: folder of the generated shapes, for detection and segmentation.
-
-    Raises:
-        UserError: the config or an option is wrong, or an option is the mixer or the seed.
     """
     task = TASKS[cell.task]
     for name, flag in ((task.key, '--mixers'), ('randomness.seed', '--seeds')):
@@ -52,11 +49,7 @@ def cell_config(cell: Cell, options: Dict[str, Any], shapes: Optional[Path] = No
 
 
 def recipe(task: str, options: Dict[str, Any]) -> str:
-    """Return the digest of everything that the cells of a task share, 12 hexadecimal digits.
-
-    Raises:
-        UserError: as of `cell_config`.
-    """
+    """Return the digest of everything that the cells of a task share, 12 hexadecimal digits."""
     config = cell_config(Cell(task, COMPARED[0], SEEDS[0]), options).to_dict()
     config.pop('custom_imports', None)                              # names of modules are no part of it
     shared = dumps([config, SHAPES if TASKS[task].dense else None, TASKS[task].metric], sort_keys=True, default=repr)
@@ -74,9 +67,6 @@ def train_cell(cell: Cell, options: Dict[str, Any]) -> Dict[str, Any]:
         score (the compared metric in percent; 0 for a detector that finds nothing, which has no metrics), metrics (all
         of them), parameters and macs of the network for one input (of a detector or segmenter: of the backbone), and
         step_ms, peak_mb, steps, seconds and train_loss as in `train_and_test`.
-
-    Raises:
-        UserError: the loss is not finite, or the config, the mixer or an option is wrong.
     """
     task = TASKS[cell.task]
     with tempfile.TemporaryDirectory() as folder:

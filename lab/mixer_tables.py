@@ -9,7 +9,6 @@ from subquad.tools.common.cli import UserError, shown
 
 from .documents import RECORDS, markdown, read_records
 from .mixer_tasks import COMPARED, SEEDS, TASKS
-from .plots import save
 
 FILE = 'compare.jsonl'
 NOT_RUN = 'not run'
@@ -26,9 +25,6 @@ def runs(file: Path) -> Runs:
     """Return the records of each (task, mixer), one of each seed.
 
     A later record of a cell replaces earlier ones. A task has the records of the recipe that it was last run with.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     lines = read_records(file)
     recipes = {line['task']: line['recipe'] for line in lines}
@@ -165,9 +161,6 @@ def plot_costs(file: Path, picture: Path) -> None:
     Args:
         file: file of records.
         picture: PNG file.
-
-    Raises:
-        UserError: no cell has succeeded, the picture cannot be written, or matplotlib is missing.
     """
     found = {key: lines for key, each in runs(file).items() if (lines := _succeeded(each))}
     tasks = [task for task in TASKS if any(key[0] == task for key in found)]
@@ -191,7 +184,7 @@ def plot_costs(file: Path, picture: Path) -> None:
             _plain_ticks(axes.xaxis)
             axes.grid(alpha=0.3)
     page.legend(handles=list(handles.values()), labels=list(handles), loc='outside lower center', ncols=5, fontsize=8)
-    save(page, picture, dpi=100)
+    page.savefig(picture, dpi=100)
 
 
 def _plain_ticks(axis: Any) -> None:

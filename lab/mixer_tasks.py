@@ -58,11 +58,7 @@ class Cell(NamedTuple):
 
 
 def check_names(tasks: Sequence[str], mixers: Sequence[str], seeds: Sequence[int]) -> None:
-    """Check what a command line names.
-
-    Raises:
-        UserError: there is no such task or mixer, or a seed is out of range.
-    """
+    """Check what a command line names."""
     for task in tasks:
         if task not in TASKS:
             raise UserError(f"unknown task {task!r}{nearest(task, list(TASKS))} (allowed: {', '.join(TASKS)})")

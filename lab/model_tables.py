@@ -1,5 +1,4 @@
 """Tables of models and configs: sizes, counts, and results of training."""
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -7,7 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from subquad.tools.engine.counting.counts import count
 from subquad.tools.engine.zoo import our_models, takes_images
 
-from .documents import RECORDS, markdown
+from .documents import RECORDS, markdown, read_records
 
 _COUNT_HEADINGS = ('GMACs: all', 'without attention products',
                    'without attention products, with norms (as fvcore counts)')
@@ -60,21 +59,13 @@ def _counts(row: Dict[str, Any]) -> List[str]:
 
 @lru_cache
 def counted_config(name: str) -> Dict[str, Any]:
-    """The counts of a detection or segmentation config.
-
-    Raises:
-        ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
-    """
+    """The counts of a detection or segmentation config."""
     from subquad.tools.engine.counting.counting_configs import count_config
     return count_config(name)
 
 
 def dense_table(root: Path, family: str) -> str:
-    """All counts of the detectors and segmenters whose MACs the authors report, and their numbers.
-
-    Raises:
-        ModuleNotFoundError: MMDetection or MMSegmentation is not installed.
-    """
+    """All counts of the detectors and segmenters whose MACs the authors report, and their numbers."""
     from subquad.tools.engine.counting.counting_configs import COUNTS, REPORTED
     rows = []
     for name in of_family([name for name, theirs in REPORTED.items() if 'gmacs' in theirs], family):
@@ -90,8 +81,8 @@ def dense_table(root: Path, family: str) -> str:
 
 def _evaluations(root: Path, family: str) -> List[Dict[str, Any]]:
     """The newest record of `subquad test --record` for each config and its options."""
-    lines = [json.loads(line) for line in (root / RECORDS / 'trained.jsonl').read_text().splitlines()]
-    newest = {(line['config'], line['options']): line for line in lines if of_family([line['config']], family)}
+    newest = {(line['config'], line['options']): line for line in read_records(root / RECORDS / 'trained.jsonl')
+              if of_family([line['config']], family)}
     return [line for _, line in sorted(newest.items())]
 
 

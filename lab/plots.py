@@ -4,7 +4,6 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from subquad.tools.bench.metrics import conditions
 from subquad.tools.common.canvas import figure
-from subquad.tools.common.cli import UserError
 
 _LABELS = {'dense': 'L x, N x N mask', 'portable': 'L x, portable scan', 'triton': 'L x, Triton scan',
            'separable': 'separable self-attention', 'mha': 'multi-head attention', 'linformer': 'Linformer, p = 256'}
@@ -16,9 +15,6 @@ def plot(record: Dict[str, Any], path: Path) -> None:
     Args:
         record: A record whose times are named 'IMPLEMENTATION HEIGHTxWIDTH'; each implementation is one line.
         path: The PNG file.
-
-    Raises:
-        UserError: The picture cannot be written, or matplotlib is missing.
     """
     charts = 1 + bool(record['peak_mb'])
     page = figure((5.2 if charts == 1 else 9, 3.6))
@@ -36,7 +32,7 @@ def plot(record: Dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     page.suptitle(conditions(record), fontsize=9)
-    save(page, path, dpi=120)
+    page.savefig(path, dpi=120)
 
 
 def _lines(record: Dict[str, Any]) -> Dict[str, List[Tuple[int, float, Optional[float]]]]:
@@ -47,15 +43,3 @@ def _lines(record: Dict[str, Any]) -> Dict[str, List[Tuple[int, float, Optional[
         height, width = map(int, size.split('x'))
         lines.setdefault(name, []).append((height * width, percentiles['p50'], record['peak_mb'].get(key)))
     return lines
-
-
-def save(page: Any, path: Path, dpi: int) -> None:
-    """Write a matplotlib figure.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
-    try:
-        page.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise UserError(f'cannot write {path}: {error.strerror}') from error

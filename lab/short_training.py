@@ -55,9 +55,6 @@ def train_and_test(config: Any, see_inputs: Optional[Callable[[Any], None]] = No
         The metrics on the test part, train_loss (the mean of the last 50 steps), steps, seconds, and step_ms, the
         median time of a step (see StepHook). With `see_inputs` also peak_mb: how far the memory rises during a step,
         or None where that cannot be measured.
-
-    Raises:
-        UserError: the config is wrong, or the loss is not finite.
     """
     check_training(config)
     kept = StepHook()

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-from subquad.tools.common.cli import UserError, nearest
+from subquad.tools.common.cli import UserError
 
 from . import claims
 from . import config_sweeps as sweeps
@@ -56,27 +56,18 @@ def content(marker: str, root: Path) -> str:
     Args:
         marker: 'NAME' or 'NAME FAMILY'.
         root: The checkout.
-
-    Raises:
-        UserError: The table or the family is unknown, or records are missing.
     """
     name, _, family = marker.partition(' ')
-    if name not in {**TABLES, **FAMILY_TABLES}:
-        known = [*FAMILY_TABLES, *TABLES]
-        raise UserError(f"unknown table {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-    if family and name in TABLES:
-        raise UserError(f'the table {name!r} takes no family, got {family!r}')
-    if family and family not in FAMILIES:
-        raise UserError(f"the family of a table is one of {', '.join(FAMILIES)}, got {family!r}")
-    return FAMILY_TABLES[name](root, family) if name in FAMILY_TABLES else TABLES[name](root)
+    if name in TABLES and not family:
+        return TABLES[name](root)
+    if name in FAMILY_TABLES and family in ('', *FAMILIES):
+        return FAMILY_TABLES[name](root, family)
+    raise UserError(f"there is no table {marker!r}; there are {', '.join(TABLES)}, and of all or one of the families "
+                    f"{', '.join(FAMILIES)}: {', '.join(FAMILY_TABLES)}")
 
 
 def updated(text: str, root: Path) -> str:
-    """Return the text with every marked table written again.
-
-    Raises:
-        UserError: A table or family is unknown, records are missing, or a marker has no counterpart.
-    """
+    """Return the text with every marked table written again."""
     if len(_MARKER.findall(text)) != 2 * len(_TABLE.findall(text)):
         raise UserError('each "<!-- table: ... -->" needs its own "<!-- end of table -->"')
     return _TABLE.sub(lambda match: match[1] + content(match[2], root) + match[4], text)

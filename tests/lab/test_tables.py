@@ -47,9 +47,8 @@ def test_models_table_leaves_test_models_out(tmp_path):
 
 
 @pytest.mark.parametrize('marker, message', [
-    ('modles', "unknown table 'modles'; did you mean models"),
-    ('models resnet', "one of ppma, mobilevitv2, myo, lcsm, got 'resnet'"),
-    ('gpu ppma', "'gpu' takes no family"), ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
+    *((name, f"there is no table '{name}'; there are") for name in ('modles', 'models resnet', 'gpu ppma')),
+    ('cpu', 'no benchmark records'), ('summary', 'the summary needs a record')])
 def test_wrong_marker_raises(marker, message, tmp_path):
     with pytest.raises(UserError, match=message):
         tables.updated(f'<!-- table: {marker} -->\nold{END}', tmp_path)
@@ -105,14 +104,11 @@ def test_choice_table_shows_only_what_was_measured(tmp_path):
     assert rows[-2][2:5] == ['no weights', '12', '20'] and rows[-1][4] == 'not measured'
 
 
-@pytest.mark.parametrize('line, message', [
-    ('{"preset": "ppma_ti', 'cpu.jsonl, line 1: the record is damaged'),
-    ('{"preset": "ppma_tiny-225"}', "there is no preset 'ppma_tiny-225'")])
-def test_record_that_no_table_can_show_raises(line, message, tmp_path):
+def test_a_damaged_record_raises(tmp_path):
     folder = tmp_path / tables.measurements.RECORDS
     folder.mkdir(parents=True)
-    (folder / 'cpu.jsonl').write_text(line + '\n')
-    with pytest.raises(UserError, match=message):
+    (folder / 'cpu.jsonl').write_text('{"preset": "ppma_ti\n')
+    with pytest.raises(UserError, match='cannot read .*cpu.jsonl'):
         tables.content('cpu ppma', tmp_path)
 
 
@@ -221,8 +217,7 @@ def test_claims_table_follows_its_file(tmp_path):
 
 @pytest.mark.parametrize('row, message', [
     ('{row: B, subject: ppma_tiny, figures: [1, 2, 3]}', 'Table 1: T: B needs 2 figures, got 3'),
-    ("{row: B, subject: test_ppma, figures: ['=', 2]}", "test_ppma has no figure 'top1'"),
-    ('[A, 1', 'lcsm.yml: while parsing')])
+    ("{row: B, subject: test_ppma, figures: ['=', 2]}", "test_ppma has no figure 'top1'")])
 def test_wrong_claim_raises(row, message, tmp_path):
     claims_file(tmp_path, f'  - {row}\n')
     with pytest.raises(UserError, match=message):
