@@ -50,39 +50,21 @@ def read(path: Union[str, Path]) -> Table:
     Raises:
         ValueError: there is no such file, or it holds no launch table; the message names the file.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f'cannot read the launch table {path}: {error.strerror}') from error
-    except ValueError as error:
-        raise ValueError(f'the launch table {path} is no JSON: {error}') from error
-    try:
-        return _parsed(content)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f'the launch table {path} is malformed: {error}') from error
-
-
-def _parsed(content: Any) -> Table:
     table: Table = {}
-    for kernel, sections in content['kernels'].items() if 'kernels' in content else _fail('it has no "kernels"'):
-        for section, rows in sections.items():
-            if not _SECTION.fullmatch(section):
-                _fail(f'{kernel}: a target is default, cuda, cuda:90, hip or hip:gfx942, not {section!r}')
-            found = table.setdefault(kernel, {}).setdefault(section, {})
-            for row in rows:
-                size, launch = Size(*row[:3]), Launch(*row[3:])
-                if not all(isinstance(x, int) and x > 0 for x in (*size, *launch[:2])):
-                    _fail(f'{kernel}, {section}: {row} is not [bytes, channels, tile, warps, stages, registers]')
-                if launch.warps & (launch.warps - 1) or launch.warps > 32:
-                    _fail(f'{kernel}, {section}: {row} has {launch.warps} warps, which is no power of two up to 32')
-                if launch.registers is not None and not 16 <= launch.registers <= 255:
-                    _fail(f'{kernel}, {section}: {row} allows {launch.registers} registers; 16 to 255, or null')
-                found[size] = launch
+    try:
+        for kernel, sections in json.loads(Path(path).read_text())['kernels'].items():
+            for section, rows in sections.items():
+                if not _SECTION.fullmatch(section):
+                    raise ValueError(f'{kernel}: a target is default, cuda, cuda:90, hip or hip:gfx942, not '
+                                     f'{section!r}')
+                for row in rows:
+                    if len(row) != 6 or not all(isinstance(x, int) and x > 0 for x in row[:5]):
+                        raise ValueError(f'{kernel}, {section}: {row} is not [bytes, channels, tile, warps, stages, '
+                                         'registers]')
+                    table.setdefault(kernel, {}).setdefault(section, {})[Size(*row[:3])] = Launch(*row[3:])
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'cannot read the launch table {path}: {error!r}') from error
     return table
-
-
-def _fail(message: str) -> Any:
-    raise ValueError(message)
 
 
 def formatted(table: Table, **notes: Any) -> str:
