@@ -119,21 +119,14 @@ def _median(lines: Sequence[Dict[str, Any]], key: str) -> Optional[float]:
 def times_table(root: Path) -> str:
     """Time of a training step, as a multiple of that without a mixer."""
     found = runs(root / RECORDS / FILE)
+    bases = {task: _median(found.get((task, 'identity'), []), 'step_ms') for task in TASKS}
 
     def write(task: str, lines: Sequence[Dict[str, Any]]) -> str:
-        own, base = _median(lines, 'step_ms'), _median(found.get((task, 'identity'), []), 'step_ms')
+        own, base = _median(lines, 'step_ms'), bases[task]
         if own is None:
             return 'failed' if lines else NOT_RUN
         return f'{own:.0f} ms' if base is None else f'{own / base:.1f}'
-    return _grid(found, write, _with_base(found))
-
-
-def _with_base(found: Runs) -> Callable[[str], str]:
-    """Return a function that writes the head of a column of times, with the time that is 1."""
-    def head(task: str) -> str:
-        base = _median(found.get((task, 'identity'), []), 'step_ms')
-        return task if base is None else f'{task} (1 is {base:.0f} ms)'
-    return head
+    return _grid(found, write, lambda task: task if bases[task] is None else f'{task} (1 is {bases[task]:.0f} ms)')
 
 
 def memory_table(root: Path) -> str:

@@ -69,18 +69,10 @@ def read(path: Union[str, Path]) -> Table:
 
 def formatted(table: Table, **notes: Any) -> str:
     """Return the JSON text of a table, one line per row; `notes` (such as the device) are stored beside the kernels."""
-    kernels = []
-    for kernel, sections in sorted(table.items()):
-        parts = []
-        for section, rows in sorted(sections.items()):
-            lines = ',\n'.join(f'        {json.dumps([*size, *launch])}' for size, launch in sorted(rows.items()))
-            parts.append(f'      {json.dumps(section)}: [\n{lines}\n      ]')
-        joined = ',\n'.join(parts)
-        kernels.append(f'    {json.dumps(kernel)}: {{\n{joined}\n    }}')
-    head = {'columns': ['bytes', 'channels', 'tile', 'warps', 'stages', 'registers'], **notes}
-    lines = [f'  {json.dumps(name)}: {json.dumps(value)}' for name, value in head.items()]
-    body = ',\n'.join(kernels)
-    return '{\n' + ',\n'.join([*lines, f'  "kernels": {{\n{body}\n  }}']) + '\n}\n'
+    kernels = {kernel: {section: [[*size, *launch] for size, launch in sorted(rows.items())]
+                        for section, rows in sorted(sections.items())} for kernel, sections in sorted(table.items())}
+    text = json.dumps({'columns': [*Size._fields, *Launch._fields], **notes, 'kernels': kernels}, indent=2)
+    return re.sub(r'\[[^][]*\]', lambda row: f"[{' '.join(row[0][1:-1].split())}]", text) + '\n'
 
 
 def merged(first: Table, second: Table) -> Table:
