@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.tiles import LOG2E, dot
+from ..eos_scan.memory_tiles import broadcast_strides, dense, strides
 from ..eos_scan.problem import DIRECTIONS
 
 # Arguments that change with the size of the problem. Strides of tokens stay specialized: loads of several channels at
@@ -327,15 +328,6 @@ def block_of(x: Tensor) -> int:
     return min(WIDEST, launch.padded_power_of_two(x.shape[3]))
 
 
-def token_strides(x: Tensor) -> Tuple[int, int, int]:
-    """Return the strides of batch, head and token."""
-    return x.stride()[:3]
-
-
-def log_strides(log: Optional[Tensor]) -> Tuple[int, int, int, int]:
-    return (0, 0, 0, 0) if log is None else log.stride()
-
-
 def expanded(log: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     """Return step logs as a view of the shape of x."""
     return None if log is None else log.expand(*x.shape)
@@ -355,8 +347,8 @@ def memories(i: Tensor, e: Tensor, log_k: Optional[Tensor], log_d: Optional[Tens
     block_k, block_d = block_of(e), block_of(i)
     parts = triton.cdiv(keys, block_k) * triton.cdiv(dim, block_d)
     _eos_elementwise_memory_kernel[launch.programs(tile.sizes[0] * parts)](
-        i, e, log_k, log_d, None if first is None else first.float().contiguous(), out, *tile.sizes,
-        *token_strides(i), *token_strides(e), *log_strides(log_k), *log_strides(log_d), KEYS=keys, DIM=dim,
+        i, e, log_k, log_d, dense(first), out, *tile.sizes,
+        *strides(i, e), *broadcast_strides(log_k, 4), *broadcast_strides(log_d, 4), KEYS=keys, DIM=dim,
         BLOCK_K=block_k, BLOCK_D=block_d, QUERY=query, REVERSE=reverse, **tile.constants,
         **launch.options('eos_elementwise_memory', i.dtype, tile.block, max(block_k, block_d)))
 
@@ -376,8 +368,8 @@ def forward(i: Tensor, e: Tensor, s: Tensor, log_k: Optional[Tensor], log_d: Opt
     y, keys, dim = launch.token_order(i), e.shape[3], i.shape[3]
     block_k, block_d = block_of(e), block_of(i)
     _eos_elementwise_fwd_kernel[tile.programs](
-        i, e, s, log_k, log_d, y, memory, *tile.sizes, *token_strides(i), *token_strides(e), *token_strides(s),
-        *log_strides(log_k), *log_strides(log_d), KEYS=keys, DIM=dim, BLOCK_K=block_k, BLOCK_D=block_d,
+        i, e, s, log_k, log_d, y, memory, *tile.sizes, *strides(i, e, s), *broadcast_strides(log_k, 4),
+        *broadcast_strides(log_d, 4), KEYS=keys, DIM=dim, BLOCK_K=block_k, BLOCK_D=block_d,
         LEVELS=tile.levels, DIRECTION=direction, CARRY=carry, **tile.constants,
         **launch.options('eos_elementwise_fwd', i.dtype, tile.block, max(block_k, block_d)))
     empty = i.new_empty(0, dtype=torch.float32)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.tiles import dot
+from ..eos_scan.memory_tiles import broadcast_strides, strides
 from ..eos_scan.problem import DIRECTIONS
 from .triton import (
     Tiles,
@@ -36,7 +37,6 @@ from .triton import (
     load_memory,
     load_sums,
     load_tile,
-    log_strides,
     memories,
     memory_like,
     place,
@@ -45,7 +45,6 @@ from .triton import (
     through_memory,
     tiles,
     token_matrix,
-    token_strides,
 )
 
 SIZES = ('lines', 'chunks', 'heads', 'length', 'q_b', 'q_h', 'k_b', 'k_h', 'log_b', 'log_h', 'other_q_b', 'other_q_h',
@@ -217,8 +216,8 @@ def _axis(q: Tensor, k: Tensor, log: Optional[Tensor], other_q: Tensor, other_k:
     block_x = 16 if narrow else block_of(other_q)
     dk, dlog = launch.token_order(k), None if log is None else k.new_empty(k.shape, dtype=torch.float32)
     _eos_elementwise_bwd_kernel[launch.programs(tile.programs[0] * triton.cdiv(dim, block_c))](
-        q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, *tile.sizes, *token_strides(q),
-        *token_strides(k), *log_strides(log), *token_strides(other_q), *token_strides(other_k), *log_strides(other_log),
+        q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, *tile.sizes, *strides(q, k),
+        *broadcast_strides(log, 4), *strides(other_q, other_k), *broadcast_strides(other_log, 4),
         DIM=dim, OTHER=other, BLOCK_C=block_c, BLOCK_X=block_x, COLUMNS=columns, LEVELS=tile.levels,
         DIRECTION=direction, CARRY=memory is not None, HALF=q.itemsize == 2 and not launch.interpreted(),
         **tile.constants, **launch.options('eos_elementwise_bwd', q.dtype, tile.block, max(block_c, block_x)))
