@@ -1,4 +1,7 @@
-"""Compile the Triton kernels ahead of time, for a GPU that need not be here, and the calls that launch all of them."""
+"""Compile the Triton kernels ahead of time, for a GPU that need not be here.
+
+The calls of `cases` launch all kernels.
+"""
 import re
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +24,7 @@ _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|1
 
 
 class _OwnCode(TorchDispatchMode):
-    """Run the launching code of this package's operators on meta tensors, where PyTorch would only ask for shapes."""
+    """Run this package's operators on meta tensors, where PyTorch would only ask for shapes."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         own = OPDEFS.get(operator._schema.name)
@@ -33,8 +36,8 @@ class _OwnCode(TorchDispatchMode):
 def compiling_for(target: str) -> Iterator[List]:
     """Compile for `target` within the block, and launch nothing.
 
-    The context manager yields a list, to which Triton adds each kernel it compiles. Call the operators with tensors on
-    the meta device.
+    The context manager yields a list, to which Triton adds each kernel it compiles. Call the
+    operators with tensors on the meta device.
 
     Args:
         target: such as 'cuda:90' or 'hip:gfx942'.
@@ -49,8 +52,8 @@ def compiling_for(target: str) -> Iterator[List]:
     from triton.backends.compiler import GPUTarget
     backend, _, arch = target.partition(':')
     if not _TARGET.fullmatch(target):
-        raise ValueError('target must be like cuda:90 (70 to 129) or hip:gfx942 (gfx9.., gfx10.., gfx11.., gfx12..), '
-                         f'got {target!r}')
+        raise ValueError('target must be like cuda:90 (70 to 129) or hip:gfx942 (gfx9.., gfx10.., '
+                         f'gfx11.., gfx12..), got {target!r}')
     warp = 64 if arch.startswith('gfx9') else 32
     gpu = GPUTarget(backend, int(arch) if backend == 'cuda' else arch, warp)
     compiled: List = []
@@ -83,7 +86,7 @@ def compiling_for(target: str) -> Iterator[List]:
         triton.runtime.driver.set_active(None)          # the next launch looks for it again
 
 
-# --- calls. Each is a function of the dtype and the number of channels; together they launch every kernel.
+# --- calls, which are functions of the dtype and the number of channels
 
 def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device='meta', requires_grad=True)
@@ -100,7 +103,8 @@ def _differentiated(outputs: Any) -> None:
     torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
 
 
-def _attention(op: Callable, side: int, steps: int, dtype: torch.dtype, dim: int, **options: str) -> None:
+def _attention(op: Callable, side: int, steps: int, dtype: torch.dtype, dim: int, **options: str
+               ) -> None:
     grid = (2, 4, side, side)
     inputs = [_new(*grid, dim, dtype=dtype) for _ in range(3)] + [_new(*grid) for _ in range(steps)]
     with torch.no_grad():
@@ -128,8 +132,10 @@ def _solve(side: int, parametrization: str, dtype: torch.dtype, dim: int) -> Non
 
 def _convolution(window: int, fused: bool, dtype: torch.dtype, dim: int) -> None:
     """Fused with GELU and the residual, or with a sum."""
-    x, weight, bias = (_new(*shape, dtype=dtype) for shape in ((2, 14, 14, dim), (dim, 1, window, window), (dim,)))
-    _differentiated(kernels.depthwise_conv(x, weight, bias, None if fused else x, gelu=fused, residual=fused))
+    shapes = (2, 14, 14, dim), (dim, 1, window, window), (dim,)
+    x, weight, bias = (_new(*shape, dtype=dtype) for shape in shapes)
+    add = None if fused else x
+    _differentiated(kernels.depthwise_conv(x, weight, bias, add, gelu=fused, residual=fused))
 
 
 def _rotary(dtype: torch.dtype, dim: int) -> None:
@@ -141,14 +147,15 @@ def _delta_rule(form: str, dtype: torch.dtype, keys: int) -> None:
     i, state = _new(2, 4, 56, max(32, keys), dtype=dtype), form == 'states'
     e, s, a, b = (_new(2, 4, 56, keys, dtype=dtype) for _ in range(4))
     _differentiated(kernels.eos_matmul(
-        i, e, s, a=a, b=b, gk=None if form == 'no step logs' else _new(2, 4, 56, keys), output_state=state,
-        initial_state=_new(2, 4, keys, i.shape[3]) if state else None, bidirectional=form == 'both directions'))
+        i, e, s, a=a, b=b, gk=None if form == 'no step logs' else _new(2, 4, 56, keys),
+        bidirectional=form == 'both directions', output_state=state,
+        initial_state=_new(2, 4, keys, i.shape[3]) if state else None))
 
 
 def _full_rank(form: str, dtype: torch.dtype, keys: int) -> None:
     """sigmoid: z along K. exponential: z along D, with states. constant: o, e and s (H, K, D)."""
-    i, e, weight = _new(2, 4, 56, max(32, keys), dtype=dtype), _new(2, 4, 56, keys, dtype=dtype), None
-    weight, options = _new(4, keys, i.shape[3]), {}
+    i, e = (_new(2, 4, 56, n, dtype=dtype) for n in (max(32, keys), keys))
+    weight = _new(4, keys, i.shape[3])
     if form == 'constant':
         e, options = _new(*weight.shape, dtype=dtype), {'log_o': weight}
     elif form == 'sigmoid':
@@ -167,7 +174,7 @@ def _rank_one(length: int, direction: str, steps: str, dtype: torch.dtype, dim: 
 
 
 def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
-    """Yield a name and a call for each form of each operator, and for lines or grids of several lengths."""
+    """Yield a name and a call for each form of each operator, on lines or grids of these lengths."""
     for length in lengths:
         for form in (*MASK_MODES, 'v2h', 'h2v'):
             yield f'polyline_attention, {form}, {length} x {length}', partial(
@@ -186,8 +193,8 @@ def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
             yield (f'separable_attention, {latents} latent, {keys}, 32 x 32',
                    partial(_separable, latents, keys == 'mapped keys'))
     # Trees of one tile, and trees of tiles of either side.
-    for side, parametrization in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
-        yield f'quadtree_solve, {parametrization}, {side} x {side}', partial(_solve, side, parametrization)
+    for side, form in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
+        yield f'quadtree_solve, {form}, {side} x {side}', partial(_solve, side, form)
     yield 'depthwise_conv, 3 x 3, residual and GELU', partial(_convolution, 3, True)
     yield 'depthwise_conv, 5 x 5, sum', partial(_convolution, 5, False)
     yield 'rotary_embedding, 14 x 14', _rotary
@@ -202,14 +209,17 @@ def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
                partial(_rank_one, length, direction, steps))
 
 
-def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)) -> Dict[str, Callable]:
-    """Return calls that launch every kernel with every tile and launch option of `launch`, on meta tensors."""
-    return {f'{name}, {str(dtype).removeprefix("torch.")}, {dim} channels': partial(call, dtype, dim)
-            for dtype in dtypes for dim in dims for name, call in _calls(lengths)}
+def cases(dtypes=(torch.float32, torch.bfloat16), dims=(16, 32, 64, 128), lengths=(14, 28, 56)
+          ) -> Dict[str, Callable]:
+    """Return calls on meta tensors that launch every kernel with all tiles and launch options."""
+    kinds = {str(dtype).removeprefix('torch.'): dtype for dtype in dtypes}
+    return {f'{name}, {kind}, {dim} channels': partial(call, dtype, dim)
+            for kind, dtype in kinds.items() for dim in dims for name, call in _calls(lengths)}
 
 
-# What the loops of a kernel work on, by the beginning of its name, and how many of these a program takes in one pass of
-# each innermost loop (or in all, without loops), as a function of its constants. Of two beginnings, the longer counts.
+# What the loops of a kernel work on, by the beginning of its name, and how many of these a program
+# takes in one pass of each innermost loop (or in all, without loops), as a function of its
+# constants. Of two beginnings, the longer counts.
 ITEMS: Mapping[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
     'polyline_attention': ('pair', lambda c: c['ROWS'] * c['COLS'] ** 2 * c['KEY_ROWS']),
     'polyline_attention_running': ('pair', lambda c: c['BLOCK'] ** 2),

@@ -66,8 +66,8 @@ def measure_in_fresh_process(job: Preset, threads: int, repeats: Optional[int]) 
 
 
 def measure_all(jobs: List[Preset], threads: int, repeats: Optional[int], processes: Optional[int], out: Path) -> None:
-    """Measure presets one after the other, save each record as soon as it is complete, and print a table. If one
-    fails, the others are measured all the same."""
+    """Measure presets one after the other, save each record as soon as it is complete, and print a
+    table. If one fails, the others are measured all the same."""
     paths = {job.device: prepare(out, job.device) for job in jobs}
     records, failures = [], []
     try:

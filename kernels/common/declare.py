@@ -51,18 +51,25 @@ def _first_tensor(args: Iterable[Any]) -> Tensor:
     raise TypeError('an operator needs a tensor')
 
 
-def differentiate(forward: Any, backward: Callable[..., Sequence[Tensor]],
-                  kept: Callable[[Any], Sequence[Tensor]] = lambda outputs: (), used: Sequence[int] = (0,)) -> None:
-    """Register the gradient of an operator whose arguments are tensors or None, options, and flags: `save`, and after
-    it, for each used output but the first, whether it is wanted.
+def differentiate(
+        forward: Any,
+        backward: Callable[..., Sequence[Tensor]],
+        kept: Callable[[Any], Sequence[Tensor]] = lambda outputs: (),
+        used: Sequence[int] = (0,),
+) -> None:
+    """Register the gradient of an operator.
+
+    Its arguments are tensors or None, options, and flags: `save`, and after it, for each used
+    output but the first, whether it is wanted.
 
     Args:
         forward: a `node`. With `save=False` it does not compute what only the backward pass needs.
-        backward: returns the gradients of the tensors; those of None are dropped. It is called with the gradients of
-            the used outputs, the tensors, the kept outputs and the options.
-        kept: selects the outputs that the backward pass needs, as they are or replaced by tensors without elements.
-        used: the outputs with a gradient. If there are several, the first has the shape of the first tensor, and the
-            gradients of the others may be None.
+        backward: returns the gradients of the tensors; those of None are dropped. It is called with
+            the gradients of the used outputs, the tensors, the kept outputs and the options.
+        kept: selects the outputs that the backward pass needs, as they are or replaced by tensors
+            without elements.
+        used: the outputs with a gradient. If there are several, the first has the shape of the
+            first tensor, and the gradients of the others may be None.
     """
     arguments = forward._opoverload._schema.arguments
     names = [argument.name for argument in arguments]
@@ -83,7 +90,8 @@ def differentiate(forward: Any, backward: Callable[..., Sequence[Tensor]],
         if given[0] is None:
             given[0] = torch.zeros_like(saved[0])
         found = backward(*given, *saved, *ctx.options)
-        return *(None if x is None else grad for x, grad in zip(saved, found)), *(None,) * (len(arguments) - tensors)
+        return (*(None if x is None else grad for x, grad in zip(saved, found)),
+                *(None,) * (len(arguments) - tensors))
 
     forward.register_autograd(gradient, setup_context=save)
 

@@ -55,13 +55,14 @@ def read(path: Union[str, Path]) -> Table:
         for kernel, sections in json.loads(Path(path).read_text())['kernels'].items():
             for section, rows in sections.items():
                 if not _SECTION.fullmatch(section):
-                    raise ValueError(f'{kernel}: a target is default, cuda, cuda:90, hip or hip:gfx942, not '
-                                     f'{section!r}')
+                    raise ValueError(f'{kernel}: a target is default, cuda, cuda:90, hip or '
+                                     f'hip:gfx942, not {section!r}')
+                found = table.setdefault(kernel, {}).setdefault(section, {})
                 for row in rows:
                     if len(row) != 6 or not all(isinstance(x, int) and x > 0 for x in row[:5]):
-                        raise ValueError(f'{kernel}, {section}: {row} is not [bytes, channels, tile, warps, stages, '
-                                         'registers]')
-                    table.setdefault(kernel, {}).setdefault(section, {})[Size(*row[:3])] = Launch(*row[3:])
+                        raise ValueError(f'{kernel}, {section}: {row} is not [bytes, channels, tile, '
+                                         'warps, stages, registers]')
+                    found[Size(*row[:3])] = Launch(*row[3:])
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f'cannot read the launch table {path}: {error!r}') from error
     return table
@@ -70,8 +71,10 @@ def read(path: Union[str, Path]) -> Table:
 def formatted(table: Table, **notes: Any) -> str:
     """Return the JSON text of a table, one line per row; `notes` (such as the device) are stored beside the kernels."""
     kernels = {kernel: {section: [[*size, *launch] for size, launch in sorted(rows.items())]
-                        for section, rows in sorted(sections.items())} for kernel, sections in sorted(table.items())}
-    text = json.dumps({'columns': [*Size._fields, *Launch._fields], **notes, 'kernels': kernels}, indent=2)
+                        for section, rows in sorted(sections.items())}
+               for kernel, sections in sorted(table.items())}
+    columns = [*Size._fields, *Launch._fields]
+    text = json.dumps({'columns': columns, **notes, 'kernels': kernels}, indent=2)
     return re.sub(r'\[[^][]*\]', lambda row: f"[{' '.join(row[0][1:-1].split())}]", text) + '\n'
 
 

@@ -232,7 +232,8 @@ _triton_full_backward = node(
     partial(in_dtypes, partial(_full_backward, late(__name__, 'triton_full_rank.backward'))),
     _full_backward_flops)(_full_gradients)
 
-for _forward, _backward in ((_portable_forward, _portable_backward), (_triton_forward, _triton_backward),
+for _forward, _backward in ((_portable_forward, _portable_backward),
+                            (_triton_forward, _triton_backward),
                             (_portable_full_forward, _portable_full_backward),
                             (_triton_full_forward, _triton_full_backward)):
     differentiate(_forward, _backward, kept=lambda outputs: outputs[1:2], used=(0, 2))

@@ -141,7 +141,8 @@ _triton_backward = node(
     'eos_matmul_bwd', lambda *args: in_dtypes(late(__name__, 'triton.backward'), *args[:-1]),
     lambda dy, dfinal, i, e, *others: 12 * loop_flops(i, e, others[-2]))(_gradients)
 
-for _forward, _backward in ((_portable_forward, _portable_backward), (_triton_forward, _triton_backward)):
+for _forward, _backward in ((_portable_forward, _portable_backward),
+                            (_triton_forward, _triton_backward)):
     differentiate(_forward, _backward, kept=lambda outputs: outputs[1:2], used=(0, 2))
 
 

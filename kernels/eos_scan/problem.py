@@ -222,8 +222,9 @@ def keys_of(shape: Sequence[int]) -> int:
     return shape[1 if len(shape) == 3 else 3]
 
 
-def results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized results of a forward pass: y, what a backward pass needs, and the last memory if `last`."""
+def results(i: Tensor, e: Tensor, y: Tensor, states: Sequence[int], last: bool
+            ) -> Tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized results: y, what a backward pass needs, and the last memory if `last`."""
     dtype = compute_dtype(i.dtype)
     final = (*i.shape[:2], keys_of(e.shape), i.shape[3]) if last else (0,)
     return y, i.new_empty(states, dtype=dtype), i.new_empty(final, dtype=dtype)
@@ -235,7 +236,7 @@ def loop_flops(i: Sequence[int], e: Sequence[int], direction: str) -> int:
 
 
 def own_term(i: Tensor, e: Tensor, s: Tensor) -> Tensor:
-    """Return the term of each token itself, Re(s_t * e_t)' i_t, which both directions contain: (B, H, T, D)."""
+    """Return the term of each token itself, Re(s_t * e_t)' i_t, which both directions contain."""
     dtype = compute_dtype(i.dtype)
     i, e, s = (x if x.is_complex() else x.to(dtype) for x in (i, e, s))
     if e.ndim == s.ndim == 4:

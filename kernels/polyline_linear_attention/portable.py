@@ -1,4 +1,4 @@
-"""Linear attention under the decay mask: sum_r q_r * scan(k_r * v), by the portable scan or by that of Triton."""
+"""Linear attention under the decay mask: sum_r q_r * scan(k_r * v), by either scan."""
 from typing import List
 
 from torch import Tensor
@@ -7,7 +7,8 @@ from ..common.numerics import bounded, compute_dtype, empty_result
 from ..polyline_scan import polyline_scan_triton
 from ..polyline_scan.portable import axis_scan, by_group, dense_axis_scan, scan_grid
 
-# State elements (tokens x R x Dv) that are scanned at a time: about 16 MB in float32, and 512 MB on Triton.
+# State elements (tokens x R x Dv) that are scanned at a time: about 16 MB in float32, and 512 MB
+# on Triton.
 STATE_ELEMENTS, GPU_STATE_ELEMENTS = 4_000_000, 1 << 27
 
 
@@ -42,15 +43,16 @@ def polyline_linear_attention_export(q: Tensor, k: Tensor, v: Tensor, log_alpha:
     return _linear_attention(q, k, values, logs, paths, dense_axis_scan).reshape(v.shape).to(v.dtype)
 
 
-def polyline_linear_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor,
-                                     paths: str) -> Tensor:
+def polyline_linear_attention_triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor,
+                                     log_beta: Tensor, paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     step = max(1, min(q.shape[-1], GPU_STATE_ELEMENTS // v.numel()))
     parts = []
     for query, key in zip(q.split(step, -1), k.split(step, -1)):
         # Sums of products over a whole grid exceed the range of float16.
-        state = (key.float().unsqueeze(-1) * v.float().unsqueeze(-2)).flatten(-2)     # (B, heads, H, W, R * Dv)
-        state = polyline_scan_triton(state, [log_alpha, log_beta], paths).unflatten(-1, (key.shape[-1], v.shape[-1]))
+        state = key.float().unsqueeze(-1) * v.float().unsqueeze(-2)          # (B, heads, H, W, R, Dv)
+        scanned = polyline_scan_triton(state.flatten(-2), [log_alpha, log_beta], paths)
+        state = scanned.view(state.shape)
         parts.append((query.float().unsqueeze(-2) @ state).squeeze(-2))
     return sum(parts[1:], parts[0]).to(v.dtype)

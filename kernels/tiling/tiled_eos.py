@@ -34,16 +34,17 @@ def _reader(op: str, given: Dict[str, Any], device: Device) -> Callable[[int, in
     return read_all
 
 
-def _tiled(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], given: Dict[str, Any], out: Target, segment: int,
-           length: Optional[int], reverse: bool, bidirectional: bool, state: Optional[Tensor], device: Device,
-           **options: Any) -> Optional[Tensor]:
-    """Check the arguments that segments cannot show, run over the segments, write the outputs, and return the last
-    memory of one direction."""
+def _tiled(op: str, operator: Callable[..., Tuple[Tensor, Tensor]], given: Dict[str, Any],
+           out: Target, segment: int, length: Optional[int], reverse: bool, bidirectional: bool,
+           state: Optional[Tensor], device: Device, **options: Any) -> Optional[Tensor]:
+    """Check the arguments that segments cannot show, run over the segments, write the outputs, and
+    return the last memory of one direction."""
     checks.flags(op, reverse=reverse, bidirectional=bidirectional)
     if reverse and bidirectional:
         raise ValueError(f'{op}: reverse and bidirectional exclude each other')
     if bidirectional and state is not None:
-        raise ValueError(f'{op}: bidirectional has no state at one end: initial_state needs one direction')
+        raise ValueError(f'{op}: bidirectional has no state at one end: initial_state needs one '
+                         'direction')
     length, = total_size(op, given['i'], None if length is None else (length,), 'length', (2,))
     segments, read_all = bands(op, 'segment', length, segment), _reader(op, given, device)
 

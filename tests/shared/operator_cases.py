@@ -46,7 +46,8 @@ def _steps(*shape):
 
 
 def _attention(batch, logs=2):
-    return [*(_normal(batch, 2, 3, 4, 2) for _ in range(3)), *(_steps(batch, 2, 3, 4) for _ in range(logs))]
+    return [*(_normal(batch, 2, 3, 4, 2) for _ in range(3)),
+            *(_steps(batch, 2, 3, 4) for _ in range(logs))]
 
 
 def _lines(batch, channels):
@@ -59,7 +60,8 @@ def _solve(*args, **options):
 
 def _rotary(q, k, **options):
     angles = torch.linspace(0, 3, 6, dtype=q.dtype, device=q.device)[:, None]
-    return torch.cat(kernels.rotary_embedding(q, k, torch.stack([angles.cos(), angles.sin()], -1), **options))
+    table = torch.stack([angles.cos(), angles.sin()], -1)
+    return torch.cat(kernels.rotary_embedding(q, k, table, **options))
 
 
 def _eos(name):
@@ -76,9 +78,11 @@ CASES = {
     'polyline_linear_attention': (kernels.polyline_linear_attention, _attention),
     'separable_attention': (partial(kernels.separable_attention, patch_size=2),
                             lambda batch: [_normal(batch, 3, 4, channels) for channels in (1, 2, 2)]),
-    'quadtree_attention': (kernels.quadtree_attention, lambda batch: [*_attention(batch, 0), _normal(2, 2, 2, 2)]),
+    'quadtree_attention': (kernels.quadtree_attention,
+                           lambda batch: [*_attention(batch, 0), _normal(2, 2, 2, 2)]),
     'quadtree_solve': (partial(_solve, parametrization='skew'), lambda batch: [
-        *(_normal(batch, 2, *level, 2) for level in LEVELS), *(_normal(batch, 2, *level) for level in LEVELS[:2])]),
+        *(_normal(batch, 2, *level, 2) for level in LEVELS),
+        *(_normal(batch, 2, *level) for level in LEVELS[:2])]),
     'tree_solve': (partial(kernels.tree_solve, Tree([2, 2, -1], 2)), lambda batch: [
         _normal(batch, 3, 2, 2) + 4 * torch.eye(2), *(_normal(batch, 3, 2, n) for n in (2, 2, 3))]),
     'rotary_embedding': (_rotary, lambda batch: [_normal(batch, 2, 6, 2) for _ in range(2)]),
@@ -86,7 +90,8 @@ CASES = {
         _normal(batch, 3, 4, 2), _normal(2, 1, 3, 3), _normal(2), _normal(batch, 3, 4, 2)]),
     'eos_elementwise': (_eos('log_o_k'), lambda batch: [*_lines(batch, 3), _steps(batch, 2, 6, 2)]),
     'eos_elementwise-full': (_eos('log_o'), lambda batch: [*_lines(batch, 3), _steps(2, 2, 3)]),
-    'eos_elementwise-small': (_eos('log_o_k'), lambda batch: [*_lines(64 * batch, 1), _steps(64 * batch, 2, 6, 2)]),
+    'eos_elementwise-small': (_eos('log_o_k'), lambda batch: [
+        *_lines(64 * batch, 1), _steps(64 * batch, 2, 6, 2)]),
     'eos_matmul': (lambda i, e, s, a, b, **options: kernels.eos_matmul(i, e, s, a=a, b=b, **options),
                    lambda batch: [*_lines(batch, 3), *(0.3 * _normal(batch, 2, 6, 2) for _ in range(2))]),
 }
