@@ -63,9 +63,8 @@ class Nodes(NamedTuple):
 
     def sum_children(self, x: Tensor, n: int) -> Tensor:
         """Sum rows of level n over the children of each node of level n + 1."""
-        level = self.levels[n]
-        maps = x.unflatten(0, (self.batch, *level[:2])).permute(0, 3, 1, 2)
-        return sum_children(maps, level).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+        sums = sum_children(self.maps(x, n), self.levels[n])
+        return sums.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 @lru_cache(maxsize=32)
@@ -114,7 +113,11 @@ class _Layer:
 
     def leaves(self, x: Tensor) -> Tensor:
         """(B, heads, H, W, D) -> (leaves, heads * D), a view if that is the order in memory."""
-        return self.existing(x.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 2).to(self.dtype))
+        return self.existing(self.rows(x))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The same, with the numbers of leaves that do not exist."""
+        return x.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 2).to(self.dtype)
 
     def split(self, x: Tensor) -> Tensor:
         """(rows, heads * D) -> (rows, heads, D), a view."""
@@ -319,10 +322,10 @@ def backward(grad: Tensor, q: Optional[Tensor], k: Optional[Tensor], bias: Tenso
     layer = _Layer(out, mask, options, inner.dtype)
     channels = out.shape[1] * out.shape[4]
     scale, up, down = layer.factors(layer.weights(logits))
-    right = grad.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 2).to(layer.dtype)
+    right = layer.rows(grad)
     dv, dinner = torch.empty_like(right, memory_format=torch.contiguous_format), torch.zeros_like(inner)
     layer.solve(right, dinner[:, :channels], scale, down, up, dv)        # the transpose exchanges up and down
-    solution = out.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 2).to(layer.dtype)
+    solution = layer.rows(out)
     dlogits = layer.edge_gradients(dv, dinner[:, :channels], solution, inner[:, :channels])
     dlogits = layer.weight_gradients(dlogits, logits)
     dbias, leaves = layer.bias_gradients(dlogits, bias), [dv]

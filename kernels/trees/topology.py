@@ -79,14 +79,16 @@ class Tree:
             node = int(wrong.nonzero()[0])
             raise ValueError(f'Tree: the parent of node {node} is {int(parents[node])}; allowed are -1 for a root and '
                              f'0 to {len(parents) - 1}')
-        self.depths, self._root_of = self._to_the_root()
+        self.depths, roots = self._to_the_root()
         self.roots = (parents < 0).nonzero()[:, 0]
         if len(self.roots) > 1 and not forest:
             raise ValueError(f'Tree: nodes {int(self.roots[0])} and {int(self.roots[1])} are both roots (forest=True '
                              'allows it)')
         self.block, self.sizes = self._blocks(sizes)
         below = parents[parents >= 0]
-        self.chain = self._chain() if len(below.unique()) == len(below) else None
+        self.chain = None
+        if len(below.unique()) == len(below):
+            self.chain = (roots * len(self) + (len(self) - 1 - self.depths)).argsort()
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -136,10 +138,6 @@ class Tree:
         block = int(sizes.max())
         return block, None if (sizes == block).all() else sizes
 
-    def _chain(self) -> Tensor:
-        """Return nodes path after path, the deepest node of each first."""
-        return (self._root_of * len(self) + (len(self) - 1 - self.depths)).argsort()
-
     def in_order(self, generations: Sequence[Tensor]) -> Tensor:
         """Return (..., V, m, r) in the order of node numbers from the parts of the generations."""
         starts = [generation.first for generation in self.generations]
@@ -179,8 +177,12 @@ class Tree:
         if arity < 2 or length < 1 or (max_levels is not None and max_levels < 1):
             raise ValueError('Tree.over_sequence: length and max_levels must be at least 1 and arity at least 2, got '
                              f'{length}, {max_levels}, {arity}')
-        parents = torch.cat(_levels_of_parents(length, arity, max_levels))
-        return cls(parents, forest=max_levels is not None, **kwargs)
+        lengths, start, parents = level_lengths(length, arity, max_levels), 0, []
+        for count in lengths[:-1]:
+            start += count
+            parents.append(start + torch.arange(count, device='cpu') // arity)
+        roots = torch.full((lengths[-1],), -1, device='cpu')
+        return cls(torch.cat([*parents, roots]), forest=max_levels is not None, **kwargs)
 
     @classmethod
     def quad(cls, height: int, width: int, max_levels: Optional[int] = None, shift: Sequence[int] = (0, 0), **kwargs
@@ -202,14 +204,6 @@ def level_lengths(length: int, arity: int, max_levels: Optional[int] = None) -> 
     while lengths[-1] > 1 and len(lengths) != max_levels:
         lengths.append(-(-lengths[-1] // arity))
     return lengths
-
-
-def _levels_of_parents(length: int, arity: int, max_levels: Optional[int]) -> List[Tensor]:
-    lengths, start, result = level_lengths(length, arity, max_levels), 0, []
-    for count in lengths[:-1]:
-        start += count
-        result.append(start + torch.arange(count, device='cpu') // arity)
-    return [*result, torch.full((lengths[-1],), -1, device='cpu')]
 
 
 @lru_cache(maxsize=16)
