@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import separable_attention
-from ..kernels.common.numerics import cumulative
+from ..kernels.common.numerics import column_log_decay, row_log_decay
 from ..kernels.common.patches import fold_patches, unfold_patches
 from .mixers import EosMixer, MultiHeadSelfAttention, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.eos_linear import at_least_float
@@ -48,15 +48,11 @@ def _gradient(mix: Callable[[Tensor], Tensor], values: Tensor, select: Callable[
         return torch.autograd.grad(select(mix(values)).sum(), values)[0]
 
 
-def _polyline(mixer: PolylineMixer, x: Tensor, row: int, column: int) -> Tensor:
-    log_alpha, log_beta = (at_least_float(logs) for logs in mixer.decay_logs(x))
-    return _polyline_row(mixer, x, row, column, log_alpha, log_beta)
-
-
-def _polyline_row(mixer: PolylineMixer, x: Tensor, row: int, column: int, log_alpha: Tensor,
-                  log_beta: Tensor) -> Tensor:
-    """Return the row of polyline attention with other step logs than the mixer's own, (B, heads, H, W)."""
+def _polyline(mixer: PolylineMixer, x: Tensor, row: int, column: int,
+              logs: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
+    """Return the row of polyline attention with the mixer's own step logs, or with others."""
     height, width = x.shape[1:3]
+    log_alpha, log_beta = logs or (at_least_float(y) for y in mixer.decay_logs(x))
     q, k = (at_least_float(y) for y in mixer.queries_and_keys(mixer.q(x), mixer.k(x)))
     # PyTorch's attention avoids an N x N matrix only if values are as wide as queries. Other operators take any width.
     copies = mixer.head_dim if mixer.attention == 'full' and mixer.paths == 'none' else 1
@@ -81,7 +77,7 @@ def attention_without_decay(mixer: PolylineMixer, x: Tensor, token: Token) -> Te
     with torch.inference_mode(False), torch.no_grad():
         x = x.detach().clone()
         logs = at_least_float(x.new_zeros(len(x), mixer.num_heads, *x.shape[1:3]))
-        attention = _polyline_row(mixer, x, *token, logs, logs)
+        attention = _polyline(mixer, x, *token, (logs, logs))
     return attention / attention.sum((2, 3), keepdim=True)           # some forms add up two masks
 
 
@@ -101,16 +97,13 @@ def polyline_mask(mixer: PolylineMixer, x: Tensor, token: Token) -> Tensor:
     """
     if mixer.paths not in ('both', 'v2h', 'rmt'):
         raise ValueError(f'paths={mixer.paths!r} has no polyline mask')
-    (row, column), (log_alpha, log_beta) = token, (at_least_float(logs) for logs in mixer.decay_logs(x))
-    along_rows, along_columns = cumulative(log_alpha, 3, log_alpha.dtype), cumulative(log_beta, 2, log_beta.dtype)
-    # Paths from (i, j): to column l of row i, then down column l (V2H); or down column j, then along row k (H2V).
-    to_column = -(along_rows[:, :, row, None] - along_rows[:, :, row, column, None, None]).abs()
-    down_each = -(along_columns - along_columns[:, :, row, None]).abs()
-    mask = (to_column + down_each).exp()
+    (i, j), (log_alpha, log_beta) = token, (at_least_float(logs) for logs in mixer.decay_logs(x))
+    rows = row_log_decay(log_alpha, log_alpha.dtype)                       # [i, j, l]
+    columns = column_log_decay(log_beta, log_beta.dtype)                   # [i, k, l]
+    # To column l of row i, then down column l (V2H); or down column j, then along row k (H2V).
+    mask = (rows[:, :, i, j, None] + columns[:, :, i]).exp()
     if mixer.paths == 'both':
-        down_own = -(along_columns[..., column] - along_columns[:, :, row, column, None]).abs()
-        along_each = -(along_rows - along_rows[..., column, None]).abs()
-        mask = mask + (down_own[..., None] + along_each).exp()
+        mask = mask + (columns[:, :, i, :, j, None] + rows[:, :, :, j]).exp()
     return mask
 
 
@@ -144,10 +137,6 @@ def _separable(mixer: SeparableSelfAttention, x: Tensor, row: int, column: int) 
     return _gradient(mix, torch.zeros_like(ones), lambda y: y[:, row, column]).permute(0, 3, 1, 2)
 
 
-def _separable_tokens(mixer: SeparableMixer, x: Tensor, row: int, column: int) -> Tensor:
-    return _separable(mixer, x.permute(0, 3, 1, 2), row, column)
-
-
 def _multi_head(mixer: MultiHeadSelfAttention, x: Tensor, place: int, token: int) -> Tensor:
     dim, heads = x.shape[1], mixer.num_heads
     q, k, _ = (y[:, :, place:place + 1] for y in mixer.qkv_proj(x).split(dim, 1))
@@ -173,7 +162,7 @@ ROWS: Dict[Type[nn.Module], Callable[..., Tensor]] = {
     PolylineMixer: _polyline,
     TreeMixer: _tree,
     EosMixer: _eos,
-    SeparableMixer: _separable_tokens,
+    SeparableMixer: lambda mixer, x, *token: _separable(mixer, x.permute(0, 3, 1, 2), *token),
     SeparableSelfAttention: _separable,
     MultiHeadSelfAttention: _multi_head,
 }

@@ -4,6 +4,7 @@ The layer is from "Myosotis: structured computation for attention like layer", a
 sequences (`MyoSequence`). These backbones are this project's: they are PPMA with another token mixer. There are no
 published weights. See backbones/mixers/tree.py for the layer.
 """
+from functools import partial
 from typing import Any, ClassVar, Dict, List, NamedTuple, Tuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.trees import common_ancestor_levels
 from .hierarchical import ARCHS, HierarchicalBackbone
+from .influence import pixel_of
 from .mixers import TreeMixer
 from .observation import observe_inputs
 from .options import Flag, Options, checked, known_options
@@ -71,13 +73,10 @@ class Myo(HierarchicalBackbone):
         Raises:
             ValueError: the position is outside of the map, or no block has a `TreeMixer`.
         """
-        if len(at) != 2 or not all(isinstance(place, (int, float)) and 0 <= place < 1 for place in at):
-            raise ValueError(f'at must be two fractions of height and width from 0 to below 1, got {at!r}')
-
         def influence(mixer: TreeMixer, tokens: Tensor) -> Influence:
             tokens = tokens.detach().clone()             # not an inference tensor
             levels = mixer.levels(*tokens.shape[1:3])
-            row, column = (int(place * size) for place, size in zip(at, tokens.shape[1:3]))
+            row, column = pixel_of(at, tuple(tokens.shape[1:3]))
             edges = mixer.edges(tokens, levels)
             weights = mixer.influence(tokens, row, column, edges)
             ancestor = common_ancestor_levels(levels, row, column).to(x.device)
@@ -89,10 +88,7 @@ class Myo(HierarchicalBackbone):
             return observe_inputs(self, self.mixers(TreeMixer), x.clone(), influence)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return image_cfg(paper_ids='arXiv:2509.20503', **kwargs)
-
-
+_cfg = partial(image_cfg, paper_ids='arXiv:2509.20503')
 default_cfgs = generate_default_cfgs(published_cfgs({
     'myo_tiny': _cfg(),
     'myo_small': _cfg(),
