@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
 from .blocks import Block, ConvNorm, ProjectionHead, Stem
-from .mixers.choices import Names, choose_mixers, mixer_name, warn_of_unused
+from .mixers.choices import Names, block_mixers, find_mixer, mixer_name, warn_of_unused
 from .options import (
     FLAG,
     Flag,
@@ -155,7 +155,8 @@ class HierarchicalBackbone(TimmInterface):
         super().__init__(num_classes, in_chans)
         self.hybrid_options = {**({} if mixers is None else {'mixers': mixers}),
                                **({'attention_share': attention_share} if attention_share else {})}
-        build = choose_mixers(partial(build_mixer, **mixer_options), mixers, attention_share, depths)
+        own_mixer = partial(build_mixer, **mixer_options)
+        names = block_mixers(mixers, attention_share, depths)
         dd = {'device': device, 'dtype': dtype}
         self.num_features, self.head_hidden_size = dims[-1], head_hidden_size or dims[-1]
         self.stem = Stem(in_chans, dims[0], **dd)
@@ -166,7 +167,8 @@ class HierarchicalBackbone(TimmInterface):
             blocks = [
                 Block(
                     dim,
-                    mixer=build(stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
+                    mixer=(find_mixer(names[i][j]) or own_mixer)(
+                        stage=i, block=j, dim=dim, num_heads=num_heads[i], **dd),
                     mlp_ratio=mlp_ratios[i],
                     drop_path=rate,
                     init_values=layer_scale_init if layer_scale[i] else None,

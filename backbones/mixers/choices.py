@@ -74,10 +74,6 @@ def mixer_name() -> Option:
     return Option(f"one of {allowed} or 'eos:' with a preset or code of EosMixer", lambda name: bool(find_mixer(name)))
 
 
-def _of_each_stage(mixers: Names, stages: int) -> Sequence[Optional[str]]:
-    return [mixers] * stages if mixers is None or isinstance(mixers, str) else mixers
-
-
 def attention_blocks(depth: int, share: float) -> Sequence[int]:
     """Return the blocks of a stage that use attention: the share of its blocks, spread evenly, and the last one first.
 
@@ -90,37 +86,26 @@ def attention_blocks(depth: int, share: float) -> Sequence[int]:
 
 
 def block_mixers(mixers: Names, attention_share: float, depths: Sequence[int]) -> List[List[Optional[str]]]:
-    """Return the names of the mixers of each stage's blocks; None is the family's own. See `choose_mixers`."""
-    found = [[name] * depth for name, depth in zip(_of_each_stage(mixers, len(depths)), depths)]
+    """Return the names of the mixers of each stage's blocks; None is the family's own.
+
+    Args:
+        mixers: the name of a mixer, or one for each stage; None keeps the family's own.
+        attention_share: the share of the blocks of each stage that use 'attention' instead.
+        depths: number of blocks of each stage.
+    """
+    stages = [mixers] * len(depths) if mixers is None or isinstance(mixers, str) else mixers
+    found = [[name] * depth for name, depth in zip(stages, depths)]
     for names in found:
         for block in attention_blocks(len(names), attention_share):
             names[block] = 'attention'
     return found
 
 
-def choose_mixers(family: Build, mixers: Names, attention_share: float, depths: Sequence[int]) -> Build:
-    """Return the function that builds the mixer of each block of a hybrid.
-
-    Args:
-        family: builds the family's own mixer.
-        mixers: the name of a mixer, or one for each stage; None keeps the family's own.
-        attention_share: the share of the blocks of each stage that use 'attention' instead.
-        depths: number of blocks of each stage.
-    """
-    names = block_mixers(mixers, attention_share, depths)
-
-    def build(stage: int, block: int, **kwargs: Any) -> nn.Module:
-        name = names[stage][block]
-        return (family if name is None else find_mixer(name))(stage=stage, block=block, **kwargs)
-
-    return build
-
-
 def warn_of_unused(mixers: Names, attention_share: float, depths: Sequence[int], options: Dict[str, Any]) -> None:
     """Warn of values that no block of a hybrid uses.
 
     Args:
-        mixers, attention_share, depths: see `choose_mixers`.
+        mixers, attention_share, depths: see `block_mixers`.
         options: values of the options of the family's own mixer. Lists with a value for each stage do not count,
             because the tables of architectures have them.
     """
