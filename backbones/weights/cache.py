@@ -10,7 +10,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Dict, Iterator, Optional
 
 from filelock import FileLock, Timeout
 
@@ -132,8 +132,14 @@ def _entries() -> Iterator[Dict[str, LockEntry]]:
         entries = _read(path)
         before = dict(entries)
         yield entries
-        if entries != before:
-            _write(path, entries)
+        if entries == before:
+            return
+        content = {name: asdict(entry) for name, entry in sorted(entries.items())}
+        try:
+            with write_atomically(path) as temporary:
+                Path(temporary).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+        except OSError as error:
+            raise WeightsError(f'{shorten_path(path)} cannot be written: {error.strerror or error}') from error
 
 
 def _read(path: Path) -> Dict[str, LockEntry]:
@@ -148,12 +154,3 @@ def _read(path: Path) -> Dict[str, LockEntry]:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f'{shorten_path(path)} is damaged; remove it, and the next download writes a new one'
                            ) from error
-
-
-def _write(path: Path, entries: Dict[str, LockEntry]) -> None:
-    content: Dict[str, Any] = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    try:
-        with write_atomically(path) as temporary:
-            Path(temporary).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
-    except OSError as error:
-        raise WeightsError(f'{shorten_path(path)} cannot be written: {error.strerror or error}') from error

@@ -5,7 +5,7 @@ sha256 of None is not known beforehand; `download.py` says how such a file is ch
 """
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
@@ -273,8 +273,5 @@ def _shipped() -> Iterator[PublishedWeights]:
             config=config, reported=reported)
 
 
-def _table(rows: Iterable[PublishedWeights]) -> Dict[str, PublishedWeights]:
-    return {weights.name: weights for weights in rows}
-
-
-WEIGHTS: Dict[str, PublishedWeights] = _table([*_ppma(), *_mobilevitv2(), *_shipped()])
+WEIGHTS: Dict[str, PublishedWeights] = {
+    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_shipped())}

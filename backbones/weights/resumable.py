@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, NamedTuple, Optional
+from typing import Any, BinaryIO, Dict, Optional
 from urllib.parse import urlsplit
 
 from huggingface_hub.utils import tqdm
@@ -51,12 +51,6 @@ class _TemporaryError(Exception):
     def __init__(self, reason: str, pause: float = 0.):
         super().__init__(reason)
         self.pause = pause
-
-
-class _State(NamedTuple):
-    """What the file beside a partial file holds."""
-    url: str
-    validator: str
 
 
 def transfer(url: str, part: Path, limit: int) -> None:
@@ -101,16 +95,16 @@ def _pause(failures: int) -> float:
 
 def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
     """Make one request and write what it brings."""
-    state = _read_state(part, url)
-    offset = _size(part) if state else 0
+    validator = _read_validator(part, url)
+    offset = _size(part) if validator else 0
     headers = {'User-Agent': _AGENT, 'Accept-Encoding': 'identity'}
-    if state and offset:
-        headers.update({'Range': f'bytes={offset}-', 'If-Range': state.validator})
+    if offset:
+        headers.update({'Range': f'bytes={offset}-', 'If-Range': validator})
     try:
         response = _open(url, headers)
     except urllib.error.HTTPError as error:
         with closing(error):
-            if error.code == 416 and state:
+            if error.code == 416 and validator:
                 if _range_total(error.headers) == offset:
                     return                             # everything had arrived before the last process ended
                 discard(part)
@@ -119,7 +113,9 @@ def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
     with closing(response):
         _refuse_unusable(url, response)
         if response.status == 206:
-            if not state or _range_start(response.headers) != offset or _changed(response.headers, state):
+            # A server may leave the validator out of a partial answer.
+            current = _validator(response.headers) or validator
+            if not validator or _range_start(response.headers) != offset or current != validator:
                 discard(part)
                 raise _TemporaryError('the server sent another part than it was asked for')
             total = _range_total(response.headers) or (offset + response.length if response.length else None)
@@ -131,7 +127,9 @@ def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
         _check_space(part, (total or 0) - offset)
         with open(part, 'ab' if offset else 'wb', buffering=0) as file:
             if not offset:
-                _write_state(part, url, response.headers)
+                with write_atomically(_state_file(part)) as temporary:
+                    state = dict(url=url, validator=_validator(response.headers))
+                    Path(temporary).write_text(json.dumps(state), encoding='utf-8')
             bar.total, bar.n = total, offset
             bar.refresh()
             _copy(response, file, limit - offset, bar)
@@ -241,11 +239,6 @@ def _validator(headers: http.client.HTTPMessage) -> str:
     return date if email.utils.parsedate(date) else ''
 
 
-def _changed(headers: http.client.HTTPMessage, state: _State) -> bool:
-    """Whether a partial answer belongs to another version of the file; a server may leave the validator out."""
-    return bool(_validator(headers)) and _validator(headers) != state.validator
-
-
 def _check_space(part: Path, needed: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if needed > free:
@@ -269,16 +262,10 @@ def _state_file(part: Path) -> Path:
     return part.with_name(f'{part.name}.json')
 
 
-def _read_state(part: Path, url: str) -> Optional[_State]:
-    """Return the state of a partial file, or None if it cannot be continued."""
+def _read_validator(part: Path, url: str) -> str:
+    """Return the validator of a partial file, or '' if it cannot be continued."""
     try:
-        state = _State(**json.loads(_state_file(part).read_text(encoding='utf-8')))
-    except (OSError, ValueError, TypeError):
-        return None
-    return state if state.url == url and isinstance(state.validator, str) and state.validator else None
-
-
-def _write_state(part: Path, url: str, headers: http.client.HTTPMessage) -> None:
-    with write_atomically(_state_file(part)) as temporary:
-        state = _State(url, _validator(headers))
-        Path(temporary).write_text(json.dumps(state._asdict()), encoding='utf-8')
+        state = json.loads(_state_file(part).read_text(encoding='utf-8'))
+        return state['validator'] if state['url'] == url and isinstance(state['validator'], str) else ''
+    except (OSError, ValueError, TypeError, KeyError):
+        return ''
