@@ -22,9 +22,6 @@ from .mixers import EosMixer, PolylineMixer, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mobilevitv2 import ConvNormAct, MobileStage, MobileStem, TransformerLayer
 
-# Class of a module -> what replaces an instance of it. A subclass is not replaced.
-REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
-
 
 def prepare(model: nn.Module) -> nn.Module:
     """Replace modules by forms that are faster in inference, in place.
@@ -333,17 +330,6 @@ def _with_class(cls: Type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
     return swap
 
 
-REPLACEMENTS.update({
-    ConvNorm: fold_norm,
-    Stem: _with_class(StemInParts),
-    Stage: _with_class(StageInParts),
-    FeedForward: prepare_feed_forward,
-    PolylineMixer: prepare_polyline,
-    TreeMixer: join_linears,
-    EosMixer: join_linears,
-})
-
-
 # ---- MobileViTv2
 
 @register_notrace_module
@@ -368,10 +354,18 @@ def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
     return layer
 
 
-REPLACEMENTS.update({
+# Class of a module -> what replaces an instance of it. A subclass is not replaced.
+REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
+    ConvNorm: fold_norm,
     ConvNormAct: fold_norm,
     DepthwiseMixer: prepare_depthwise,
+    EosMixer: join_linears,
+    FeedForward: prepare_feed_forward,
     MobileStage: _with_class(MobileStageInParts),
     MobileStem: fold_norm,
+    PolylineMixer: prepare_polyline,
+    Stage: _with_class(StageInParts),
+    Stem: _with_class(StemInParts),
     TransformerLayer: prepare_layer,
-})
+    TreeMixer: join_linears,
+}
