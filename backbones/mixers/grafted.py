@@ -55,9 +55,6 @@ class Grid:
             self.size = size
         else:
             self.repeated = backward_pass, size
-        if not torch.compiler.is_compiling():
-            height, width = map(int, size)                                                 # tensors in torch.jit.trace
-            self.sizes.setdefault(height * width, set()).add((height, width))
 
     def _before_block(self, block: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
         if inputs:
@@ -71,7 +68,8 @@ class Grid:
         if backward_pass >= 0 and hasattr(memory, 'subquad_grid'):
             self.repeated = backward_pass, memory.subquad_grid
         else:
-            memory.subquad_grid = self._current(backward_pass)
+            memory.subquad_grid = height, width = self._current(backward_pass)
+            self.sizes.setdefault(height * width, set()).add((height, width))
 
     def of(self, x: Tensor) -> Size:
         """Return height and width of the grid of an attention layer's tokens x (B, prefix + N, C).
