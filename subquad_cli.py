@@ -114,19 +114,16 @@ def options_of(tool: str) -> List[str]:
     if tool == 'configs':
         return ['--help', '--json']
     folder = package_folder('tools')
-
-    def parsed(module: str) -> ast.Module:
-        return ast.parse(path(module).read_text(encoding='utf-8'))
-
-    def path(module: str) -> Path:
-        return folder.joinpath(*module.split('.')).with_suffix('.py')
-    tree = parsed(tool.replace('-', '_'))
+    tree = ast.parse((folder / f"{tool.replace('-', '_')}.py").read_text(encoding='utf-8'))
     found = {'--help', *_options_in(tree)}
     for node in ast.walk(tree):                   # the options that an imported function adds
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and path(node.module).is_file():
-            names = {alias.name for alias in node.names} - {'main'}
-            found |= {option for function in parsed(node.module).body if getattr(function, 'name', '') in names
-                      for option in _options_in(function)}
+        if not isinstance(node, ast.ImportFrom) or node.level != 1 or not node.module:
+            continue
+        path = folder.joinpath(*node.module.split('.')).with_suffix('.py')
+        names = {alias.name for alias in node.names} - {'main'}
+        for function in ast.parse(path.read_text(encoding='utf-8')).body if path.is_file() else ():
+            if getattr(function, 'name', '') in names:
+                found.update(_options_in(function))
     return sorted(found)
 
 

@@ -20,7 +20,7 @@ from ..kernels.trees.edges import edge_biases
 from .blocks import is_plain
 from .mixers import SeparableSelfAttention, TreeMixer
 from .mixers.tree import EDGE_DIM
-from .mobilevitv2 import PATCH, ConvNormAct, MobileViTv2Block, TransformerLayer, to_even_size
+from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
 
 GROUPS = PATCH[0] * PATCH[1]
 
@@ -90,7 +90,9 @@ class ExportBlock(nn.Module):
             layer.attn.patch_size = (GROUPS, 1)              # every row of tokens is a group
         self.transformer = nn.ModuleList(map(ExportLayer, block.transformer))
         self.norm = ImageNorm(block.norm)
-        self.proj = _linear(*_fold_affine(block.norm, _without_batch_norm(block.conv_proj)))
+        proj = block.conv_proj
+        conv = fuse_conv_bn_eval(proj.conv, proj.bn) if isinstance(proj.bn, nn.BatchNorm2d) else proj.conv
+        self.proj = _linear(*_fold_affine(block.norm, conv))
 
     def forward(self, x: Tensor) -> Tensor:
         if not all(isinstance(side, int) for side in x.shape[2:]):
@@ -227,17 +229,10 @@ def _fold_affine(norm: nn.GroupNorm, conv: nn.Module) -> Tuple[Tensor, Tensor]:
     return tuple(x.to(conv.weight.dtype) for x in folded)
 
 
-def _without_batch_norm(layer: ConvNormAct) -> nn.Module:
-    """Return the convolution of a layer without activation, with the norm fused into it."""
-    return fuse_conv_bn_eval(layer.conv, layer.bn) if isinstance(layer.bn, nn.BatchNorm2d) else layer.conv
-
-
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """Return a linear layer with weight (D, C) or (D, C, 1, 1) and bias (D,) or None."""
     weight = weight.detach().flatten(1)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-        if bias is not None:
-            linear.bias.copy_(bias)
+    linear = nn.utils.skip_init(nn.Linear, *weight.T.shape, bias is not None, device=weight.device,
+                                dtype=weight.dtype)
+    linear.load_state_dict({'weight': weight} if bias is None else {'weight': weight, 'bias': bias})
     return linear

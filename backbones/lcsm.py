@@ -5,6 +5,7 @@ Perspective", arXiv 2405.17383, which describes them for sequences. These backbo
 with another token mixer. There are no published weights. See backbones/mixers/eos.py for the layer, and
 backbones/mixers/eos_codes.py for the names of the recurrences.
 """
+from functools import partial
 from typing import Any, ClassVar, Dict
 
 import torch
@@ -69,10 +70,7 @@ class LCSM(HierarchicalBackbone):
             return observe_inputs(self, self.mixers(EosMixer), x, EosMixer.state_decay)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return image_cfg(paper_ids='arXiv:2405.17383', **kwargs)
-
-
+_cfg = partial(image_cfg, paper_ids='arXiv:2405.17383')
 default_cfgs = generate_default_cfgs(published_cfgs({
     'lcsm_tiny': _cfg(),
     'lcsm_small': _cfg(),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Dict, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
+from timm.layers import get_device_dtype
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -199,9 +200,8 @@ class MyoSequence(nn.Module):
         """
         pooling = {} if global_pool is None else {'global_pool': global_pool}
         check(type(self).__name__, known_options(type(self)), {'num_classes': num_classes, **pooling})
-        weight = self.norm.weight
         self.num_classes = num_classes
-        self.head = (nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
+        self.head = (nn.Linear(self.num_features, num_classes, **get_device_dtype(self))
                      if num_classes else nn.Identity())
         self.head.apply(_init)
 

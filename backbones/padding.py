@@ -99,25 +99,22 @@ class _Hooks(ExitStack):
 
     def clear_input(self, module: nn.Module, regions: Regions, axis: int) -> None:
         """Set the padding of the module's input to zero."""
-        self._remove_later(module.register_forward_pre_hook(
-            lambda module, args: (regions.clear(args[0], axis), *args[1:])))
+        self.callback(module.register_forward_pre_hook(
+            lambda module, args: (regions.clear(args[0], axis), *args[1:])).remove)
 
     def clear_output(self, module: nn.Module, regions: Regions, axis: int) -> None:
         """Set the padding of the module's output to zero."""
-        self._remove_later(module.register_forward_hook(lambda module, args, y: regions.clear(y, axis)))
+        self.callback(module.register_forward_hook(lambda module, args, y: regions.clear(y, axis)).remove)
 
     def check_input(self, module: nn.Module, check: Callable[[Any], None]) -> None:
         """Call `check` on the module's input."""
-        self._remove_later(module.register_forward_pre_hook(lambda module, args: check(args[0])))
+        self.callback(module.register_forward_pre_hook(lambda module, args: check(args[0])).remove)
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         """Call forward(module's own forward method, ...) in place of the module's forward method."""
         earlier = module.__dict__.get('forward')         # of a library that replaces it, too
         module.forward = partial(forward, module.forward)
         self.callback(module.__dict__.pop if earlier is None else partial(setattr, module), 'forward', earlier)
-
-    def _remove_later(self, handle: Any) -> None:
-        self.callback(handle.remove)
 
 
 def _by_size(regions: Regions, axis: int, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any

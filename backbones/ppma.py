@@ -5,6 +5,7 @@ code (Apache-2.0). The defaults build the networks of the published weights, whi
 logarithm of the mask to the logits (`mask_mode='additive'`), whereas the paper multiplies the softmax by the mask
 (`mask_mode='multiplicative'`). See backbones/mixers/polyline.py for every option.
 """
+from functools import partial
 from typing import Annotated, Any, ClassVar, Dict, Sequence, Union
 
 from timm.models import generate_default_cfgs, register_model
@@ -78,10 +79,7 @@ class PPMA(HierarchicalBackbone):
                 if self.output_norms is not None or not key.startswith('output_norms.')}
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return image_cfg(paper_ids='arXiv:2506.15940', **kwargs)
-
-
+_cfg = partial(image_cfg, paper_ids='arXiv:2506.15940')
 default_cfgs = generate_default_cfgs(published_cfgs({
     **{f'ppma_{size}': _cfg() for size in ARCHS if size != 'test'},
     'test_ppma': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),

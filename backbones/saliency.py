@@ -116,7 +116,11 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
         if target is not None and not 0 <= target < logits.shape[1]:
             raise ValueError(f'target must be a class from 0 to {logits.shape[1] - 1}, got {target!r}')
         classes = logits.argmax(1) if target is None else torch.full((len(x),), int(target), device=x.device)
-        activations = _only_output(model, layer, seen)
+        if not seen:
+            raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, which has no output then')
+        activations = seen[-1]
+        if not isinstance(activations, Tensor):
+            raise NoFeatureMap(f'the output of {layer!r}, a {type(activations).__name__}, is not one map of features')
         as_map = _map_form(model, images, layer, activations)
         gradient, = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), activations, allow_unused=True)
         if gradient is None:
@@ -151,15 +155,6 @@ def _default_layer(model: nn.Module) -> str:
         if name and name in modules:
             return name
     raise NoFeatureMap(f'{type(model).__name__} does not name its last feature map: class_activation needs `layer`')
-
-
-def _only_output(model: nn.Module, layer: str, seen: List[Any]) -> Tensor:
-    """Return the last output of a layer."""
-    if not seen:
-        raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, which has no output then')
-    if not isinstance(seen[-1], Tensor):
-        raise NoFeatureMap(f'the output of {layer!r}, a {type(seen[-1]).__name__}, is not one map of features')
-    return seen[-1]
 
 
 def _map_form(model: nn.Module, x: Tensor, layer: str, y: Tensor) -> Callable[[Tensor], Tensor]:

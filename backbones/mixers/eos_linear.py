@@ -210,20 +210,11 @@ class TokenGates(Oscillation):
         self.gate_d = nn.Linear(sizes.dim, sizes.dim, **dd) if 'd' in axes else None
 
     def tokens(self, x: Tensor) -> Tokens:
-        found = {}
-        if self.gate_k is not None:
-            found['log_o_k'] = gate_log(self.gate_k(x), self.tau)
-        if self.gate_d is not None:
-            found['log_o_d'] = gate_log(self.gate_d(x), self.tau)
-        return found
+        gates = {'log_o_k': self.gate_k, 'log_o_d': self.gate_d}
+        return {name: gate_log(gate(x), self.tau) for name, gate in gates.items() if gate is not None}
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
-        given = {}
-        if self.gate_k is not None:
-            given['log_o_k'] = tokens['log_o_k']
-        if self.gate_d is not None:
-            given['log_o_d'] = tokens['log_o_d']
-        return given
+        return {name: tokens[name] for name in ('log_o_k', 'log_o_d') if name in tokens}
 
 
 class GatedProduct(Oscillation):
