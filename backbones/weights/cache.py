@@ -139,7 +139,8 @@ def _entries() -> Iterator[Dict[str, LockEntry]]:
             with write_atomically(path) as temporary:
                 Path(temporary).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
         except OSError as error:
-            raise WeightsError(f'{shorten_path(path)} cannot be written: {error.strerror or error}') from error
+            reason = error.strerror or error
+            raise WeightsError(f'{shorten_path(path)} cannot be written: {reason}') from error
 
 
 def _read(path: Path) -> Dict[str, LockEntry]:

@@ -77,20 +77,20 @@ def transfer(url: str, part: Path, limit: int) -> None:
                 failures = 0 if _size(part) > before else failures + 1
                 if failures > RETRIES:
                     raise TransferError(f'{url}: {error}, {failures} times in a row', 'try again later') from error
-                time.sleep(min(max(_pause(failures), error.pause), LONGEST_PAUSE))
+                # 0.25 s after an attempt with new bytes, then 0.5, 1, 2, 4, 8.
+                time.sleep(min(max(2. ** (failures - 2), error.pause), LONGEST_PAUSE))
             except OSError as error:
-                raise _disk_error(error, part) from error
+                full = error.errno == errno.ENOSPC
+                advice = ('free some space, or set SUBQUAD_CACHE to another folder' if full else
+                          'set SUBQUAD_CACHE to a folder that can be written to')
+                raise TransferError(f'{part.parent} cannot take the file ({error.strerror or error})',
+                                    advice) from error
 
 
 def discard(part: Path) -> None:
     """Remove a partial file and what lies beside it."""
     for path in part.parent.glob(f'{part.name}*'):
         path.unlink(missing_ok=True)
-
-
-def _pause(failures: int) -> float:
-    """Return the seconds to wait after so many failures in a row: 0.25, 0.5, 1, 2, 4, 8."""
-    return 2. ** (failures - 2)
 
 
 def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
@@ -115,7 +115,8 @@ def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
         if response.status == 206:
             # A server may leave the validator out of a partial answer.
             current = _validator(response.headers) or validator
-            if not validator or _range_start(response.headers) != offset or current != validator:
+            start = re.match(r'bytes (\d+)-', response.headers.get('Content-Range', ''))
+            if not (validator == current and validator and start and int(start[1]) == offset):
                 discard(part)
                 raise _TemporaryError('the server sent another part than it was asked for')
             total = _range_total(response.headers) or (offset + response.length if response.length else None)
@@ -124,7 +125,9 @@ def _attempt(url: str, part: Path, limit: int, bar: Any) -> None:
         if max(total or 0, offset) > limit:
             raise TransferError(f'{url} has {total or offset:,} bytes, more than the {limit:,} allowed',
                                 'update subquad')
-        _check_space(part, (total or 0) - offset)
+        needed, free = (total or 0) - offset, shutil.disk_usage(part.parent).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f'{needed:,} bytes are needed and {free:,} are free')
         with open(part, 'ab' if offset else 'wb', buffering=0) as file:
             if not offset:
                 with write_atomically(_state_file(part)) as temporary:
@@ -195,7 +198,9 @@ def _connection_error(error: Exception) -> _TemporaryError:
 
 def _status_error(url: str, error: urllib.error.HTTPError) -> Exception:
     if error.code in TEMPORARY_STATUS:
-        return _TemporaryError(f'the server answers HTTP {error.code}', _retry_after(error.headers))
+        pause = error.headers.get('Retry-After', '')         # seconds, or a date
+        return _TemporaryError(f'the server answers HTTP {error.code}',
+                               float(pause) if pause.isdigit() else 0.)
     if error.code in (404, 410):
         return TransferError(f'{url} does not exist (HTTP {error.code})', 'update subquad')
     if error.code in (401, 403):
@@ -214,17 +219,6 @@ def _refuse_unusable(url: str, response: http.client.HTTPResponse) -> None:
         raise TransferError(f'{url} is sent without its size', 'check the proxy')
 
 
-def _retry_after(headers: http.client.HTTPMessage) -> float:
-    """Return the seconds that the server asks to wait; 0 if it does not ask or names a date."""
-    text = headers.get('Retry-After', '')
-    return float(text) if text.isdigit() else 0.
-
-
-def _range_start(headers: http.client.HTTPMessage) -> Optional[int]:
-    match = re.match(r'bytes (\d+)-', headers.get('Content-Range', ''))
-    return int(match[1]) if match else None
-
-
 def _range_total(headers: http.client.HTTPMessage) -> Optional[int]:
     match = re.search(r'/(\d+)$', headers.get('Content-Range', ''))
     return int(match[1]) if match else None
@@ -237,18 +231,6 @@ def _validator(headers: http.client.HTTPMessage) -> str:
         return etag
     date = headers.get('Last-Modified', '')
     return date if email.utils.parsedate(date) else ''
-
-
-def _check_space(part: Path, needed: int) -> None:
-    free = shutil.disk_usage(part.parent).free
-    if needed > free:
-        raise OSError(errno.ENOSPC, f'{needed:,} bytes are needed and {free:,} are free')
-
-
-def _disk_error(error: OSError, part: Path) -> TransferError:
-    advice = 'free some space, or set SUBQUAD_CACHE to another folder' if error.errno == errno.ENOSPC else (
-        'set SUBQUAD_CACHE to a folder that can be written to')
-    return TransferError(f'{part.parent} cannot take the file ({error.strerror or error})', advice)
 
 
 def _size(path: Path) -> int:
@@ -266,6 +248,7 @@ def _read_validator(part: Path, url: str) -> str:
     """Return the validator of a partial file, or '' if it cannot be continued."""
     try:
         state = json.loads(_state_file(part).read_text(encoding='utf-8'))
-        return state['validator'] if state['url'] == url and isinstance(state['validator'], str) else ''
+        known = state['url'] == url and isinstance(state['validator'], str)
+        return state['validator'] if known else ''
     except (OSError, ValueError, TypeError, KeyError):
         return ''
