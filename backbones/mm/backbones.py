@@ -97,7 +97,7 @@ class DenseBackbone:
         self.out_strides = [self.feature_info[i]['reduction'] for i in indices]
         self.init_cfg = init_cfg
         self.set_grad_checkpointing(with_cp)
-        self.register_load_state_dict_pre_hook(_check_backbone_weights)
+        self.register_load_state_dict_pre_hook(DenseBackbone.check_complete)
         for module in self._frozen():
             module.requires_grad_(False)
 
@@ -185,13 +185,27 @@ class DenseBackbone:
                 info['tmp_mean_value'] = parameter.data.mean().cpu()
         print_log(self.load_summary, logger='current')
 
-    def check_complete(self, weights: Dict[str, Tensor], prefix: str) -> None:
+    def check_complete(self, weights: Dict[str, Tensor], prefix: str, *_: Any) -> None:
         """Check that the weights whose keys have this prefix are all weights of this backbone.
+
+        MMEngine only logs the differences.
 
         Raises:
             WeightsError: keys are missing or unknown, or shapes differ.
         """
-        _check_backbone_weights(self, weights, prefix)
+        own = {f'{prefix}{key}': value for key, value in self.state_dict().items()
+               if f'{prefix}{key}' in weights or not key.endswith('num_batches_tracked')}
+        norms = {key for key in own if key.startswith(f'{prefix}output_norms.')}
+        if not norms & weights.keys():
+            own = {key: value for key, value in own.items() if key not in norms}
+        # MMEngine logs weights of parts that this backbone was built without.
+        given = {key: value for key, value in weights.items() if key.startswith(prefix) and (
+            key in own or not (key.startswith(f'{prefix}head.')
+                               or self._not_built(key.removeprefix(prefix))))}
+        problems = differences(own, given)
+        if problems:
+            raise WeightsError(f'not a checkpoint of this {type(self).__name__} backbone: '
+                               + '; '.join(problems))
 
     def skipped_keys(self, weights: Dict[str, Any]) -> List[str]:
         """List the keys that `translate_checkpoint` drops because `out_indices` leaves their stages out."""
@@ -234,21 +248,6 @@ def _listed(init_cfg: Any) -> List[Any]:
 def _is_pretrained(cfg: Dict[str, Any]) -> bool:
     kind = cfg.get('type')
     return getattr(kind, '__name__', kind) in ('Pretrained', 'PretrainedInit')
-
-
-def _check_backbone_weights(backbone: nn.Module, weights: Dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Raise an error for missing, unknown and misshaped weights, which MMEngine only logs."""
-    own = {f'{prefix}{key}': value for key, value in backbone.state_dict().items()
-           if f'{prefix}{key}' in weights or not key.endswith('num_batches_tracked')}
-    norms = {key for key in own if key.startswith(f'{prefix}output_norms.')}
-    if not norms & weights.keys():
-        own = {key: value for key, value in own.items() if key not in norms}
-    # The file may have weights of parts that this backbone was built without; MMEngine logs them.
-    given = {key: value for key, value in weights.items() if key.startswith(prefix) and (
-        key in own or not (key.startswith(f'{prefix}head.') or backbone._not_built(key.removeprefix(prefix))))}
-    problems = differences(own, given)
-    if problems:
-        raise WeightsError(f"not a checkpoint of this {type(backbone).__name__} backbone: {'; '.join(problems)}")
 
 
 def _prepare_parent(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
