@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Dict
 
 import torch
 from timm.models import generate_default_cfgs, register_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import hierarchical
 from .hierarchical import HierarchicalBackbone
@@ -46,10 +46,7 @@ class LCSM(HierarchicalBackbone):
     PASSED_ON: ClassVar[Options] = known_options(EosMixer)
 
     def __init__(self, **kwargs: Any):
-        def mixer(stage: int, block: int, **options: Any) -> nn.Module:
-            return EosMixer(**options)
-
-        super().__init__(mixer, **kwargs)
+        super().__init__(lambda stage, block, **options: EosMixer(**options), **kwargs)
 
     def state_decays(self, x: Tensor) -> Dict[str, StateDecay]:
         """Return how much the memories of each layer decay per token, in evaluation mode.

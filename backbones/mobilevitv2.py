@@ -10,6 +10,7 @@ regrouping its tokens, stochastic depth acts on residual branches only, and new 
 """
 import warnings
 from collections import OrderedDict
+from functools import partial
 from typing import Annotated, Any, Dict, Optional, Tuple, Union
 
 import torch
@@ -381,21 +382,18 @@ class MobileViTv2(TimmInterface):
         return to_timm_keys(weights)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return image_cfg(**{
-        'input_size': (3, 256, 256),
-        'pool_size': (8, 8),
-        'crop_pct': 0.888,
-        'mean': (0., 0., 0.),
-        'std': (1., 1., 1.),
-        'fixed_input_size': False,
-        'first_conv': 'stem.conv',
-        'license': 'cvnets-license',
-        'paper_ids': 'arXiv:2206.02680',
-        **kwargs,
-    })
-
-
+_cfg = partial(
+    image_cfg,
+    input_size=(3, 256, 256),
+    pool_size=(8, 8),
+    crop_pct=0.888,
+    mean=(0., 0., 0.),
+    std=(1., 1., 1.),
+    fixed_input_size=False,
+    first_conv='stem.conv',
+    license='cvnets-license',
+    paper_ids='arXiv:2206.02680',
+)
 default_cfgs = generate_default_cfgs(published_cfgs({
     **{f'subquad_mobilevitv2_{size}': _cfg() for size in ARCHS if size != 'test'},
     'test_mobilevitv2': _cfg(input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1.0),

@@ -264,23 +264,18 @@ def _init(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return image_cfg(**{
-        'num_classes': 10,
-        'input_size': (3, 28, 28),
-        'pool_size': None,
-        'crop_pct': 1.0,
-        'interpolation': 'bilinear',
-        'mean': (0.5, 0.5, 0.5),
-        'std': (0.5, 0.5, 0.5),
-        'first_conv': 'encoder',
-        'classifier': 'head',
-        'paper_ids': 'arXiv:2509.20503',
-        **kwargs,
-    })
-
-
-default_cfgs = generate_default_cfgs(published_cfgs({'myo_sequence': _cfg()}))
+default_cfgs = generate_default_cfgs(published_cfgs({'myo_sequence': image_cfg(
+    num_classes=10,
+    input_size=(3, 28, 28),
+    pool_size=None,
+    crop_pct=1.0,
+    interpolation='bilinear',
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    first_conv='encoder',
+    classifier='head',
+    paper_ids='arXiv:2509.20503',
+)}))
 
 
 @register_model
