@@ -90,8 +90,8 @@ class ExportBlock(nn.Module):
             layer.attn.patch_size = (GROUPS, 1)              # every row of tokens is a group
         self.transformer = nn.ModuleList(map(ExportLayer, block.transformer))
         self.norm = ImageNorm(block.norm)
-        proj = block.conv_proj
-        conv = fuse_conv_bn_eval(proj.conv, proj.bn) if isinstance(proj.bn, nn.BatchNorm2d) else proj.conv
+        conv, norm = block.conv_proj.conv, block.conv_proj.bn
+        conv = fuse_conv_bn_eval(conv, norm) if isinstance(norm, nn.BatchNorm2d) else conv
         self.proj = _linear(*_fold_affine(block.norm, conv))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ class _Hooks(ExitStack):
 
     def clear_output(self, module: nn.Module, regions: Regions, axis: int) -> None:
         """Set the padding of the module's output to zero."""
-        self.callback(module.register_forward_hook(lambda module, args, y: regions.clear(y, axis)).remove)
+        self.callback(module.register_forward_hook(
+            lambda module, args, y: regions.clear(y, axis)).remove)
 
     def check_input(self, module: nn.Module, check: Callable[[Any], None]) -> None:
         """Call `check` on the module's input."""

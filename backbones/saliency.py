@@ -117,10 +117,12 @@ def class_activation(model: nn.Module, x: Tensor, target: Optional[int] = None,
             raise ValueError(f'target must be a class from 0 to {logits.shape[1] - 1}, got {target!r}')
         classes = logits.argmax(1) if target is None else torch.full((len(x),), int(target), device=x.device)
         if not seen:
-            raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, which has no output then')
+            raise NoFeatureMap(f'{type(model).__name__} does not call its layer {layer!r}, '
+                               'which has no output then')
         activations = seen[-1]
         if not isinstance(activations, Tensor):
-            raise NoFeatureMap(f'the output of {layer!r}, a {type(activations).__name__}, is not one map of features')
+            raise NoFeatureMap(f'the output of {layer!r}, a {type(activations).__name__}, '
+                               'is not one map of features')
         as_map = _map_form(model, images, layer, activations)
         gradient, = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), activations, allow_unused=True)
         if gradient is None:

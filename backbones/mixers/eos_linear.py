@@ -211,7 +211,8 @@ class TokenGates(Oscillation):
 
     def tokens(self, x: Tensor) -> Tokens:
         gates = {'log_o_k': self.gate_k, 'log_o_d': self.gate_d}
-        return {name: gate_log(gate(x), self.tau) for name, gate in gates.items() if gate is not None}
+        return {name: gate_log(gate(x), self.tau)
+                for name, gate in gates.items() if gate is not None}
 
     def arguments(self, tokens: Tokens, length: int) -> Dict[str, Any]:
         return {name: tokens[name] for name in ('log_o_k', 'log_o_d') if name in tokens}
