@@ -12,15 +12,6 @@ from ..kernels.common.checks import readable
 from .options import MIN_SIZE
 
 
-def is_plain(*layers: Optional[nn.Module]) -> bool:
-    """True if the layers are PyTorch's own, without hook, adapter or parametrization.
-
-    Their weights may be used directly.
-    """
-    return all(type(layer) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
-               and not layer._forward_hooks and not layer._forward_pre_hooks for layer in layers)
-
-
 @register_notrace_function
 def check_image(x: Tensor, in_chans: int) -> Tensor:
     """Check that x is a batch of images that a network of stride 32 can take, and return x.

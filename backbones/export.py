@@ -17,12 +17,16 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from ..kernels.quadtree_solve.portable import quadtree_solve_maps
 from ..kernels.trees import Level, level_means_export, repeat_to_children, sibling_normalized
 from ..kernels.trees.edges import edge_biases
-from .blocks import is_plain
 from .mixers import SeparableSelfAttention, TreeMixer
 from .mixers.tree import EDGE_DIM
 from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
+from .prepare import has_hooks, is_plain
 
 GROUPS = PATCH[0] * PATCH[1]
+
+
+def _bypass(*layers: nn.Module) -> bool:
+    return is_plain(*layers) and not any(map(has_hooks, layers))
 
 
 class ImageNorm(nn.Module):
@@ -212,11 +216,11 @@ def prepare_for_export(model: nn.Module) -> List[str]:
 
 
 def _is_supported(block: MobileViTv2Block) -> bool:
-    if block.exact_size or not is_plain(block.conv_proj.conv):
+    if block.exact_size or not _bypass(block.conv_proj.conv):
         return False
     return all(
         type(layer) is TransformerLayer and type(layer.attn) is SeparableSelfAttention
-        and is_plain(layer.attn.qkv_proj, layer.attn.out_proj, layer.mlp.fc1, layer.mlp.fc2)
+        and _bypass(layer.attn.qkv_proj, layer.attn.out_proj, layer.mlp.fc1, layer.mlp.fc2)
         for layer in block.transformer
     )
 

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.flop_counter import register_flop_formula
 
+from ..kernels import separable_attention
 from ..kernels.common.checks import exporting
-from ..kernels.common.numerics import keep_freed_memory, packed
-from .blocks import ConvNorm, FeedForward, Stem, check_image, is_plain
+from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, packed
+from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
-from .mixers import EosMixer, PolylineMixer, TreeMixer
+from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
+from .mixers.separable import SeparableMixer, check_source
 from .mobilevitv2 import ConvNormAct, MobileStage, MobileStem, TransformerLayer
 
 
@@ -51,6 +53,11 @@ def prepare(model: nn.Module) -> nn.Module:
 
 def has_hooks(module: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def is_plain(*layers: Optional[nn.Module]) -> bool:
+    """True if the layers are PyTorch's own, without adapter or parametrization: their weights may be used directly."""
+    return all(type(layer) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) for layer in layers)
 
 
 # ---- layers with an activation on oneDNN, which torch.compile uses on CPUs too
@@ -340,6 +347,44 @@ class MobileStageInParts(MobileStage):
         return forward_in_parts(self, super().forward, x, x[0].numel())
 
 
+@register_notrace_module
+class KeysOfContextAttention(SeparableSelfAttention):
+    """Separable self-attention that maps to keys after the weighted sum: once for each group, as scores sum to 1."""
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        x = cast_for_autocast(x)
+        source = x if source is None else cast_for_autocast(check_source(x, source))
+        count, dim = self.num_latent_tokens, x.shape[1]
+        sizes = [count, dim, dim]
+        (query, key, value), (query_bias, key_bias, value_bias) = (
+            y.to(x.dtype).split(sizes) for y in (self.qkv_proj.weight, self.qkv_proj.bias))
+        y = separable_attention(
+            F.linear(source.permute(0, 2, 3, 1), query.flatten(1), query_bias),
+            source.permute(0, 2, 3, 1),
+            F.conv2d(x, value, value_bias).permute(0, 2, 3, 1),
+            key_weight=key.flatten(1),
+            key_bias=key_bias,
+            patch_size=self.patch_size,
+            sampling=self.sampling,
+        )
+        return self.out_proj(y.permute(0, 3, 1, 2))
+
+
+@register_notrace_module
+class KeysOfContextMixer(KeysOfContextAttention, SeparableMixer):
+    """SeparableMixer that maps to keys after the weighted sum: (B, H, W, C) to the same shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def prepare_separable(unit: SeparableSelfAttention) -> SeparableSelfAttention:
+    """Let separable attention compute fewer keys, in place, and return it."""
+    if is_plain(unit.qkv_proj):
+        unit.__class__ = KeysOfContextMixer if isinstance(unit, SeparableMixer) else KeysOfContextAttention
+    return unit
+
+
 def prepare_depthwise(mixer: DepthwiseMixer) -> DepthwiseMixer:
     """Let the linear layers of a mixer run on oneDNN, the first one with GELU, in place, and return the mixer."""
     if join(mixer.value, mixer.act):
@@ -364,6 +409,8 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     MobileStage: _with_class(MobileStageInParts),
     MobileStem: fold_norm,
     PolylineMixer: prepare_polyline,
+    SeparableMixer: prepare_separable,
+    SeparableSelfAttention: prepare_separable,
     Stage: _with_class(StageInParts),
     Stem: _with_class(StemInParts),
     TransformerLayer: prepare_layer,

@@ -10,11 +10,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import separable_attention
-from ...kernels.common.checks import exporting
-from ...kernels.common.numerics import cast_for_autocast
 from ...kernels.separable_attention import SAMPLINGS
 from ...kernels.separable_attention.portable import context_scores
-from ..blocks import is_plain
 from ..options import checked, integer, one_of
 
 LatentTokens = Annotated[int, integer(1, 64)]
@@ -90,27 +87,16 @@ class SeparableSelfAttention(nn.Module):
         Returns:
             A tensor of the shape of x.
         """
-        x = cast_for_autocast(x)
-        source = x if source is None else cast_for_autocast(check_source(x, source))
-        parts, keys = [self.num_latent_tokens, x.shape[1], x.shape[1]], {}
-        if is_plain(self.qkv_proj) and not exporting() and not x.is_meta:
-            # Scores sum to 1, so the operator maps the weighted sum of tokens to a key, not each
-            # token. Exported graphs and counts of multiply-adds (on the meta device) have all keys.
-            weight, bias = (y.split(parts) for y in (self.qkv_proj.weight, self.qkv_proj.bias))
-            query, value = F.conv2d(source, weight[0], bias[0]), F.conv2d(x, weight[2], bias[2])
-            key = source
-            keys = dict(key_weight=weight[1].flatten(1).to(x.dtype), key_bias=bias[1].to(x.dtype))
-        else:
-            query, key, value = self.qkv_proj(source).split(parts, 1)
-            if source is not x:
-                value = self.qkv_proj(x).split(parts, 1)[2]
+        parts = [self.num_latent_tokens, x.shape[1], x.shape[1]]
+        query, key, value = self.qkv_proj(x).split(parts, 1)
+        if source is not None:
+            query, key, _ = self.qkv_proj(check_source(x, source)).split(parts, 1)
         y = separable_attention(
             query.permute(0, 2, 3, 1),
             key.permute(0, 2, 3, 1),
             value.permute(0, 2, 3, 1),
             patch_size=self.patch_size,
             sampling=self.sampling,
-            **keys,
         )
         return self.out_proj(y.permute(0, 3, 1, 2))
 

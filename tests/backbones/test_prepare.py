@@ -186,3 +186,12 @@ def test_layers_of_mobilevitv2_with_hooks_and_adapters_stay():
     assert len(seen) == 1
     scores = model.context_scores(x)
     assert len(scores) == 9
+
+
+def test_prepared_attention_computes_keys_for_groups_only():
+    flops, x = [], torch.randn(1, 3, 64, 64)
+    for model in (_model('test_mobilevitv2'), subquad.prepare(_model('test_mobilevitv2'))):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(x)
+        flops.append(counter.get_total_flops())
+    assert flops[1] < flops[0]
