@@ -12,7 +12,6 @@ from subquad.kernels.common import launch
 
 skip_without_triton()
 
-from subquad.kernels.crisscross_attention import triton as crisscross  # noqa: E402
 from subquad.kernels.decay_attention import triton as decay  # noqa: E402
 
 CRISSCROSS = [name for name in CALLS if name.startswith('crisscross')]
@@ -48,18 +47,6 @@ def launches(monkeypatch):
         return run_kernel(self, *args, **options)
     monkeypatch.setattr(kind, 'run', record)
     return launched
-
-
-@pytest.fixture
-def sums_made(monkeypatch):
-    """Dimensions along which sums are made outside of the kernels."""
-    made, rounded_sums = [], decay.rounded_sums
-
-    def record(steps, dim):
-        made.append(dim)
-        return rounded_sums(steps, dim)
-    monkeypatch.setattr(decay, 'rounded_sums', record)
-    return made
 
 
 # --- values and gradients
@@ -182,30 +169,6 @@ def test_step_logs_of_another_dtype(dtype):
 
 # --- launches
 
-@pytest.mark.parametrize('paths, forward, backward', [
-    ('both', ['fwd_line'] * 3, ['transposed_line', 'bwd_line', 'bwd_line']),
-    ('v2h', ['fwd_line'] * 2, ['bwd_line'] * 2), ('h2v', ['fwd_line'] * 2, ['bwd_line'] * 2)])
-def test_crisscross_launches_of_whole_lines(paths, forward, backward, launches, sums_made):
-    """Three launches for both paths, two for one, and no sums outside of them."""
-    inputs = [x.requires_grad_() for x in _inputs(3, 4)]
-    y = CALLS[f'crisscross-additive-{paths}'](*inputs, 'triton')
-    assert launches == forward
-    launches.clear()
-    y.sum().backward()
-    assert launches == backward and sums_made == []
-
-
-def test_crisscross_launches_of_long_lines(launches, sums_made, short_tiles):
-    """The sums of an axis are made once, for both passes."""
-    inputs = [x.requires_grad_() for x in _inputs(18, 3)]
-    y = CALLS['crisscross-additive-both'](*inputs, 'triton')
-    assert launches == ['fwd', 'fwd_line', 'fwd'] and sums_made == [-2]
-    launches.clear()
-    y.sum().backward()
-    products = [name for name in launches if 'row_products' in name]
-    assert [name for name in launches if name not in products] == ['transposed', 'bwd_line', 'bwd']
-    assert len(products) == 2 and sums_made == [-2]
-
 
 @pytest.mark.parametrize('name, saved', [('crisscross-additive-both', 2), ('crisscross-additive-v2h', 1),
                                          ('decay-additive-row', 0)])
@@ -232,21 +195,11 @@ def _op_arguments(grid, paths, mask_mode='additive'):
             (ops.crisscross_attention_bwd, (v, [q, k, v, a, b], list(saved), mask_mode, paths))]
 
 
-@pytest.mark.parametrize('paths, grid', [('both', (1, 2)), ('v2h', (1, 17)), *slow_cases(
-    ('h2v', (1, 2)), ('both', (2, 17)), ('h2v', (2, 17)))])
+@pytest.mark.parametrize('paths, grid', [('both', (1, 2)), *slow_cases(
+    ('v2h', (1, 17)), ('h2v', (1, 2)), ('both', (2, 17)), ('h2v', (2, 17)))])
 def test_opcheck(paths, grid, short_tiles):
     for op, arguments in _op_arguments(grid, paths):
         torch.library.opcheck(op.default, arguments)
-
-
-def test_opcheck_of_long_lines(short_tiles):
-    q, k, v, _, b = _inputs(17, 1)
-    ops = torch.ops.subquad
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, b)]
-    torch.library.opcheck(ops.decay_attention_fwd.default, (*leaves, 'column', 'additive', True))
-    out, statistics = ops.decay_attention_fwd(q, k, v, b, 'column', 'additive', True)
-    assert statistics.shape == (2, *b.shape)
-    torch.library.opcheck(ops.decay_attention_bwd.default, (v, q, k, v, b, out, statistics, 'column', 'additive'))
 
 
 def test_compiled_gradients():
@@ -267,25 +220,10 @@ def test_flop_counters_count():
     assert counter.get_total_flops() == 2 * 2 * 15 * 8 * (3 * 8 + 4 * 4)
 
 
-def test_backward_without_saved_tensors_is_refused():
-    q, k, v, a, b = _inputs(2, 3)
-    y, *saved = torch.ops.subquad.crisscross_attention_fwd(q.requires_grad_(), k, v, a, b, 'additive', 'both', False)
-    assert all(x.numel() == 0 for x in saved)
-    with pytest.raises(RuntimeError, match='save=False'):
-        y.sum().backward()
-
-
 def test_results_are_the_same_every_time():
     inputs = _inputs(3, 5)
     (y, grads), (again, same) = (run(CALLS['crisscross-additive-both'], inputs, 'triton') for _ in range(2))
     assert all(torch.equal(x, z) for x, z in zip((y, *grads), (again, *same)))
-
-
-def test_results_do_not_depend_on_saving():
-    inputs = _inputs(3, 5)
-    with_gradient = CALLS['crisscross-additive-both'](*(x.clone().requires_grad_() for x in inputs), 'triton')
-    assert torch.equal(with_gradient, CALLS['crisscross-additive-both'](*inputs, 'triton'))
-    assert crisscross.forward(*inputs, 'additive', 'both', False)[1].numel() == 0
 
 
 # --- machine code
@@ -324,7 +262,8 @@ def _compiled(python, *problems):
 RUNNING_SOFTMAX = {16: 24.0, 32: 27.2}
 
 
-@pytest.mark.parametrize('channels', [32, *slow(16)])
+@pytest.mark.slow
+@pytest.mark.parametrize('channels', [16, 32])
 def test_whole_lines_take_few_instructions(channels, python):
     """At most 60 % of those with the running softmax; no loop, no spilled register, no work done twice."""
     forward, *others = _compiled(python, (56, channels))

@@ -5,10 +5,9 @@ from eos_cases import NAMES, call, inputs, values_and_gradients
 from helpers import assert_close
 from pairwise import pairwise
 
-from subquad.kernels import eos_elementwise, eos_matmul
+from subquad.kernels import eos_elementwise
 from subquad.kernels.eos_elementwise import portable
 from subquad.kernels.eos_scan import DecayGenerator, chunks, full_rank, small_memories
-from subquad.kernels.eos_scan.chunks import decays
 
 STATEFUL = [name for name in NAMES if 'theta' not in name and 'bank' not in name and name != 'constant modes']
 SMALL = NAMES[:NAMES.index('constant bank')]                  # of rank one: the others never take this loop
@@ -124,18 +123,6 @@ def test_gradients_of_strong_decays_in_the_loop_for_small_memories(direction, lo
     *_, actual = values_and_gradients('k', tensors, 'portable', direction)[1]
     assert loops
     torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-12)
-
-
-def test_when_small_memories_take_the_loop(monkeypatch):
-    """Memories of 2 numbers and 128 lines; otherwise products of chunks are about as fast, or faster."""
-    taken, loop = [], small_memories.forward
-    monkeypatch.setattr(small_memories, 'forward', lambda *args: taken.append(True) or loop(*args))
-    for batch, heads, keys, dim, length, expected in (
-            (32, 4, 1, 2, 3, True), (32, 4, 2, 1, 1024, True), (32, 4, 1, 1, 1025, False), (127, 1, 1, 2, 3, False),
-            (32, 4, 3, 1, 3, False), (32, 4, 16, 16, 3, False)):
-        taken.clear()
-        call('k', inputs('k', length, keys, dim, batch, heads), 'portable')
-        assert bool(taken) is expected, (batch, heads, keys, dim, length)
 
 
 @pytest.mark.parametrize('form, tau', [('sigmoid', 0.01), ('sigmoid', 0.5), ('sigmoid', 16.0), ('exponential', 1.0)])
@@ -289,16 +276,6 @@ def test_dtypes_of_lines_without_tokens_are_those_of_others(name, dtype):
                 assert tuple(x.dtype for x in found) == wanted, (backend, length, state is None)
 
 
-def test_normalized_keys_do_not_blow_up():
-    """M1 with keys of length 1 for 4,096 steps; with longer keys the memory grows."""
-    i, e, s, a, _ = inputs('delta', 4096, 16, 8, 1, 1, torch.float32)
-    a = torch.nn.functional.normalize(a, dim=-1)
-    y = eos_matmul(i, a, s, a=a, b=-a)
-    assert y.isfinite().all() and y.abs().max() < 100
-    long = eos_matmul(i, a, s, a=2.5 * a, b=-a)                               # eigenvalues 1 and -1.5
-    assert not long.isfinite().all() or long.abs().max() > 1e6
-
-
 # --- directions
 
 @pytest.mark.parametrize('name', NAMES)
@@ -313,27 +290,6 @@ def test_reverse_flips_and_bidirectional_adds(name, backend):
     own = torch.cat([call(name, [x[:, :, t:t + 1] if x.ndim > 2 and x.shape[2] == 20 else x for x in tensors], backend)
                      for t in range(20)], 2)
     torch.testing.assert_close(both, call(name, tensors, backend) + reverse - own, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize('length', [14, 100])
-def test_without_decay_both_directions_are_linear_attention(length):
-    i, e, s = inputs('ones', length)
-    full = s @ (e.mT @ i)
-    for backend in ('reference', 'portable', 'export'):
-        torch.testing.assert_close(eos_elementwise(i, e, s, bidirectional=True, backend=backend), full)
-
-
-def test_angles_equal_doubled_linear_attention():
-    """LRPE and Cosformer: an oscillation e^{i theta} is linear attention with cosines and sines in e and s."""
-    i, e, s = inputs('ones', 90)
-    theta = torch.rand(3, 4, dtype=torch.float64)
-    angle = torch.arange(90, dtype=torch.float64)[:, None] * theta[:, None]
-    e2, s2 = (torch.cat([x * angle.cos(), x * angle.sin()], -1) for x in (e, s))
-    for option in ({}, dict(reverse=True), dict(bidirectional=True)):
-        y = eos_elementwise(i, e, s, theta=theta, **option)
-        assert_close(y, eos_elementwise(i, e2, s2, backend='reference', **option), 1e-12)
-    one = eos_elementwise(i, e, s, theta=theta[:, :1])                       # Cosformer: one angle for all channels
-    assert_close(one, eos_elementwise(i, e, s, theta=theta[:, :1].expand(3, 4), backend='reference'), 1e-12)
 
 
 def test_scale():
@@ -360,12 +316,3 @@ def test_autocast_keeps_the_precision():
     with torch.autocast('cpu', torch.bfloat16):
         assert_close(call('k', tensors, 'portable'), expected, 1e-6)
         assert_close(call('k', tensors, 'export'), expected, 1e-5)
-
-
-def test_factors_of_blocks_multiply_to_the_decay_between_tokens():
-    steps = -torch.rand(2, 16, 1, dtype=torch.float64)
-    sums = torch.cumsum(steps, 1)
-    for exclusive in (False, True):
-        rows = sums - steps if exclusive else sums
-        expected = (rows - sums.mT).exp().tril(-1 if exclusive else 0)
-        torch.testing.assert_close(decays(steps, False, exclusive).mask, expected)

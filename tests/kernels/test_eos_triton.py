@@ -8,7 +8,6 @@ from operator_cases import DEVICE, TOLERANCE, skip_without_triton
 from pairwise import pairwise, slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad import kernels
 from subquad.kernels import eos_elementwise
 
 skip_without_triton()
@@ -117,16 +116,6 @@ def test_small_steps_behind_large_ones():
     assert found[0][1][:, :, 16].abs().max() < 1e-24
 
 
-def test_a_long_line():
-    tensors = _inputs('k', 400, 3, 2, heads=1, decay=0.01)
-    y, last = eos_elementwise(*(x.to(DEVICE) for x in tensors[:3]), log_o_k=tensors[3].to(DEVICE), output_state=True,
-                              backend='triton')
-    i, e, s, g = (x.double() for x in tensors)
-    expected, expected_last = eos_elementwise(i, e, s, log_o_k=g, output_state=True, backend='portable')
-    assert_close(y, expected, 1e-5)
-    assert_close(last, expected_last, 1e-5)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize('direction', DIRECTIONS)
 @pytest.mark.parametrize('length', [1, 2, 7, 14, 16, 33, 56, 64, 65, 130, 200])
@@ -166,10 +155,6 @@ def test_lines_without_tokens():
 
 
 # --- dispatch, and what PyTorch sees
-
-def test_float64_says_why_not():
-    with pytest.raises(ValueError, match='the kernels take float32, float16 and bfloat16.*float64'):
-        values_and_gradients('k', [x.to(DEVICE) for x in inputs('k', 5)], 'triton')
 
 
 def test_without_decay_both_directions_are_two_products():
@@ -222,19 +207,3 @@ def test_flop_counters_count(length):
     with FlopCounterMode(display=False) as counter:
         y.sum().backward()
     assert counter.get_total_flops() == 5 * inside // 2 + 4 * memory
-
-
-def test_backward_without_saved_memories_is_refused():
-    i, e, s, g = (x.to(DEVICE) for x in _inputs('k', 7))
-    y, states, _ = torch.ops.subquad.eos_elementwise_fwd(i.requires_grad_(), e, s, g, None, None, 'forward', 64, False,
-                                                         False)
-    assert states.numel() == 0
-    with pytest.raises(RuntimeError, match='save=False'):
-        y.sum().backward()
-
-
-def test_why_not_on_this_machine():
-    tensors = _inputs('k', 7)
-    reason = kernels.why_not('eos_elementwise', *tensors)
-    assert 'its arguments are on cpu' in reason
-    assert kernels.why_not('eos_elementwise', *(x.to('meta') for x in tensors)).count('on meta') == 1

@@ -1,5 +1,4 @@
 """The table of launch options: rows, targets, files of other tables, and errors of files that hold none."""
-import json
 
 import pytest
 import torch
@@ -97,47 +96,3 @@ def test_a_missing_file_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(launch_table.VARIABLE, str(tmp_path / 'none.json'))
     with pytest.raises(ValueError, match='cannot read the launch table .*none.json: FileNotFoundError'):
         launch.options(KERNEL, torch.bfloat16, 16, 32)
-
-
-def test_trials_take_the_place_of_rows():
-    with launch_table.looking_up() as keys:
-        usual = launch.options(KERNEL, torch.bfloat16, 16, 32)
-        with launch_table.trying({ROW: Launch(8, 3, None)}):
-            tried = launch.options(KERNEL, torch.bfloat16, 16, 32)
-            other = launch.options(KERNEL, torch.float32, 16, 32)
-        assert launch.options(KERNEL, torch.bfloat16, 16, 32) == usual
-    assert tried == {'num_warps': 8, 'num_stages': 3} != usual
-    assert set(keys) == {ROW, Key(KERNEL, Size(4, 32, 16))}
-    assert other['num_warps'] == keys[Key(KERNEL, Size(4, 32, 16))].warps
-
-
-def test_the_target_of_a_device_is_asked_for_once(monkeypatch):
-    triton = pytest.importorskip('triton')
-    asked = []
-
-    class Driver:
-        device = 0
-
-        def get_current_device(self):
-            return self.device
-
-        def get_current_target(self):
-            asked.append(self.device)
-            return type('Target', (), {'backend': 'cuda', 'arch': (80, 90)[self.device]})
-
-    driver = Driver()
-    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    monkeypatch.setattr(triton.runtime.driver, '_active', driver)
-    assert [launch.target() for _ in range(3)] == [('cuda', '80')] * 3
-    driver.device = 1
-    assert [launch.target() for _ in range(3)] == [('cuda', '90')] * 3
-    assert asked == [0, 1]
-    monkeypatch.setattr(triton.runtime.driver, '_active', Driver())     # as `aot.compiling_for` does
-    assert launch.target() == ('cuda', '80') and asked == [0, 1, 0]
-
-
-def test_table_is_json_that_others_can_read():
-    content = json.loads(launch_table.SHIPPED.read_text())
-    assert content['columns'] == ['bytes', 'channels', 'tile', 'warps', 'stages', 'registers']
-    rows = [row for sections in content['kernels'].values() for rows in sections.values() for row in rows]
-    assert rows and all(len(row) == len(content['columns']) for row in rows)

@@ -90,20 +90,6 @@ def test_recorded_graphs_have_the_absolute_value(name):
     torch.testing.assert_close(program.module()(*inputs), CALLS[name](*inputs, 'export'))
 
 
-def test_operators_on_one_row_have_equal_gradients_at_zero():
-    """Polyline, criss-cross and decay attention are then one formula."""
-    inputs = [x.clone() for x in attention_inputs(1, 6)]
-    for log in inputs[3:]:
-        log.zero_()
-    for backend in ('reference', 'portable', 'export'):
-        expected, grads = _run(CALLS['polyline-additive-v2h'], inputs, backend)
-        for name in ('crisscross-additive-v2h', 'decay-additive-row'):
-            y, found = _run(CALLS[name], inputs, backend)
-            assert_close(y, expected, 1e-12)
-            assert_close(found[3], grads[3], 1e-10)
-        assert grads[3].any()
-
-
 @pytest.mark.parametrize('paths', ['v2h', 'both'])
 @pytest.mark.parametrize('shape', [(70, 3), (3, 131), (2, 3, 66)], ids=['columns', 'rows', 'three-dimensions'])
 def test_gradients_of_scans_where_some_steps_are_zero(shape, paths):

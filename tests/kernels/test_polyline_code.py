@@ -34,6 +34,7 @@ def _compiled(python, target, grids, count):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_instructions_of_a_pair(python):
     """Loops take few thread-instructions a pair, no register spills, and no warp repeats the work of another."""
     found = _compiled(python, 'cuda:90', [(50, 80)], True)

@@ -85,15 +85,6 @@ def test_several_tiles_of_8_columns(grid, replaced, monkeypatch):
     assert replaced and not any(replaced)
 
 
-def test_one_tile_for_all_sizes_of_detectors():
-    """Tiles of 8 columns are for small grids and for squares that they fill."""
-    from subquad.kernels.polyline_attention.triton import _columns
-    assert {_columns(height, width, 'additive')[1] for height in range(1, 85) for width in range(17, 85)
-            if height != width} == {16}
-    assert [_columns(n, n, 'additive')[1] for n in (7, 14, 20, 24, 28, 40, 56)] == [8, 16, 16, 8, 16, 8, 8]
-    assert [_columns(n, n, 'multiplicative')[1] for n in (7, 56)] == [16, 16]
-
-
 @pytest.mark.parametrize('name', NAMES)
 def test_bfloat16(name, replaced):
     _check(name, _inputs(5, 6, torch.bfloat16))
@@ -180,29 +171,6 @@ def test_no_number_hides(own, monkeypatch):
         assert y[:, 1].isnan().any() and y[:, 0].isfinite().all()
 
 
-@pytest.mark.parametrize('dtype, dims, own', [(torch.bfloat16, (64, 64), True), (torch.float32, (64, 32), True),
-                                              (torch.float32, (64, 65), False), (torch.bfloat16, (65, 8), False),
-                                              (torch.float16, (16, 16), False)])
-def test_which_path_is_taken(dtype, dims, own, monkeypatch):
-    """float16 takes the running maximum: its weights would overflow 11 above the own logit."""
-    from subquad.kernels.polyline_attention import triton, triton_running
-    launched = []
-
-    class Recorder:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, _):
-            return lambda *args, **options: launched.append((self.name, options.get('FLAGGED')))
-    monkeypatch.setattr(triton, '_polyline_attention_fwd_kernel', Recorder('own'))
-    monkeypatch.setattr(triton_running, '_polyline_attention_running_fwd_kernel', Recorder('running'))
-    q, v = (torch.empty(1, 1, 2, 3, dim, dtype=dtype, device=DEVICE) for dim in dims)
-    sums = torch.zeros(1, 1, 2, 3, device=DEVICE)
-    out, first, lse = triton.forward(q, q, v, sums, sums, 'additive', 'both', True)
-    assert launched == ([('own', None)] if own else []) + [('running', own)]
-    assert lse.shape == (2 + own, 1, 1, 6)
-
-
 def test_float16_far_above_the_own_logit():
     inputs = [x.half() for x in _exceeding(79.0)]
     _check('polyline-additive-both', inputs)
@@ -217,18 +185,6 @@ def test_fallback_takes_every_flagged_group(replaced, monkeypatch):
         k[:, head, 0, 0] = 120 * q[:, head, 1, 1] / q[:, head, 1, 1].square().sum()
     _check('polyline-additive-both', (q, k, v, a, b), 5e-5)
     assert replaced == [[1, 3, 4]] * len(replaced)
-
-
-def test_forward_and_backward_read_the_grid_the_same_way():
-    """Both passes choose rows or columns alike, because saved tensors are in the order of the forward pass."""
-    from subquad.kernels.polyline_attention.triton import _Grid
-    for height, width in ((13, 97), (97, 13), (16, 17), (33, 32), (50, 80), (1, 40), (40, 1)):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for dim in (16, 64, 128):
-                x = torch.empty(1, 1, height, width, dim, dtype=dtype, device=DEVICE)
-                grids = [_Grid(f'polyline_attention_running_{part}', x, x, x, x[..., 0], x[..., 0], 'additive', 'both')
-                         for part in ('fwd', 'bwd')]
-                assert grids[0].swapped == grids[1].swapped
 
 
 @pytest.mark.parametrize('own', [True, False])

@@ -164,18 +164,6 @@ def test_level_means():
     assert level_means(x, levels, mask)[-1].item() == x[0, 0, 2, 3]
 
 
-def test_shift_by_a_third_moves_boundaries_of_all_levels():
-    """Neighbors whose common ancestor is the root have a lower one in the shifted tree."""
-    def height_of_meeting(shift):
-        level, cells = quadtree_levels(64, 64, None, shift), [31, 32]
-        cells = [cell + level[0].top for cell in cells]
-        height = 0
-        while cells[0] != cells[1]:
-            cells, height = [cell >> 1 for cell in cells], height + 1
-        return height
-    assert height_of_meeting((0, 0)) == 6 and height_of_meeting(third_of_coarsest_cell(64, 64)) == 1
-
-
 @pytest.mark.parametrize('parametrization, edge, rho, expected', [
     ('symmetric', lambda n: 1e6, 0.5, [95, 5, 0, 0, 0, 0, 0]),
     ('symmetric', lambda n: 1e6, 0.9, [77, 15, 5, 2, 1, 0, 0]),

@@ -12,7 +12,6 @@ from subquad.kernels.trees import PARAMETRIZATIONS, quadtree_levels
 skip_without_triton()
 
 
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill new tensors with NaN, so that elements which no kernel writes are found."""
@@ -113,15 +112,6 @@ def test_head_dimensions(parametrization, dim):
     _check(*_inputs(5, 3, parametrization, dim=dim, heads=2), parametrization=parametrization)
 
 
-def test_heads_that_need_smaller_tiles():
-    """With 64 channels, a backward tile of 16 x 16 would not stay in registers."""
-    from subquad.kernels.quadtree_solve import triton
-    assert [triton._tile(levels, 32) for levels in range(2, 11)] == [
-        (8, 2), (8, 3), (8, 4), (16, 5), (8, 4), (8, 4), (8, 4), (16, 5), (8, 4)]
-    assert [triton._tile(levels, 64) for levels in (4, 5, 2)] == [(8, 4), (8, 4), (8, 2)]
-    _check(*_inputs(1, 14, dim=64))
-
-
 @pairwise('parametrization, order', PARAMETRIZATIONS, [(0, 2, 3, 1, 4), (0, 1, 4, 2, 3), (4, 3, 2, 1, 0)], together=1)
 def test_strides(order, parametrization):
     """Tensors with channels last, channels first or all dimensions reversed in memory need no copy."""
@@ -192,35 +182,6 @@ def test_empty_tensors(cut):
 
 
 # --- launches
-
-def test_launches(monkeypatch):
-    """Grids of up to 16 x 16 take one launch, grids of up to 256 x 256 three, and twice as many with gradients."""
-    from subquad.kernels.quadtree_solve import triton
-    launched = []
-
-    class Recorder:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, programs):
-            return lambda *args, **constants: launched.append((self.name, *programs, constants['SIDE']))
-    for name in ('up', 'upper', 'down'):
-        monkeypatch.setattr(triton, f'_quadtree_solve_{name}_kernel', Recorder(name))
-
-    def launches(height, width, shift=(0, 0), max_levels=None):
-        launched.clear()
-        levels = quadtree_levels(height, width, max_levels, shift)
-        values = [torch.empty(2, 3, x.height, x.width, 16, device='meta') for x in levels]
-        triton.forward(values, [x[..., 0] for x in values[:-1]], 'laplacian', shift)
-        return list(launched)
-    assert launches(1, 1) == []
-    assert launches(7, 7) == [('down', 6, 8)]
-    assert launches(14, 14) == launches(16, 16) == launches(7, 7, (2, 2)) == [('down', 6, 16)]
-    assert launches(14, 14, (5, 5)) == [('up', 6 * 9, 8), ('upper', 6, 8), ('down', 6 * 9, 8)]
-    assert launches(56, 56) == [('up', 6 * 49, 8), ('upper', 6, 8), ('down', 6 * 49, 8)]
-    assert [x[0] for x in launches(256, 256)] == ['up', 'upper', 'down']
-    assert [x[0] for x in launches(512, 512)] == ['up', 'upper', 'upper', 'upper', 'down']
-    assert launches(100, 33, (0, 0), 3) == [('down', 6 * 13 * 5, 8)]
 
 
 def test_images_beyond_32_bit_offsets_are_refused():

@@ -158,67 +158,6 @@ def test_gaussian(tree):
     assert relative_error(samples @ samples.mT, inverse) < 1e-12
 
 
-def test_gauge():
-    """Multiplying T and u by D^-1 with a block diagonal D does not change x."""
-    tree, a, b, c, u = problem(6, 'symmetric')
-    g = torch.Generator().manual_seed(0)
-    d = torch.eye(tree.block, dtype=torch.float64) + 0.3 * torch.randn(*b.shape, dtype=torch.float64, generator=g)
-    inverse = d.inverse()
-    above = inverse[..., tree.parents.clamp(min=0), :, :]
-    assert tree.sizes is None and a is None
-    assert relative_error(tree_solve(tree, inverse, inverse @ b, above @ c, inverse @ u),
-                      tree_solve(tree, None, b, c, u)) < 1e-12
-
-
-def test_path_is_the_scan_of_a_state_space_model():
-    """x_k = L x_k-1 + u_k for diagonal complex L: A = I, B = 0, C = -L (table 1, corrected)."""
-    g = torch.Generator().manual_seed(0)
-    decay = torch.polar(*torch.rand(2, 8, dtype=torch.float64, generator=g))
-    u = torch.randn(8, 64, dtype=torch.complex128, generator=g)
-    state, states = torch.zeros(8, dtype=torch.complex128), []
-    for k in range(64):
-        state = decay * state + u[:, k]
-        states.append(state)
-    c = -decay[:, None, None, None].expand(-1, 64, 1, 1)
-    x = tree_solve(Tree.path(64), None, torch.zeros_like(c), c, u[..., None, None])[..., 0, 0]
-    assert relative_error(x, torch.stack(states, 1)) < 1e-12
-    # Time varying and dense: C of node k - 1 is minus the transition into k.
-    transitions = 0.5 * torch.randn(21, 3, 3, dtype=torch.float64, generator=g)
-    inputs = torch.randn(21, 3, 2, dtype=torch.float64, generator=g)
-    state, states = torch.zeros(3, 2, dtype=torch.float64), []
-    for k in range(21):
-        state = transitions[k - 1] @ state + inputs[k]
-        states.append(state)
-    x = tree_solve(Tree.path(21, sizes=3), None, torch.zeros_like(transitions), -transitions, inputs)
-    assert relative_error(x, torch.stack(states)) < 1e-12
-
-
-@pytest.mark.parametrize('length', [1, 2, 3, 63, 64, 65])
-def test_two_sided_path_is_a_forward_and_a_backward_scan(length):
-    tree, g = Tree.path(length), torch.Generator().manual_seed(0)
-    z = torch.randn(length, 1, 1, dtype=torch.float64, generator=g)
-    _, b, c = tree_blocks(tree, z, 'symmetric', rho=0.95)
-    u = torch.randn(length, 1, 2, dtype=torch.float64, generator=g)
-    pivots = [torch.ones((), dtype=torch.float64)]
-    for k in range(1, length):
-        pivots.append(1 - c[k - 1, 0, 0] * b[k - 1, 0, 0] / pivots[-1])
-    pivots = torch.stack(pivots)[:, None, None]
-    forward = tree_solve(tree, None, torch.zeros_like(b), c / pivots, u)              # L y = u
-    backward = tree_solve(tree, pivots, b, torch.zeros_like(c), forward)              # U x = y
-    assert relative_error(tree_solve(tree, None, b, c, u), backward) < 1e-12
-
-
-def test_constant_two_sided_path():
-    """In the interior the inverse is r^|i-j| / sqrt(1 - 4 b^2), r = (1 - sqrt(1 - 4 b^2)) / (-2 b)."""
-    length, b = 201, -0.4
-    blocks = torch.full((length, 1, 1), b, dtype=torch.float64)
-    x = tree_solve(Tree.path(length), None, blocks, blocks, torch.eye(length, dtype=torch.float64)[:, None])[:, 0]
-    root = math.sqrt(1 - 4 * b * b)
-    distance = (torch.arange(80, 121)[:, None] - torch.arange(80, 121)).abs()
-    expected = ((1 - root) / (-2 * b)) ** distance.double() / root
-    assert relative_error(x[80:121, 80:121], expected) < 1e-12
-
-
 @pytest.mark.parametrize('parametrization', PARAMETRIZATIONS)
 def test_quad_tree_is_a_4_ary_tree_in_morton_order(parametrization):
     g, tree, dim = torch.Generator().manual_seed(0), Tree.over_sequence(256, 4), 2

@@ -2,7 +2,6 @@
 import json
 
 import pytest
-from pairwise import slow
 
 pytest.importorskip('triton')
 
@@ -106,7 +105,8 @@ print(json.dumps({**result, 'sizes': len(sizes)}))
 '''
 
 
-@pytest.mark.parametrize('model', ['ppma', *slow('myo', 'mobilevitv2', 'lcsm', 'lcsm_loops')])
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['ppma', 'myo', 'mobilevitv2', 'lcsm', 'lcsm_loops'])
 def test_detectors_need_few_variants(model, python):
     done = python(SCRIPT.replace('sys.argv[1]', repr(model)), TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
