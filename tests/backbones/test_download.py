@@ -1,19 +1,15 @@
 """Downloads from a real HTTP server: resume, retries, redirects, and files that are refused."""
 import hashlib
-import io
 import json
 import warnings
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-import timm
-import torch
-from cvnets_files import authors_file, encoder_entries
 from download_cases import BLOB, CONTENT, FILE, OTHER, PATH, REPO, gets, hub, no_file_is_left, plain, refused
 from weights_server import CHUNK, Fault
 
-from subquad.backbones.weights import WeightsError, download, load_weights, resumable
+from subquad.backbones.weights import WeightsError, download, resumable
 from subquad.backbones.weights.cache import LOCK_FILE, LockEntry, cache_folder, lock, locked_entry
 from subquad.backbones.weights.download import cached_file, check, fetch, forget, renew
 
@@ -51,17 +47,6 @@ def test_unknown_hashes_are_said_once(server):
         fetch(hub())                                  # the hub records its sha256
         forget(plain(server))
         fetch(plain(server, sha256=SHA256))
-
-
-def test_published_file_loads_after_download(server):
-    state = authors_file(encoder_entries(.5), (('encoder.classifier.1.weight', (1000, 256)),
-                                               ('encoder.classifier.1.bias', (1000,))))
-    state = {key.removeprefix('encoder.'): value for key, value in state.items()}
-    torch.save(state, buffer := io.BytesIO())
-    server.add_file('/cvnets/mobilevitv2-0.5.pt', buffer.getvalue())
-    model = timm.create_model('subquad_mobilevitv2_050')
-    load_weights(model, fetch(plain(server, '/cvnets/mobilevitv2-0.5.pt')))
-    assert torch.equal(model.head.fc.weight, state['classifier.1.weight'])
 
 
 # ---- interruptions

@@ -107,19 +107,6 @@ def test_gradients_equal_those_of_single_images(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2'])
-def test_features_only(name):
-    model = timm.create_model(name, features_only=True).eval()
-    images = images_of()
-    batch, sizes = spoiled(images)
-    with subquad.exact_padding(model, sizes) as stage_sizes:
-        maps = model(batch)
-    for n, image in enumerate(images):
-        for y, expected, regions in zip(maps, model(image[None]), stage_sizes, strict=True):
-            assert_close(y[n, :, :regions[n][0], :regions[n][1]], expected[0], 1e-5)
-
-
-@torch.no_grad()
 def test_backbone_of_a_detector():
     """Output norms keep the padding at zero, and the context finds the backbone inside of a larger module."""
     pytest.importorskip('mmengine')

@@ -18,7 +18,7 @@ from subquad.backbones.mixers.choices import MIXERS, attention_blocks, find_mixe
 from subquad.backbones.mixers.depthwise import DepthwiseMixer
 from subquad.backbones.mixers.eos_codes import ACTIVATIONS, PRESETS
 from subquad.backbones.mixers.separable import SeparableMixer
-from subquad.backbones.weights import WeightsError, check_options, load_weights
+from subquad.backbones.weights import WeightsError, load_weights
 
 FAMILIES = ('test_ppma', 'test_myo', 'test_lcsm')
 NAMES = (*MIXERS, 'eos:1-1-1-4', 'eos:mamba')
@@ -213,12 +213,6 @@ def test_options_of_a_single_block_that_attention_leaves_apply():
     for mixers in ('tree', (None, None, 'tree', 'attention')):
         assert [type(mixer) for mixer in hybrid('test_lcsm', attention_share=0.5, mixers=mixers).mixers().values()] == [
             PolylineMixer, PolylineMixer, TreeMixer, PolylineMixer, PolylineMixer]
-
-
-def test_options_of_a_weight_file_are_checked():
-    assert check_options('test_ppma', {'mixers': ['tree', None, 'eos:gla', 's5']}, 'x')['mixers'][3] == 's5'
-    with pytest.raises(WeightsError, match='x: mixers must be one of'):
-        check_options('test_ppma', {'mixers': 'nix'}, 'x')
 
 
 def test_weights_of_other_mixers_are_refused(tmp_path):

@@ -4,7 +4,7 @@ import sys
 import pytest
 import timm
 import torch
-from cvnets_files import authors_file, encoder_entries, transformers_names
+from cvnets_files import encoder_entries, transformers_names
 from helpers import DATA
 from ppma_files import authors_state
 from safetensors import safe_open
@@ -216,10 +216,3 @@ def test_segmentation_logits_equal_those_of_transformers(transformers):
         expected = theirs(images).logits
         torch.testing.assert_close(model.decode_head(model.backbone(images)), expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.01
-
-
-def test_authors_segmenter_of_another_library_is_not_a_classifier():
-    """Of a whole file only the encoder is taken, so the classifier is missing."""
-    model = timm.create_model('subquad_mobilevitv2_050')
-    with pytest.raises(WeightsError, match='keys missing .head.fc.weight'):
-        load_state_dict(model, authors_file(encoder_entries(0.5)), 'deeplab.pt')

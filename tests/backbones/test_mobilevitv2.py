@@ -6,7 +6,8 @@ from helpers import assert_close
 from pairwise import pairwise, slow
 from torch import nn
 
-from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, save_weights
+from subquad.backbones.weights import WeightsError, load_weights
+from subquad.backbones.weights.mobilevitv2_keys import to_cvnets_keys
 from subquad.tools.engine.counting.counts import count
 
 # By width: parameters, parameters of the classifier, parameters with a classifier for ImageNet-21k; GMACs without and
@@ -80,18 +81,6 @@ def test_equal_to_timms_network(width, options):
                 assert_close(level, their_level)
 
 
-@pytest.mark.parametrize('options', [{}, dict(output_stride=8), dict(output_stride=16)], ids=str)
-def test_features_only_equals_timms(options):
-    theirs = _randomized('mobilevitv2_050', features_only=True, **options)
-    ours = timm.create_model('subquad_mobilevitv2_050', features_only=True, **options).eval()
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.feature_info.reduction() == theirs.feature_info.reduction()
-    assert ours.feature_info.channels() == theirs.feature_info.channels()
-    x = torch.rand(2, 3, 192, 250)
-    for level, their_level in zip(ours(x), theirs(x), strict=True):
-        assert_close(level, their_level)
-
-
 @pytest.mark.parametrize('width, dtype', [('050', torch.float32), ('050', torch.float64), ('100', torch.float64)])
 def test_gradients_equal_timms(width, dtype):
     gradients = []
@@ -140,74 +129,16 @@ def test_tags_point_to_the_weights_of_timm():
         assert timm.get_pretrained_cfg(f'subquad_mobilevitv2_{width}').tag == 'cvnets_in1k'
 
 
-def _authors_key(key):
-    """The name in the authors' files of an entry with timm's name."""
-    words = key.split('.')
-    convolution = {'conv': 'conv', 'bn': 'norm'}
-    if words[0] == 'head':
-        return f'classifier.1.{words[-1]}'
-    if words[0] == 'stem':
-        return '.'.join(['conv_1.block', convolution[words[1]], words[2]])
-    stage, block, name = int(words[1]), words[2], words[3]
-    start = f'layer_{stage + 1}.{block}'
-    if name in ('conv1_1x1', 'conv2_kxk', 'conv3_1x1'):
-        part = {'conv1_1x1': 'exp_1x1', 'conv2_kxk': 'conv_3x3', 'conv3_1x1': 'red_1x1'}[name]
-        return f'{start}.block.{part}.block.{convolution[words[4]]}.{words[5]}'
-    if name in ('conv_kxk', 'conv_proj'):
-        part = {'conv_kxk': 'local_rep.0', 'conv_proj': 'conv_proj'}[name]
-        return f'{start}.{part}.block.{convolution[words[4]]}.{words[5]}'
-    if name == 'conv_1x1':
-        return f'{start}.local_rep.1.block.conv.{words[4]}'
-    depth = {2: 2, 3: 4, 4: 3}[stage]
-    if name == 'norm':
-        return f'{start}.global_rep.{depth}.{words[4]}'
-    layer = f'{start}.global_rep.{words[4]}'
-    part = {'norm1': 'pre_norm_attn.0', 'norm2': 'pre_norm_ffn.0',
-            'attn.qkv_proj': 'pre_norm_attn.1.qkv_proj.block.conv',
-            'attn.out_proj': 'pre_norm_attn.1.out_proj.block.conv',
-            'mlp.fc1': 'pre_norm_ffn.1.block.conv', 'mlp.fc2': 'pre_norm_ffn.3.block.conv'}['.'.join(words[5:-1])]
-    return f'{layer}.{part}.{words[-1]}'
-
-
-def test_a_classifier_file_of_the_authors_loads(tmp_path):
-    model = _pair('050')[1]
-    state = {_authors_key(key): value for key, value in model.state_dict().items()}
-    assert len(state) == 269 and 'layer_4.1.global_rep.4.weight' in state
-    assert list(checkpoint_filter_fn(state, model)) == list(model.state_dict())
-    torch.save(state, tmp_path / 'mobilevitv2-0.5.pt')
-    loaded = timm.create_model('subquad_mobilevitv2_050').eval()
-    load_weights(loaded, tmp_path / 'mobilevitv2-0.5.pt')
-    x = torch.rand(1, 3, 64, 64)
-    assert_close(loaded(x), model(x))
-
-
 @pytest.mark.parametrize('heads', [['extra_layers.os_64.dw_conv.block.conv.weight',
                                     'ssd_heads.0.proj_layer.block.conv.weight'],
                                    ['seg_head.aux_head.0.block.conv.weight', 'seg_head.classifier.block.conv.bias'],
                                    ['seg_head.psp_layer.fusion.0.block.conv.weight']], ids=['ssd', 'deeplab', 'psp'])
 def test_the_encoder_of_a_detector_or_segmenter_of_the_authors_loads(heads, tmp_path):
     model = timm.create_model('test_mobilevitv2', num_classes=0)
-    state = {f'encoder.{_authors_key(key)}': value for key, value in model.state_dict().items()}
+    state = {f'encoder.{key}': value for key, value in to_cvnets_keys(model.state_dict()).items()}
     torch.save({**state, **dict.fromkeys(heads, torch.zeros(2))}, tmp_path / 'file.pt')
     loaded = timm.create_model('test_mobilevitv2', num_classes=0)
     load_weights(loaded, tmp_path / 'file.pt')
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
     with pytest.raises(WeightsError, match='2 keys missing .head.fc.weight, head.fc.bias'):
         load_weights(timm.create_model('test_mobilevitv2'), tmp_path / 'file.pt')
-
-
-def test_a_training_checkpoint_of_the_authors_gives_averaged_weights(tmp_path):
-    model = timm.create_model('test_mobilevitv2')
-    state = {_authors_key(key): value for key, value in model.state_dict().items()}
-    torch.save({'model_state_dict': {key: value * 0 for key, value in state.items()}, 'ema_state_dict': state,
-                'epoch': 3}, tmp_path / 'checkpoint.pt')
-    loaded = timm.create_model('test_mobilevitv2')
-    with pytest.warns(UserWarning, match='its averaged weights .ema_state_dict. are read'):
-        assert load_weights(loaded, tmp_path / 'checkpoint.pt') == 'ema_state_dict'
-    assert torch.equal(loaded.head.fc.weight, model.head.fc.weight)
-
-
-def test_weights_of_another_width_are_refused(tmp_path):
-    save_weights(timm.create_model('subquad_mobilevitv2_050'), tmp_path / 'w.safetensors')
-    with pytest.raises(WeightsError, match='a checkpoint of this test_mobilevitv2: 228 shapes differ .*instead of'):
-        load_weights(timm.create_model('test_mobilevitv2'), tmp_path / 'w.safetensors')

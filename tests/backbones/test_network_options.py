@@ -32,16 +32,6 @@ def test_all_arguments_of_a_family_have_bounds(name):
     assert arguments - without | passed_on == set(known_options(FAMILIES[name]))
 
 
-def test_a_family_has_the_options_of_its_mixer():
-    options = {name: set(known_options(family)) for name, family in FAMILIES.items()}
-    assert {'paths', 'mask_mode', 'shared_decay', 'attention', 'rmt_range', 'dims'} <= options['test_ppma']
-    assert {'max_levels', 'static_edges', 'shifted_blocks'} <= options['test_myo']
-    assert not {'rho', 'shift_grid'} & options['test_myo']
-    assert {'mixer', 'mode', 'tau', 'gated'} <= options['test_lcsm']
-    assert 'tau' in options['lcsm_sequence'] and 'mode' not in options['lcsm_sequence']
-    assert known_options(PPMA)['attention'].default == 'full' and known_options(PPMA)['paths'].default == 'both'
-
-
 @pytest.mark.parametrize('name, option', CASES)
 def test_values_of_wrong_type_or_out_of_bounds_are_rejected(name, option):
     allowed = known_options(FAMILIES[name])[option]

@@ -21,7 +21,7 @@ PARAMETERS = {'ppma_tiny': 14_335_272, 'ppma_small': 26_969_472, 'ppma_base': 54
 GMACS = {'ppma_tiny': 2.70, 'ppma_small': 4.90, 'ppma_base': 10.59}
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
+@pytest.mark.parametrize('name', ['ppma_tiny', 'ppma_small', *slow('ppma_base')])
 def test_parameters_and_macs_equal_the_published_ones(name):
     row = count(name, 224, 224)
     assert row['parameters'] == PARAMETERS[name]
@@ -117,24 +117,6 @@ def test_the_rmt_ablation_has_the_decay_ranges_of_rmt(name, ranges):
     assert tuple(stage.blocks[0].mixer.rmt_range for stage in model.stages) == ranges
 
 
-def test_a_dense_backbone_misses_only_output_norms_in_a_classifier_file():
-    golden, config = _golden(DATA / GOLDEN[0])
-    state = {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/') and 'outnorm' not in k}
-    model = _network(config, {k.removeprefix('state/'): v for k, v in golden.items() if k.startswith('state/')})
-    missing, unexpected = model.load_state_dict(checkpoint_filter_fn(state, model), strict=False)
-    assert not unexpected and all(key.startswith('output_norms.') for key in missing)
-    detector = {f'backbone.{k}': v for k, v in state.items()} | {'neck.weight': torch.zeros(1)}
-    assert checkpoint_filter_fn({'state_dict': detector}, model).keys() == checkpoint_filter_fn(state, model).keys()
-
-
-def test_averaged_weights_are_preferred():
-    model = timm.create_model('test_ppma')
-    state = model.state_dict()
-    average = {k: v + 1 if v.is_floating_point() else v for k, v in state.items()}
-    assert torch.equal(checkpoint_filter_fn({'model': state, 'model_ema': average}, model)['head.fc.bias'],
-                       average['head.fc.bias'])
-
-
 OPTIONS = [
     dict(mask_mode='multiplicative'),
     dict(paths='none'),
@@ -213,22 +195,6 @@ def test_feature_maps_of_any_image_size(size):
     assert all(m.isfinite().all() for m in maps)
 
 
-def test_features_only_applies_output_norms():
-    torch.manual_seed(0)
-    model = timm.create_model('test_ppma', output_norms=True, features_only=True).eval()
-    maps = model(torch.randn(1, 3, 64, 64))
-    assert len(maps) == 4 and all(m.mean(1).abs().max() < 1e-5 for m in maps)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_the_exported_rotation_is_precise_in_half_precision(dtype):
-    x = torch.randn(1, 2, 3000, 8)
-    exact = kernels.rotary_embedding(x, x)[0]
-    half = kernels.rotary_embedding(x.to(dtype), x.to(dtype), backend='export')[0]
-    assert (half.float() - exact).abs().max() < (0.05 if dtype == torch.bfloat16 else 0.01)
-    torch.testing.assert_close(kernels.rotary_embedding(x, x, backend='export')[0], exact, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast_stay_close_to_float32(dtype):
     torch.manual_seed(0)
@@ -244,8 +210,9 @@ def test_half_precision_and_autocast_stay_close_to_float32(dtype):
         assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max() + 1e-2
 
 
-def test_ppma_rejects_wrong_inputs():
-    model = timm.create_model('test_ppma').eval()
+@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2'])
+def test_wrong_images_are_refused(name):
+    model = timm.create_model(name).eval()
     for x, error, message in ((torch.zeros(1, 3, 31, 64), ValueError, r'H and W >= 32, got \(1, 3, 31, 64\)'),
                               (torch.zeros(3, 64, 64), ValueError, r'got \(3, 64, 64\)'),
                               (torch.zeros(1, 1, 64, 64), ValueError, r'\(B, 3, H, W\)'),
@@ -267,10 +234,10 @@ def test_crisscross_variants_differ_in_attention_only(size):
 
 
 def test_crisscross_attention_is_sub_quadratic():
-    """From 896 to 1792 the number N of tokens grows by 4, hence N^1.5 by 8 and N^2 by 16."""
+    """From 448 to 896 the number N of tokens grows by 4, hence N^1.5 by 8 and N^2 by 16."""
     growth = {}
     for name in ('ppma_tiny', 'ppma_tiny_crisscross'):
-        rows = [count(name, side, side) for side in (896, 1792)]
+        rows = [count(name, side, side) for side in (448, 896)]
         attention = [row['macs'] - row['macs_without_attention'] for row in rows]
         growth[name] = attention[1] / attention[0]
     assert growth['ppma_tiny_crisscross'] == pytest.approx(8, rel=0.02)

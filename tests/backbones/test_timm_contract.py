@@ -208,15 +208,6 @@ def test_export_with_a_dynamic_batch_and_trace(model):
     assert_close(traced(x), model(x), 1e-4)
 
 
-def test_timm_loads_weights_from_a_file(model, family, tmp_path):
-    torch.save({'state_dict': model.state_dict()}, tmp_path / 'weights.pth')
-    overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=7)
-    loaded = timm.create_model(family.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=7).eval()
-    x = torch.randn(1, 3, 64, 64)
-    assert_close(loaded(x), model(x))
-    timm.create_model(family.name, num_classes=7, checkpoint_path=str(tmp_path / 'weights.pth'))
-
-
 def test_meta_device_and_factory_kwargs(family):
     model = timm.create_model(family.name, device='meta', dtype=torch.bfloat16)
     assert {(t.device.type, t.dtype) for t in model.parameters()} == {('meta', torch.bfloat16)}
