@@ -67,30 +67,11 @@ def test_peak_memory_by_sampling_and_without_proc(monkeypatch):
     assert measure.peak_memory(_rise) is None
 
 
-def test_floor_of_known_operations():
-    macs = measure.count_macs(measure.gemm())
-    assert macs == 1024 ** 3
-    assert measure.floor(3 * macs, gemm_ms=2.0) == pytest.approx(
-        {'ms': 6.0, 'macs': 3 * macs, 'gemm_gflops': 1024 ** 3 / 1e6})
-
-
 def test_commit_is_of_this_checkout_or_none(monkeypatch):
     found = records.commit()
     assert found['commit'] is None or len(found['commit']) == 40
     monkeypatch.setattr(records, '__file__', '/elsewhere/tools/engine/records.py')
     assert records.commit() == {'commit': None, 'modified': None}
-
-
-def test_load_by_other_programs(monkeypatch):
-    seconds = iter([100.0, 160.0])
-    monkeypatch.setattr(measure.OtherLoad, '_busy', staticmethod(lambda: next(seconds)))
-    monkeypatch.setattr(measure.time, 'monotonic', iter([10.0, 30.0]).__next__)
-    monkeypatch.setattr(measure.os, 'times', iter([(1.0, 0.0, 0.0, 0.0, 9.0), (20.0, 2.0, 7.0, 2.0, 90.0)]).__next__)
-    assert measure.OtherLoad().cpus() == pytest.approx((60 - 30) / 20)
-    monkeypatch.undo()
-    assert measure.OtherLoad._busy() is None or measure.OtherLoad._busy() > 0
-    monkeypatch.setattr(measure.OtherLoad, '_busy', staticmethod(lambda: None))
-    assert measure.OtherLoad().cpus() is None
 
 
 @pytest.mark.parametrize('threads, cpus, others, expected', [
@@ -218,13 +199,6 @@ def test_failing_implementation_is_left_out_unless_first(capsys):
         comparisons.working({'a': list, 'b': fails}, 'b')
 
 
-def test_gpu_records_name_the_device():
-    record = {**_record('gpu-x'), 'device': 'cuda', 'gpu': 'G', 'clocks': '1 MHz', 'cuda': '13.0', 'triton': '3.7'}
-    record['floor'].update(bytes=10 ** 6, copy_gbs=4000.0, binds='memory')
-    assert metrics.conditions(record).startswith('G (1 MHz), torch ')
-    assert any('1 MB at 4000 GB/s; memory-bound' in row[1] for row in metrics.time_rows(record))
-
-
 @pytest.mark.parametrize('value, bounds, met', [
     (2, dict(at_least=2), True), (1.9, dict(at_least=2), False), (2, dict(at_most=2), True),
     (2.1, dict(at_most=2), False), (None, dict(at_most=2), None), (2, dict(), None)])
@@ -262,10 +236,6 @@ def test_models_under_autocast_are_compared_with_float32():
 
 
 # --- command line
-
-def test_list_prints_operators(capsys):
-    assert benchmark.main(['--list']) is None
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(operators.OPERATORS)
 
 
 def test_append_after_a_truncated_line(tmp_path):

@@ -143,13 +143,6 @@ def test_tables_fit_a_terminal(monkeypatch):
     assert '…' not in text and text.count('x') >= 150 * len(NAMES)
 
 
-def test_tables_of_the_commands(capsys, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '30')
-    models.main(['test_ppma'])
-    stats.main(['test_ppma'])
-    assert '…' not in capsys.readouterr().out
-
-
 # ---- JSON
 
 def _strict(text):

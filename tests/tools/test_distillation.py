@@ -79,13 +79,6 @@ def test_the_hard_loss_is_the_cross_entropy_with_the_teachers_class(teacher):
     torch.testing.assert_close(found['loss_distillation'].double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_teacher_with_the_students_logits_adds_nothing(teacher):
-    model, (images, labels) = _student(teacher=dict(weights=teacher[0]), temperature=2.), _batch()
-    model.distillation.net = deepcopy(model.net).train()
-    with torch.no_grad():
-        assert model(images, labels, mode='loss')['loss_distillation'].abs() < 1e-6
-
-
 def test_the_teacher_gets_images_of_its_own_mean_and_deviation(tmp_path):
     norm = dict(mean=(0.1, 0.2, 0.6), std=(0.5, 0.2, 1.))
     path, net = _teacher(tmp_path, **norm)

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from mmengine.runner import EpochBasedTrainLoop
+from pairwise import slow_cases
 from training_cases import fails, folder_arguments
 
 from subquad.backbones.weights import read_metadata
@@ -83,7 +84,7 @@ def test_adam_after_adamw_is_adam(images, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('before, after', [
-    ([LINEAR, COSINE], [LINEAR]), ([COSINE], [COSINE, LINEAR]),
+    ([LINEAR, COSINE], [LINEAR]), *slow_cases(([COSINE], [COSINE, LINEAR])),
     (["dict(type='CosineRestartLR', periods=[2, 2], restart_weights=[1, 1], eta_min=0., by_epoch=True)"],
      ["dict(type='CosineRestartLR', periods=[3, 1], restart_weights=[1, 0.5], eta_min=0., by_epoch=True)"])])
 def test_other_schedulers_apply_from_the_start(before, after, images, tmp_path, capsys):

@@ -76,19 +76,6 @@ def test_copies_keep_values_and_strides():
     assert second[0].stride() == x.stride() and torch.equal(second[0], x)
 
 
-def test_cpu_records_stay_as_they_were():
-    times = graphs.time_calls({'a': lambda: None}, 2)
-    assert set(times.record()) == {'times_ms'} and times.speedup('a', 'a') == 1
-
-
-def test_medians_of_eager_times():
-    def record(ms):
-        return {'times_ms': {'a': {'p50': ms}}, 'eager_ms': {'a': {'p50': 10 * ms}}, 'graphs': {'a': 'captured'},
-                'metrics': [], 'floor': None, 'other_cpus': 0}
-    whole = metrics.medians([record(ms) for ms in (1, 5, 2)])
-    assert whole['times_ms']['a']['p50'] == 2 and whole['eager_ms']['a']['p50'] == 20
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_an_operator_is_captured_on_a_gpu():
     record = compare_operator(3, op='polyline_attention', grid=(14, 14), batch=2, dtype='bfloat16', device='cuda',

@@ -93,12 +93,6 @@ def test_timm_finds_preprocessing_and_classes(pushed):
     assert loaded.pretrained_cfg['num_classes'] == 3 and loaded.pretrained_cfg.get('license') is None
 
 
-def test_other_classes_from_the_folder_warn(pushed):
-    _, folder = pushed
-    with pytest.warns(UserWarning, match='classifier of 3 classes is left out'):
-        assert timm.create_model(f'local-dir:{folder}', pretrained=True, num_classes=7).num_classes == 7
-
-
 def test_weight_file_of_the_folder_needs_no_model_name(pushed, capsys):
     model, folder = pushed
     loaded, transform, classes = classifier_from_file(str(folder / WEIGHTS_FILE))
@@ -107,19 +101,6 @@ def test_weight_file_of_the_folder_needs_no_model_name(pushed, capsys):
     assert read_metadata(folder / WEIGHTS_FILE)['provenance']['source'] == 'best.pth'
     with safe_open(folder / WEIGHTS_FILE, 'pt') as file:
         assert file.metadata()['format'] == 'pt'             # transformers refuses files without it
-
-
-def test_timms_own_export_loads(pushed, tmp_path):
-    """timm.models.save_for_hf, which push_to_hf_hub uploads, keeps options and classes, as safetensors and pickle."""
-    from timm.models import save_for_hf
-    model, _ = pushed
-    for kind in (True, False, 'both'):
-        save_for_hf(model, tmp_path / str(kind), safe_serialization=kind, model_config=dict(label_names=CLASSES))
-        loaded = timm.create_model(f'local-dir:{tmp_path / str(kind)}', pretrained=True).eval()
-        _same_weights(model, loaded)
-        x = torch.rand(1, 3, 64, 64)
-        with torch.no_grad():
-            assert torch.equal(model(x), loaded(x))
 
 
 _TRANSFORMERS = """
@@ -331,14 +312,6 @@ def test_uploaded_model_loads_from_the_hub(pushed, hub, tmp_path, capsys):
     loaded = timm.create_model('hf-hub:owner/small-net', pretrained=True)
     _same_weights(model, loaded)
     assert loaded.pretrained_cfg['label_names'] == CLASSES
-
-
-def test_timms_own_upload_loads_from_the_hub(pushed, hub):
-    from timm.models import push_to_hf_hub
-    model, _ = pushed
-    push_to_hf_hub(model, 'owner/timm-net', model_config=dict(label_names=CLASSES), safe_serialization=True)
-    _same_weights(model, timm.create_model('hf-hub:owner/timm-net', pretrained=True))
-    ModelCard(hub.models['owner/timm-net']['main']['files']['README.md'].decode())
 
 
 def test_failed_upload_keeps_the_folder_and_hides_the_token(ppma, hub, tmp_path, monkeypatch):

@@ -77,11 +77,6 @@ def test_deep_images_are_scaled(name, dtype, white, ramp, tmp_path, capsys, monk
     assert not capsys.readouterr().err                     # once
 
 
-def test_dark_deep_images_stay_dark(tmp_path):
-    Image.fromarray(np.full((4, 4), 1285, np.uint16)).save(tmp_path / 'a.png')
-    assert (np.asarray(open_image(tmp_path / 'a.png')) == 5).all()
-
-
 def test_pixels_that_are_nan_or_infinite(tmp_path):
     values = np.full((4, 4), 0.5, np.float32)
     values[0] = np.nan, np.inf, -np.inf, 1
@@ -190,8 +185,7 @@ def test_visualize_leaves_out_what_cannot_be_read(checkpoint, mixed, tmp_path, c
     assert '2 image(s)' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('workers', [0, 1])
-def test_training_goes_on(workers, photograph, tmp_path, capfd):
+def test_training_goes_on(photograph, tmp_path, capfd):
     """A file that is no image is left out; one that is cut off is replaced; each is named once in two epochs."""
     for part in ('train', 'val'):
         for label, name in enumerate(('dark', 'light')):
@@ -205,7 +199,7 @@ def test_training_goes_on(workers, photograph, tmp_path, capfd):
     (damaged / '2.png').write_bytes(whole[:len(whole) // 2])
     arguments = ['ppma-tiny_folder', '--data', str(tmp_path / 'data'), '--model', 'test_ppma', '--epochs', '2',
                  '--work-dir', str(tmp_path / 'w'), '--cfg-options', 'train_dataloader.batch_size=4',
-                 f'train_dataloader.num_workers={workers}', 'val_dataloader.num_workers=0',
+                 'train_dataloader.num_workers=1', 'val_dataloader.num_workers=0',
                  'train_dataloader.dataset.transform.input_size=(3,32,32)',
                  'val_dataloader.dataset.transform.input_size=(3,32,32)']
     assert train.main(arguments) == 0

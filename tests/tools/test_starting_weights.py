@@ -45,7 +45,7 @@ def _started(monkeypatch, arguments):
 
 @pytest.mark.parametrize('name, form, way', [
     ('test_ppma', 'safetensors', 'load_from'), ('test_ppma', 'safetensors', '--weights'),
-    ('test_ppma', 'pth of a Runner', 'load_from'), ('test_ppma', 'pth of a Runner', '--weights'),
+    ('test_ppma', 'pth of a Runner', '--weights'),
     ('resnet18', 'safetensors', '--weights'), ('subquad_mobilevitv2_050', 'authors', '--weights'),
     ('subquad_mobilevitv2_050', 'pth', 'load_from')])
 def test_a_classifier_starts_from_every_weight_of_a_file(name, form, way, images, tmp_path, monkeypatch, capsys):
@@ -231,9 +231,3 @@ def test_finetuning_on_a_folder(ready, images, tmp_path, capsys):
     train.main([*folder_arguments(images, tmp_path, config=FINETUNE, epochs=3), '--resume'])
     text = capsys.readouterr().err
     assert text.count('validation  ') == 1 and 'resuming after epoch 2' in text and 'epoch_2.pth' in text
-
-
-def test_the_remaining_time_is_estimated_once(images, tmp_path, capsys):
-    train.main(folder_arguments(images, tmp_path, epochs=4))
-    text = capsys.readouterr().err
-    assert text.count(' left (') == 1 and ' left (2 steps, ' in text

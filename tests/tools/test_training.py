@@ -49,20 +49,6 @@ def test_training_stops_at_the_first_loss_that_is_not_finite(images, tmp_path, c
     assert 'loss nan' not in capsys.readouterr().err
 
 
-def test_the_message_names_the_step_and_the_last_good_checkpoint(tmp_path, monkeypatch):
-    from subquad.tools.engine.classification.model import TimmClassifier
-    forward, steps = TimmClassifier.forward, []
-
-    def broken(self, inputs, label=None, mode='tensor'):
-        result = forward(self, inputs, label, mode)
-        steps.append(label)
-        return {'loss': result['loss'] * float('nan')} if len(steps) == 24 else result      # 22 steps an epoch
-    monkeypatch.setattr(TimmClassifier, 'forward', broken)
-    fails([DIGITS, '--epochs', '2', '--work-dir', tmp_path],
-          r'at step 24 of 44 \(epoch 2\); the last good checkpoint is .*epoch_1\.pth')
-    assert sorted(p.name for p in tmp_path.glob('*.*t*') if p.is_file()) == ['epoch_1.pth']
-
-
 def test_weights_that_are_not_finite_are_not_written(images, tmp_path, monkeypatch):
     """A finite loss can still give non-finite weights."""
     from mmengine.optim import OptimWrapper
@@ -102,15 +88,6 @@ def test_testing_refuses_weights_that_are_not_finite(tmp_path, capsys):
     fails([DIGITS, path], 'w.safetensors holds NaN or infinite values in 1 of .*--allow-nonfinite', test.main)
     assert test.main([DIGITS, str(path), '--allow-nonfinite', '--json']) == 0
     assert json.loads(capsys.readouterr().out)['accuracy/top1'] == 0
-
-
-def test_an_index_out_of_range_on_a_gpu_is_explained(tmp_path):
-    from subquad.tools.engine.training.run import _explained
-    error = RuntimeError('CUDA error: device-side assert triggered')
-    text = str(_explained(error, tmp_path, '; training state saved in x.pth'))
-    assert text == ('an index is out of range on the GPU, most likely a label for which the model has no class; with '
-                    'the environment variable CUDA_VISIBLE_DEVICES= training runs on the CPU, which names it; training '
-                    'state saved in x.pth')
 
 
 def test_drop_last_counts_the_samples_of_each_process(monkeypatch):
@@ -256,31 +233,6 @@ def test_full_disk_leaves_whole_files_and_one_error(where, images, tmp_path, mon
         read_checkpoint(path)
     assert train.main([*arguments, '--resume']) == 0
     assert read_checkpoint(tmp_path / 'last.safetensors')[1]['epoch'] == 3
-
-
-def test_an_interrupted_training_says_how_to_go_on(images, tmp_path, capsys, monkeypatch):
-    from subquad.tools.engine.training.progress import ProgressHook
-    after = ProgressHook.after_train_iter
-
-    def interrupted(hook, runner, *rest, **options):
-        after(hook, runner, *rest, **options)
-        if runner.iter + 1 == 3:
-            raise KeyboardInterrupt
-    monkeypatch.setattr(ProgressHook, 'after_train_iter', interrupted)
-    work = tmp_path / 'my runs'
-    arguments = folder_arguments(images, work, epochs=2)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(arguments)
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'training state saved in {work}/epoch_1.pth; resume with: subquad train ppma-tiny_folder ')
-    monkeypatch.undo()
-    import shlex
-    command = shlex.split(line.split('resume with: ')[1])
-    assert command[:2] == ['subquad', 'train'] and command[-1] == '--resume'
-    assert train.main(command[2:]) == 0
-    assert read_checkpoint(work / 'last.safetensors')[1]['epoch'] == 2
-    text = capsys.readouterr().err
-    assert 'resuming after epoch 1' in text
 
 
 def test_checkpoints_of_earlier_runs_are_not_reported(images, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,4 @@
 """`subquad train` of detectors and segmenters: starting weights, losses that are not finite, options."""
-import shutil
 
 import pytest
 import timm
@@ -128,16 +127,3 @@ def test_a_stock_backbone_starts_from_timms_file(data, tmp_path, monkeypatch, ca
     expected = {key: value for key, value in model.state_dict().items() if not key.startswith('fc.')}
     assert all(torch.equal(state[f'backbone.{key}'], value) for key, value in expected.items())
     assert 'its classifier (fc.bias, fc.weight) is not used' in capsys.readouterr().err
-
-
-def test_a_moved_run_resumes(data, trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / 'moved'
-    shutil.copytree(trained, folder)
-    (folder / 'last_checkpoint').write_text('/nowhere/epoch_1.pth')
-    config = folder / f'{UPERNET}.py'
-    assert str(trained) in config.read_text()
-    assert train.main([str(config), '--epochs', '2', '--resume']) == 0
-    assert f"the state in {folder / 'epoch_1.pth'}" in capsys.readouterr().err
-    assert read_checkpoint(folder / 'last.safetensors')[1]['epoch'] == 2
-    assert not (tmp_path / 'runs').exists() and not (trained / 'epoch_2.pth').exists()

@@ -274,15 +274,14 @@ def test_accumulated_gradients_are_those_of_the_large_batch():
     assert not _close(_gradients(model, [dict(inputs=images[:2], label=labels[:2])]), whole, 1e-3)
 
 
-@pytest.mark.parametrize('name', ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'])
-def test_gradient_checkpointing_keeps_output_and_gradients(name, monkeypatch):
+def test_gradient_checkpointing_keeps_output_and_gradients(monkeypatch):
     batch = dict(inputs=torch.rand(2, 3, 64, 64), label=torch.tensor([0, 1]))
     results, calls, checkpoint = [], [], torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(torch.utils.checkpoint, 'checkpoint',
                         lambda *a, **k: (calls.append(1), checkpoint(*a, **k))[1])
     for enabled in (False, True):
         torch.manual_seed(0)
-        model = TimmClassifier(name, num_classes=4, drop_path_rate=0.5, grad_checkpointing=enabled).train()
+        model = TimmClassifier('test_ppma', num_classes=4, drop_path_rate=0.5, grad_checkpointing=enabled).train()
         torch.manual_seed(1)
         loss = model(**batch, mode='loss')['loss']
         loss.backward()

@@ -1,7 +1,5 @@
 """What training reports besides the loss: times of data and steps, and loggers."""
-import collections
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,66 +44,6 @@ def test_the_slower_part_is_named_once(data, binds, monkeypatch, capsys):
     hook.after_train(None)
     assert capsys.readouterr().err == (f'a step took 1 s on average: {data:.2g} s to wait for data ({data:.0%}), '
                                        f'{1 - data:.2g} s for model, optimizer and hooks\n')
-
-
-def test_the_time_of_hooks_belongs_to_the_step(images, tmp_path, monkeypatch, capsys):
-    from subquad.tools.engine.training.averaging import ModelEMAHook
-    after = ModelEMAHook.after_train_iter
-    monkeypatch.setattr(ModelEMAHook, 'after_train_iter',
-                        lambda *args, **kwargs: time.sleep(0.2) or after(*args, **kwargs))
-    config = tmp_path / 'config.py'
-    config.write_text(f"_base_ = '{_configs()}/ppma-tiny_folder.py'\ncustom_hooks = [dict(type='ModelEMAHook')]\n")
-    train.main(folder_arguments(images, tmp_path / 'run', config=str(config), epochs=3))
-    words = capsys.readouterr().err.split('a step took ')[1].split()
-    assert float(words[words.index('s') - 1]) > 0.2 and float(words[4]) < 0.1, words
-
-
-def test_a_slow_loader_is_reported(images, tmp_path, monkeypatch, capsys):
-    from subquad.tools.data.image_sets import ImageFolder
-    get = ImageFolder.__getitem__
-    monkeypatch.setattr(ImageFolder, '__getitem__',
-                        lambda self, n: time.sleep(0 if self.evaluated else 0.2) or get(self, n))
-    train.main(folder_arguments(images, tmp_path, epochs=6))
-    text = capsys.readouterr().err
-    assert text.count('the loader binds: ') == 1 and 'more train_dataloader.num_workers than 0 may help' in text
-    line = next(line for line in text.splitlines() if line.startswith('epoch 6/6'))
-    assert 0.8 <= float(line.split('data ')[1].split()[0]) <= 30 and '  step ' in line
-    assert 'a step took ' in text
-
-
-def _shares(arguments):
-    """Return processor times of a training run by part: those of hooks by name, the train step, and all."""
-    from mmengine.runner import Runner
-
-    from subquad.tools.engine.classification.model import TimmClassifier
-    from subquad.tools.engine.training.loops import ResumableTrainLoop
-    times = collections.Counter()
-
-    def timed(patch, owner, name, key):
-        real = getattr(owner, name)
-
-        def call(self, *args, **kwargs):
-            start = time.process_time()
-            try:
-                return real(self, *args, **kwargs)
-            finally:
-                times[key or args[0]] += time.process_time() - start
-        patch.setattr(owner, name, call)
-
-    with pytest.MonkeyPatch.context() as patch:
-        timed(patch, TimmClassifier, 'train_step', 'train_step')
-        timed(patch, Runner, 'call_hook', None)
-        timed(patch, Runner, 'dump_config', 'dump_config')
-        timed(patch, ResumableTrainLoop, 'run', 'all')
-        train.main(arguments)
-    return times
-
-
-def test_training_spends_its_time_in_model_and_optimizer(tmp_path):
-    """At most 10 % elsewhere: loading, hooks and checkpoints; processor time does not count other programs."""
-    times = _shares(['test-ppma_digits', '--epochs', '1', '--work-dir', str(tmp_path)])
-    every_step = times['all'] - times['dump_config']             # which is called once in a run
-    assert times['dump_config'] > 0 and 0.9 < times['train_step'] / every_step < 1, times
 
 
 def test_the_table_of_normalized_values_is_exact():

@@ -234,18 +234,6 @@ def test_a_page_of_charts_has_no_viewer(folder, paged, names):
     assert paged[0] == []
 
 
-def test_pages_say_what_is_a_mean_over_heads(folder, paged):
-    """Maps that follow the pixel are means over heads, also if the figure has each head."""
-    for options, sentence in (([], 'Maps of layers are means over heads.'),
-                              (['--heads'], 'Maps that follow the pixel are means over heads.')):
-        paged.clear()
-        assert visualize.main(['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', *options]) == 0
-        assert paged[1].endswith(f'Its own input size is 64 x 96 pixels. {sentence}') and len(paged[0]) == 4
-    paged.clear()
-    arguments = ['test_ppma.safetensors', 'images/1.png', '--out', 'page.html', '--panels', 'vertical-decay', '--heads']
-    assert visualize.main(arguments) == 0 and paged[0] == [] and 'means over heads' not in paged[1]
-
-
 def test_a_page_of_another_model(folder, capsys):
     assert visualize.main(['test_resnet.safetensors', 'images', '--out', 'page.html', '--max-images', '2']) == 0
     assert f'{len(list((folder / "images").iterdir())) - 2} of' in capsys.readouterr().out

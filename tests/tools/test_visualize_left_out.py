@@ -47,14 +47,6 @@ def test_panoramas_keep_32_pixels(folder, drawn, capsys):
     assert drawn[0].image.shape[:2] == (32, 40)
 
 
-def test_tall_images_are_drawn_narrower(folder, monkeypatch):
-    seen = []
-    monkeypatch.setattr(figures, 'save', lambda figure, path, dpi: seen.append(figure.get_size_inches()))
-    Image.new('RGB', (33, 1200)).save('tall.png')
-    assert visualize.main(['test_ppma.safetensors', 'tall.png', '--own-size', '--panels', 'mask']) == 0
-    assert seen[0][1] < 12
-
-
 def test_an_image_that_the_model_does_not_take_is_left_out(folder, drawn, capsys):
     Image.new('RGB', (80, 20)).save('low.png')
     arguments = ['test_ppma.safetensors', 'low.png']

@@ -9,7 +9,6 @@ from weights_server import Fault, WeightsServer, hub_environment, use_hub, weigh
 from subquad.backbones.weights import registry
 from subquad.backbones.weights.registry import PublishedWeights
 from subquad.tools import weights
-from subquad.tools.common import cli
 
 CONTENT, OTHER = weights_file(seed=0), weights_file(seed=1)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -126,13 +125,6 @@ def test_verify_without_a_known_hash(server, capsys, tmp_path):
 
 def test_verify_of_a_file_in_the_package(capsys):
     assert run(capsys, 'verify', 'test_ppma.digits') == (0, 'test_ppma.digits: ok\n')
-
-
-@pytest.mark.parametrize('arguments', [[], ['lists'], ['list', '--task', 'pose'], ['download'], ['info']], ids=str)
-def test_wrong_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.run(weights.main, arguments)
-    assert caught.value.code == 2 and 'usage: subquad weights' in capsys.readouterr().err
 
 
 def test_environment_of_the_command(server, tmp_path, python):
