@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import pytest
 from helpers import ROOT
 
 from subquad.tools.engine.zoo import our_models
@@ -29,36 +28,20 @@ print(*(name for name in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'subquad.tools')
 """
 
 
-@pytest.fixture(scope='module')
-def loaded(tmp_path_factory):
-    """The lines that a process prints which has no subquad but in the folder that it gives to torch.hub."""
+def test_a_checkout_is_a_repository_of_torch_hub(tmp_path):
+    """In a process that has no subquad but in the folder that it gives to torch.hub."""
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', _LOAD, str(ROOT)], capture_output=True, text=True,
-                          cwd=tmp_path_factory.mktemp('elsewhere'), env=environment)
+                          cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split('\n')
-
-
-def test_list_has_every_model(loaded):
+    loaded = done.stdout.split('\n')
     assert sorted(loaded[0].split()) == sorted(our_models())
-
-
-def test_help_shows_the_docstring(loaded):
-    assert loaded[1].startswith('PPMA-T: 14.3 M parameters')
-
-
-def test_load_builds_models_with_options(loaded):
+    assert loaded[1].startswith('PPMA-T: 14.3 M parameters'), 'the help is the docstring'
     module, parameters, shape, maps = re.fullmatch(r'(\S+) (\d+) (\(.*\)) (\d)', loaded[2]).groups()
     assert module == 'subquad.backbones.ppma' and 13_000_000 < int(parameters) < 14_500_000
     assert shape == '(1, 3)' and maps == '5'
-
-
-def test_load_takes_weights_of_the_package(loaded):
-    assert loaded[3] == '10 True'
-
-
-def test_load_needs_no_mm_library(loaded):
-    assert loaded[4] == ''
+    assert loaded[3] == '10 True', 'weights of the package'
+    assert loaded[4] == '', 'no library for dense prediction is needed'
 
 
 def test_dependencies_are_those_of_the_package():

@@ -14,7 +14,7 @@ from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import load
 from subquad.tools.engine.dense.prediction import Predictor
 from subquad.tools.exporters.dense_heads import MatrixPool, replace_pools
-from subquad.tools.exporters.dense_preprocessing import content_size, input_size, preparation, read_image
+from subquad.tools.exporters.dense_preprocessing import input_size, preparation, read_image
 from subquad.tools.exporters.dense_subject import dense_subject
 from subquad.tools.exporters.postprocessing import append_nms, detections
 from subquad.tools.exporters.subject import with_normalization
@@ -237,14 +237,6 @@ def test_preparation_of_other_configs(images):
     config.test_dataloader.dataset.pipeline.insert(1, dict(type='Rotate'))
     with pytest.raises(UserError, match='has a step Rotate, which the metadata'):
         preparation(config, (128, 128))
-
-
-def test_content_size():
-    fit = dict(size=[192, 256], keep_ratio=True, enlarge=True)
-    assert content_size((427, 640), fit) == (171, 256) and content_size((10, 10), fit) == (192, 192)
-    assert content_size((10, 10), {**fit, 'enlarge': False}) == (10, 10)
-    assert content_size((1, 4000), fit) == (1, 256)
-    assert content_size((10, 10), {**fit, 'keep_ratio': False}) == (192, 256)
 
 
 def test_normalization_in_the_graph(images):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_cases import make_shapes
 from helpers import ROOT
+from pairwise import slow
 from PIL import Image
 
 from subquad.tools.engine.config import load
@@ -83,7 +84,7 @@ def test_pictures_are_prepared_as_for_predict(files, resize):
         np.testing.assert_allclose(actual, expected.images.numpy(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize('resize', ['none', 'opencv', 'pillow'])
+@pytest.mark.parametrize('resize', ['opencv', *slow('none', 'pillow')])
 def test_raw_outputs_become_the_detections_of_predict(files, resize):
     config = _config(RESIZES[resize])
     predictor = Predictor(config, WEIGHTS)
@@ -139,6 +140,7 @@ def test_examples_select_detections_of_raw_outputs(files, name, tmp_path):
     assert _unmatched(found, sample) == 0
 
 
+@pytest.mark.slow
 def test_the_example_segments_as_the_ordinary_model(files, tmp_path):
     if missing := missing_packages('onnx'):
         pytest.skip(f"not installed: {', '.join(missing)}")

@@ -93,20 +93,6 @@ def test_model_with_nan_cannot_be_compared(replace_format, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_is_replaced_as_a_whole(tmp_path):
-    old, new = tmp_path / 'a.mlpackage', tmp_path / 'temporary'
-    old.mkdir()
-    (old / 'old').write_text('')
-    (new / 'a.mlpackage').mkdir(parents=True)
-    (new / 'a.mlpackage' / 'new').write_text('')
-    with pytest.raises(UserError, match='is a folder that no export has written; it is not replaced'):
-        pipeline._move(new, old)
-    assert [path.name for path in old.iterdir()] == ['old']
-    (old / 'Manifest.json').write_text('{}')
-    pipeline._move(new, old)
-    assert [path.name for path in old.iterdir()] == ['new']
-
-
 def test_folder_with_the_name_of_a_file_is_kept(subject, replace_format, tmp_path):
     replace_format()
     (tmp_path / 'a.onnx').mkdir()

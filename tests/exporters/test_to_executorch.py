@@ -121,6 +121,7 @@ def test_a_dynamic_batch(small):
         run(subject.example(65))
 
 
+@pytest.mark.slow
 def test_half_precision(tmp_path):
     subject = small_subject()
     path, conversion = converted(subject, Options('fp16'), tmp_path)

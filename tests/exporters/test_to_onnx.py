@@ -54,8 +54,7 @@ def convert_and_check(name, features, options, folder, shapes=((1, None), (1, No
     check_file(path)
 
 
-# The graph of LCSM takes half a minute.
-@pytest.mark.parametrize('name', [*TEST_MODELS[:-1], *slow(TEST_MODELS[-1])])
+@pytest.mark.parametrize('name', [*TEST_MODELS[:2], *slow(*TEST_MODELS[2:])])
 def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     made, path = digits_subject(name), tmp_path / 'model.onnx'
     capfd.readouterr()
@@ -81,6 +80,7 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
             to_onnx.load(path)(made.example(batch, (height, width)))
 
 
+@pytest.mark.slow
 def test_a_recurrence_among_other_mixers(tmp_path):
     read = random_classifier('test_lcsm', mixers=(None, *['depthwise'] * 3), depths=(1, 1, 1, 1), num_classes=10)
     made, path = classifier_subject(read, 'hybrid'), tmp_path / 'model.onnx'

@@ -47,6 +47,7 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
             to_onnx.load(path)(made.example(batch, size))
 
 
+@pytest.mark.slow
 def test_half_precision_halves_the_file(tmp_path):
     sizes = {}
     for precision in ('fp32', 'fp16'):

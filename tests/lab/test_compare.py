@@ -300,14 +300,6 @@ def test_attention_learns_the_copy_and_a_bag_of_local_features_does_not():
     assert _trained_accuracy('identity') < 40                                    # chance is 25
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(mixers='tre'), 'mixers must be one of'), (dict(output='pooled'), 'output must be'),
-    (dict(depth=0), 'depth must be'), (dict(width=1), "unexpected keyword argument 'width'")])
-def test_wrong_option_of_the_flat_network_raises(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        FlatNetwork(**options)
-
-
 def test_padding_counts_not_in_the_mean():
     network = FlatNetwork('identity', vocab_size=18, num_classes=3, depth=1).eval()
     tokens = torch.randint(1, 18, (2, 10))

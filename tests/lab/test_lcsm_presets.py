@@ -5,7 +5,6 @@ import torch
 from lab.growth import line_growth
 from lab.line_memory import FORMS, line_memory
 from lab.presets import DEFAULTS, PRESETS
-from subquad import kernels
 from subquad.tools.bench import operators
 from subquad.tools.bench.comparisons import compare_operator
 
@@ -62,11 +61,3 @@ def test_operators_run_over_rows(op):
     changed = (operators.operator_call(op, 'portable')(*inputs) - y).abs().amax((0, 1, 3, 4))
     assert changed[1] > 0.1 and changed[[0, 2]].max() == 0
     assert 'fla' in operators.implementations(op) and 'fla' not in operators.available(op, inputs)
-
-
-def test_gpu_presets_compare_kernels_with_fla_core():
-    for op in ('eos_elementwise', 'eos_matmul'):
-        found = [preset for preset in PRESETS.values() if preset.device == 'cuda' and preset.options.get('op') == op]
-        assert {preset.options['grid'] for preset in found} == {(56, 56), (28, 28)}
-        assert all(preset.options['names'][:2] == ('triton', 'fla') for preset in found)
-        assert op in kernels.__all__

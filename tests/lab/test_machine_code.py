@@ -76,30 +76,6 @@ def test_reads_assembly_of_amd_gpus(compiled):
     assert {product['layout'] for product in code['products']} == {'amd_mfma'} and code['worst'] > 1
 
 
-LISTING = '''
-        /*0000*/                   IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;      /* 0x00000a00ff017624 */
-                                                                                /* 0x000fe400078e00ff */
-        /*0010*/                   HMMA.16816.F32.BF16 R8, R4, R2, R8 ;         /* 0x00006a00ff567624 */
-        /*0020*/               @P0 BRA 0x40 ;                                   /* 0x00006a00ff567624 */
-        /*0030*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;                /* 0x00006a00ff567624 */
-        /*0040*/              @!P1 BRA 0x20 ;                                   /* 0x00006a00ff567624 */
-        /*0050*/             @!UP0 BRA 0x10 ;                                   /* 0x00006a00ff567624 */
-        /*0060*/                   EXIT ;                                       /* 0x00006a00ff567624 */
-        /*0070*/                   BRA 0x70;                                    /* 0x00006a00ff567624 */
-        /*0080*/                   NOP;                                         /* 0x00006a00ff567624 */
-'''
-
-
-def test_nested_loops_of_a_listing():
-    """A forward branch is no loop; neither are the branch to itself and the padding behind the end instructions."""
-    code = machine_code._cuda_instructions(LISTING)
-    assert len(code) == 7
-    outer, inner = machine_code._loops(code)
-    assert (outer.instructions, outer.barriers, outer.innermost) == (5, 1, False)
-    assert (inner.instructions, inner.barriers, inner.innermost) == (3, 1, True)
-    assert outer.counts == {'HMMA': 1, 'BRA': 3, 'BAR': 1}
-
-
 @pytest.mark.parametrize('layout, shape, warps, duplicates', [
     ('nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [1, 4], instrShape = [16, 8]}>', '16x16', (1, 4),
      2),

@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT
 
 import subquad_cli
-from lab import claims, presets, tables
+from lab import claims, tables
 from subquad.tools import stats
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import find
@@ -71,37 +71,6 @@ def test_newest_record_of_a_preset_is_shown(tmp_path):
     (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
     text = tables.content('cpu ppma', tmp_path)
     assert '| `ppma_tiny-224` | m | 2 x |' in text and '1 x' not in text and 'C, 2 threads, torch 2, commit abc' in text
-
-
-def test_records_with_another_number_of_threads_have_a_table_of_their_own(tmp_path):
-    folder = tmp_path / tables.measurements.RECORDS
-    folder.mkdir(parents=True)
-    record = {'times_ms': {}, 'floor': None, 'cpu': 'C', 'torch': '2', 'commit': 'abc', 'date': '2026-12-01',
-              'metrics': [dict(name='m', value=1.0, unit='x', bound=None, target=None, met=None)]}
-    lines = [{**record, 'preset': preset, 'threads': threads}
-             for preset, threads in (('ppma_tiny-224', 2), ('ppma_tiny-800x1280', 1))]
-    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
-    two, one = tables.content('cpu ppma', tmp_path).split('C, 1 thread, torch 2')
-    assert 'C, 2 threads, torch 2' in two and '`ppma_tiny-224`' in two and '800x1280' not in two
-    assert '`ppma_tiny-800x1280`' in one and '`ppma_tiny-224`' not in one
-
-
-def test_choice_table_shows_only_what_was_measured(tmp_path):
-    folder = tmp_path / tables.measurements.RECORDS
-    folder.mkdir(parents=True)
-    names = (*presets.CHOICE_TIMM, *presets.CHOICE_OURS)
-    records = [{'preset': preset.name, 'peak_mb': {'resnet50': 30.4, 'myo_tiny': 20.0}, 'cpu': 'C', 'threads': 2,
-                'times_ms': {name: {'p50': n + 1.0} for n, name in enumerate(names)},
-                'torch': '2', 'commit': 'abc', 'date': '2026-12-01'} for preset in presets.CHOICE]
-    del records[1]['times_ms']['resnet50']
-    (folder / 'cpu.jsonl').write_text(json.dumps(records[0]) + '\n')
-    with pytest.raises(UserError, match='no records of choice-512, choice-1024'):
-        tables.content('choice', tmp_path)
-    (folder / 'cpu.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
-    rows = [line.split(' | ') for line in tables.content('choice', tmp_path).splitlines() if line.startswith('| `')]
-    assert [row[0] for row in rows] == [f'| `{name}`' for name in names]      # by time
-    assert rows[3] == ['| `resnet50`', '25.6', '80.7', '4', '30', 'not measured', '30', '4', '30 |']
-    assert rows[-2][2:5] == ['no weights', '12', '20'] and rows[-1][4] == 'not measured'
 
 
 def test_a_damaged_record_raises(tmp_path):
@@ -222,26 +191,3 @@ def test_wrong_claim_raises(row, message, tmp_path):
     claims_file(tmp_path, f'  - {row}\n')
     with pytest.raises(UserError, match=message):
         tables.content('own_claims lcsm', tmp_path)
-
-
-def test_table_of_exports(tmp_path):
-    from lab.export_matrix import MODELS, Cell
-    folder = tmp_path / tables.measurements.RECORDS
-    folder.mkdir(parents=True)
-    static, batch = frozenset(), frozenset({'batch'})
-    records = {
-        Cell(MODELS[0], False, 'onnx', 'fp32', static).key: dict(relative_error=1.26e-6, passed=True, bytes=5_500_000),
-        Cell(MODELS[0], False, 'onnx', 'fp32', batch).key: dict(relative_error=2e-3, passed=False, bytes=1),
-        Cell(MODELS[0], False, 'coreml', 'fp32', static).key: dict(relative_error=None, passed=True, bytes=1),
-        Cell(MODELS[0], False, 'ncnn', 'fp32', static).key: dict(error='no such operator')}
-    (folder / 'exports.json').write_text(json.dumps(records))
-    rows = {row.split(' | ')[0]: row.split(' | ')[1:] for row in tables.content('exports', tmp_path).splitlines()}
-    assert rows['| file'][0] == f'`{MODELS[0]}`' and len(rows['| file']) == len(MODELS)
-    found = {name: cells[0] for name, cells in rows.items()}
-    assert found['| `onnx`'] == '1e-06' and found['| `onnx`, dynamic batch'] == '2e-03 (too large)'
-    assert found['| `coreml`'] == 'converted' and found['| `ncnn`'] == 'refused'
-    assert found['| `ncnn`, fp16'] == 'not measured'
-    assert '| `litert`, feature maps' in rows and '| `litert`, feature maps, fp16' not in rows
-    summary = tables.content('exports_summary', tmp_path)
-    assert '| `onnx` | ONNX Runtime | 5.50 | 1e-06 |' in summary
-    assert '| `litert` | LiteRT | - | not measured |' in summary

@@ -8,7 +8,7 @@ from pairwise import slow_cases
 pytest.importorskip('triton')
 
 from lab import tuning
-from lab.candidates import Verdict, candidates
+from lab.candidates import Verdict
 from lab.tuning import Problem, tune
 from subquad.kernels.common import launch, launch_table
 from subquad.kernels.common.launch_table import Key, Launch, Size
@@ -54,13 +54,6 @@ class Fake:
 
 def _tune(fake, seconds=100., **options):
     return tune([fake], seconds, device='cpu', time_ms=fake.time, **options)
-
-
-def test_candidates_start_with_the_row_and_its_neighbours():
-    found = candidates(OWN)
-    assert found[0] == OWN and len(found) == len(set(found)) == 36
-    assert sum(x != y for x, y in zip(found[1], OWN)) == 1
-    assert set(candidates(Launch(16, 1, 64))) == {Launch(16, 1, 64), *found}
 
 
 def test_the_fastest_candidate_wins_by_more_than_the_noise():
@@ -139,16 +132,6 @@ def test_rows_of_a_real_operator_are_tuned(op, backward, grid):
     assert (op != 'eos_elementwise') or ('eos_elementwise_memory' in {key.kernel for key in found.winners}) != backward
     for key, launch_ in found.winners.items():
         assert key.kernel.startswith(op) and launch_table.find(key, 'interpreter', '') == launch_
-
-
-def test_recurrences_are_tuned_and_judged():
-    """Their rows are those of cases that are compiled ahead of time."""
-    for op in ('eos_elementwise', 'eos_matmul'):
-        mine = [problem for problem in tuning.PROBLEMS if problem.op == op]
-        assert {problem.backward for problem in mine} == {False, True} and {(56, 56)} <= {x.grid for x in mine}
-    for key in (Key('eos_elementwise_fwd', Size(2, 32, 64)), Key('eos_elementwise_memory', Size(2, 32, 32)),
-                Key('eos_elementwise_bwd', Size(2, 32, 64)), Key('eos_matmul_fwd', Size(2, 16, 32))):
-        assert any(tuning._case_of(name, key) for name in tuning.aot.cases()), key
 
 
 @pytest.mark.slow

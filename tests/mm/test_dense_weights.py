@@ -2,13 +2,9 @@
 import copy
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import timm
@@ -256,14 +252,6 @@ def test_new_heads_hook_allows_missing_modules(files):
         NewHeadsHook('roi_head')
 
 
-def test_training_reports_weights_loaded_by_init_cfg(files, data, tmp_path, capsys):
-    train.main([MASK_RCNN, '--data', str(data), '--work-dir', str(tmp_path / 'work'), '--cfg-options',
-                'train_cfg.max_epochs=1', 'train_cfg.val_interval=5', 'model.backbone.init_cfg.type=Pretrained',
-                f'model.backbone.init_cfg.checkpoint={files / "classifier.safetensors"}'])
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('init_cfg: ')]
-    assert len(said) == 1 and 'classifier.safetensors' in said[0] and 'weights are loaded from' in said[0]
-
-
 # ---- files of wrong kinds
 
 def _wrong_files(folder, files):
@@ -345,35 +333,6 @@ def test_other_network_options_in_the_file_warn(files, tmp_path):
         warnings.simplefilter('error')
         load_checkpoint(model, tmp_path / 'w.safetensors', CLASSES, network=network_options(load(MASK_RCNN)))
         load_checkpoint(model, files / 'detector.pth', CLASSES, network=network_options(config))
-
-
-@pytest.mark.slow
-def test_stock_train_and_test_scripts_load_strictly(files, data, tmp_path):
-    """The log names the file and the loaded weights, and heads that do not match end the run."""
-    import mmdet
-    tools = Path(mmdet.__path__[0]) / '.mim' / 'tools'
-    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path)), 'OMP_NUM_THREADS': '1'}
-
-    def run(tool, *arguments):
-        return subprocess.run([sys.executable, '-W', 'ignore', str(tools / tool), *map(str, arguments)],
-                              capture_output=True, text=True, env=environment, cwd=tmp_path)
-    without_hook = _config(tmp_path, data, files, [])
-    done = run('train.py', without_hook, '--work-dir', 'work')
-    assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
-    initial = ['model.backbone.init_cfg.type=Pretrained',
-               f'model.backbone.init_cfg.checkpoint={files / "classifier.safetensors"}']
-    with_hook = _config(tmp_path, data, files, [dict(type='NewHeadsHook')])
-    done = run('train.py', with_hook, '--work-dir', 'work', '--cfg-options', *initial)
-    assert done.returncode == 0, done.stderr[-2000:]
-    text = done.stdout + done.stderr
-    assert re.search(r'PPMA backbone: \d+ of \d+ weights are loaded from .*classifier.safetensors', text)
-    assert re.search(r'MaskRCNN: \d+ of \d+ weights are loaded from the file; 6 are not', text)
-    done = run('test.py', with_hook, files / 'detector.safetensors', '--work-dir', 'tested')
-    assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
-    done = run('train.py', with_hook, '--work-dir', 'work', '--resume', files / 'detector.pth')
-    assert done.returncode and 'is not a checkpoint of this MaskRCNN' in done.stderr
-    log_lines = [json.loads(line) for file in tmp_path.glob('work/*/vis_data/*.json') for line in file.open()]
-    assert log_lines
 
 
 def test_load_from_reads_raw_weights_and_names_the_choice(tmp_path, log):

@@ -1,10 +1,7 @@
 """Detectors and segmenters under published names: round trips, strict loading, and the libraries' own loaders."""
 import functools
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +10,13 @@ pytest.importorskip('mmcv')
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 from cvnets_files import authors_file, encoder_entries, segmenter_entries, ssd_entries, transformers_names
-from dense_cases import MASK_RCNN, UPERNET, build_on_meta, load_segmentation, make_shapes
+from dense_cases import MASK_RCNN, UPERNET, build_on_meta, load_segmentation
 from mmdet.apis import DetInferencer, init_detector
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import CheckpointLoader, Runner
 from mmengine.runner.checkpoint import load_checkpoint as lax_load
 from mmseg.apis import MMSegInferencer, init_model
+from pairwise import slow
 from torch import nn
 
 from subquad.backbones.mm import cvnets
@@ -26,7 +24,7 @@ from subquad.backbones.mm.checkpoints import compare_weights, load_checkpoint
 from subquad.backbones.mm.published_keys import to_published_keys, translate_keys
 from subquad.backbones.weights import WeightsError, read_file
 from subquad.backbones.weights.convert import convert
-from subquad.tools.engine.config import find, load
+from subquad.tools.engine.config import load
 from subquad.tools.engine.weights.starting_weights import StartHook
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
@@ -80,6 +78,10 @@ def published(request, tmp_path_factory):
     of_ppma = request.param in ('mask_rcnn', 'upernet')
     torch.save(dict(state_dict=theirs, meta={}, message_hub={}) if of_ppma else theirs, path)
     return request.param, state, theirs, str(path)
+
+
+SOME_KINDS = pytest.mark.parametrize('published', ['mask_rcnn', 'deeplabv3', *slow('upernet', 'ssdlite', 'pspnet')],
+                                     indirect=True)
 
 
 def _equal(first, second):
@@ -159,6 +161,7 @@ def _weights_of(model):
     return {key: value for key, value in model.state_dict().items()}
 
 
+@SOME_KINDS
 def test_apis_of_both_libraries_load_published_names(published):
     kind, state, _, path = published
     config = _config(kind)
@@ -174,6 +177,7 @@ def test_apis_of_both_libraries_load_published_names(published):
         assert _equal(_weights_of(model), state)
 
 
+@SOME_KINDS
 def test_load_from_of_a_runner_loads_published_names(published, tmp_path):
     """With EMAHook, which reads `state_dict` from the checkpoint; a file of cvnets has no such entry."""
     kind, state, _, path = published
@@ -296,24 +300,6 @@ def test_conversion_of_files_for_cityscapes(names, tmp_path):
     result = convert(tmp_path / 'iter_160000.pth', out, model)
     assert 'the first 19 are kept' in result.notes[0] and result.notes == result.metadata['provenance']['notes']
     assert len(read_file(out).weights['decode_head.conv_seg.weight']) == 19
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('published', ['mask_rcnn'], indirect=True)
-def test_stock_test_script_takes_published_names(published, tmp_path):
-    import mmdet
-    data = make_shapes(tmp_path / 'shapes', train=2, val=2, size=64)
-    config = tmp_path / 'config.py'
-    loader = dict(dataset=dict(data_root=str(data)))
-    evaluator = dict(ann_file=f'{data}/annotations/instances_val.json')
-    config.write_text(f'_base_ = [{str(find(MASK_RCNN))!r}]\n' + ''.join(
-        f'{part}_dataloader = {loader!r}\n{part}_evaluator = {evaluator!r}\n' for part in ('val', 'test')))
-    script = Path(mmdet.__path__[0]) / '.mim' / 'tools' / 'test.py'
-    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path)), 'OMP_NUM_THREADS': '1'}
-    words = [sys.executable, '-W', 'ignore', str(script), str(config), published[3], '--work-dir', 'tested']
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert 'weights are loaded from the file' in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('kind', ['deeplabv3', 'pspnet'])

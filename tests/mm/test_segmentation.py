@@ -281,21 +281,6 @@ def test_resize_transform_errors():
     np.testing.assert_allclose(tiny['img'], 7, rtol=1e-6)
 
 
-def test_cfg_options_set_a_pretrained_backbone(tmp_path):
-    import timm
-
-    from subquad.backbones.weights import save_weights
-    classifier = timm.create_model('test_mobilevitv2', num_classes=3)
-    save_weights(classifier, tmp_path / 'w.safetensors')
-    config = load_segmentation('pspnet_mobilevitv2-100_4xb4-120e_ade20k-512x512', **SMALL, **{
-        'model.backbone.init_cfg.type': 'Pretrained',
-        'model.backbone.init_cfg.checkpoint': str(tmp_path / 'w.safetensors')})
-    model = MODELS.build(config.model)
-    model.init_weights()
-    own = classifier.state_dict()
-    assert all(torch.equal(value, own[key]) for key, value in model.backbone.state_dict().items())
-
-
 def test_training_augmentation(tmp_path):
     from mmcv import imwrite
     config = load_segmentation('deeplabv3_mobilevitv2-100_4xb4-120e_ade20k-512x512')
