@@ -185,7 +185,7 @@ def _walk(python, folder, first, files, blocks):
 
 
 def test_mutated_files_load_or_raise_weights_error(python, tmp_path):
-    _walk(python, tmp_path, 100_000, 135, 15)
+    _walk(python, tmp_path, 100_000, 60, 10)
 
 
 @pytest.mark.long

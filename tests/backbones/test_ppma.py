@@ -241,4 +241,4 @@ def test_crisscross_attention_is_sub_quadratic():
         attention = [row['macs'] - row['macs_without_attention'] for row in rows]
         growth[name] = attention[1] / attention[0]
     assert growth['ppma_tiny_crisscross'] == pytest.approx(8, rel=0.02)
-    assert growth['ppma_tiny'] > 14
+    assert growth['ppma_tiny'] > 13

@@ -54,7 +54,7 @@ def test_values_and_gradients(backend, sampling, latents):
 
 @pairwise('backend, sampling, grid', BACKENDS, ['pixel', 'patch'], [
     (2, (5, 7)), (2, (1, 9)), (2, (9, 1)), (2, (1, 1)), (1, (1, 13)), (1, (3, 5)), ((4, 1), (4, 9)), ((3, 2), (7, 6)),
-    (4, (3, 5))])
+    (4, (3, 5))], together=1)
 def test_grids(backend, sampling, grid):
     """Grids of odd size, one row, one column, one token; rows as groups; patches larger than the grid."""
     patch, size = grid
@@ -67,7 +67,7 @@ def test_cross_attention(backend, values):
     _check(_inputs(4, 4, 2, values=values, mapped=6), backend, patch_size=2)
 
 
-@pairwise('backend, mapped, dtype', BACKENDS, [None, 8], [torch.float16, torch.bfloat16])
+@pairwise('backend, mapped, dtype', BACKENDS, [None, 8], [torch.float16, torch.bfloat16], together=1)
 def test_half_types(backend, mapped, dtype):
     _check(_inputs(5, 6, 3, mapped=mapped, dtype=dtype), backend, patch_size=2)
 
@@ -184,7 +184,7 @@ def test_vmap_without_gradients():
     torch.testing.assert_close(y, kernels.separable_attention(query, key, value, patch_size=2))
 
 
-@pytest.mark.parametrize('mapped', [None, 5])
+@pytest.mark.parametrize('mapped', [5, *slow(None)])
 def test_the_operator_passes_opcheck(mapped):
     _needs_triton('triton')
     inputs = [None if x is None else x.requires_grad_() for x in _inputs(3, 5, 2, mapped=mapped)]

@@ -106,7 +106,7 @@ def _walk(folder, seeds, monkeypatch):
 
 @pytest.mark.filterwarnings('ignore')
 def test_one_changed_byte_is_refused_or_has_no_effect(tmp_path, monkeypatch):
-    _walk(tmp_path, range(50), monkeypatch)
+    _walk(tmp_path, range(25), monkeypatch)
 
 
 @pytest.mark.long
