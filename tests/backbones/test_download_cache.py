@@ -73,6 +73,12 @@ def test_moved_source_is_a_new_file(server):
 
 # ---- no network, no access, no folder
 
+def test_offline_from_the_cache(server, weights, monkeypatch):
+    path = fetch(weights)
+    count = len(server.requests)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    assert fetch(weights) == path and len(server.requests) == count
+
 
 def test_offline_hub_cache_of_another_program(server, monkeypatch):
     """timm or huggingface_hub has downloaded the file; the lock file knows nothing yet."""
@@ -105,6 +111,12 @@ def test_no_network(server, weights, capfd):
     refused(weights, f'{weights.name} cannot be downloaded: {server.url}', 'cannot be reached (',
             f'; check the network and the proxy, then run `subquad weights download {weights.name}`')
     assert capfd.readouterr().err == '', 'the sentence is all'
+
+
+def test_no_network_uses_the_cache(server, weights):
+    path = fetch(weights)
+    server.__exit__()
+    assert fetch(weights) == path
 
 
 def test_hub_errors(server, monkeypatch):
@@ -201,3 +213,10 @@ def test_damaged_lock_file_does_not_stop_weights_of_the_package(server):
     cache_folder().mkdir(parents=True, exist_ok=True)
     (cache_folder() / LOCK_FILE).write_text('{')
     assert fetch(find('test_ppma.digits')).is_file()
+
+
+def test_replaced_file_names_update(server):
+    fetch(plain(server))
+    cached_file(plain(server)).unlink()
+    server.add_file(PATH, OTHER)
+    refused(plain(server), LOCK_FILE, 'with --update if its author has replaced it')

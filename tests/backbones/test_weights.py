@@ -79,6 +79,21 @@ def test_checkpoints_of_other_programs_load(model, tmp_path, wrapper):
     assert _same(model, other)
 
 
+def test_training_prefixes_are_removed_from_keys(model, tmp_path):
+    state = {f'module.{k}': v for k, v in model.state_dict().items()}
+    torch.save({'state_dict_ema': state, 'model_ema': {}}, tmp_path / 'w.pth')
+    other = timm.create_model('test_ppma', num_classes=4)
+    assert load_weights(other, tmp_path / 'w.pth') == 'state_dict_ema' and _same(model, other)
+
+
+@pytest.mark.filterwarnings('ignore:.*has no output norms')
+def test_output_norms_and_unused_classifier_may_differ(model, tmp_path):
+    save_weights(model, tmp_path / 'w.safetensors')
+    dense = timm.create_model('test_ppma', num_classes=0, output_norms=True)
+    load_weights(dense, tmp_path / 'w.safetensors')
+    assert torch.equal(dense.stages[0].blocks[0].mixer.q.weight, model.stages[0].blocks[0].mixer.q.weight)
+
+
 def test_other_suffixes_are_not_written(model, tmp_path):
     for name in ('w.pth', 'w', 'w.safetensors.bak'):
         with pytest.raises(ValueError, match=f'{name} must end in .safetensors'):
@@ -163,6 +178,17 @@ class _Code:
         return os.mkdir, (self.folder,)
 
 
+def test_code_in_a_pickle_is_not_run(model, tmp_path):
+    path, marker = tmp_path / 'w.pth', tmp_path / 'was_run'
+    torch.save({'state_dict': model.state_dict(), 'hook': _Code(marker)}, path)
+    with pytest.raises(WeightsError, match='could run code .*mkdir.*was not read'):
+        read_checkpoint(path)
+    path.write_bytes(pickle.dumps({'a': _Code(marker)}))
+    with pytest.raises(WeightsError):
+        read_checkpoint(path)
+    assert not marker.exists()
+
+
 def test_damaged_and_missing_files(tmp_path):
     with pytest.raises(WeightsError, match='no weight file at'):
         read_checkpoint(tmp_path / 'none.safetensors')
@@ -173,6 +199,14 @@ def test_damaged_and_missing_files(tmp_path):
     torch.save({'epoch': 3}, tmp_path / 'w.pth')
     with pytest.raises(WeightsError, match='holds no weights'):
         read_checkpoint(tmp_path / 'w.pth')
+
+
+def test_truncated_safetensors_are_refused(model, tmp_path):
+    path = tmp_path / 'w.safetensors'
+    save_weights(model, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match='damaged'):
+        load_weights(model, path)
 
 
 def test_checkpoint_of_another_model_names_keys_and_shapes(model, tmp_path):
