@@ -66,10 +66,10 @@ def counted_config(name: str) -> Dict[str, Any]:
 
 def dense_table(root: Path, family: str) -> str:
     """All counts of the detectors and segmenters whose MACs the authors report, and their numbers."""
-    from subquad.tools.engine.counting.counting_configs import COUNTS, REPORTED
+    from subquad.tools.engine.counting.counting_configs import COUNTS, reported_figures
     rows = []
-    for name in of_family([name for name, theirs in REPORTED.items() if 'gmacs' in theirs], family):
-        row, theirs = counted_config(name), REPORTED[name]
+    for name in of_family([name for name, theirs in reported_figures().items() if 'gmacs' in theirs], family):
+        row, theirs = counted_config(name), reported_figures()[name]
         auxiliary = row.get('parameters_of_auxiliary_head')
         rows.append([f'`{name}`', '{} x {}'.format(*row['size']),
                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''), *_counts(row),

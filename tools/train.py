@@ -85,11 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse values and combinations of options that are not allowed.
-
-    Raises:
-        UserError: an option is wrong; the message names it.
-    """
+    """Refuse values and combinations of options that are not allowed."""
     if args.epochs is not None and args.epochs < 1:
         raise UserError(f'--epochs must be at least 1, got {args.epochs}')
     if args.seed is not None and not 0 <= args.seed < 2 ** 32:

@@ -89,9 +89,6 @@ class DistantCopy(_Classified):
         count: number of images; by default 2,000, 500 and 500.
         size, patch, classes, distractors: as in `distant_copies`.
         seed: seed of the data set. Each split is a stream of its own of the seed.
-
-    Raises:
-        UserError: an argument is out of range.
     """
 
     def __init__(self, split: str, count: Optional[int] = None, size: int = 64, patch: int = 4, classes: int = 8,

@@ -186,9 +186,6 @@ class ImageFolder(_Transformed):
         root: The folder.
         transform: Arguments of timm.data.create_transform.
         strict: Raise an error for an image that cannot be read.
-
-    Raises:
-        UserError: The folder does not exist or has fewer than two classes, or a class has no image that can be read.
     """
 
     def __init__(self, root: str, transform: Optional[Dict[str, Any]] = None, strict: bool = False):

@@ -35,10 +35,6 @@ class ImageNetFolder(ImageFolder):
         real: A file with ReaL's labels: a JSON list that has a list of classes for each of the validation images.
             None for the copy in timm.
         transform, strict: See `ImageFolder`.
-
-    Raises:
-        UserError: The folder cannot be used, its subfolders are no classes of this test set, or the file of labels
-            cannot be read.
     """
 
     def __init__(self, root: str, labels: str = 'imagenet', real: Optional[str] = None,

@@ -48,9 +48,6 @@ def timm_dataset(name: str = '', root: Optional[str] = None, split: str = 'train
 
     Returns:
         A data set with random access (tar, hfds), or a stream. `classes` is empty if the data do not name them.
-
-    Raises:
-        UserError: A package is missing, or a stream does not say how many images it has.
     """
     prefix = name.partition('/')[0].lower()
     module, install = PACKAGES.get(prefix, ('timm', ''))

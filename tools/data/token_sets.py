@@ -96,9 +96,6 @@ class TextFiles(_Windows):
         split: 'train', 'val' or 'test'.
         length: number of tokens of a window.
         vocab_size: size of the vocabulary of token files; texts have 256.
-
-    Raises:
-        UserError: a file is missing, cannot be read, is too short, or has a token outside of the vocabulary.
     """
 
     def __init__(self, root: str, split: str, length: int = 512, vocab_size: Optional[int] = None):
@@ -163,9 +160,6 @@ class StandardLibrary(_Windows):
         split: 'train', 'val' or 'test'.
         length: number of bytes of a window.
         most: largest number of bytes of the part; None for all.
-
-    Raises:
-        UserError: the source files are not installed.
     """
 
     def __init__(self, split: str, length: int = 512, most: Optional[int] = None):

@@ -36,11 +36,7 @@ def configs_folder() -> Path:
 
 
 def find(name: str) -> Path:
-    """Return the config file at a path, or the package's config of that name.
-
-    Raises:
-        UserError: There is no such config. The error gives the nearest names.
-    """
+    """Return the config file at a path, or the package's config of that name."""
     path = expanded(name)
     try:
         if path.is_file():
@@ -80,7 +76,6 @@ def load(name: str, overrides: Optional[Dict[str, Any]] = None,
         An MMEngine Config.
 
     Raises:
-        UserError: The file does not exist or is not a config, or a key is misspelled.
         ModuleNotFoundError: A library of an extra is missing.
     """
     path = find(name)
@@ -171,9 +166,6 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
         config: The config before the options are merged in.
         options: Values by dotted key.
         name: Name of the config, for messages.
-
-    Raises:
-        UserError: A key has no effect; the message gives the nearest one.
     """
     entries = read_entries()
     for key, value in options.items():
@@ -241,11 +233,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> No
 
 
 def config_with_options(args: argparse.Namespace):
-    """Return the config that the command line of `subquad train` or `subquad test` asks for.
-
-    Raises:
-        UserError: `load` refuses the config or an option, or the config does not support a flag.
-    """
+    """Return the config that the command line of `subquad train` or `subquad test` asks for."""
     # --cfg-options can change the options that the data of --data have.
     config = load(args.config, args.cfg_options,
                   lambda config: _move_data(config, args) if args.data else None)
@@ -260,11 +248,7 @@ def config_with_options(args: argparse.Namespace):
 
 
 def training_config(args: argparse.Namespace):
-    """Return the config that the command line of `subquad train` asks for.
-
-    Raises:
-        UserError: `config_with_options` or `check_training` refuses the config, or it does not support a flag.
-    """
+    """Return the config that the command line of `subquad train` asks for."""
     config = config_with_options(args)
     if args.epochs:
         scale_schedule(config, args.epochs)
@@ -340,11 +324,7 @@ def _use_mixed_precision(config: Any) -> None:
 
 
 def scale_schedule(config: Any, epochs: int) -> None:
-    """Train for `epochs` epochs with a schedule of the same shape, without phases below one epoch.
-
-    Raises:
-        UserError: The config counts iterations.
-    """
+    """Train for `epochs` epochs with a schedule of the same shape, without phases below one epoch."""
     if 'max_epochs' not in config.train_cfg:
         raise UserError('--epochs is not supported: the config counts iterations (use --cfg-options '
                         'train_cfg.max_iters=N)')
@@ -367,11 +347,7 @@ def scale_schedule(config: Any, epochs: int) -> None:
 
 
 def check_training(config: Any) -> None:
-    """Refuse a training of no length, or loggers whose package is missing; MMEngine finds both only in training.
-
-    Raises:
-        UserError: The message names the entry, or says how to install the package.
-    """
+    """Refuse a training of no length, or loggers whose package is missing; MMEngine finds both only in training."""
     for key in ('max_epochs', 'max_iters', 'val_interval'):
         planned = (config.get('train_cfg') or {}).get(key, 1)
         if not isinstance(planned, int) or planned < 1:

@@ -18,9 +18,6 @@ def append(path: Path, record: Dict[str, Any]) -> None:
     """Append a record to a file as one line of JSON.
 
     The line is written at once, so that another process that appends or reads sees whole lines only.
-
-    Raises:
-        UserError: The file cannot be opened or written, or the disk is full.
     """
     line = dumps(record).encode() + b'\n'
     try:

@@ -21,11 +21,7 @@ def our_models() -> List[str]:
 
 
 def create(name: str, **kwargs: Any) -> nn.Module:
-    """Call timm.create_model without weights.
-
-    Raises:
-        UserError: The name is unknown, or the model refuses an option or a size.
-    """
+    """Call timm.create_model without weights."""
     if not timm.is_model(name):
         known = timm.list_models()
         raise UserError(f'unknown model {name!r}{nearest(name, our_models(), 2) or nearest(name, known)}'
@@ -49,11 +45,7 @@ def takes_images(name: str) -> bool:
 
 
 def default_size(name: str) -> Tuple[int, int]:
-    """Height and width of a model's own input size.
-
-    Raises:
-        UserError: The name is unknown, or the model takes no images.
-    """
+    """Height and width of a model's own input size."""
     if not timm.is_model(name):
         create(name)                                  # raises UserError with the nearest names
     if not takes_images(name):

@@ -144,9 +144,6 @@ def checkpoint_to_resume(work_dir: str, name: str) -> str:
         work_dir: Folder of the run.
         name: A checkpoint, or '' for the newest one of the run. If that is damaged, the one before it is taken, and a
             line on stderr says so.
-
-    Raises:
-        UserError: There is no checkpoint, none is whole, or a Runner did not write it.
     """
     folder = Path(work_dir).expanduser()
     if name:
@@ -171,11 +168,7 @@ def checkpoint_to_resume(work_dir: str, name: str) -> str:
 
 
 def _whole(path: Path) -> str:
-    """Return the path as a text.
-
-    Raises:
-        UserError: The file is not a whole checkpoint of a Runner.
-    """
+    """Return the path of a whole checkpoint of a Runner as a text; refuse any other file."""
     if path.suffix == '.safetensors':
         raise UserError(f'--resume: {path} holds only weights; the .pth files beside it also hold the state of '
                         'training')

@@ -42,9 +42,6 @@ class Distillation:
         kind: 'soft' or 'hard'.
         alpha: Share of the distillation in the loss, above 0 and at most 1.
         temperature: T of 'soft'; 'hard' has none.
-
-    Raises:
-        UserError: An option is out of range, or the teacher cannot be built.
     """
 
     def __init__(self, teacher: Dict[str, Any], kind: str = 'soft', alpha: float = 0.5,

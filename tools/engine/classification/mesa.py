@@ -24,10 +24,6 @@ class MESAHook(Hook):
         weight: Weight of the divergence, positive.
         temperature: T, positive.
         start_epoch: Number of epochs that are trained without it.
-
-    Raises:
-        UserError: An option is out of range. Before training: there is no ModelEMAHook, the loop counts iterations, or
-            the training ends before `start_epoch`.
     """
 
     def __init__(self, weight: float = 1., temperature: float = 1., start_epoch: int = 5):

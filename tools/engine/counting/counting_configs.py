@@ -15,6 +15,7 @@ at width 1.75 (`all`) and two numbers that are rounded too coarsely. UPerNet's 4
 auxiliary head, the numbers of MobileViTv2 do not.
 """
 import difflib
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import timm
 import torch
+import yaml
 from torch import nn
 
 from ...common.cli import UserError, one_line
@@ -59,9 +61,6 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
         The keys of `counting.count` and `parameters_of_auxiliary_head`, which `parameters` does not include. If the
         authors report MACs, and neither the size nor the config is changed, also `nearest_count` (a key of this dict)
         and its `deviation_percent` from their number.
-
-    Raises:
-        UserError: The config is unknown or of another kind, or its network cannot be built or refuses the size.
     """
     from mmengine.model import revert_sync_batchnorm
     from mmengine.registry import MODELS, DefaultScope
@@ -93,7 +92,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     row = dict(model=Path(name).stem, size=[height, width], options=overrides,
                parameters=sum(p.numel() for p in model.parameters()) - auxiliary,
                parameters_of_auxiliary_head=auxiliary, **counts,
-               reported_by_authors=REPORTED.get(Path(name).stem, {}) if own and not overrides else {})
+               reported_by_authors=reported_figures().get(Path(name).stem, {}) if own and not overrides else {})
     gmacs = row['reported_by_authors'].get('gmacs')
     if gmacs and usual:
         row['nearest_count'] = min(COUNTS, key=lambda count: abs(row[count] / 1e9 - gmacs))
@@ -151,30 +150,21 @@ def reported(row: Dict[str, Any]) -> str:
     return ', '.join(words) or '-'
 
 
-# Reported by the authors in PPMA's tables 2 and 3 and its repository (3x, Cityscapes), and in MobileViTv2's tables 3
-# and 4 and its repository (all widths). Millions of parameters; GMACs; AP of boxes and masks, or single-scale mIoU, in
-# percent.
-_DETECTORS = {
-    'mask-rcnn_ppma-t_fpn_1x_coco': (33, 218, 47.1, 42.4), 'mask-rcnn_ppma-s_fpn_1x_coco': (46, 263, 49.2, 43.8),
-    'mask-rcnn_ppma-b_fpn_1x_coco': (73, 374, 51.1, 45.5), 'mask-rcnn_ppma-b_fpn_3x-ms_coco': (None, None, 52.6, 46.3),
-    **{f'ssdlite_mobilevitv2-{width}_coco-320': numbers for width, numbers in {
-        '050': (2.0, 0.9, 21.24), '075': (3.6, 1.8, 24.57), '100': (5.6, None, 26.47), '125': (8.2, None, 27.85),
-        '150': (11.3, None, 28.83), '175': (14.9, 9.0, 29.52), '200': (19.1, None, 30.21)}.items()}}
-_SEGMENTERS = {
-    **{f'upernet_ppma-{size}_8xb2-160k_ade20k-512x512': numbers for size, numbers in {
-        't': (43, 983, 48.7), 's': (56, 984, 51.1), 'b': (83, 1137, 52.3)}.items()},
-    **{f'upernet_ppma-{size}_8xb1-160k_cityscapes-1024x1024': (None, None, miou)
-        for size, miou in (('t', 82.7), ('s', 83.7), ('b', 83.9))},
-    **{f'pspnet_mobilevitv2-{width}_4xb4-120e_ade20k-512x512': numbers for width, numbers in {
-        '050': (3.6, 15.4, 31.77), '075': (6.2, None, 35.22), '100': (9.4, None, 36.57), '125': (13.2, None, 38.76),
-        '150': (17.6, None, 38.74), '175': (22.5, 95.9, 39.82)}.items()},
-    **{f'deeplabv3_mobilevitv2-{width}_4xb4-120e_ade20k-512x512': numbers for width, numbers in {
-        '050': (6.3, None, 31.93), '075': (9.6, 40.0, 34.70), '100': (13.4, None, 37.06), '125': (17.7, None, 38.42),
-        '150': (22.6, None, 38.91), '175': (28.1, None, 39.53), '200': (34.0, 147.0, 40.94)}.items()},
-    **{f'pspnet_mobilevitv2-{width}_4xb32-50e_voc12-coco-512x512': (None, None, miou) for width, miou in (
-        ('050', 74.62), ('075', 77.44), ('100', 78.92), ('125', 79.40), ('150', 79.93), ('175', 80.2))},
-    **{f'deeplabv3_mobilevitv2-{width}_4xb32-50e_voc12-coco-512x512': (None, None, miou) for width, miou in (
-        ('050', 75.07), ('100', 78.94), ('125', 79.68), ('150', 80.30))}}
-REPORTED = {name: {key: value for key, value in zip(keys, numbers) if value is not None}
-            for table, keys in ((_DETECTORS, ('parameters_M', 'gmacs', 'box_AP', 'mask_AP')),
-                                (_SEGMENTERS, ('parameters_M', 'gmacs', 'mIoU'))) for name, numbers in table.items()}
+@functools.cache
+def reported_figures() -> Dict[str, Dict[str, float]]:
+    """Return what the authors report of a detector or segmenter, by the name of its config.
+
+    These are millions of parameters, GMACs, and AP of boxes and masks or single-scale mIoU in percent, as the files
+    metafile.yml of the configs hold them.
+    """
+    found = {}
+    for task in ('detection', 'segmentation'):
+        content = yaml.safe_load((configs_folder() / task / 'metafile.yml').read_text(encoding='utf-8'))
+        for model in content['Models']:
+            metadata = model.get('Metadata', {})
+            figures = {'parameters_M': metadata.get('Parameters (M)'), 'gmacs': metadata.get('FLOPs (G)')}
+            for result in model.get('Results', ()):
+                figures.update((name.replace(' ', '_'), value) for name, value in result['Metrics'].items()
+                               if name != 'mIoU(ms+flip)')
+            found[model['Name']] = {name: value for name, value in figures.items() if value is not None}
+    return found

@@ -34,9 +34,6 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
     Returns:
         {'model', 'size', 'options', 'parameters', 'macs', 'macs_without_attention', 'macs_with_norms',
         'reported_by_authors'}.
-
-    Raises:
-        UserError: The name is unknown, or the model refuses an option or the size.
     """
     height, width = (height or default_size(name)[0]), (width or default_size(name)[1])
     model = create(name, device='meta', **{**size_options(name, (height, width)), **options})

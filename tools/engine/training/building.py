@@ -18,11 +18,7 @@ def build(registry: Registry, config: Optional[Dict[str, Any]], name: str) -> An
 
 
 def made(make: Callable[[], Any], name: str) -> Any:
-    """Return make().
-
-    Raises:
-        UserError: make() raised; the error names this part of the config.
-    """
+    """Return make(); an error becomes one that names this part of the config."""
     try:
         return make()
     except UserError:
@@ -36,11 +32,7 @@ def made(make: Callable[[], Any], name: str) -> Any:
 
 
 def check_batch_size(loader: Dict[str, Any], dataset: Any, part: str) -> None:
-    """Refuse a batch size that leaves no batch.
-
-    Raises:
-        UserError: The loader drops incomplete batches, and the data set is smaller than one batch.
-    """
+    """Refuse a batch size that leaves no batch."""
     processes = int(os.environ.get('WORLD_SIZE', 1))
     if loader.get('drop_last') and math.ceil(len(dataset) / processes) < loader.get('batch_size', 1):
         share = f' for {processes} processes' if processes > 1 else ''

@@ -33,9 +33,6 @@ def dry_run(config: Any, processes: int) -> Dict[str, Any]:
     Returns:
         dict(model, data, batch, learning_rate, steps_per_epoch, epochs, steps, schedule, parameters), where
         `learning_rate` says how it is scaled, and `schedule` and `parameters` are as from the functions below.
-
-    Raises:
-        UserError: A part cannot be built.
     """
     config = deepcopy(config)
     data, images, classes = _data(config)

@@ -23,10 +23,6 @@ class FiniteHook(Hook):
 
     The losses of the first steps, and those before a checkpoint, are read from the device at once, later ones every
     READ_EVERY steps.
-
-    Raises:
-        UserError: The loss or the weights are not finite. The message names the step, the files of the batch and the
-            last good checkpoint.
     """
 
     priority = 'VERY_HIGH'

@@ -33,9 +33,6 @@ def scale_learning_rate(optimizer: Any, config: Any, processes: int) -> str:
 
     Returns:
         A sentence with the learning rate before and after; '' if the config does not scale it.
-
-    Raises:
-        UserError: `base_batch_size` is missing or not a positive integer.
     """
     scaling: Optional[Dict[str, Any]] = config.get('auto_scale_lr')
     if not scaling or not scaling.get('enable', False):

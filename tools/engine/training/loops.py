@@ -23,9 +23,6 @@ class ResumableTrainLoop(EpochBasedTrainLoop):
         Args:
             meta: `position` of the interrupted run; without its entries the loop starts at the beginning of an epoch.
             path: The checkpoint, for messages.
-
-        Raises:
-            UserError: The number of steps of an epoch has changed.
         """
         if not meta.get('step'):
             return

@@ -42,9 +42,6 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
         command: Command that resumes this training after an interruption, for messages.
 
     Raises:
-        UserError: The config, the data or the folder cannot be used, or a package is missing, and nothing has been
-            written; or the training stopped because the loss is not finite or the disk is full. A library can raise
-            another error.
         Interrupted: A signal stopped the training.
     """
     folder, start = expanded(work_dir), weights if weights and not is_classifier(config) else None
@@ -120,9 +117,6 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder against a second run; create the folder if it is missing, and remove it if it stays empty.
 
     The lock belongs to the process and ends with it; a lock file that remains has no effect.
-
-    Raises:
-        UserError: Another run holds the folder, or it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = writable_folder(str(folder)) / 'training.lock'
@@ -192,9 +186,6 @@ def _vet_pretrained(value: Any) -> None:
 
     Args:
         value: The entries of a config, or a part of them.
-
-    Raises:
-        UserError: A file could run code, is missing or is damaged, or a download failed.
     """
     if isinstance(value, dict):
         path = value.get('checkpoint') if value.get('type') == 'Pretrained' else None

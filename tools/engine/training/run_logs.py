@@ -58,9 +58,6 @@ def read_run(folder: str) -> Run:
 
     Args:
         folder: A work folder of `subquad train`, or of any of MMEngine's Runners.
-
-    Raises:
-        UserError: The folder does not exist, or has no logs.
     """
     path = expanded(folder)
     if not path.is_dir():
@@ -94,9 +91,6 @@ def _curves(file: Path) -> Dict[str, Curve]:
 
     Lines of training count iterations. Those of validation count epochs, or iterations in runs without epochs: their
     step is then at least that of the last line of training.
-
-    Raises:
-        UserError: The file cannot be read, or another line is damaged.
     """
     try:
         texts = file.read_text(encoding='utf-8').splitlines()
@@ -124,11 +118,7 @@ def _curves(file: Path) -> Dict[str, Curve]:
 
 
 def chosen(runs: Sequence[Run], names: Sequence[str]) -> List[str]:
-    """Return the scalars to show: the given ones, or the loss, the learning rate and each run's first metric.
-
-    Raises:
-        UserError: No run has a scalar of a given name.
-    """
+    """Return the scalars to show: the given ones, or the loss, the learning rate and each run's first metric."""
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
     for name in names:
         if name not in known:
@@ -149,11 +139,7 @@ def rows(runs: Sequence[Run], names: Sequence[str]) -> List[Dict[str, Any]]:
 
 
 def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
-    """Draw one chart for each scalar, with a line for each run, into a PNG file.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
+    """Draw one chart for each scalar, with a line for each run, into a PNG file."""
     page = figure((4.4 * len(names), 3.8))
 
     from matplotlib.ticker import MaxNLocator

@@ -60,9 +60,6 @@ def build_runner(config: Config, work_dir: str, training: bool, hooks: Sequence[
         training: Build the training and validation parts; otherwise the test part.
         hooks: Further hooks. A WeightsHook receives the metadata, a StartHook the model.
         log_level: Level of MMEngine's logger.
-
-    Raises:
-        UserError: A part cannot be built, or classes or starting weights do not match the model.
     """
     if is_classifier(config):
         from ..classification import task
@@ -134,9 +131,6 @@ def _process_options(config: Config) -> Dict[str, Any]:
 
     torchrun sets RANK and WORLD_SIZE. Without a GPU its processes are connected here, because MMEngine selects a GPU
     before it connects them.
-
-    Raises:
-        UserError: The config asks for sharded parameters, but there is one process.
     """
     launcher = config.get('launcher', 'none')
     if launcher == 'none' and 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:
@@ -170,9 +164,6 @@ class ResumableRunner(Runner):
 
     The workers of its data loaders outlive a SIGTERM to all processes of a job (`start_worker`). A classifier is
     compiled if the config has compile=True or compile=dict(...), with arguments of torch.compile.
-
-    Raises:
-        UserError: A checkpoint to resume has other classes, another seed, optimizer or averages than the config.
     """
 
     def train(self) -> nn.Module:
@@ -249,11 +240,7 @@ class ResumableRunner(Runner):
         return checkpoint
 
     def _check(self, checkpoint: Dict[str, Any], filename: str) -> None:
-        """Refuse a checkpoint of other classes, or whose state MMEngine would load only in part.
-
-        Raises:
-            UserError: The checkpoint has other classes, another seed or optimizer, or averages that no hook continues.
-        """
+        """Refuse a checkpoint of other classes, or whose state MMEngine would load only in part."""
         meta, restart = checkpoint.get('meta', {}), f'start from its weights with --weights {filename}'
         classes = (getattr(self.train_dataloader.dataset, 'metainfo', None) or {}).get('classes') or ()
         other = class_difference(dataset_classes(meta), classes)

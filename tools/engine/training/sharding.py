@@ -33,11 +33,7 @@ class FullyShardedModel:
 
 
 class ShardingHook(Hook):
-    """Shards parameters and optimizer state over all processes, once they are initialized or loaded.
-
-    Raises:
-        UserError: The config averages the weights, which is not supported.
-    """
+    """Shards parameters and optimizer state over all processes, once they are initialized or loaded."""
 
     priority = 'HIGH'
 
