@@ -13,9 +13,8 @@ from subquad.tools.bench.metrics import metric, speedup
 from subquad.tools.common.cli import UserError
 from subquad.tools.exporters import formats
 from subquad.tools.exporters.formats import Options
-from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.pipeline import difference
-from subquad.tools.exporters.subject import classifier_subject, random_classifier
+from subquad.tools.exporters.subject import classifier_subject, fuse_norms, random_classifier
 
 from .export_matrix import randomize_norms
 
@@ -71,7 +70,7 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
 
 
 def _export_onnx(model: nn.Module, image: Tensor, path: Path) -> None:
-    from subquad.tools.exporters.silence import silence
+    from subquad.tools.exporters.graph import silence
     with silence():
         torch.onnx.export(model, (image,), dynamo=True, verbose=False).save(str(path))
 

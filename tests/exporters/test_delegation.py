@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from subquad.tools.exporters.delegation import delegation, highest_rank, multiply_adds
+from subquad.tools.exporters.to_executorch import delegation, highest_rank, multiply_adds
 
 
 class Layers(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 from lab.export_matrix import randomize_norms
 from subquad.backbones.export import ExportBlock, ImageNorm, prepare_for_export
 from subquad.backbones.mobilevitv2 import MobileViTv2Block
-from subquad.tools.exporters.fusing import fuse_norms
 from subquad.tools.exporters.graph import export_program
+from subquad.tools.exporters.subject import fuse_norms
 
 NAME = 'test_mobilevitv2'
 

@@ -20,7 +20,7 @@ from onnx_exports import MODELS, TEST_MODELS, check_outputs, record_once, subjec
 from subquad.tools.common.cli import UserError  # noqa: E402
 from subquad.tools.exporters import onnx_graph, to_onnx  # noqa: E402
 from subquad.tools.exporters.formats import Options  # noqa: E402
-from subquad.tools.exporters.silence import silence  # noqa: E402
+from subquad.tools.exporters.graph import silence  # noqa: E402
 from subquad.tools.exporters.subject import classifier_subject, random_classifier  # noqa: E402
 
 LARGE_MODELS = (*(f'subquad_mobilevitv2_{width}' for width in ('075', '100', '125', '150', '175', '200')),

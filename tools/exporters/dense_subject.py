@@ -19,8 +19,7 @@ from ..engine.dense.task import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools
 from .dense_preprocessing import input_size, preparation, read_image
-from .fusing import fuse_norms
-from .subject import Subject, describe
+from .subject import Subject, describe, fuse_norms
 
 Size = Tuple[int, int]
 _STATIC = {

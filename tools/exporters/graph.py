@@ -1,4 +1,10 @@
-"""Record the graph of a subject with torch.export, and check it for what other runtimes cannot run."""
+"""Record the graph of a subject with torch.export, check it for what other runtimes cannot run, and hide what
+converters print."""
+import contextlib
+import logging
+import os
+import sys
+import warnings
 from typing import AbstractSet, Dict, Iterator
 
 import torch
@@ -65,3 +71,25 @@ def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
             yield f'{name} on complex numbers'
         if rank > LARGEST_RANK and name.removeprefix('aten.').split('.')[0] not in MOVES:
             yield f'{name} on {rank} dimensions'
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Discard standard output, standard error and warnings of this process, including those of C++ code."""
+    before = logging.root.manager.disable
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(stream) for stream in (1, 2)]
+    logging.disable(logging.WARNING)
+    try:
+        with open(os.devnull, 'w') as nothing, warnings.catch_warnings(), \
+                contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+            warnings.simplefilter('ignore')
+            for stream in (1, 2):
+                os.dup2(nothing.fileno(), stream)
+            yield
+    finally:
+        for stream, copy in zip((1, 2), saved):
+            os.dup2(copy, stream)
+            os.close(copy)
+        logging.disable(before)

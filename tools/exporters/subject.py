@@ -8,7 +8,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import timm.data
 import torch
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ... import __version__
 from ...backbones.export import prepare_for_export
@@ -17,7 +19,6 @@ from ..common.images import LeftOut, image_files, open_image
 from ..common.output import progress
 from ..engine.classification.weight_files import Classifier, assumed_transform, read_classifier
 from ..engine.zoo import create, default_size, size_options
-from .fusing import fuse_norms
 
 
 class Sizes(NamedTuple):
@@ -34,6 +35,8 @@ _SIZES: Dict[str, Union[Sizes, str]] = {
     'Myo': 'Myo builds its quad tree for one image size, so height and width cannot be dynamic',
     'LCSM': 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic',
 }
+# Names of a layer and of its norm in one module: convolutions of MobileViTv2, convolutions and head of the skeleton.
+_PAIRS = (('conv', 'bn'), ('conv', 'norm'), ('proj', 'norm'))
 
 
 @dataclass
@@ -319,3 +322,21 @@ def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor
         image = open_image(file)
         return prepare(image.convert('L') if channels == 1 else image)[None]
     return read
+
+
+def fuse_norms(model: nn.Module) -> nn.Module:
+    """Fuse every BatchNorm of a model in evaluation mode into the layer before it, in place, as runtimes would.
+
+    Modules of this package and of timm name a convolution or linear layer and its norm by one of `_PAIRS`. nn.Identity
+    replaces the norm, or the activation that timm's BatchNormAct2d includes. Outputs change by rounding only.
+    """
+    for module in model.modules():
+        for layer_name, norm_name in _PAIRS:
+            layer, norm = getattr(module, layer_name, None), getattr(module, norm_name, None)
+            # In timm's DenseNet, the norm is before the layer.
+            if type(norm) in (nn.BatchNorm2d, BatchNormAct2d) and type(layer) in (nn.Conv2d, nn.Linear) and (
+                    norm.num_features == layer.weight.shape[0]):
+                fuse = fuse_conv_bn_eval if isinstance(layer, nn.Conv2d) else fuse_linear_bn_eval
+                setattr(module, layer_name, fuse(layer, norm))
+                setattr(module, norm_name, norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity())
+    return model

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..common.cli import UserError, one_line
 from .formats import Conversion, Options
-from .graph import LARGEST_BATCH, LARGEST_RANK, export_program
-from .silence import silence
+from .graph import LARGEST_BATCH, LARGEST_RANK, export_program, silence
 from .subject import Subject
 
 _KEY = 'subquad'                 # of the metadata

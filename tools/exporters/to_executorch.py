@@ -4,17 +4,18 @@ A file has two methods: `forward` maps images to the outputs, and `metadata`, wi
 """
 import contextlib
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
 
 from ..common.cli import UserError, one_line, shown
-from .delegation import delegation, highest_rank, multiply_adds, remove_copies
 from .formats import Conversion, Options
-from .graph import LARGEST_RANK, export_program
-from .silence import silence
+from .graph import LARGEST_RANK, export_program, silence
 from .subject import Subject
 from .xnnpack_forms import fold_constants, halved, rewrite
 
@@ -193,3 +194,76 @@ class _Program:
             _pools += 1
         if self.pool != _pools:      # a loaded method keeps a pointer to the pool, so a new pool needs a new method
             self.forward, self.pool = self.method('forward'), _pools
+
+
+# ---- what of a program a delegate runs
+
+def delegation(before: int, after: Graph) -> Conversion:
+    """Describe a graph with calls of delegates, which had `before` multiply-adds before it was partitioned."""
+    # getitem only names one of several outputs; the runtime does nothing for it.
+    names = Counter(map(operator_name, _calls(after)))
+    calls, _ = names.pop('executorch_call_delegate', 0), names.pop('getitem', 0)
+    return Conversion(dict(names.most_common()), calls, 1 - multiply_adds(after) / before if before else None)
+
+
+def multiply_adds(graph: Graph) -> int:
+    """Count the multiply-adds of convolutions, linear layers and matrix products of a graph, without delegates.
+
+    Dynamic sizes count as the sizes of the example.
+    """
+    return sum(_multiply_adds(node) for node in _calls(graph))
+
+
+def _multiply_adds(node: Node) -> int:
+    """An output element of a convolution or product is a sum of as many products as its weights or rows have."""
+    name = operator_name(node).split('.')[0]
+    if name in ('convolution', 'conv2d', 'conv1d'):
+        image, weight = _shape(node.args[0]), _shape(node.args[1])
+        transposed = name == 'convolution' and node.args[6]
+        return math.prod(image if transposed else _shape(node)) * math.prod(weight[1:])
+    if name in ('linear', 'mm', 'bmm', 'matmul', 'mv'):
+        return math.prod(_shape(node)) * _shape(node.args[0])[-1]
+    if name == 'addmm':
+        return math.prod(_shape(node)) * _shape(node.args[1])[-1]
+    return 0
+
+
+def highest_rank(graph: Graph) -> int:
+    """Return the largest number of dimensions of a graph's tensors."""
+    found = (node.meta.get('val') for node in graph.nodes)
+    values = (value for entry in found for value in (entry if isinstance(entry, (list, tuple)) else [entry]))
+    return max((value.ndim for value in values if isinstance(value, torch.Tensor)), default=0)
+
+
+def _calls(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == 'call_function')
+
+
+def operator_name(node: Node) -> str:
+    """Return the name of a node's operator without its namespace, such as 'convolution.default' or 'getitem'."""
+    return getattr(node.target, '__name__', str(node.target)).removeprefix('aten.').removeprefix('dim_order_ops.')
+
+
+def _shape(node: Any) -> List[int]:
+    value = node.meta['val']
+    value = value[0] if isinstance(value, (list, tuple)) else value
+    return [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+
+
+def remove_copies(graph: Graph) -> None:
+    """Remove operators that return their argument, in place, and write the dynamic size of a reshape as -1."""
+    for node in list(_calls(graph)):
+        name = operator_name(node).split('.')[0]
+        if name in ('expand_copy', 'alias_copy') and _same(node, node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif name == 'view_copy':
+            shape = [size if isinstance(size, int) else -1 for size in node.args[1]]
+            if shape.count(-1) == 1:
+                node.args = (node.args[0], shape)
+    graph.eliminate_dead_code()
+
+
+def _same(node: Node, source: Node) -> bool:
+    after, before = node.meta['val'], source.meta['val']
+    return isinstance(before, torch.Tensor) and (after.shape, after.dtype) == (before.shape, before.dtype)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
 from .formats import Conversion, Options
-from .graph import LARGEST_RANK, export_program
-from .silence import silence
+from .graph import LARGEST_RANK, export_program, silence
 from .subject import Subject
 
 _METADATA = 'subquad.json'       # in the archive

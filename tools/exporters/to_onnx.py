@@ -12,10 +12,9 @@ from torch import Tensor
 from ..common.cli import UserError, one_line, shown
 from . import onnx_graph
 from .formats import Conversion, Options
-from .graph import export_program
+from .graph import export_program, silence
 from .onnx_precision import halve, quantize
 from .postprocessing import append_nms
-from .silence import silence
 from .subject import Subject
 
 INPUT = 'image'                         # name of the input
