@@ -19,12 +19,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.out and not args.out.lower().endswith('.png'):
         raise UserError(f'--out must name a PNG file, got {args.out}')
-    from .engine.training.run_logs import chosen, draw, read_run, rows
-    runs = [read_run(folder) for folder in args.runs]
-    repeated = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
-    for run, folder in zip(runs, args.runs):
-        if run.name in repeated:
-            run.name = folder.rstrip('/')
+    from .engine.training.run_logs import chosen, draw, read_runs, rows
+    runs = read_runs(args.runs)
     names = chosen(runs, args.keys)
     found = rows(runs, names)
     if args.json:

@@ -10,7 +10,7 @@ from user_errors import command_error
 from subquad.backbones.weights.registry import WEIGHTS, find
 from subquad.tools import reproduce
 from subquad.tools.engine.classification import published_protocol
-from subquad.tools.engine.classification.published_protocol import Comparison, describe, protocol
+from subquad.tools.engine.classification.published_protocol import compare, describe, protocol
 
 # The images as the network expects them; the crop of 0.8 makes it 10 pixels, then 8.
 ENTRY = dict(input_size=(3, 8, 8), crop_pct=0.8, mean=(0., 0., 0.), std=(1., 1., 1.))
@@ -65,9 +65,9 @@ def test_weights_can_be_chosen(imagenet, tmp_path, capsys):
 
 
 def test_a_comparison_includes_its_tolerance_and_never_passes_nan():
-    assert Comparison('top1', 82.6, 82.5, 0.1).passed and Comparison('top1', 82.6, 82.7, 0.1).passed
-    assert not Comparison('top1', 82.6, 82.49, 0.1).passed
-    assert not Comparison('top1', 82.6, float('nan'), 100.).passed
+    assert compare(82.6, 82.5, 0.1)['passed'] and compare(82.6, 82.7, 0.1)['passed']
+    assert not compare(82.6, 82.49, 0.1)['passed']
+    assert not compare(82.6, float('nan'), 100.)['passed']
 
 
 def test_errors(imagenet, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from training_cases import folder_arguments, make_images
 from user_errors import command_error
 
 from subquad.tools import logs, train
-from subquad.tools.engine.training.run_logs import Point, chosen, read_run
+from subquad.tools.engine.training.run_logs import Point, chosen, read_run, read_runs
 
 
 def _write(folder, stamp, *lines):
@@ -34,7 +34,7 @@ def test_a_training_and_its_continuation_are_one_curve(tmp_path, capsys):
     assert list(found) == ['loss', 'lr', 'accuracy/top1']
     assert (found['loss']['unit'], found['loss']['last_step']) == ('iteration', 4)
     assert (found['accuracy/top1']['unit'], found['accuracy/top1']['last_step']) == ('epoch', 2)
-    curves = read_run(str(tmp_path / 'run')).curves
+    curves = read_run(str(tmp_path / 'run'))
     assert [point.step for point in curves['loss'].points] == [1, 2, 3, 4]
     assert Image.open(tmp_path / 'curves.png').size[0] > 1000
 
@@ -43,10 +43,10 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     _write(tmp_path, '20260101_000000', _step(1, 1), _step(2, 1), {'accuracy/top1': 10., 'step': 1}, _step(3, 2))
     _write(tmp_path, '20260102_000000', {**_step(3, 2), 'loss': 9.}, {'accuracy/top1': 20., 'step': 2})
     run = read_run(str(tmp_path))
-    assert run.curves['loss'].points == [Point(1, 1.), Point(2, 0.5), Point(3, 9.)]
-    assert run.curves['accuracy/top1'].points == [Point(1, 10.), Point(2, 20.)]
-    assert run.curves['accuracy/top1'].unit == 'epoch' and run.curves['loss'].unit == 'iteration'
-    assert 'time' not in run.curves and 'iter' not in run.curves
+    assert run['loss'].points == [Point(1, 1.), Point(2, 0.5), Point(3, 9.)]
+    assert run['accuracy/top1'].points == [Point(1, 10.), Point(2, 20.)]
+    assert run['accuracy/top1'].unit == 'epoch' and run['loss'].unit == 'iteration'
+    assert 'time' not in run and 'iter' not in run
 
 
 def test_best_and_last_values(tmp_path, capsys):
@@ -68,7 +68,7 @@ def test_runs_of_the_same_name_and_of_different_metrics(tmp_path, capsys):
     for parent, metric in (('x', 'accuracy/top1'), ('y', 'coco/bbox_mAP')):
         _write(tmp_path / parent / 'run', '20260101_000000', _step(1, 1), {metric: 0.5, 'step': 1})
     folders = [f'{tmp_path}/x/run/', f'{tmp_path}/y/run']
-    assert chosen([read_run(folder) for folder in folders], []) == ['loss', 'lr', 'accuracy/top1', 'coco/bbox_mAP']
+    assert chosen(read_runs(folders), []) == ['loss', 'lr', 'accuracy/top1', 'coco/bbox_mAP']
     assert logs.main([*folders, '--out', str(tmp_path / 'c.png'), '--json']) == 0
     assert {row['run'] for row in json.loads(capsys.readouterr().out)} == {f'{tmp_path}/x/run', f'{tmp_path}/y/run'}
 
@@ -97,7 +97,7 @@ def test_a_new_run_in_the_folder_replaces_the_curves_of_the_earlier_one(tmp_path
     train.main(folder_arguments(*options, epochs=2))
     _rename_log(tmp_path / 'run', '20200101_000000')
     train.main(folder_arguments(*options, 'default_hooks.logger.interval=2', epochs=1))
-    curves = read_run(str(tmp_path / 'run')).curves
+    curves = read_run(str(tmp_path / 'run'))
     assert [point.step for point in curves['loss'].points] == [2]
     assert [point.step for point in curves['accuracy/top1'].points] == [1]
 
@@ -108,7 +108,7 @@ def test_larger_batches_after_a_resumption_keep_the_earlier_points(tmp_path):
     train.main(folder_arguments(*options, epochs=2))                             # 2 steps an epoch
     _rename_log(tmp_path / 'run', '20200101_000000')
     train.main([*folder_arguments(*options, 'train_dataloader.batch_size=8', epochs=3), '--resume'])
-    curves = read_run(str(tmp_path / 'run')).curves
+    curves = read_run(str(tmp_path / 'run'))
     assert [point.step for point in curves['loss'].points] == [0.5, 1, 1.5, 2, 3]
     assert [point.step for point in curves['accuracy/top1'].points] == [1, 2, 3]
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from .cli import UserError
+from ...backbones.weights import write_atomically
+from .cli import UserError, shown
 
 
 def expanded(name: str) -> Path:
@@ -27,6 +28,15 @@ def writable_folder(folder: str) -> Path:
     except OSError as error:
         raise UserError(f'cannot write to the folder {path} ({error.strerror or error})') from error
     return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    try:
+        with write_atomically(path) as temporary:
+            Path(temporary).write_text(text, encoding='utf-8', newline='')
+    except OSError as error:
+        raise UserError(f'cannot write {shown(path)}: {error.strerror or error}') from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from mmengine.dist import all_reduce, broadcast_object_list, is_distributed, is_
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop
 
-from ....backbones.weights import write_atomically
+from ...common.paths import write_text
 from ..training.loops import ResumableTrainLoop, accumulating, position
 from .runner_checkpoints import VALIDATED, AtomicCheckpointHook, save_interrupted
 
@@ -157,8 +157,7 @@ class InterruptionHook(Hook):
 
     def after_val_epoch(self, runner, metrics: Optional[Dict[str, float]] = None) -> None:
         if is_main_process():
-            with write_atomically(Path(runner.work_dir) / VALIDATED) as temporary:
-                Path(temporary).write_text(str(runner.epoch))
+            write_text(Path(runner.work_dir) / VALIDATED, str(runner.epoch))
         if self.running and self._stops(runner) and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self._leave_between_epochs(runner, runner.epoch)
 

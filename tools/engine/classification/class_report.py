@@ -1,16 +1,16 @@
 """Tables, files and pictures of a classifier's predictions: by class, the frequent confusions, and the calibration."""
 import csv
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List
 
 import numpy as np
 
-from ....backbones.weights import write_atomically
-from ...common.canvas import figure
-from ...common.cli import UserError
+from ...common.canvas import figure, save
 from ...common.imagenet import readable
 from ...common.output import dumps, print_rows
+from ...common.paths import write_text
 from .prediction_metrics import BINS, Predictions, expected_calibration_error, reliability
 
 SHOWN = 50                      # rows of a table on the terminal
@@ -86,27 +86,23 @@ class ClassReport:
                 for row in pairs[:20]))
 
     def write(self, folder: Path, metrics: Dict[str, float]) -> List[Path]:
-        """Write report.json, classes.csv, confusion.png and reliability.png, and return their paths."""
-        writers = {'reliability.png': lambda path: self._reliability_page().savefig(path, dpi=120, format='png')}
+        """Write reliability.png, report.json and, by class, confusion.png and classes.csv: their paths."""
+        paths = [folder / 'reliability.png', folder / 'report.json']
+        save(self._reliability_page(), paths[0])
+        write_text(paths[1], dumps(dict(metrics=metrics, **self.as_dict()), indent=1))
         if self.by_class:
-            writers['classes.csv'] = self._write_csv
-            writers['confusion.png'] = lambda path: self._confusion_page().savefig(path, dpi=120, format='png')
-        report = dumps(dict(metrics=metrics, **self.as_dict()), indent=1)
-        writers['report.json'] = lambda path: Path(path).write_text(report, encoding='utf-8')
-        for name, write in writers.items():
-            try:
-                with write_atomically(folder / name) as temporary:
-                    write(temporary)
-            except OSError as error:
-                raise UserError(f'cannot write {folder / name}: {error.strerror or error}') from error
-        return [folder / name for name in writers]
+            paths += [folder / 'confusion.png', folder / 'classes.csv']
+            save(self._confusion_page(), paths[2])
+            write_text(paths[3], self._csv())
+        return paths
 
-    def _write_csv(self, path: str) -> None:
-        with open(path, 'w', newline='', encoding='utf-8') as file:
-            writer = csv.DictWriter(file, ['name', 'precision', 'recall', 'count'])
-            writer.writeheader()
-            writer.writerows({**row, 'precision': '' if np.isnan(row['precision']) else f"{row['precision']:.2f}",
-                              'recall': f"{row['recall']:.2f}"} for row in self.rows())
+    def _csv(self) -> str:
+        file = io.StringIO()
+        writer = csv.DictWriter(file, ['name', 'precision', 'recall', 'count'])
+        writer.writeheader()
+        writer.writerows({**row, 'precision': '' if np.isnan(row['precision']) else f"{row['precision']:.2f}",
+                          'recall': f"{row['recall']:.2f}"} for row in self.rows())
+        return file.getvalue()
 
     def _reliability_page(self) -> Any:
         """Draw accuracy over confidence, and the number of images in each bin below."""

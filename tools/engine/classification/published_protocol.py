@@ -1,5 +1,4 @@
 """Evaluate published classifiers as their authors do, and compare with the figures that they report."""
-from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
 from mmengine.config import Config
@@ -17,32 +16,23 @@ VALIDATION_IMAGES, CLASSES = 50_000, 1000           # of ImageNet-1k
 _ROUNDING = 1e-6
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A metric as reported and as measured here, in percent.
+def reproduce(name: str, data: Optional[str], partial: bool, batch_size: int, workers: int, tolerance: float,
+              checkpoint: Optional[str] = None, choice: Optional[str] = None) -> Dict[str, Any]:
+    """Evaluate published weights by their authors' protocol, and compare each metric that they report.
 
-    Attributes:
-        metric: Name in the table of published weights, such as 'top1'.
-        reported, measured: The figures.
-        tolerance: The largest difference that passes.
+    Args:
+        name: Name of the weights.
+        data: See `protocol`.
+        partial: Accept a part of ImageNet's validation set.
+        batch_size, workers: Options of the data loader.
+        tolerance: Largest difference that passes, in percentage points.
+        checkpoint: File to evaluate instead of the published one.
+        choice: As in `evaluate`.
+
+    Returns:
+        dict(name, protocol, images, classes, whole, passed, tolerance, metrics), where `metrics` has what `compare`
+        returns by the name of the metric, and `whole` is False for a part of the data.
     """
-    metric: str
-    reported: float
-    measured: float
-    tolerance: float
-
-    @property
-    def difference(self) -> float:
-        return self.measured - self.reported
-
-    @property
-    def passed(self) -> bool:
-        """False also for a figure that is NaN."""
-        return abs(self.difference) <= self.tolerance + _ROUNDING
-
-
-def published_classifier(name: str) -> PublishedWeights:
-    """Return the published weights of a classifier."""
     with weight_errors():
         entry = find(name)
     if entry.task != 'classification':
@@ -50,7 +40,28 @@ def published_classifier(name: str) -> PublishedWeights:
                         f'(subquad test {entry.config} {entry.name} --data FOLDER evaluates them)')
     if not entry.reported:
         raise UserError(f'no figures are reported for {entry.name}')
-    return entry
+    config = protocol(entry, data, batch_size, workers)
+    options = config.test_dataloader.dataset
+    dataset = build(DATASETS, options.to_dict(), 'the data')
+    images, classes = len(dataset), getattr(dataset, 'present', len(dataset.classes))
+    if data and not partial and (images, classes) != (VALIDATION_IMAGES, CLASSES):
+        raise UserError(f"{options.root} has {images:,} images of {classes:,} classes, but ImageNet's validation set "
+                        f'has {VALIDATION_IMAGES:,} of {CLASSES:,}; --partial evaluates these (all classes can be '
+                        'predicted, and absent ones do not count)')
+    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, choice=choice,
+                        given=[f'test_dataloader.dataset.transform.{key}' for key in options.transform])
+    metrics = {metric: compare(reported, measured[f'accuracy/{metric}'], tolerance)
+               for metric, reported in entry.reported.items()}
+    return dict(name=entry.name, protocol=describe(entry), images=images, classes=classes,
+                whole=not (data and partial), passed=all(row['passed'] for row in metrics.values()),
+                tolerance=tolerance, metrics=metrics)
+
+
+def compare(reported: float, measured: float, tolerance: float) -> Dict[str, Any]:
+    """Return dict(reported, measured, difference, passed); NaN never passes."""
+    difference = measured - reported
+    return dict(reported=reported, measured=measured, difference=difference,
+                passed=abs(difference) <= tolerance + _ROUNDING)
 
 
 def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, workers: int) -> Config:
@@ -84,28 +95,3 @@ def describe(entry: PublishedWeights) -> str:
     numbers = {key: ' '.join(f'{value:g}' for value in getattr(entry, key)) for key in ('mean', 'std')}
     return (f'{entry.interpolation} to {resized} pixels, center crop {height} x {width} (crop_pct '
             f"{entry.crop_pct:g}), RGB, mean {numbers['mean']}, std {numbers['std']}")
-
-
-def check_complete(config: Config, partial: bool) -> Dict[str, int]:
-    """Return the numbers of images and classes of the test data."""
-    dataset = build(DATASETS, config.test_dataloader.dataset.to_dict(), 'the data')
-    found = dict(images=len(dataset), classes=getattr(dataset, 'present', len(dataset.classes)))
-    if config.test_dataloader.dataset.type == 'ImageNetFolder' and not partial and (
-            found != dict(images=VALIDATION_IMAGES, classes=CLASSES)):
-        raise UserError(f"{config.test_dataloader.dataset.root} has {found['images']:,} images of {found['classes']:,} "
-                        f'classes, but ImageNet\'s validation set has {VALIDATION_IMAGES:,} of {CLASSES:,}; --partial '
-                        'evaluates these (all classes can be predicted, and absent ones do not count)')
-    return found
-
-
-def compare(entry: PublishedWeights, config: Config, checkpoint: Optional[str], tolerance: float,
-            choice: Optional[str] = None) -> Dict[str, Comparison]:
-    """Evaluate the weights by a config of `protocol`, and compare each reported metric.
-
-    `checkpoint` is a file to evaluate instead of the published one, and `choice` as in `evaluate`. A difference of at
-    most `tolerance` percentage points passes.
-    """
-    given = [f'test_dataloader.dataset.transform.{key}' for key in config.test_dataloader.dataset.transform]
-    measured = evaluate(config, checkpoint or entry.name, allow_nonfinite=False, choice=choice, given=given)
-    return {metric: Comparison(metric, reported, measured[f'accuracy/{metric}'], tolerance)
-            for metric, reported in entry.reported.items()}

@@ -3,10 +3,10 @@ import io
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ...common.canvas import figure
+from ...common.canvas import figure, save
 from ...common.cli import UserError
 from .panels import Chart, Panel, draw_panel, mark
-from .pictures import save, text
+from .pictures import text
 
 # Width of a panel in inches, and room for its color bar, for a title of two lines, and for each further line.
 _WIDTH, _BAR, _TITLE, _LINE = 1.9, 0.65, 0.62, 0.13

@@ -1,5 +1,4 @@
-"""Decay factors of PPMA, the picture of the demonstration, and what all pictures need."""
-import warnings
+"""Decay factors of PPMA, the picture of the demonstration, and what several pictures need."""
 from pathlib import Path
 from typing import Any, Dict, Sequence, Tuple
 
@@ -8,8 +7,8 @@ from PIL import Image
 
 from ....backbones.mixers import PolylineMixer
 from ....backbones.observation import observe_inputs
-from ...common.canvas import figure
-from ...common.cli import UserError, shown
+from ...common.canvas import figure, save
+from ...common.cli import shown
 
 
 def text(name: str, longest: int = 500) -> str:
@@ -47,16 +46,6 @@ def unnormalized(inputs, transform) -> Any:
     return inputs.float().clamp(0, 1)
 
 
-def save(page, path: Path, dpi: int = 120) -> None:
-    """Write a figure."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'Glyph')       # the font lacks letters of a file name
-            page.savefig(path, dpi=dpi)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {shown(path)}: {getattr(error, 'strerror', None) or error}") from error
-
-
 def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: Sequence[str], horizontal, vertical,
                     title: str) -> None:
     """Draw a row of images with labels and predictions, then their horizontal and vertical decay factors."""
@@ -75,4 +64,4 @@ def draw_classified(path: Path, files: Sequence[Tuple[Path, int]], predictions: 
         axes[row, 0].set_ylabel(name, fontsize=9)
     page.colorbar(drawn, ax=axes[1:, :], shrink=0.8, label='per step; 1: no decay')
     page.suptitle(title, fontsize=10)
-    page.savefig(path, dpi=110)
+    save(page, path, dpi=110)

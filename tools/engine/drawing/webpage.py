@@ -10,7 +10,8 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import matplotlib
 from PIL import Image
 
-from ...common.cli import UserError, shown
+from ...common.cli import shown
+from ...common.paths import write_text
 from .figures import Picture, png
 from .panels import SCALES, Panel, limits
 
@@ -164,7 +165,4 @@ def write_page(path: Path, pictures: Sequence[Picture], viewers: Sequence[Viewer
     page = (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(heading)}</title>'
             f'<style>{_STYLE}</style></head><body><h1>{html.escape(heading)}</h1><p>'
             f'{html.escape(notes).replace(chr(10), "<br>")}</p>{"".join(figures)}{moving}</body></html>\n')
-    try:
-        path.write_text(page, encoding='utf-8')
-    except OSError as error:
-        raise UserError(f'cannot write {shown(path)}: {error.strerror or error}') from error
+    write_text(path, page)

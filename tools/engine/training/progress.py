@@ -14,8 +14,8 @@ from mmengine.runner import EpochBasedTrainLoop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ....backbones.weights import write_atomically
 from ....backbones.weights.resolve import SCHEME
+from ...common.paths import write_text
 from ..weights.starting_weights import starting_point
 from .run_logs import START
 from .scalars import READ_EVERY
@@ -59,10 +59,9 @@ class ProgressHook(Hook):
             return
         # Where this run starts, so that `subquad logs` can join its log with the one before.
         epochs = isinstance(runner.train_loop, EpochBasedTrainLoop)
-        with write_atomically(Path(runner._log_dir) / START) as temporary:
-            Path(temporary).write_text(json.dumps(dict(
-                iteration=runner.iter, epoch=runner.epoch if epochs else 0,
-                steps_per_epoch=len(runner.train_loop.dataloader) if epochs else 0)))
+        write_text(Path(runner._log_dir) / START, json.dumps(dict(
+            iteration=runner.iter, epoch=runner.epoch if epochs else 0,
+            steps_per_epoch=len(runner.train_loop.dataloader) if epochs else 0)))
         if sys.stderr.isatty():
             self.progress = Progress(TextColumn('epoch {task.fields[epoch]}'), BarColumn(), TextColumn(
                 '{task.completed}/{task.total}  loss {task.fields[loss]:.3f}  lr {task.fields[lr]:.1e}'),

@@ -1,12 +1,10 @@
 """Read the scalars that MMEngine's Runner logs into a work folder, and draw the curves of several runs."""
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence
 
-from ....backbones.weights import write_atomically
-from ...common.canvas import figure
+from ...common.canvas import figure, save
 from ...common.cli import UserError, nearest, shown
 from ...common.paths import expanded
 
@@ -24,16 +22,10 @@ class Point(NamedTuple):
     value: float
 
 
-@dataclass
-class Curve:
-    """The values of one scalar of a run.
-
-    Attributes:
-        unit: 'iteration' or 'epoch', what the steps count.
-        points: In the order of steps.
-    """
+class Curve(NamedTuple):
+    """The values of one scalar of a run, in the order of steps, which count a unit: 'iteration' or 'epoch'."""
     unit: str
-    points: List[Point] = field(default_factory=list)
+    points: List[Point]
 
     def best(self, name: str) -> Point:
         """Return the best finite point, the first of equal ones; the last point if none is finite."""
@@ -42,22 +34,22 @@ class Curve:
         return max(finite, key=lambda point: sign * point.value, default=self.points[-1])
 
 
-@dataclass
-class Run:
-    """The curves of a work folder, by the name of the scalar."""
-    name: str
-    curves: Dict[str, Curve]
+Curves = Dict[str, Curve]       # the curves of a run, by the name of the scalar
 
 
-def read_run(folder: str) -> Run:
-    """Read the logs of a work folder, in which a resumed run has several.
+def read_runs(folders: Sequence[str]) -> Dict[str, Curves]:
+    """Read the runs of work folders, by the name of the folder, or by its path if several have the same name."""
+    names = [expanded(folder).resolve().name for folder in folders]
+    return {name if names.count(name) == 1 else folder.rstrip('/'): read_run(folder)
+            for name, folder in zip(names, folders)}
+
+
+def read_run(folder: str) -> Curves:
+    """Read the logs of a work folder of MMEngine's Runner, in which a resumed run has several.
 
     What a later log has replaces what earlier ones have from its start on: a run that was resumed from a checkpoint
     repeats the steps after it, and a run without --resume all. If an epoch has another number of steps than before, the
     earlier steps are scaled to it.
-
-    Args:
-        folder: A work folder of `subquad train`, or of any of MMEngine's Runners.
     """
     path = expanded(folder)
     if not path.is_dir():
@@ -65,38 +57,35 @@ def read_run(folder: str) -> Run:
     files = sorted(path.glob('*/vis_data/scalars.json'))
     if not files:
         raise UserError(f'{shown(path)} has no logs of a run (TIMESTAMP/vis_data/scalars.json)')
-    curves: Dict[str, Curve] = {}
+    curves: Curves = {}
     length = 0                                                # number of steps of an epoch of the run before
     for file in files:
         try:
             start = json.loads((file.parents[1] / START).read_text())
         except (OSError, ValueError):
             start = {}                                        # of another Runner
-        for curve in curves.values() if start else ():
-            scale = start['steps_per_epoch'] / length if curve.unit == 'iteration' and length else 1
-            points = [Point(step * scale if scale != 1 else step, value) for step, value in curve.points]
-            curve.points = [point for point in points if point.step <= start[curve.unit]]
+        for unit, points in curves.values() if start else ():
+            scale = start['steps_per_epoch'] / length if unit == 'iteration' and length else 1
+            points[:] = [Point(step * scale if scale != 1 else step, value) for step, value in points
+                         if step * scale <= start[unit]]
         length = start.get('steps_per_epoch', length)
-        for name, curve in _curves(file).items():
-            known = curves.setdefault(name, Curve(curve.unit))
-            known.points = [point for point in known.points if point.step < curve.points[0].step] + curve.points
+        for name, (unit, points) in _curves(file).items():
+            known = curves.setdefault(name, Curve(unit, [])).points
+            known[:] = [point for point in known if point.step < points[0].step] + points
     curves = {name: curve for name, curve in curves.items() if curve.points}
     if not curves:
         raise UserError(f'the logs in {shown(path)} hold no values yet')
-    return Run(path.resolve().name, curves)
+    return curves
 
 
-def _curves(file: Path) -> Dict[str, Curve]:
+def _curves(file: Path) -> Curves:
     """Return the curves of one log; a last line that was cut short is left out.
 
     Lines of training count iterations. Those of validation count epochs, or iterations in runs without epochs: their
     step is then at least that of the last line of training.
     """
-    try:
-        texts = file.read_text(encoding='utf-8').splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f'{shown(file)} cannot be read ({error})') from error
-    curves: Dict[str, Curve] = {}
+    texts = file.read_text(encoding='utf-8', errors='replace').splitlines()
+    curves: Curves = {}
     iteration, epoch = 0, 0
     for number, text in enumerate(texts, 1):
         try:
@@ -113,54 +102,47 @@ def _curves(file: Path) -> Dict[str, Curve]:
         unit = 'iteration' if training or iteration and epoch != line['step'] >= iteration else 'epoch'
         for name, value in line.items():
             if name not in _PLACES and isinstance(value, (int, float)) and not isinstance(value, bool):
-                curves.setdefault(name, Curve(unit)).points.append(Point(line['step'], value))
+                curves.setdefault(name, Curve(unit, [])).points.append(Point(line['step'], value))
     return curves
 
 
-def chosen(runs: Sequence[Run], names: Sequence[str]) -> List[str]:
+def chosen(runs: Dict[str, Curves], names: Sequence[str]) -> List[str]:
     """Return the scalars to show: the given ones, or the loss, the learning rate and each run's first metric."""
-    known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    known = list(dict.fromkeys(name for curves in runs.values() for name in curves))
     for name in names:
         if name not in known:
             raise UserError(f"no run has {name!r}{nearest(name, known)} (there are {', '.join(known)})")
-    if names:
-        return list(dict.fromkeys(names))
-    metrics = [next((name for name in run.curves if name != 'lr' and 'loss' not in name and 'grad' not in name), None)
-               for run in runs]
-    return [name for name in dict.fromkeys(['loss', 'lr', *metrics]) if name in known]
+    metrics = [next((name for name in curves if name != 'lr' and 'loss' not in name and 'grad' not in name), None)
+               for curves in runs.values()]
+    return list(dict.fromkeys(names)) or [name for name in dict.fromkeys(['loss', 'lr', *metrics]) if name in known]
 
 
-def rows(runs: Sequence[Run], names: Sequence[str]) -> List[Dict[str, Any]]:
+def rows(runs: Dict[str, Curves], names: Sequence[str]) -> List[Dict[str, Any]]:
     """Return dict(run, name, unit, last, last_step, best, best_step) of each scalar of each run that has it."""
-    return [dict(run=run.name, name=name, unit=run.curves[name].unit, last=last.value, last_step=last.step,
-                 best=best.value, best_step=best.step)
-            for run in runs for name in names if name in run.curves
-            for last, best in [(run.curves[name].points[-1], run.curves[name].best(name))]]
+    return [dict(run=run, name=name, unit=curves[name].unit, last=last.value, last_step=last.step, best=best.value,
+                 best_step=best.step)
+            for run, curves in runs.items() for name in names if name in curves
+            for last, best in [(curves[name].points[-1], curves[name].best(name))]]
 
 
-def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
+def draw(runs: Dict[str, Curves], names: Sequence[str], path: Path) -> None:
     """Draw one chart for each scalar, with a line for each run, into a PNG file."""
     page = figure((4.4 * len(names), 3.8))
 
     from matplotlib.ticker import MaxNLocator
     for axes, name in zip(page.subplots(1, len(names), squeeze=False)[0], names):
-        units = []
-        for number, run in enumerate(runs):
-            if name in run.curves:
-                points = run.curves[name].points
+        for number, (run, curves) in enumerate(runs.items()):
+            if name in curves:
+                points = curves[name].points
                 values = [value if math.isfinite(value) else math.nan for _, value in points]      # leaves a gap
                 axes.plot([step for step, _ in points], values, color=f'C{number % 10}',
                           linestyle=('-', '--', ':')[number // 10 % 3], marker='.' if len(points) <= 30 else '',
-                          label=run.name.replace('$', r'\$'))
-                units.append(run.curves[name].unit)
+                          label=run.replace('$', r'\$'))
         title = 'learning rate of the first layers' if name == 'lr' else name        # MMEngine logs the first group
-        axes.set(title=title, xlabel=' or '.join(dict.fromkeys(units)))
+        units = dict.fromkeys(curves[name].unit for curves in runs.values() if name in curves)
+        axes.set(title=title, xlabel=' or '.join(units))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     handles = {label: line for axes in page.axes for line, label in zip(*axes.get_legend_handles_labels())}
     page.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=min(len(handles), 4), fontsize=8)
-    try:
-        with write_atomically(path) as temporary:
-            page.savefig(temporary, dpi=120, format='png')
-    except OSError as error:
-        raise UserError(f'cannot write {path}: {error.strerror or error}') from error
+    save(page, path)
