@@ -14,10 +14,10 @@ import torch
 from mmengine.registry import DATASETS
 from torch import Tensor
 
-from ..common.cli import UserError
-from .generated import check_least
-from .image_sets import IGNORED, _Classified
-from .sequences import made_by_program
+from subquad.tools.common.cli import UserError
+from subquad.tools.data.generated import check_least
+from subquad.tools.data.image_sets import IGNORED, _Classified
+from subquad.tools.data.sequences import made_by_program
 
 _NOISE = 60             # largest value of the background, of 255
 _SHADE = 40             # largest difference between a pixel of a patch and the color of the patch
