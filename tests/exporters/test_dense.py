@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_cases import make_shapes
-from dense_exports import original_boxes, unmatched
+from dense_exports import detections, original_boxes, unmatched
 from helpers import relative_error
 from pairwise import slow
 from PIL import Image
@@ -16,7 +16,7 @@ from subquad.tools.engine.dense.prediction import Predictor
 from subquad.tools.exporters.dense_heads import MatrixPool, replace_pools
 from subquad.tools.exporters.dense_preprocessing import input_size, preparation, read_image
 from subquad.tools.exporters.dense_subject import dense_subject
-from subquad.tools.exporters.postprocessing import append_nms, detections
+from subquad.tools.exporters.postprocessing import append_nms
 from subquad.tools.exporters.subject import with_normalization
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')

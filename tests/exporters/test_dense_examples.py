@@ -1,5 +1,4 @@
 """The examples find in pictures what `subquad predict` finds, with exported detectors and segmenters."""
-import importlib.util
 import re
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from dense_cases import make_shapes
-from helpers import ROOT
+from dense_exports import EXAMPLES, pictures, unmatched
 from pairwise import slow
 from PIL import Image
 
@@ -20,7 +19,6 @@ from subquad.tools.exporters.formats import FORMATS, missing_packages
 from subquad.tools.exporters.pipeline import export
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
-EXAMPLES = ROOT / 'examples' / 'export'
 SSDLITE, WEIGHTS = 'ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes'
 SEGMENTER = 'deeplabv3_test-mobilevitv2_shapes'
 RESIZES = {
@@ -29,16 +27,6 @@ RESIZES = {
     'pillow': dict(type='Resize', scale=(192, 128), keep_ratio=False, interpolation='bicubic', backend='pillow'),
     'padded': dict(type='Resize', scale=(256, 192), keep_ratio=True),
 }
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = _load('pictures')
 
 
 @pytest.fixture(scope='module')
@@ -51,18 +39,10 @@ def files(tmp_path_factory):
     return [*sorted((folder / 'shapes/images/val').iterdir()), folder / 'photograph.png']
 
 
-def _unmatched(found, sample, box=0.5, score=1e-3):
+def _unmatched(found, sample):
     """Count the detections that only one side has: rows (label, score, x1, y1, x2, y2), and what predict returns."""
-    expected = sample.pred_instances
     rows = np.array(found).reshape(-1, 6)
-    left = np.ones(len(rows), bool)
-    for corners, value, label in zip(expected.bboxes.numpy(), expected.scores.numpy(), expected.labels.numpy()):
-        near = left & (rows[:, 0] == label) & (np.abs(rows[:, 1] - value) <= score) & \
-            (np.abs(rows[:, 2:] - corners) <= box).all(1)
-        if not near.any():
-            return len(rows) + len(expected)
-        left[near.argmax()] = False
-    return int(left.sum())
+    return unmatched((rows[:, 2:], rows[:, 1], rows[:, 0]), sample)
 
 
 def _config(resize):

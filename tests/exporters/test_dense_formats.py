@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_cases import make_shapes
-from dense_exports import original_boxes, unmatched
+from dense_exports import detections, original_boxes, unmatched
 from pairwise import slow
 from PIL import Image
 from sklearn.datasets import load_sample_image
@@ -15,7 +15,6 @@ from subquad.tools.exporters.dense_preprocessing import read_image
 from subquad.tools.exporters.dense_subject import dense_subject
 from subquad.tools.exporters.formats import FORMATS, Options, exporter, missing_packages
 from subquad.tools.exporters.pipeline import export
-from subquad.tools.exporters.postprocessing import detections
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
 SSDLITE, WEIGHTS = 'ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_shapes'

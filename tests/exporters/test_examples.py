@@ -1,6 +1,5 @@
 """The examples prepare pictures as in training, and show what the ordinary model finds in them."""
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,14 +9,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import ROOT
+from dense_exports import EXAMPLES, pictures
 from PIL import Image, ImageDraw, ImageFont
 
 from subquad.tools.exporters.formats import FORMATS, missing_packages
 from subquad.tools.exporters.pipeline import export
 from subquad.tools.exporters.subject import Subject, classifier_from, classifier_subject, describe, preprocessing
 
-EXAMPLES = ROOT / 'examples' / 'export'
 SCRIPTS = {'onnx': 'onnx_runtime.py', 'ort': 'onnx_runtime.py', 'executorch': 'executorch_runtime.py',
            'litert': 'litert_runtime.py', 'ncnn': 'ncnn_runtime.py'}
 WEIGHTS = 'test_mobilevitv2.digits'
@@ -34,16 +32,6 @@ TRANSFORMS = {
                    std=(0.2, 0.3, 0.4)),
     'gray': dict(input_size=(1, 32, 32), crop_pct=0.95, interpolation='bilinear', mean=(0.13,), std=(0.31,)),
 }
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = _load('pictures')
 
 
 def _picture(width, height, seed=0):

@@ -1,5 +1,25 @@
 """Helpers for tests of exported detectors and segmenters: what a program does that has only the outputs of the file."""
+import importlib.util
+
 import numpy as np
+from helpers import ROOT
+
+EXAMPLES = ROOT / 'examples' / 'export'
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = _load('pictures')
+
+
+def detections(boxes, scores, settings):
+    """Select detections (boxes, scores, labels) from raw boxes (1, N, 4) and scores (1, N, classes), as examples do."""
+    return pictures.detections(dict(boxes=boxes, scores=scores), {**settings, 'in_graph': False})
 
 
 def original_boxes(boxes, prepared):

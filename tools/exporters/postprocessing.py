@@ -1,12 +1,8 @@
-"""Select detections from raw boxes and scores: in NumPy, and as nodes of an ONNX graph."""
+"""Select detections from raw boxes and scores as nodes of an ONNX graph."""
 from typing import TYPE_CHECKING, Any, Dict, Tuple
-
-import numpy as np
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-Detections = Tuple[np.ndarray, np.ndarray, np.ndarray]
 
 # NonMaxSuppression does not limit the candidates of a class. So all other scores are set to the threshold, which it
 # excludes.
@@ -52,7 +48,9 @@ def append_nms(model: 'ModelProto', settings: Dict[str, Any]) -> 'ModelProto':
     Args:
         model: Model with one input image (1, C, H, W) and the float32 outputs boxes (1, N, 4) and scores
             (1, N, classes), with opset 13 or later. It is not changed.
-        settings: The `postprocessing` of the metadata; see `detections`.
+        settings: The `postprocessing` of the metadata. For each class, the `candidates_per_class` best boxes remain
+            whose scores are above `score_threshold`. Of two boxes of a class whose intersection over union is above
+            `iou_threshold`, the worse is left out. The `max_detections` best boxes of all classes are returned.
 
     Returns:
         A model with the outputs boxes (n, 4), clipped to the image, scores (n,), and labels (n,), int64, in descending
@@ -93,44 +91,3 @@ def _rename(graph: Any, names: Dict[str, str]) -> None:
 
 def _shape(value: Any) -> Tuple[int, ...]:
     return tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
-
-
-def detections(boxes: np.ndarray, scores: np.ndarray, settings: Dict[str, Any]) -> Detections:
-    """Select detections from the raw outputs for one image, as the network's own prediction does.
-
-    For each class, the `candidates_per_class` best boxes whose scores are above `score_threshold` remain. Of two boxes
-    of a class whose intersection over union is above `iou_threshold`, the worse is left out. The `max_detections` best
-    boxes of all classes are returned.
-
-    Args:
-        boxes: (N, 4) or (1, N, 4): x1, y1, x2, y2.
-        scores: (N, classes) or (1, N, classes).
-        settings: The `postprocessing` of the metadata.
-
-    Returns:
-        boxes (n, 4), not clipped to the image, scores (n,), and labels (n,), int64, in descending order of scores.
-    """
-    boxes, scores = (np.asarray(values).reshape(np.shape(values)[-2:]) for values in (boxes, scores))
-    rows, labels = [], []
-    for label, column in enumerate(scores.T):
-        order = np.argsort(-column, kind='stable')[:settings['candidates_per_class']]
-        order = order[column[order] > settings['score_threshold']]
-        chosen = _without_overlaps(boxes, order, settings['iou_threshold'])
-        rows += chosen
-        labels += [label] * len(chosen)
-    rows, labels = np.array(rows, np.int64), np.array(labels, np.int64)
-    best = np.argsort(-scores[rows, labels], kind='stable')[:settings['max_detections']]
-    return boxes[rows[best]], scores[rows[best], labels[best]], labels[best]
-
-
-def _without_overlaps(boxes: np.ndarray, order: np.ndarray, threshold: float) -> list:
-    """Return the rows of `order` (best first) without those that overlap a better one."""
-    chosen = []
-    while len(order):
-        first, order = order[0], order[1:]
-        chosen.append(first)
-        sides = np.minimum(boxes[first, 2:], boxes[order, 2:]) - np.maximum(boxes[first, :2], boxes[order, :2])
-        common = sides.clip(min=0).prod(-1)
-        areas = (boxes[:, 2:] - boxes[:, :2]).prod(-1)
-        order = order[~(common > threshold * (areas[first] + areas[order] - common))]
-    return chosen
