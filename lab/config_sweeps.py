@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.common.paths import expanded
 from subquad.tools.engine.config import load
 from subquad.tools.engine.records import append, environment
 
@@ -116,7 +115,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
                         help='options of all runs, such as model.dim=128 train_cfg.max_epochs=64; VALUE is JSON or '
                         'text')
     args = parser.parse_args(argv)
-    run_sweep(args.name, expanded(args.record), dict(map(setting, args.cfg_options)))
+    run_sweep(args.name, Path(args.record).expanduser(), dict(map(setting, args.cfg_options)))
     return 0
 
 

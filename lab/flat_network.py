@@ -13,6 +13,8 @@ from subquad.backbones.mixers.choices import find_mixer, mixer_name
 from subquad.backbones.options import InChans, NumClasses, checked, integer, number, one_of, or_none
 from subquad.backbones.timm_interface import init_linear
 
+from . import distant_copy  # noqa: F401  (registers the data set of the task copy)
+
 
 class FlatNetwork(nn.Module):
     """Embedding, `depth` blocks and a classifier: images (B, in_chans, H, W) or sequences of tokens (B, N) -> logits.

@@ -1,11 +1,11 @@
 """Draw the curves of one or several training runs, and print their last and best values."""
 import argparse
 import math
+from pathlib import Path
 from typing import List, Optional
 
 from .common.cli import UserError
 from .common.output import dumps, print_rows
-from .common.paths import expanded
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Optional[List[str]] = None) -> int:
              *((_number(row['best']), f"{row['unit']} {row['best_step']}") if row['name'] != 'lr' else ('', '')))
             for row in found))
     if args.out:
-        draw(runs, names, expanded(args.out))
+        draw(runs, names, Path(args.out).expanduser())
     return 0
 
 

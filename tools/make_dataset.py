@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from .common.cli import UserError, nearest
-from .common.paths import expanded
 from .common.sizes import parse_size
 
 MOST = 100_000                     # largest number of images or sequences of a part
@@ -45,7 +44,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             raise UserError(f'--{name} must be from 1 to {MOST}, got {getattr(args, name)}')
     if args.seed < 0:
         raise UserError(f'--seed must be at least 0, got {args.seed}')
-    shown = expanded(args.folder or DATASETS[args.name])
+    shown = Path(args.folder or DATASETS[args.name]).expanduser()
     try:
         folder = shown.resolve()        # a link to a folder stays one
         written = {'shapes': _shapes, 'mqar': _mqar}[args.name](args, folder)

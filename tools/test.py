@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 from .common import images
 from .common.cli import UserError, add_weight_choice, quiet
 from .common.output import dumps
-from .common.paths import expanded, writable_folder
+from .common.paths import writable_folder
 from .engine.config import add_config_arguments, config_with_options, is_classifier
 
 _VIEWS = ('flip', 'five-crop', 'ten-crop')
@@ -106,6 +106,6 @@ def _record(config, args: argparse.Namespace, metrics: Dict[str, float]) -> None
                            'tta', 'labels') if getattr(args, name) not in (None, 'config')]
                        + ([{'averaged': '--ema', 'raw': '--raw'}[args.choice]] if args.choice else []))
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    append(expanded(args.record), {'config': Path(args.config).stem, 'options': options,
+    append(Path(args.record).expanduser(), {'config': Path(args.config).stem, 'options': options,
                                    'model': config.model.get('name') or config.model.backbone.type,
                                    **finite, **environment()})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import List, Optional
 
 from .common.cli import UserError
-from .common.paths import expanded
 from .engine.config import LOGGERS, add_config_arguments, find, is_classifier, training_config
 
 
@@ -33,7 +32,7 @@ def _set_start(config, args: argparse.Namespace, work_dir: str) -> None:
     """
     from .engine.checkpoints.runner_checkpoints import checkpoint_to_resume, latest_checkpoint
     both = args.weights and args.resume is not None
-    if args.weights and not (both and latest_checkpoint(expanded(work_dir))):
+    if args.weights and not (both and latest_checkpoint(Path(work_dir).expanduser())):
         config.load_from, config.resume = args.weights, False
         if both:
             _say(f'nothing to resume in {work_dir}: the training starts from the weights in {args.weights}')

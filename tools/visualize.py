@@ -4,13 +4,14 @@ Panels of layers: horizontal-decay, vertical-decay, attention, mask and masked-a
 levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
 Panels of the whole model: receptive-field (any timm model) and activation (most timm classifiers)."""
 import argparse
+from pathlib import Path
 from typing import List, Optional
 
 from .common.cli import UserError, shown
 from .common.images import LeftOut, image_files
-from .common.paths import expanded
 
 _MAX_SIDE, _MOST_DPI = 640, 600
+_SUFFIXES = ('.png', '.jpg', '.jpeg', '.pdf', '.svg', '.html')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,20 +57,18 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             raise UserError(f'{name} must be at least {least}, got {value}')
     if args.dpi > _MOST_DPI:
         raise UserError(f'--dpi must be at most {_MOST_DPI}, got {args.dpi}')
-    if args.max_side is not None and args.own_size is False:
-        raise UserError('--max-side has no effect with --no-own-size')
+    out = Path(args.out).expanduser()
+    if out.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"--out must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {shown(out)}")
     import matplotlib  # noqa: F401  (its absence is an error before minutes of computation)
 
     from .engine.drawing import subjects, visualization
     from .engine.drawing.image_sizes import load_photographs
     found = image_files(args.images)
     files = found[:args.max_images]
-    out = visualization.check_suffix(expanded(args.out))
     subject = subjects.load(args.checkpoint, args.model, args.random, args.allow_nonfinite)
     left_out = LeftOut(len(files), args.strict)
     own_size = False if args.own_size is None and subject.fixed_size else args.own_size
-    if args.max_side is not None and own_size is False:
-        raise UserError(f'--max-side has no effect: {type(subject.model).__name__} takes images of its input size only')
     images = load_photographs(files, subject.transform, left_out, own_size, args.max_side or _MAX_SIDE)
     code = left_out.code()
     wish = visualization.Wish(args.panels, args.layers, tuple(args.at) if args.at else None, args.heads, args.target,

@@ -8,11 +8,11 @@ from pairwise import slow
 from user_errors import command_error, user_error
 
 from lab import compare, mixer_cells, mixer_tables, processes, tables
+from lab.distant_copy import IGNORED, DistantCopy, distant_copies
 from lab.documents import RECORDS
 from lab.flat_network import FlatNetwork
 from lab.mixer_tasks import COMPARED, SEEDS, TASKS, Cell, check_names
 from subquad.tools.common.cli import UserError
-from subquad.tools.data.distant_copy import IGNORED, DistantCopy, distant_copies
 
 TINY = {'epochs': 1, 'train_dataloader.dataset.count': 64, 'test_dataloader.dataset.count': 32}
 
@@ -239,7 +239,7 @@ def test_committed_records_are_of_clean_commits():
 def test_copies_have_their_color_in_the_opposite_corner():
     images, labels = distant_copies(40, seed=5, size=32, patch=4, classes=5, distractors=3)
     assert images.shape == (40, 3, 32, 32) and (labels != IGNORED).sum((1, 2)).tolist() == [1] * 40
-    from subquad.tools.data.distant_copy import colors
+    from lab.distant_copy import colors
     seen = set()
     for image, label in zip(images, labels):
         (row, column), = zip(*(label != IGNORED).nonzero())

@@ -52,8 +52,9 @@ def folder(made, tmp_path, monkeypatch):
 def drawn(monkeypatch):
     """The pictures that are drawn, instead of files."""
     found = []
-    monkeypatch.setattr('subquad.tools.engine.drawing.visualization.write',
-                        lambda path, drawn, title, dpi: found.extend([*drawn, title]))
+    monkeypatch.setattr('subquad.tools.engine.drawing.visualization.draw',
+                        lambda pictures, title: found.extend([*pictures, title]))
+    monkeypatch.setattr('subquad.tools.engine.drawing.visualization.save', lambda page, path, dpi: None)
     return found
 
 

@@ -211,7 +211,6 @@ def test_arguments_that_do_not_fit_are_refused(ppma, tmp_path):
     _refused('best.pth', '--model', 'test_ppma', '--to', 'cvnets', match="format 'cvnets' is for MobileViTv2")
     _refused('best.pth', '--model', 'test_ppma', '--to', 'timm', match="format 'timm' is for MobileViTv2")
     _refused('best.pth', '--model', 'test_ppma', '--out', 'w.pth', match=r'w.pth must end in .safetensors for the')
-    _refused('best.pth', '--model', 'test_ppma', '--config', 'x', match='give --model .* or --config .*, not both')
     _refused('best.pth', '--model', 'test_pma', match="unknown model 'test_pma'; did you mean test_ppma")
     _refused('best.pth', '--model', 'test_ppma', '--out', tmp_path / 'none' / 'w.safetensors', match='none')
     _refused('none.pth', match='no weight file at none.pth')

@@ -284,7 +284,6 @@ def test_wrong_arguments_are_refused_before_writing(ppma, tmp_path, monkeypatch)
     assert 'run `hf auth login` or set HF_TOKEN' in _error(*arguments, '--repo', 'owner/name')
     assert '--repo must be OWNER/NAME' in _error(*arguments, '--repo', 'name')
     assert _error(*arguments, '--repo', '../name').startswith('--repo: ')
-    assert '--private needs --repo' in _error(*arguments, '--private')
     assert '--license must be an identifier' in _error(*arguments, '--license', 'MIT: yes')
     assert not (tmp_path / 'hub').exists()
 

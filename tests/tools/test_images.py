@@ -175,8 +175,6 @@ def test_unreadable_images_change_no_other_result(checkpoint, mixed, capsys):
 def test_options_of_other_tasks_are_errors(arguments, message, checkpoint, mixed):
     with pytest.raises(UserError, match=message):
         predict.main([checkpoint, str(mixed), *arguments])
-    with pytest.raises(UserError, match='--at has no effect on the panels horizontal-decay'):
-        visualize.main([checkpoint, str(mixed), '--panels', 'horizontal-decay', '--at', '0', '0'])
 
 
 def test_visualize_leaves_out_what_cannot_be_read(checkpoint, mixed, tmp_path, capsys):

@@ -5,8 +5,6 @@ from training_cases import fails
 
 from subquad.backbones.weights import read_checkpoint
 from subquad.tools import train
-from subquad.tools.common.cli import UserError
-from subquad.tools.engine.classification.mesa import MESAHook
 from subquad.tools.engine.classification.model import TimmClassifier
 from subquad.tools.engine.config import find
 
@@ -63,15 +61,6 @@ def test_a_resumed_run_equals_an_undisturbed_one(steps, tmp_path):
     assert train.main([*_arguments(tmp_path, *options), '--resume', str(folder / 'epoch_1.pth')]) == 0
     expected, found = (read_checkpoint(path / 'last.safetensors')[0] for path in (folder, tmp_path))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.parametrize('options, message', [
-    (dict(weight=0), 'weight and temperature must be positive, got 0 and 1.0'),
-    (dict(temperature=-1.), 'weight and temperature must be positive, got 1.0 and -1.0'),
-    (dict(start_epoch=-1), 'start_epoch must not be negative, got -1')])
-def test_impossible_options_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        MESAHook(**options)
 
 
 def test_mesa_that_never_acts_is_refused(tmp_path):

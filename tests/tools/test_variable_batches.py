@@ -53,13 +53,9 @@ def test_sizes_depend_on_seed_and_epoch_only():
 
 
 def test_wrong_options():
-    for options, message in ((dict(sizes=()), r'sizes must be integers of at least 1, got \(\)'),
-                             (dict(sizes=(1.5,)), 'sizes must be integers'),
-                             (dict(size=0), 'size must be at least 1 or None, got 0'),
-                             (dict(multiple=0), 'multiple must be from 1 to the batch_size of 128, got 0'),
-                             (dict(multiple=256), 'got 256')):
-        with pytest.raises(ValueError, match=message):
-            _batches(**options)
+    for multiple in (0, 256):
+        with pytest.raises(ValueError, match=f'multiple must be from 1 to the batch_size of 128, got {multiple}'):
+            _batches(multiple=multiple)
 
 
 def test_training_sees_the_sizes_and_resumes_exactly(images, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from subquad.backbones.influence import observed_mixers, polyline_mask
 from subquad.backbones.mixers.eos_decay import memory_lengths
 from subquad.backbones.weights import load_weights
 from subquad.tools import visualize
-from subquad.tools.engine.drawing import figures, panels, pictures, webpage
+from subquad.tools.engine.drawing import panels, pictures, visualization, webpage
 
 SIZE = (70, 100)                                         # of the images: 18 x 25 tokens at stride 4
 
@@ -45,7 +45,7 @@ def test_a_picture(folder, capsys):
 
 def test_figures_have_titles_numbers_and_the_shape_of_the_image(folder, monkeypatch):
     seen = []
-    monkeypatch.setattr(figures, 'save', lambda figure, path, dpi: seen.append(figure))
+    monkeypatch.setattr(visualization, 'save', lambda figure, path, dpi: seen.append(figure))
     assert visualize.main(['test_ppma.safetensors', 'images/1.png']) == 0
     figure, = seen
     assert figure.get_suptitle() == ('test_ppma, weights test_ppma.safetensors\nIts own input size is 64 x 96 pixels. '

@@ -7,7 +7,7 @@ from PIL import Image
 
 from subquad.tools import visualize
 from subquad.tools.common.cli import UserError
-from subquad.tools.engine.drawing import figures, image_sizes
+from subquad.tools.engine.drawing import image_sizes
 
 
 def test_sizes_of_images(folder, capsys):
@@ -109,28 +109,19 @@ def test_models_without_class_activation(folder, drawn, capsys, name, reason):
     (['test_mobilevitv2.safetensors', 'images', '--max-images', '0'], '--max-images must be at least 1, got 0'),
     (['test_mobilevitv2.safetensors', 'images', '--max-side', '8'], '--max-side must be at least 32, got 8'),
     (['test_mobilevitv2.safetensors', 'images', '--dpi', '601'], '--dpi must be at most 600, got 601'),
-    (['test_ppma.safetensors', 'images', '--no-own-size', '--max-side', '40'],
-     '--max-side has no effect with --no-own-size'),
-    (['test_vit', 'images', '--random', '--max-side', '40'],
-     '--max-side has no effect: VisionTransformer takes images of its input size only'),
     (['test_mobilevitv2.safetensors', 'nothing'], 'no file or folder'),
-    (['test_myo.safetensors', 'images', '--at', '1', '0'], '^--at must be two fractions of height and width'),
+    (['test_myo.safetensors', 'images', '--at', '1', '0'], 'at must be two fractions of height and width'),
     (['deltanet.safetensors', 'images'], 'LCSM has none of its usual panels; choose --panels influence'),
     (['deltanet.safetensors', 'images', '--panels', 'decay'], "mixer='deltanet' has no decay for each token"),
     (['retnet.safetensors', 'images', '--panels', 'length'], "mixer='retnet' decays alike at all tokens"),
     (['skew.safetensors', 'images', '--panels', 'deviation'], "parametrization='skew' has no standard deviation"),
-    (['test_mobilevitv2.safetensors', 'images', '--heads'], '--heads has no effect on the panels context'),
-    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at has no effect on the panels decay, length, heads'),
     (['test_lcsm.safetensors', 'images', '--panels', 'masc'], '--panels masc: LCSM has no such panel; it has decay'),
     (['test_ppma.safetensors', 'images', '--panels', 'masc'], 'did you mean mask'),
     (['test_resnet.safetensors', 'images', '--panels', 'mask'], 'ResNet has no such panel; it has receptive-field'),
     (['test_resnet.safetensors', 'images', '--layers', 'layer1'], '--layers layer1: no such layer'),
-    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--layers', 'stages'], '--layers has no effect on'),
-    (['test_ppma.safetensors', 'images', '--target', 'a'], '--target is for --panels activation'),
     (['test_ppma.safetensors', 'images', '--panels', 'activation', '--target', 'd'], "no class 'd'; the model has 3"),
     (['test_ppma.safetensors', 'images', '--random'], 'Invalid pretrained tag'),
     (['test_pma', 'images', '--random'], "unknown model 'test_pma'"),
-    (['test_ppma', 'images', '--random', '--model', 'test_myo'], '--model is for a checkpoint'),
     (['lcsm_sequence', 'images', '--random'], 'takes tokens'),
     (['test_vit', 'images', '--random', '--own-size'], 'should be divisible by patch size'),
     (['nothing.safetensors', 'images'], 'no weight file at'),
@@ -141,18 +132,3 @@ def test_wrong_arguments(arguments, message, folder):
     with pytest.raises(UserError, match=message):
         visualize.main(arguments)
     assert set(folder.rglob('*')) == before
-
-
-@pytest.mark.parametrize('out', ['picture.png', 'page.html'])
-def test_too_many_pixels(folder, monkeypatch, out):
-    monkeypatch.setattr(figures, '_MOST_PIXELS', 10 ** 5)
-    with pytest.raises(UserError, match='[0-9,]+ x [0-9,]+ pixels are too many for one picture; choose a smaller --d'):
-        visualize.main(['test_ppma.safetensors', 'images/1.png', '--panels', 'mask', '--out', out])
-    assert not (folder / out).exists()
-    assert visualize.main(['test_ppma.safetensors', 'images/1.png', '--panels', 'mask', '--out', 'lines.pdf']) == 0
-
-
-def test_too_many_panels(folder, monkeypatch):
-    monkeypatch.setattr(figures, '_MOST_ROWS', 3)
-    with pytest.raises(UserError, match='4 rows of 6 panels are too many'):
-        visualize.main(['test_ppma.safetensors', 'images/1.png'])

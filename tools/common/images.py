@@ -1,4 +1,5 @@
 """Read image files as upright 8-bit RGB images, in the same way for training, testing and prediction."""
+import contextlib
 import hashlib
 import mmap
 import os
@@ -9,15 +10,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple, Union
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .cli import UserError, one_line, shown
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.bmp', '.gif', '.webp', '.tif', '.tiff', '.ppm')
-_EXIF_ORIENTATION = 0x0112
-_UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
-            8: Image.Transpose.ROTATE_90}
 _TIFF_SAMPLE_FORMAT, _UNSIGNED = 339, 1
 # Ranges from black to white that files use; the first that contains all values applies, else the image's own range.
 _RANGES = {'I': ((0, 255), (0, 65535)), 'F': ((0, 1), (0, 255))}
@@ -150,8 +147,10 @@ def open_image(file: Union[str, Path], upright: bool = True) -> Image.Image:
             warnings.filterwarnings('ignore', 'Corrupt EXIF data')
             with Image.open(file) as image:
                 image.load()
-                converted = _rgb(image, file)
-                return _upright(converted, image) if upright else converted
+                with contextlib.suppress(Exception):         # damaged EXIF data make no image unreadable
+                    if upright:
+                        ImageOps.exif_transpose(image, in_place=True)
+                return _rgb(image, file)
     except Exception as error:                   # decoders raise many kinds, such as struct.error
         raise unreadable(file, error) from error
 
@@ -223,12 +222,3 @@ def _gray(image: Image.Image, file: Union[str, Path]) -> np.ndarray:
 def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Numbers from low to high as uint8, rounded."""
     return np.rint((values.astype(np.float64) - low) * (255 / max(high - low, 1e-300))).astype(np.uint8)
-
-
-def _upright(converted: Image.Image, image: Image.Image) -> Image.Image:
-    """The converted image, turned as the EXIF data of the one it was made of say. Pillow turns TIFF files itself."""
-    try:
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:                            # damaged EXIF data make no image unreadable
-        return converted
-    return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted

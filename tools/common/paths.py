@@ -10,17 +10,9 @@ from ...backbones.weights import write_atomically
 from .cli import UserError, shown
 
 
-def expanded(name: str) -> Path:
-    """Return the path with ~ expanded."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise UserError(f'{name}: {error}') from error
-
-
 def writable_folder(folder: str) -> Path:
     """Create a folder if it is missing, check that it can be written to, and return it."""
-    path = expanded(folder)
+    path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

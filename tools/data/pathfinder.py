@@ -91,11 +91,7 @@ def _grow(rng: np.random.Generator, canvas: _Canvas, images: np.ndarray,
           dashes: int) -> Tuple[np.ndarray, np.ndarray]:
     """Grow one more curve in each of these images, dash by dash, each in the first free one of some random directions.
 
-    Args:
-        rng: random numbers.
-        canvas: occupancy of the images, which is updated.
-        images: indices of images, int64 (n,), in ascending order.
-        dashes: number of dashes.
+    `images` are indices, int64 (n,), in ascending order; the occupancy of the canvas is updated.
 
     Returns:
         indices of the images in which the curve is complete, int64 (k,), in ascending order; and the two ends (x, y) of
@@ -163,12 +159,7 @@ def _clear(style: Style, curves: np.ndarray) -> np.ndarray:
 
 
 def _marks(rng: np.random.Generator, style: Style, curves: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Choose the ends to mark for either answer.
-
-    Args:
-        rng: random numbers.
-        style: appearance of the images.
-        curves: (n, 2, dashes, 2, 2), as `_grow` returns them.
+    """Choose the ends of curves (n, 2, dashes, 2, 2), as `_grow` returns them, to mark for either answer.
 
     Returns:
         whether an image has two similar pairs, bool (n,); and the ends of these pairs, float (k, 2, 2, 2): answer, end,

@@ -2,4 +2,4 @@
 
 Configs import it by `custom_imports`.
 """
-from . import distant_copy, image_sets, imagenet_sets, samplers, sequences, timm_sets, token_sets  # noqa: F401
+from . import image_sets, imagenet_sets, samplers, sequences, timm_sets, token_sets  # noqa: F401

@@ -14,7 +14,6 @@ from typing import Any, Sequence, Tuple
 import numpy as np
 
 from ..common.cli import UserError, one_line
-from ..common.paths import expanded
 
 _IDX_NAMES = {'train': 'train', 'test': 't10k'}
 
@@ -24,7 +23,7 @@ def folder_with(root: str, subfolders: Sequence[str], what: str) -> Path:
 
     `what` is a hint for the error if root is no folder.
     """
-    path = expanded(str(root))
+    path = Path(root).expanduser()
     if not path.is_dir():
         raise UserError(f'no folder {path} ({what})')
     return next((path / name for name in subfolders if (path / name).is_dir()), path)

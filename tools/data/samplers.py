@@ -26,8 +26,6 @@ class RepeatedAugmentationSampler(RepeatAugSampler):
     """
 
     def __init__(self, dataset: Sized, num_repeats: int = 3, shuffle: bool = True, seed: int = 0):
-        if num_repeats < 1:
-            raise ValueError(f'num_repeats must be at least 1, got {num_repeats}')
         rank, processes = get_dist_info()
         super().__init__(dataset, num_replicas=processes, rank=rank, shuffle=shuffle, num_repeats=num_repeats)
         self.seed = seed
@@ -59,10 +57,6 @@ class VariableBatchSampler:
 
     def __init__(self, sampler: Sized, batch_size: int, sizes: Sequence[int] = (160, 192, 256, 288, 320),
                  size: Optional[int] = None, multiple: int = 2):
-        if not sizes or any(not isinstance(side, int) or side < 1 for side in sizes):
-            raise ValueError(f'sizes must be integers of at least 1, got {sizes!r}')
-        if size is not None and size < 1:
-            raise ValueError(f'size must be at least 1 or None, got {size}')
         if not 1 <= multiple <= batch_size:
             raise ValueError(f'multiple must be from 1 to the batch_size of {batch_size}, got {multiple}')
         self.sampler, self.batch_size, self.sizes, self.multiple = sampler, batch_size, list(sizes), multiple

@@ -67,22 +67,14 @@ def photograph_files() -> Dict[str, Path]:
 
 
 def photograph_metadata() -> Dict[str, Dict[str, str]]:
-    """Return credit, origin and sha256 of each photograph.
-
-    Raises:
-        FileNotFoundError: as for `photograph_files`.
-    """
+    """Return credit, origin and sha256 of each photograph."""
     return {name: {'by': PHOTOGRAPHS[name][2], 'from': '/'.join((PHOTOGRAPHS[name][0], PHOTOGRAPHS[name][1])),
                    'sha256': hashlib.sha256(file.read_bytes()).hexdigest()}
             for name, file in photograph_files().items()}
 
 
 def backgrounds(part: str) -> List[Image.Image]:
-    """Return the region of each photograph that belongs to a part ('train' or 'val').
-
-    Raises:
-        FileNotFoundError: as for `photograph_files`.
-    """
+    """Return the region of each photograph that belongs to a part ('train' or 'val')."""
     images = []
     for file in photograph_files().values():
         with Image.open(file) as photograph:

@@ -66,8 +66,6 @@ class _Windows(_Tokens):
     """Consecutive windows of a stream of tokens. The label of a token is the next token."""
 
     def __init__(self, tokens: np.ndarray, length: int, vocab_size: int, source: str):
-        if length < 1:
-            raise UserError(f'length must be at least 1, got {length}')
         if len(tokens) <= length:
             raise UserError(f'{source} has {len(tokens)} tokens, but a window needs length + 1 = {length + 1}')
         self.stream, self.length = tokens, length

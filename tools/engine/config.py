@@ -12,7 +12,6 @@ from subquad_cli import config_names as known_configs
 from subquad_cli import package_folder
 
 from ..common.cli import UserError, nearest, need, one_line, place, quiet
-from ..common.paths import expanded
 
 # Name of `--log-to` -> MMEngine's backend and the package that it needs.
 LOGGERS = {'tensorboard': ('TensorboardVisBackend', 'tensorboard'),
@@ -37,12 +36,9 @@ def configs_folder() -> Path:
 
 def find(name: str) -> Path:
     """Return the config file at a path, or the package's config of that name."""
-    path = expanded(name)
-    try:
-        if path.is_file():
-            return path
-    except OSError as error:                       # the name can be too long
-        raise UserError(f'{name}: {error.strerror or error}') from error
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
     for candidate in configs_folder().glob('*/*.py'):
         if path.parent == Path() and candidate.stem == path.name.removesuffix('.py'):
             return candidate
@@ -51,7 +47,7 @@ def find(name: str) -> Path:
 
 
 def _check_bases(path: Path, above: Tuple[Path, ...] = ()) -> None:
-    """Refuse a cycle of _base_ files, which MMEngine would read until the stack is full."""
+    """Refuse a cycle of _base_ files, and name the one of them that has an error of syntax."""
     from mmengine.config import Config
     path = path.resolve()
     if path in above:
@@ -158,14 +154,9 @@ def read_entries() -> List[str]:
 
 
 def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
-    """Refuse an option that nothing reads, or that nearly spells an entry beside it.
+    """Refuse options, values by dotted key, that nothing reads, or that nearly spell an entry beside them.
 
     Any other new key is merged: the class that the `type` of its dict names accepts or refuses it.
-
-    Args:
-        config: The config before the options are merged in.
-        options: Values by dotted key.
-        name: Name of the config, for messages.
     """
     entries = read_entries()
     for key, value in options.items():
@@ -200,9 +191,7 @@ def check_options(config: Any, options: Dict[str, Any], name: str) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser, unreadable: str) -> None:
     """Add the arguments that `subquad train` and `subquad test` share.
 
-    Args:
-        parser: The parser of the command.
-        unreadable: What the command does by default with an image that cannot be read, for the help text.
+    `unreadable` says what the command does by default with an image that cannot be read.
     """
     class Options(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):

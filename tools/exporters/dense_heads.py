@@ -9,11 +9,7 @@ Size = Tuple[int, int]
 
 
 class Maps(nn.Module):
-    """Backbone and neck: images (B, C, H, W) -> tuple of feature maps.
-
-    Args:
-        model: A detector or segmenter.
-    """
+    """Backbone and neck of a detector or segmenter: images (B, C, H, W) -> tuple of feature maps."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -30,10 +26,6 @@ class RawDetector(nn.Module):
     Boxes are x1, y1, x2, y2 in pixels of the input, not clipped to it. Scores are probabilities; the background has no
     column. The anchors are constants, so the size of the images is fixed. Rows have the order of the head's own
     prediction: levels, y, x and anchors.
-
-    Args:
-        model: A detector with an `SSDLiteJointHead`.
-        size: Height and width of the images.
     """
 
     def __init__(self, model: nn.Module, size: Size):
@@ -80,12 +72,7 @@ class Segmenter(nn.Module):
     """A segmenter: images (B, C, H, W) -> logits (B, classes, h, w) and, if asked for, labels (B, H, W), int64.
 
     The logits have the network's resolution. Labels are the classes of the largest logits after bilinear interpolation
-    to the size of the images, as in MMSegmentation.
-
-    Args:
-        model: An EncoderDecoder of MMSegmentation.
-        size: Height and width of the images.
-        labels: Whether to return labels.
+    to `size`, that of the images, as in MMSegmentation.
     """
 
     def __init__(self, model: nn.Module, size: Size, labels: bool = True):
@@ -102,13 +89,9 @@ class Segmenter(nn.Module):
 
 
 class MatrixPool(nn.Module):
-    """Adaptive average pooling of maps of one size, as a product with a matrix of averaging weights.
+    """Adaptive average pooling of maps of one size, (height, width), as a product with a matrix of averaging weights.
 
     Windows whose sizes differ have no counterpart in most runtimes.
-
-    Args:
-        output_size: Height and width of the result.
-        size: Height and width of the maps.
     """
 
     def __init__(self, output_size: Size, size: Size):

@@ -57,11 +57,7 @@ def _default_size(config: Any, checkpoint: Optional[str]) -> Optional[Size]:
 
 
 def preparation(config: Any, size: Size) -> Tuple[Dict[str, Any], str]:
-    """Describe the test pipeline and the data preprocessor of a config.
-
-    Args:
-        config: Config of a detector or segmenter.
-        size: Height and width of the network's input.
+    """Describe the test pipeline and the data preprocessor of a config, for an input of this height and width.
 
     Returns:
         The entry `preprocessing` of the metadata and the order of the colors, 'RGB' or 'BGR'. An image is resized to

@@ -2,7 +2,8 @@
 import copy
 import tempfile
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence
+from types import SimpleNamespace
+from typing import Dict, List, Sequence
 
 import numpy as np
 import onnx
@@ -37,21 +38,19 @@ def quantize(model: ModelProto, inputs: Sequence[Dict[str, np.ndarray]]) -> Mode
 
     Quantization stands in the graph as pairs of QuantizeLinear and DequantizeLinear (QDQ), which a runtime fuses with
     the operator between them. Convolutions, linear layers and SiLU are quantized. All else stays in float32: norms,
-    softmax, decays, products of activations, and the outputs.
-
-    Args:
-        model: Model in float32.
-        inputs: Inputs by name, from which the ranges of the activations are taken.
+    softmax, decays, products of activations, and the outputs. `inputs` are inputs by name, from which the ranges of the
+    activations are taken.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
+    readings = iter(inputs)
     with tempfile.TemporaryDirectory() as folder:
         prepared, result = Path(folder, 'prepared.onnx'), Path(folder, 'int8.onnx')
         quant_pre_process(model, str(prepared))
         quantize_static(
             str(prepared),
             str(result),
-            _Reader(inputs),
+            SimpleNamespace(get_next=lambda: next(readings, None)),        # what the calibrator asks for
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(INT8_OPERATORS),
             nodes_to_exclude=_kept_in_float(onnx.load(prepared)),
@@ -65,16 +64,6 @@ def quantize(model: ModelProto, inputs: Sequence[Dict[str, np.ndarray]]) -> Mode
     del quantized.graph.value_info[:], quantized.metadata_props[:]
     remove_unused(quantized)
     return quantized
-
-
-class _Reader:
-    """Give ONNX Runtime's calibrator one input after another; it asks for `get_next` only."""
-
-    def __init__(self, inputs: Sequence[Dict[str, np.ndarray]]):
-        self.inputs: Iterator[Dict[str, np.ndarray]] = iter(inputs)
-
-    def get_next(self) -> Optional[Dict[str, np.ndarray]]:
-        return next(self.inputs, None)
 
 
 def _kept_in_float(model: ModelProto) -> List[str]:

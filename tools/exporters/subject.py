@@ -114,12 +114,7 @@ class _Outputs(nn.Module):
 
 
 class _Normalize(nn.Module):
-    """Put the normalization before a model: images with values from 0 to 255 -> tuple of the model's outputs.
-
-    Args:
-        model: The model.
-        transform: What `preprocessing` returns.
-    """
+    """Put the normalization before a model: images with values from 0 to 255 -> tuple of the model's outputs."""
 
     def __init__(self, model: nn.Module, transform: Dict[str, Any]):
         super().__init__()

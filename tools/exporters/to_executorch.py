@@ -157,11 +157,7 @@ def read_metadata(path: Path) -> Dict[str, Any]:
 
 
 class _Program:
-    """A .pte file in memory.
-
-    Attributes:
-        forward: the loaded method.
-    """
+    """A .pte file in memory; `forward` is the loaded method."""
 
     def __init__(self, path: Path):
         self.path, self.pool, self.forward = path, -1, None

@@ -76,12 +76,9 @@ class AtomicCheckpointHook(CheckpointHook):
 
 
 def save_interrupted(runner: Any, name: str, meta: Dict[str, Any]) -> None:
-    """Write the checkpoint `interrupted_NAME.pth`; all processes call it.
+    """Write interrupted_epoch_N.pth, interrupted_epoch_N_step_M.pth or interrupted_iter_N.pth; all processes call it.
 
-    Args:
-        runner: The Runner.
-        name: epoch_N, epoch_N_step_M or iter_N.
-        meta: Entries of the checkpoint's `meta`, at least `epoch` and `iter`.
+    `meta` has at least `epoch` and `iter`.
     """
     name = f'interrupted_{name}.pth'
     runner.save_checkpoint(runner.work_dir, name, meta=meta, by_epoch=False,
@@ -98,12 +95,9 @@ def _number(path: Path) -> Optional[Tuple[int, int, bool]]:
 
 
 def set_aside(folder: Path, start: Optional[Path], name: str) -> None:
-    """Move what an earlier run has left in a folder into a folder in it, so that --resume never continues that run.
+    """Move what an earlier run has left in a folder into the folder `name` in it, so that --resume never continues it.
 
-    Args:
-        folder: Folder of the run that begins.
-        start: The checkpoint that the run continues, or None. The checkpoints before it are of the same run.
-        name: Name of the folder for the earlier files.
+    The checkpoints before `start`, which the run that begins continues, are of the same run.
     """
     continued = start is not None and start.resolve().parent == folder.resolve()
     last = _number(start) if continued else (-1, 0, False)

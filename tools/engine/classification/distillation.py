@@ -15,8 +15,6 @@ from ...common.cli import UserError, one_line
 from ..zoo import create
 from .weight_files import read_classifier
 
-_TEACHER = ('name', 'weights', 'pretrained', 'mean', 'std')
-
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Compute KL(softmax(teacher / T) || softmax(logits / T)) of logits (B, num_classes), the mean over images."""
@@ -41,29 +39,21 @@ class Distillation:
             and `std`, three numbers each, are those of the teacher's preprocessing (default: what its weights define).
         kind: 'soft' or 'hard'.
         alpha: Share of the distillation in the loss, above 0 and at most 1.
-        temperature: T of 'soft'; 'hard' has none.
+        temperature: T of 'soft'.
     """
 
     def __init__(self, teacher: Dict[str, Any], kind: str = 'soft', alpha: float = 0.5,
-                 temperature: Optional[float] = None):
+                 temperature: float = 1.):
         if kind not in ('soft', 'hard'):
             raise UserError(f"kind must be 'soft' or 'hard', got {kind!r}")
         if not 0 < alpha <= 1:
             raise UserError(f'alpha must be above 0 and at most 1, got {alpha}')
-        if kind == 'hard' and temperature is not None:
-            raise UserError(f"temperature is only for kind='soft', got {temperature} with kind='hard'")
-        if temperature is not None and temperature <= 0:
+        if temperature <= 0:
             raise UserError(f'temperature must be positive, got {temperature}')
-        self.kind, self.alpha, self.temperature = kind, alpha, 1. if temperature is None else temperature
-        unknown = [key for key in teacher if key not in _TEACHER]
-        if unknown:
-            raise UserError(f'teacher accepts {", ".join(_TEACHER)}, got {unknown[0]!r}')
+        self.kind, self.alpha, self.temperature = kind, alpha, temperature
         if bool(teacher.get('weights')) == bool(teacher.get('pretrained')):
             raise UserError('teacher needs trained weights: either weights=FILE_OR_NAME or name=NAME with '
                             'pretrained=True')
-        for key in ('mean', 'std'):
-            if teacher.get(key) is not None and len(teacher[key]) != 3:
-                raise UserError(f'teacher: {key} must be three numbers, got {teacher[key]!r}')
         self._build(**teacher)
         self.net.eval().requires_grad_(False)
         # (scale, shift) of the batch per channel, or None: the student's preprocessing is that of the teacher.

@@ -108,9 +108,6 @@ def _test(runner: Runner, config, classes: List[str], tta: Optional[str], throug
 
 def _take_options(config, checkpoint: str, metadata: Dict[str, Any], as_configured: bool) -> None:
     """Write the checkpoint's options into the config: a wrong option can leave every shape of a weight the same."""
-    if metadata.get('model') != config.model.name:
-        raise UserError(f"{checkpoint} was trained as {metadata.get('model')}, but the config builds "
-                        f'{config.model.name} (--model NAME changes it)')
     given = {key: value for key, value in config.model.items() if key not in WRAPPER_ARGUMENTS}
     options = network_options(metadata, checkpoint, config.model)
     given.setdefault('num_classes', options.get('num_classes'))           # from the data set, if the config has none

@@ -4,13 +4,12 @@ from typing import Any, Dict, Optional
 
 from ...common.cli import UserError, nearest
 from ...common.imagenet import TEST_SETS
-from ...common.paths import expanded
 
 
 def imagenet_folder(data: str, labels: str, transform: Dict[str, Any], real: Optional[str] = None,
                     strict: bool = False) -> Dict[str, Any]:
     """Return the config of an ImageNetFolder in `data`: the folders of the classes, or `val`, which has them."""
-    folder = expanded(data)
+    folder = Path(data).expanduser()
     root: Path = folder / 'val' if (folder / 'val').is_dir() else folder
     return dict(type='ImageNetFolder', root=str(root), labels=labels, real=real, transform=transform, strict=strict)
 

@@ -27,10 +27,6 @@ class MESAHook(Hook):
     """
 
     def __init__(self, weight: float = 1., temperature: float = 1., start_epoch: int = 5):
-        if weight <= 0 or temperature <= 0:
-            raise UserError(f'MESAHook: weight and temperature must be positive, got {weight} and {temperature}')
-        if start_epoch < 0:
-            raise UserError(f'MESAHook: start_epoch must not be negative, got {start_epoch}')
         self.weight, self.temperature, self.start_epoch = weight, temperature, start_epoch
         self.net: Optional[nn.Module] = None
 

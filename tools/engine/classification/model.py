@@ -1,6 +1,4 @@
 """A timm model as an MMEngine model, and an optimizer constructor for timm's factory."""
-import re
-from inspect import signature
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -11,11 +9,11 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from timm.layers import LayerScale
 from timm.loss import BinaryCrossEntropy
-from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...common.cli import UserError, nearest
+from ...common.cli import UserError
 from ..zoo import create
 from .distillation import Distillation
 from .pixels import MixupPreprocessor
@@ -49,13 +47,10 @@ class TimmClassifier(BaseModel):
         super().__init__(data_preprocessor=data_preprocessor or dict(type='ImagePreprocessor'))
         self.net = create(name, **kwargs)
         if grad_checkpointing:
-            try:
-                self.net.set_grad_checkpointing(True)
-            except (AssertionError, AttributeError) as error:        # timm's way to refuse
-                raise UserError(f'{name} does not support grad_checkpointing') from error
+            self.net.set_grad_checkpointing(True)
         mixed = isinstance(self.data_preprocessor, MixupPreprocessor)
         if mixed:
-            self.data_preprocessor.num_classes = self.net.num_classes
+            self.data_preprocessor.mix.num_classes = self.net.num_classes
         # As in timm, labels are smoothed before they are mixed.
         self.bce = None if bce is None else BinaryCrossEntropy(label_smoothing, smooth_dense=not mixed, **bce)
         if mixed and self.bce:
@@ -113,8 +108,6 @@ class TimmClassifier(BaseModel):
             the n tokens with a label. Scores are probabilities: of each class by itself if an image has several.
         """
         if self.channels_last:
-            if inputs.ndim != 4:
-                raise UserError(f'channels_last is for images (B, C, H, W), got a batch {tuple(inputs.shape)}')
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         logits = self.net(inputs)
         if logits.ndim == 3 and mode != 'tensor':
@@ -155,16 +148,6 @@ class TimmClassifier(BaseModel):
         return [dict(scores=s[k].float().softmax(-1), label=n[k]) for s, n, k in zip(logits, label, known)]
 
 
-def _nearest_argument(error: Exception, options: Dict[str, Any]) -> str:
-    """'; did you mean NAME?' for an argument that neither timm nor the optimizer has, else ''."""
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if not unknown:
-        return ''
-    known = {*signature(create_optimizer_v2).parameters,
-             *signature(get_optimizer_class(options.get('opt', 'sgd'), bind_defaults=False)).parameters}
-    return nearest(unknown[1], sorted(known - {'model_or_params', 'params'}), 1)
-
-
 def _decay_layer_scale(optimizer: Optimizer, net: nn.Module, weight_decay: float) -> None:
     """Move the factors of LayerScale to groups of parameters with weight decay."""
     scales = {id(module.gamma) for module in net.modules() if isinstance(module, LayerScale)}
@@ -194,7 +177,7 @@ class TimmOptimizerConstructor:
         try:
             optimizer = create_optimizer_v2(net, **options)
         except (TypeError, ValueError) as error:
-            raise UserError(f'optimizer: {error}{_nearest_argument(error, options)}') from error
+            raise UserError(f'optimizer: {error}') from error
         if decay_scales:
             _decay_layer_scale(optimizer, net, options.get('weight_decay', 0.))
         for group in optimizer.param_groups:

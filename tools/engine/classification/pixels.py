@@ -37,9 +37,9 @@ class ImagePreprocessor(BaseDataPreprocessor):
 class MixupPreprocessor(ImagePreprocessor):
     """Mixes the images and labels of training batches on the device; the labels become weights of classes.
 
-    `TimmClassifier` sets `num_classes`, and its `label_smoothing` acts on the mixed labels. Labels of several classes
-    for each image, (B, num_classes), need its `bce`, with which labels are smoothed before they are mixed. timm's
-    Mixup, which does the mixing, draws from numpy's generator, which SeedHook seeds at each epoch.
+    `TimmClassifier` sets `mix.num_classes`, and its `label_smoothing` acts on the mixed labels. Labels of several
+    classes for each image, (B, num_classes), need its `bce`, with which labels are smoothed before they are mixed.
+    timm's Mixup, which does the mixing, draws from numpy's generator, which SeedHook seeds at each epoch.
 
     Args:
         mixup_alpha: Parameter of mixup's beta distribution; 0 turns mixup off.
@@ -57,19 +57,8 @@ class MixupPreprocessor(ImagePreprocessor):
         super().__init__(non_blocking)
         if mode not in ('batch', 'pair', 'elem'):
             raise UserError(f'mode must be one of batch, pair, elem, got {mode!r}')
-        if min(mixup_alpha, cutmix_alpha) < 0 or not (mixup_alpha or cutmix_alpha or cutmix_minmax):
-            raise UserError('mixup_alpha and cutmix_alpha must not be negative, and one of them must be positive, got '
-                            f'{mixup_alpha} and {cutmix_alpha}')
         self.dimensions = (1,)
         self.mix = Mixup(mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, label_smoothing=0.)
-
-    @property
-    def num_classes(self) -> int:
-        return self.mix.num_classes
-
-    @num_classes.setter
-    def num_classes(self, number: int) -> None:
-        self.mix.num_classes = number
 
     def smooth_binary(self, smoothing: float) -> None:
         """Smooth labels before they are mixed, and accept labels of several classes, for the binary cross-entropy."""

@@ -18,10 +18,7 @@ def classify(model, transform, classes: List[str], files: Sequence[Path], topk: 
     Args:
         model: Classifier in eval mode. With the attribute `multi_label`, each class has a probability of its own.
         transform: Transform of PIL images.
-        classes: Names of the classes.
-        files: Image files.
         topk: Number of classes to return for each file.
-        batch_size: Number of images in a batch.
         left_out: Receives the errors of files that cannot be read; without it they are raised.
 
     Returns:

@@ -1,4 +1,5 @@
 """Test a classifier on several views of each image, and on some of its classes only."""
+from functools import partial
 from typing import Any, List, Optional, Sequence
 
 import torch
@@ -11,26 +12,14 @@ from ...common.cli import UserError
 VIEWS = {'flip': 2, 'five-crop': 5, 'ten-crop': 10}
 
 
-class _Flip:
-    """The views of an image tensor (C, H, W) and of its mirror image: (2, C, H, W)."""
-
-    def __init__(self, transform: Any):
-        self.transform = transform
-
-    def __call__(self, image: Any) -> Tensor:
-        view = self.transform(image)
-        return torch.stack([view, view.flip(-1)])
+def _with_mirror_image(view: Tensor) -> Tensor:
+    """Return an image (C, H, W) and its mirror image: (2, C, H, W)."""
+    return torch.stack([view, view.flip(-1)])
 
 
-class _Crops:
-    """The views of crops: (5, C, H, W) or (10, C, H, W)."""
-
-    def __init__(self, before: Sequence[Any], crop: Any, after: Sequence[Any]):
-        self.crops = transforms.Compose([*before, crop])
-        self.after = transforms.Compose(after)
-
-    def __call__(self, image: Any) -> Tensor:
-        return torch.stack([self.after(crop) for crop in self.crops(image)])
+def _transformed(crops: Sequence[Any], transform: Any) -> Tensor:
+    """Return the transformed crops: (5, C, H, W) or (10, C, H, W)."""
+    return torch.stack([transform(crop) for crop in crops])
 
 
 def view_transform(transform: Any, mode: str, crop_pct: Optional[float]) -> Any:
@@ -43,7 +32,7 @@ def view_transform(transform: Any, mode: str, crop_pct: Optional[float]) -> Any:
         crop_pct: The share of the resized image that the center crop keeps.
     """
     if mode == 'flip':
-        return _Flip(transform)
+        return transforms.Compose([transform, _with_mirror_image])
     steps: List[Any] = list(getattr(transform, 'transforms', ()))
     place = next((n for n, step in enumerate(steps) if isinstance(step, transforms.CenterCrop)), None)
     if place is None:
@@ -53,7 +42,8 @@ def view_transform(transform: Any, mode: str, crop_pct: Optional[float]) -> Any:
                         f'crop_pct={crop_pct:g}; set --cfg-options test_dataloader.dataset.transform.crop_pct=0.875, '
                         'or take --tta flip')
     crop = (transforms.FiveCrop if mode == 'five-crop' else transforms.TenCrop)(steps[place].size)
-    return _Crops(steps[:place], crop, steps[place + 1:])
+    after = partial(_transformed, transform=transforms.Compose(steps[place + 1:]))
+    return transforms.Compose([*steps[:place], crop, after])
 
 
 class EvaluatedNet(nn.Module):

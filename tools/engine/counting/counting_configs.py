@@ -53,8 +53,7 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
 
     Args:
         name: Path or name of the config.
-        height: Image height (default: as the papers count).
-        width: Image width (default: as the papers count).
+        height, width: Size of the image (default: as the papers count).
         overrides: Changes of the config, by dotted keys ('model.backbone.arch').
 
     Returns:

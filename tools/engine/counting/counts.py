@@ -27,8 +27,7 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
 
     Args:
         name: timm model name.
-        height: Image height (default: the model's own input size).
-        width: Image width (default: the model's own input size).
+        height, width: Size of the image (default: the model's own input size).
         options: Options of the model. (An option `width` is not the image's: the arguments above are positional.)
 
     Returns:

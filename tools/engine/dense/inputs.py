@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from ...common.cli import UserError, one_line
 
-# Required lists of a COCO annotation file.
-_COCO_KEYS = ('images', 'annotations', 'categories')
 # Longest side of an input whose deepest map, at stride 32, has one cell.
 _ONE_CELL = 32
 
@@ -24,13 +22,11 @@ def build_dataset(config: Dict[str, Any], name: str) -> Any:
     except UserError:
         raise
     except Exception as error:             # libraries and users' classes raise any error
-        parts = list(_parts(config))
-        fault = next(filter(None, (_fault(part) for part in parts)), None)
-        if fault is None:
-            where = ', '.join(str(path) for part in parts if (path := _path(part, part.get('ann_file'))))
-            text = one_line(error)
-            fault = f'{text}{f" (reading {where})" if where and where not in text else ""}'
-        raise UserError(f'{name}: {fault}') from error
+        files = _files(config)
+        empty = next((f'no images found in the folder {path} ({pattern})' for path, pattern in files
+                      if path.is_dir() and not any(path.rglob(pattern))), None)
+        read = f" (reading {', '.join(str(path) for path, _ in files)})" if files else ''
+        raise UserError(f'{name}: {empty or one_line(error) + read}') from error
 
 
 def check_evaluator(config: Any, known: List[Any]) -> None:
@@ -38,14 +34,27 @@ def check_evaluator(config: Any, known: List[Any]) -> None:
 
     The files of the data sets `known` have been read already.
     """
-    read = {_path(part, part.get('ann_file')) for dataset in known for part in _parts(dataset)}
+    read = [path for dataset in known for path, _ in _files(dataset)]
     for part in config if isinstance(config, (list, tuple)) else [config]:
-        path = Path(part['ann_file']) if isinstance(part, dict) and isinstance(part.get('ann_file'), str) else None
-        if path is None or path in read or '://' in str(path) or path.suffix != '.json':
+        name = part.get('ann_file') if isinstance(part, dict) else None
+        if not isinstance(name, str) or Path(name) in read or '://' in name or not name.endswith('.json'):
             continue
-        fault = _coco_fault(path) if path.is_file() else f'no file {path}'
-        if fault:
-            raise UserError(f'evaluator {part.get("type")}: {fault}')
+        try:
+            json.loads(Path(name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"evaluator {part.get('type')}: {name} cannot be read ({one_line(error)})") from error
+
+
+def _files(config: Any) -> List[Tuple[Path, str]]:
+    """Return the annotation files, or else folders of images, of a data set, each with the pattern of its images."""
+    found = []
+    for part in _parts(config):
+        root, prefix = part.get('data_root') or '', part.get('data_prefix')
+        names = [part.get('ann_file')] if part.get('ann_file') else [
+            prefix.get(key) for key in ('img', 'img_path')] if isinstance(prefix, dict) else []
+        pattern = f"*{part.get('img_suffix') or ''}"
+        found += [(Path(root, name), pattern) for name in names if isinstance(name, str)]
+    return found
 
 
 def _parts(config: Any) -> Iterator[Dict[str, Any]]:
@@ -56,53 +65,8 @@ def _parts(config: Any) -> Iterator[Dict[str, Any]]:
         yield config
 
 
-def _path(part: Dict[str, Any], name: Any) -> Optional[Path]:
-    return Path(part.get('data_root') or '', name) if isinstance(name, str) and name else None
-
-
-def _fault(part: Dict[str, Any]) -> Optional[str]:
-    """Return what is wrong with the files of a data set, or None."""
-    path = _path(part, part.get('ann_file'))
-    if path is not None and '://' not in str(path) and not path.is_file():
-        return f'no annotation file {path}'
-    if path is not None and path.suffix == '.json':
-        fault = _coco_fault(path, _COCO_KEYS if 'Coco' in str(part.get('type')) else ())
-        if fault:
-            return fault
-    prefix = part.get('data_prefix')
-    for key in ('img', 'img_path'):
-        folder = _path(part, prefix.get(key)) if isinstance(prefix, dict) else None
-        if folder is None:
-            continue
-        if not folder.is_dir():
-            return f'no images found: there is no folder {folder}'
-        suffix = part.get('img_suffix') or ''
-        if next((file for file in folder.rglob(f'*{suffix}') if file.is_file()), None) is None:
-            return f"no images found in the folder {folder}{f' (*{suffix})' if suffix else ''}"
-    return None
-
-
-def _coco_fault(path: Path, keys: Tuple[str, ...] = _COCO_KEYS) -> Optional[str]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        return f'{path} is not valid JSON ({one_line(error)})'
-    if not keys:
-        return None
-    if not isinstance(content, dict):
-        return f'{path} is not a COCO annotation file: it holds a {type(content).__name__}, not an object'
-    missing = [key for key in keys if not isinstance(content.get(key), list)]
-    if missing:
-        return f'{path} is not a COCO annotation file: the list {missing[0]!r} is missing'
-    return None if content.get('images', True) else f'{path} lists no images'
-
-
 class Steps(Compose):
-    """A data pipeline whose errors name the image, and that accepts images with sides of one pixel.
-
-    Args:
-        transforms: The steps of another pipeline, already built.
-    """
+    """The steps of a data pipeline with errors that name the image; it accepts images with sides of one pixel."""
 
     def __init__(self, transforms: List[Any]):
         steps: List[Any] = []

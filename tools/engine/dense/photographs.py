@@ -98,14 +98,9 @@ def with_photographs(config: Any, unreadable: str) -> Any:
 
 
 def pixels(file: Union[str, Path], size: Optional[Tuple[int, int]] = None) -> np.ndarray:
-    """Read an image as RGB (H, W, 3), in the orientation in which a pipeline that returned `size` read it.
+    """Read an image as RGB (H, W, 3): upright, or in the orientation in which a pipeline that returned `size` read it.
 
-    Args:
-        file: Image file.
-        size: Height and width of the pipeline's result; None for an upright image.
-
-    Returns:
-        The image; with `size`, a black image if the file cannot be read.
+    With `size`, (height, width), a file that cannot be read gives a black image.
     """
     try:
         image = open_image(file)

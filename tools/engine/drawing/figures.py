@@ -1,10 +1,8 @@
 """Figures of panels: a photograph, then one row of panels for each layer."""
 import io
-from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ...common.canvas import figure, save
-from ...common.cli import UserError
+from ...common.canvas import figure
 from .panels import Chart, Panel, draw_panel, mark
 from .pictures import text
 
@@ -12,10 +10,6 @@ from .pictures import text
 _WIDTH, _BAR, _TITLE, _LINE = 1.9, 0.65, 0.62, 0.13
 # A map that is taller than so many widths is drawn narrower.
 _STEEPEST = 5
-_MOST_ROWS, _MOST_COLUMNS, _TALLEST = 200, 40, 400
-# Matplotlib draws fewer than 65,536 pixels a side; 2^28 pixels take 1 GiB.
-_MOST_SIDE, _MOST_PIXELS = 2 ** 16 - 1, 2 ** 28
-_VECTOR_FORMATS = ('.pdf', '.svg')
 
 
 class Row(NamedTuple):
@@ -40,9 +34,6 @@ def draw(pictures: Sequence[Picture], title: str) -> Any:
     heights = [_TITLE + _LINE * max(panel.title.count('\n') - 1 for panel in row.panels)
                + _WIDTH * min(picture.image.shape[0] / picture.image.shape[1], _STEEPEST)
                for picture in pictures for row in picture.rows]
-    if len(heights) > _MOST_ROWS or columns > _MOST_COLUMNS or sum(heights) > _TALLEST:
-        raise UserError(f'{len(heights)} rows of {columns} panels are too many for one picture; choose fewer --layers '
-                        'or --panels, a smaller --max-images, or no --heads')
     page = figure(((_WIDTH + _BAR) * columns, sum(heights) + 0.2 + 0.2 * title.count('\n')))
     axes = page.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     page.suptitle(text(title), fontsize=9)
@@ -76,24 +67,8 @@ def _draw_picture(page: Any, axes: Any, picture: Picture) -> None:
             axes[n, 1].set_ylabel(text(row.label), fontsize=7.5)
 
 
-def write(path: Path, pictures: Sequence[Picture], title: str, dpi: int) -> None:
-    """Write all pictures into one image file."""
-    page = draw(pictures, title)
-    if path.suffix.lower() not in _VECTOR_FORMATS:
-        _check_pixels(page, dpi)
-    save(page, path, dpi)
-
-
 def png(picture: Picture, dpi: int) -> bytes:
     """Return a picture as the bytes of a PNG file."""
     page, buffer = draw([picture], ''), io.BytesIO()
-    _check_pixels(page, dpi)
     page.savefig(buffer, format='png', dpi=dpi)
     return buffer.getvalue()
-
-
-def _check_pixels(page: Any, dpi: int) -> None:
-    width, height = (int(length * dpi) for length in page.get_size_inches())
-    if max(width, height) > _MOST_SIDE or width * height > _MOST_PIXELS:
-        raise UserError(f'{height:,} x {width:,} pixels are too many for one picture; choose a smaller --dpi, fewer '
-                        '--layers or --panels, or a smaller --max-images')

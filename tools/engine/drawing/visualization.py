@@ -7,16 +7,16 @@ import torch
 
 from ....backbones.influence import model_mixers, observed_mixers, pixel_of, token_of
 from ....backbones.saliency import NoFeatureMap, class_activation, effective_receptive_field
+from ...common.canvas import save
 from ...common.cli import UserError, nearest, one_line, shown
 from ...common.paths import writable_folder
-from .figures import Picture, Row, write
+from .figures import Picture, Row, draw
 from .layer_panels import KINDS, Function, Kind
 from .panels import Panel, of_head
 from .pictures import unnormalized
 from .subjects import Subject
 from .webpage import Viewer, write_page
 
-SUFFIXES = ('.png', '.jpg', '.jpeg', '.pdf', '.svg', '.html')
 MODEL_PANELS = ('receptive-field', 'activation')
 # Rows and columns of the pixels that a page lets choose.
 _POSITIONS = 9
@@ -82,19 +82,8 @@ class _Plan:
         self.layers = {layer: mixer for layer, mixer in layers.items()
                        if (not wish.layers or any(text in layer for text in wish.layers))
                        and any(panel in self.kinds[layer].panels for panel in self.panels)}
-        shown_panels = f"the panels {', '.join(self.panels)}"
-        if wish.layers and not self.layers:
-            raise UserError(f'--layers has no effect on {shown_panels}: they show the whole model')
         moving = {'receptive-field', *(panel for layer in self.layers for panel in self.kinds[layer].moving)}
         self.pixel = (wish.at or (0.5, 0.5)) if moving & set(self.panels) else None
-        if wish.at and not self.pixel:
-            raise UserError(f'--at has no effect on {shown_panels}: they show all pixels')
-        if wish.target is not None and 'activation' not in self.panels:
-            raise UserError('--target is for --panels activation')
-        try:
-            pixel_of(wish.at or (0.5, 0.5), (1, 1))
-        except ValueError as error:
-            raise UserError(f'--{error}') from error         # the sentence starts with the argument's name, 'at'
         self.target = None if wish.target is None else _class_number(wish.target, subject.classes)
 
     def draw_image(self, file: Path, inputs: Any) -> _Drawn:
@@ -240,8 +229,6 @@ def visualize(out: Path, subject: Subject, images: Sequence[Tuple[Path, Any]], w
     notes += _left_out(plan, panels, drawn)
     drawn = [one for one in drawn if one.picture.rows]
     several = any(one.heads > 1 for one in drawn)
-    if wish.heads and not several:
-        raise UserError(f"--heads has no effect on the panels {', '.join(panels)}: they have one head")
     writable_folder(str(out.parent))
     pictures, viewers = [one.picture for one in drawn], [viewer for one in drawn for viewer in one.viewers]
     title = subject.title
@@ -250,7 +237,7 @@ def visualize(out: Path, subject: Subject, images: Sequence[Tuple[Path, Any]], w
     if plan.page:
         write_page(out, pictures, viewers, title, wish.dpi)
     else:
-        write(out, pictures, title, wish.dpi)
+        save(draw(pictures, title), out, wish.dpi)
     for note in notes:
         print(note, file=sys.stderr)
     return len(drawn), max(one.layers for one in drawn), panels
@@ -274,10 +261,3 @@ def _left_out(plan: _Plan, panels: List[str], drawn: List[_Drawn]) -> List[str]:
              for (panel, why), layers in left_out.items()]
     return notes + [f'left out: {shown(one.picture.name)}, which has none of the panels' for one in drawn
                     if not one.picture.rows]
-
-
-def check_suffix(out: Path) -> Path:
-    """Return the path of the output file, whose ending must be that of a format that can be written."""
-    if out.suffix.lower() not in SUFFIXES:
-        raise UserError(f"--out must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {shown(out)}")
-    return out

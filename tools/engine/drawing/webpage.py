@@ -74,21 +74,13 @@ for (const root of document.querySelectorAll('.viewer')) {
 
 
 class Viewer(NamedTuple):
-    """Maps of one layer that follow a pixel.
-
-    Attributes:
-        layer: label of the layer.
-        image: pixels of the image, (H, W, 3) from 0 to 1.
-        rows, columns: rows and columns of the tokens that can be chosen.
-        start: numbers of the row and column that are shown first.
-        frames: for each of these tokens, row by row, its panels.
-    """
-    layer: str
-    image: Any
-    rows: List[int]
-    columns: List[int]
-    start: Tuple[int, int]
-    frames: List[List[Panel]]
+    """Maps of one layer that follow a pixel."""
+    layer: str                   # label of the layer
+    image: Any                   # pixels of the image, (H, W, 3) from 0 to 1
+    rows: List[int]              # rows of the tokens that can be chosen
+    columns: List[int]           # columns of these tokens
+    start: Tuple[int, int]       # numbers of the row and column that are shown first
+    frames: List[List[Panel]]    # for each of these tokens, row by row, its panels
 
 
 def _text(data: bytes) -> str:

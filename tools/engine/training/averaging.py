@@ -28,10 +28,6 @@ class ModelEMAHook(EMAHook):
     """
 
     def __init__(self, decay: float = 0.9999, base_batch_size: Optional[int] = None):
-        if not 0 < decay < 1:
-            raise ValueError(f'decay must be between 0 and 1, got {decay}')
-        if base_batch_size is not None and base_batch_size < 1:
-            raise ValueError(f'base_batch_size must be at least 1 or None, got {base_batch_size}')
         super().__init__(strict_load=True, update_buffers=True, momentum=1 - decay)
         self.decay, self.base_batch_size = decay, base_batch_size
 

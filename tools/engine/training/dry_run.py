@@ -24,11 +24,7 @@ _SIMULATED = 3_000
 
 
 def dry_run(config: Any, processes: int) -> Dict[str, Any]:
-    """Build data, model and optimizer of a classification config, and describe the training.
-
-    Args:
-        config: MMEngine Config of a classifier.
-        processes: Number of processes to describe.
+    """Build data, model and optimizer of a classification config, and describe the training by several processes.
 
     Returns:
         dict(model, data, batch, learning_rate, steps_per_epoch, epochs, steps, schedule, parameters), where
@@ -81,8 +77,7 @@ def schedule(schedulers: Any, lr: float, length: int, steps: int, by_epoch: bool
     Args:
         schedulers: The config's param_scheduler.
         lr: Learning rate of the optimizer.
-        length: Number of steps of an epoch.
-        steps: Number of steps of the training.
+        length, steps: Number of steps of an epoch, and of the training.
         by_epoch: Whether the training counts epochs.
 
     Returns:

@@ -18,12 +18,7 @@ class ResumableTrainLoop(EpochBasedTrainLoop):
         self.done, self.states = 0, []
 
     def continue_at(self, meta: Dict[str, Any], path: str) -> None:
-        """Continue where an interrupted run has stopped.
-
-        Args:
-            meta: `position` of the interrupted run; without its entries the loop starts at the beginning of an epoch.
-            path: The checkpoint, for messages.
-        """
+        """Continue at the `position` in the meta of a checkpoint; without one the loop starts an epoch."""
         if not meta.get('step'):
             return
         if meta['steps_per_epoch'] != len(self.dataloader):
@@ -55,10 +50,7 @@ class ResumableTrainLoop(EpochBasedTrainLoop):
 def position(epoch: int, step: int, steps_per_epoch: int) -> Dict[str, Any]:
     """Return the entries of a checkpoint's meta from which `ResumableTrainLoop` continues; all processes call it.
 
-    Args:
-        epoch: Number of complete epochs.
-        step: Number of steps after them.
-        steps_per_epoch: Steps of an epoch.
+    `epoch` is the number of complete epochs, `step` that of the steps after them.
     """
     return dict(epoch=epoch, iter=epoch * steps_per_epoch + step, step=step, steps_per_epoch=steps_per_epoch,
                 random_states=all_gather_object(random_state()))

@@ -17,7 +17,7 @@ from ....backbones.weights import WeightsError, read_checkpoint
 from ....backbones.weights.resolve import SCHEME, resolve
 from ...common import images
 from ...common.cli import UserError, quiet
-from ...common.paths import expanded, writable_folder
+from ...common.paths import writable_folder
 from ..checkpoints.interruptions import InterruptionHook
 from ..checkpoints.runner_checkpoints import EARLIER, latest_checkpoint
 from ..config import is_classifier
@@ -44,7 +44,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
     Raises:
         Interrupted: A signal stopped the training.
     """
-    folder, start = expanded(work_dir), weights if weights and not is_classifier(config) else None
+    folder, start = Path(work_dir).expanduser(), weights if weights and not is_classifier(config) else None
     if start:
         config.load_from = None
         without_pretrained(config.model)
@@ -78,13 +78,7 @@ def run_training(config, work_dir: str, log_level: str = 'ERROR', weights: Optio
 
 
 def resume_command(argv: Sequence[str], args: Namespace, work_dir: str) -> str:
-    """Return the command that resumes a training run from its last checkpoint.
-
-    Args:
-        argv: The words after `subquad train`.
-        args: The same as its parser returns them.
-        work_dir: Folder of the run.
-    """
+    """Return the command that resumes a run in a folder: `argv` are the words after `subquad train`, `args` parsed."""
     here, machines = (os.environ.get(name) for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE'))
     launcher = ['subquad']
     if here and 'TORCHELASTIC_RUN_ID' in os.environ:
@@ -98,11 +92,8 @@ def resume_command(argv: Sequence[str], args: Namespace, work_dir: str) -> str:
 def _resume_hint(folder: Path, command: str, started: bool, resumed: str) -> str:
     """Say how to continue after training has stopped.
 
-    Args:
-        folder: Folder of the run.
-        command: Command that resumes the run.
-        started: Whether the run has taken a step; otherwise checkpoints in the folder are not its own.
-        resumed: The checkpoint from which the run continues.
+    Checkpoints in the folder are the run's own if it has taken a step (`started`). `resumed` is the checkpoint from
+    which it continues.
     """
     path = latest_checkpoint(folder) if started else None
     if path is None and resumed:
@@ -157,13 +148,7 @@ def _lock_file(path: Path) -> Any:
 
 
 def _explained(error: BaseException, folder: Path, hint: str) -> Optional[str]:
-    """Return a sentence that says more than the message of an error of training, or None.
-
-    Args:
-        error: Error of the run.
-        folder: Folder of the run.
-        hint: How to resume, after a semicolon; '' for a run that has not started.
-    """
+    """Return a sentence that says more than the message of an error of training, or None."""
     outside = re.search(r'Target (\d+) is out of bounds', str(error))
     if outside:
         return f'a label map has label {outside[1]}, but the data set has fewer classes'
@@ -183,9 +168,6 @@ def _vet_pretrained(value: Any) -> None:
     """Refuse files of init_cfg that could run code: MMEngine reads a pickle without protection if the safe way fails.
 
     Published weights are downloaded, so that a failure comes before anything is written.
-
-    Args:
-        value: The entries of a config, or a part of them.
     """
     if isinstance(value, dict):
         path = value.get('checkpoint') if value.get('type') == 'Pretrained' else None

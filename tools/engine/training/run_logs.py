@@ -6,7 +6,6 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 
 from ...common.canvas import figure, save
 from ...common.cli import UserError, nearest, shown
-from ...common.paths import expanded
 
 # Entries of a line that say where it belongs or how long it took; all others are curves.
 _PLACES = ('step', 'iter', 'epoch', 'time', 'data_time', 'base_lr', 'memory', 'eta')
@@ -39,7 +38,7 @@ Curves = Dict[str, Curve]       # the curves of a run, by the name of the scalar
 
 def read_runs(folders: Sequence[str]) -> Dict[str, Curves]:
     """Read the runs of work folders, by the name of the folder, or by its path if several have the same name."""
-    names = [expanded(folder).resolve().name for folder in folders]
+    names = [Path(folder).expanduser().resolve().name for folder in folders]
     return {name if names.count(name) == 1 else folder.rstrip('/'): read_run(folder)
             for name, folder in zip(names, folders)}
 
@@ -51,7 +50,7 @@ def read_run(folder: str) -> Curves:
     repeats the steps after it, and a run without --resume all. If an epoch has another number of steps than before, the
     earlier steps are scaled to it.
     """
-    path = expanded(folder)
+    path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f'no folder at {shown(path)}')
     files = sorted(path.glob('*/vis_data/scalars.json'))

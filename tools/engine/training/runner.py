@@ -1,9 +1,8 @@
 """Build the Runner of a config: one for classifiers, sequences, detectors and segmenters."""
-import contextlib
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -168,14 +167,9 @@ class ResumableRunner(Runner):
 
     def train(self) -> nn.Module:
         try:
-            with _batches_explained('val_dataloader'):
-                return super().train()
+            return super().train()
         finally:
             close_log(self)
-
-    def test(self) -> Dict[str, float]:
-        with _batches_explained('test_dataloader'):
-            return super().test()
 
     def _maybe_compile(self, target: str) -> None:
         """Compile the network of a classifier in place, so that the names of its weights stay the same.
@@ -299,17 +293,6 @@ class ResumableRunner(Runner):
         after = max(group['lr'] for group in groups)
         say('the schedule or options of the optimizer differ from those of the checkpoint: those of the config apply '
             f'from step {self.iter} on; the learning rate is now {after:.4g} and was {before:.4g}')
-
-
-@contextlib.contextmanager
-def _batches_explained(loader: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        if 'image size in a batch' not in str(error):
-            raise
-        raise UserError('a batch holds images of several sizes, which MMSegmentation tests one at a time: use '
-                        f'--cfg-options {loader}.batch_size=1') from error
 
 
 def _without(states: Sequence[Dict[str, Any]], keys: Collection[str]) -> List[Dict[str, Any]]:

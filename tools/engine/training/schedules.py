@@ -59,8 +59,6 @@ class InverseSqrtLR(LRSchedulerMixin, _ParamScheduler):
     """
 
     def __init__(self, optimizer, *args, begin: int, end: int = INF, **kwargs):
-        if begin < 1:
-            raise ValueError(f'begin must be at least 1, got {begin}')
         super().__init__(optimizer, *args, begin=begin, end=max(end, begin + 1), **kwargs)
 
     def _get_value(self) -> List[float]:

@@ -14,7 +14,6 @@ from ....backbones.weights.registry import of_arch
 from ....backbones.weights.resolve import published, resolve
 from ...common.cli import UserError, quiet
 from ...common.output import dumps
-from ...common.paths import expanded
 from ..classification.weight_files import config_metadata, published_transform, sketch
 from ..config import is_classifier, load
 from ..zoo import create, our_models
@@ -40,9 +39,10 @@ class Target(NamedTuple):
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert_command`."""
     parser.add_argument('file', metavar='NAME_OR_FILE', help='the name of published weights, or a weight file')
-    parser.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
-    parser.add_argument('--config', metavar='CONFIG', help='config of the detector or segmenter (subquad configs lists '
-                        'them)')
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
+    network.add_argument('--config', metavar='CONFIG',
+                         help='config of the detector or segmenter (subquad configs lists them)')
     parser.add_argument('--out', metavar='FILE', help='the new file (default: named after the model, in the current '
                         'folder)')
     parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
@@ -57,15 +57,13 @@ def convert_command(args: argparse.Namespace) -> int:
     The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
     is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
     """
-    if args.model and args.config:
-        raise UserError('give --model for a classifier or --config for a detector or segmenter, not both')
     name = shorten_path(args.file)
     try:
         entry = published(args.file)
         source = resolve(args.file)
         content = read_file(source, args.choice)
         target = _target(content, name, args.model, args.config, entry)
-        out = expanded(args.out) if args.out else Path(
+        out = Path(args.out).expanduser() if args.out else Path(
             Path(target.name).stem + ('' if args.to == 'subquad' else f'_{args.to}') + FORMATS[args.to][1])
         if not out.parent.is_dir():
             raise UserError(f'there is no folder {out.parent}; create it, or give another file with --out')

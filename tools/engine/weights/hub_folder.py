@@ -15,7 +15,7 @@ from ....backbones.weights import WeightsError, read_metadata, save_weights, sho
 from ....backbones.weights.resolve import published
 from ...common.cli import UserError, one_line
 from ...common.output import dumps
-from ...common.paths import expanded, replaced_folder
+from ...common.paths import replaced_folder
 from ..classification.weight_files import Classifier, assumed_transform, read_classifier
 
 WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = 'model.safetensors', 'config.json', 'README.md'
@@ -54,12 +54,10 @@ def push_command(args: argparse.Namespace) -> None:
     """
     if args.repo:
         _check_repo(args.repo)
-    elif args.private:
-        raise UserError('--private needs --repo OWNER/NAME')
     entry = published(args.weights)
     read = _read(args.weights, args.model)
     name = args.repo.partition('/')[2] if args.repo else entry.name if entry else read.name
-    folder = expanded(args.out) if args.out else Path('hub') / name
+    folder = Path(args.out).expanduser() if args.out else Path('hub') / name
     license = args.license or (entry.license if entry else 'unknown')
     if not re.fullmatch(r'[a-z0-9][a-z0-9.+-]*', license):
         raise UserError(f'--license must be an identifier of the Hub such as apache-2.0, mit or other, got {license!r}')
@@ -156,8 +154,7 @@ def model_card(read: Classifier, config: Dict[str, Any], license: str, address: 
     """Fill model_cards/template/pushed_model.md.
 
     Args:
-        read: The classifier.
-        config: See `timm_config`.
+        read, config: The classifier, and its `timm_config`.
         license: The license of the weights: an identifier of the Hub, or a name that ends in '-license'.
         address: Address from which the example loads the model, 'hf-hub:OWNER/NAME' or 'local-dir:FOLDER'.
         source: Where the weights are from.

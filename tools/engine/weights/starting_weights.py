@@ -53,9 +53,6 @@ def adopt_options(config: Any, path: str) -> None:
                 say(f'{path} is for images with {values(other, 0)}; this training has {values(other, 1)}')
     if not isinstance(metadata.get('model'), str):
         return
-    if metadata['model'] != config.model.name:
-        raise UserError(f"{path} was trained as {metadata['model']}, but the config builds {config.model.name} "
-                        '(--model NAME changes it)')
     for key, value in network_options(metadata, path, config.model).items():
         if key in _TRAINING_OPTIONS:
             continue
@@ -67,8 +64,9 @@ def adopt_options(config: Any, path: str) -> None:
 
 def network_options(metadata: Dict[str, Any], path: str, model: Dict[str, Any]) -> Dict[str, Any]:
     """Return the network's options in a file's metadata, checked for types and bounds unless the config has them."""
-    if not isinstance(metadata.get('model'), str):
-        raise UserError(f'{path} holds metadata without the name of a model')
+    if metadata.get('model') != model['name']:
+        raise UserError(f"{path} was trained as {metadata.get('model')}, but the config builds {model['name']} "
+                        '(--model NAME changes it)')
     options = metadata.get('options') or {}
     same = {key: value for key, value in options.items() if key in model and model[key] == value}
     with weight_errors():
@@ -87,10 +85,7 @@ def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> 
     if why:
         weights = {**{key: value for key, value in weights.items() if key not in head},
                    **{key: own[key] for key in head}}
-    problems = differences(own, weights)
-    if problems:
-        kind = getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__
-        raise UserError(f"{path} is not a checkpoint of this {kind}: {'; '.join(problems)}")
+    _compare(own, weights, path, getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__)
     net.load_state_dict(weights)
     if content.choice:
         say(f'{path}: {content.choice}')
@@ -102,9 +97,14 @@ def refuse_other_state(net: nn.Module, path: str) -> None:
     """Refuse to resume from a checkpoint of another network, of which MMEngine would load the matching weights."""
     weights = _checkpoint(path, allow_nonfinite=True).weights
     weights = {key.removeprefix('net.'): value for key, value in weights.items() if key.startswith('net.')} or weights
-    problems = differences(net.state_dict(), weights)
+    _compare(net.state_dict(), weights, path, type(net).__name__)
+
+
+def _compare(own: Dict[str, Tensor], weights: Dict[str, Tensor], path: str, kind: str) -> None:
+    """Refuse weights whose keys or shapes differ from a model's own."""
+    problems = differences(own, weights)
     if problems:
-        raise UserError(f"{path} is not a checkpoint of this {type(net).__name__}: {'; '.join(problems)}")
+        raise UserError(f"{path} is not a checkpoint of this {kind}: {'; '.join(problems)}")
 
 
 def _other_classes(weights: Dict[str, Tensor], own: Dict[str, Tensor], head: List[str], theirs: Sequence[str],
@@ -174,10 +174,8 @@ class StartHook(Hook):
                    and weights[key].shape != own[key].shape and weights[key].shape[1:] == own[key].shape[1:]]
         absent = [key for key in own if key.startswith('auxiliary_head.')]
         absent = absent if not any(key in weights for key in absent) else []
-        problems = differences(own, {**weights, **{key: own[key] for key in (*resized, *absent)}})
-        if problems:
-            raise UserError(f"{self.path} is not a checkpoint of this {type(model).__name__} on "
-                            f"{type(model.backbone).__name__}: {'; '.join(problems)}")
+        _compare(own, {**weights, **{key: own[key] for key in (*resized, *absent)}}, self.path,
+                 f'{type(model).__name__} on {type(model.backbone).__name__}')
         self.what, self.weights = 'the whole model', {k: v for k, v in weights.items() if k not in resized}
         if resized:
             say(f'{self.path} has other numbers of classes: {len(resized)} tensors of the heads start with random '
@@ -193,10 +191,8 @@ class StartHook(Hook):
         weights = {key: value for key, value in weights.items() if key not in spare}
         norms = [key for key in own if key.startswith('output_norms.')]
         norms = norms if not any(key in weights for key in norms) else []
-        problems = differences(own, {**weights, **{key: own[key] for key in norms}})
-        if problems:
-            raise UserError(f"{self.path} is not a checkpoint of this {type(backbone).__name__} backbone: "
-                            f"{'; '.join(problems)}")
+        _compare(own, {**weights, **{key: own[key] for key in norms}}, self.path,
+                 f'{type(backbone).__name__} backbone')
         self.what, self.weights = 'the backbone', {f'backbone.{key}': value for key, value in weights.items()}
         text = f'{self.path} is a classifier: the backbone starts from it, neck and heads with random weights'
         more = [f"its classifier ({some(spare)}) is not used"] if spare else []
