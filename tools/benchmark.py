@@ -17,9 +17,8 @@ from .bench import operators as ops
 from .bench.comparisons import compare_models, compare_operator
 from .bench.measure import measured
 from .bench.metrics import prepare, table
-from .common.cli import UserError
+from .common.cli import UserError, parse_size
 from .common.output import print_table
-from .common.sizes import parse_size
 from .engine.records import append
 
 _EXAMPLES = """examples:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional, Tuple
 
 from ..backbones.weights.registry import SCHEME, WEIGHTS
-from .common.cli import UserError, quiet
+from .common.cli import UserError, parse_size, quiet
 from .common.output import dumps
 from .common.paths import writable_folder
-from .common.sizes import parse_size
 from .engine.config import load
 from .engine.counting.counting_configs import is_config
 from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS, Options, chosen_formats
@@ -35,7 +34,7 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         try:
             print(f'exporting to {name}', file=sys.stderr, flush=True)
             subject = find(name)
-            if args.calibrate:
+            if args.precision == 'int8':
                 options = options._replace(calibration=subject.calibration(args.calibrate, args.calibrate_images))
             parts = [Path(subject.name).stem, *(['features'] if args.features else []),
                      *([args.precision] if args.precision != 'fp32' else [])]
@@ -94,10 +93,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--repeats must be at least 0, got {args.repeats}')
     if args.calibrate_images < 1:
         raise UserError(f'--calibrate-images must be at least 1, got {args.calibrate_images}')
-    if (args.precision == 'int8') != bool(args.calibrate):
-        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER'
-                        if args.precision == 'int8' else
-                        f'--calibrate is for --precision int8, not for {args.precision}')
+    if args.precision == 'int8' and not args.calibrate:
+        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER')
 
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:

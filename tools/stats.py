@@ -12,9 +12,8 @@ import argparse
 import ast
 from typing import Any, Dict, List, Optional
 
-from .common.cli import UserError
+from .common.cli import UserError, parse_size
 from .common.output import dumps, print_rows
-from .common.sizes import parse_size
 
 
 def _options(pairs: List[str]) -> Dict[str, Any]:

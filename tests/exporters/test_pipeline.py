@@ -134,7 +134,6 @@ def test_inputs_of_the_comparison(subject, dynamic, shapes):
 
 @pytest.mark.parametrize('arguments, message', [
     ('test_ppma --format onnx --precision int8', 'needs images'),
-    ('test_ppma --format onnx --calibrate photos', '--precision int8, not for fp32'),
     ('test_ppma --format onnx --tolerance nan', 'above 0 and finite'),
     ('test_ppma --format onnx --size 31', 'sides from 32'),
     ('test_ppma --format onnx --repeats -1', 'at least 0'),

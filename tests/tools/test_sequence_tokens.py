@@ -104,7 +104,6 @@ def test_recall_files(tmp_path, capsys):
     (tmp_path / 'r' / 'notes.txt').write_text('mine')
     user_error(lambda: write('--force'), 'holds other files')
     user_error(lambda: write('--length', '8', folder='s'), 'length must be an integer of at least 16 for pairs=4')
-    user_error(lambda: write('--size', '64', folder='s'), '--size is for shapes, not for mqar')
     assert not (tmp_path / 's').exists()
 
 

@@ -180,7 +180,6 @@ def test_an_interruption_leaves_what_was_there(small, monkeypatch, error, raised
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['shape'], 'shape.*did you mean shapes'), (['coco'], 'coco.*allowed: shapes'),
     (['shapes', '--train', '0'], '--train must be from 1'), (['shapes', '--val', '-3'], '--val must be from 1'),
     (['shapes', '--train', '100001'], '--train.*100000'), (['shapes', '--seed', '-1'], '--seed must be at least 0'),
     *((['shapes', '--size', size], '--size must be') for size in ('0', '47', '64x', '64x64x3', '2048', '64x20', 'no'))])

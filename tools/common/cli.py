@@ -3,19 +3,20 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import sysconfig
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Callable, Iterator, List, NoReturn, Optional
+from typing import Callable, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 from subquad_cli import TOOLS, leave, main, nearest
 
 from ...backbones.weights import NonFiniteError, WeightsError
 
 __all__ = ['TOOLS', 'UserError', 'add_weight_choice', 'install', 'leave', 'main', 'nearest', 'need', 'one_line',
-           'place', 'quiet', 'run', 'shown', 'weight_errors']
+           'parse_size', 'place', 'quiet', 'run', 'shown', 'weight_errors']
 
 _LONGEST = 500                  # characters of a name in a sentence
 # Module -> the extra of setup.py that installs it.
@@ -122,6 +123,20 @@ def shown(name: object, longest: int = _LONGEST) -> str:
         text = repr(str(name))[1:-1]
     text = ''.join(letter if letter.isprintable() else letter.encode('unicode_escape').decode() for letter in text)
     return text if len(text) <= longest else f'{text[:longest // 2]}...{text[-(longest // 4):]}'
+
+
+def parse_size(text: str, names: Sequence[str] = (), smallest: int = 1, largest: int = 100_000) -> Tuple[int, int]:
+    """Convert '256' or '96x128' (height x width) to (height, width), with sides from `smallest` to `largest`.
+
+    `names` are other values that --size takes, for the message.
+    """
+    match = re.fullmatch(r'(\d{1,9})(?:x(\d{1,9}))?', text.lower(), re.ASCII)
+    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not all(smallest <= side <= largest for side in (height, width)):
+        allowed = ', '.join([*names, 'one number'])
+        raise UserError(f'--size must be {allowed} or HEIGHTxWIDTH, with sides from {smallest} to {largest:,}, '
+                        f'got {text!r}')
+    return height, width
 
 
 def run(main: Callable[[Optional[List[str]]], Optional[int]], argv: Optional[List[str]] = None) -> NoReturn:
