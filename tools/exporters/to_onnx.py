@@ -14,7 +14,6 @@ from . import onnx_graph
 from .formats import Conversion, Options
 from .graph import export_program, silence
 from .onnx_precision import halve, quantize
-from .postprocessing import append_nms
 from .subject import Subject
 
 INPUT = 'image'                         # name of the input
@@ -32,7 +31,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
             model = quantize(model, [{INPUT: image.numpy()} for image in options.calibration])
     settings = subject.metadata.get('postprocessing') or {}
     if settings.get('type') == 'nms' and settings['in_graph']:
-        model = append_nms(model, settings)
+        model = onnx_graph.append_nms(model, settings)
     onnx_graph.check_graph(model)
     onnx.checker.check_model(model, full_check=True)
     model.producer_name, model.producer_version = METADATA, subject.metadata.get(METADATA, '')

@@ -8,9 +8,6 @@ from torchvision import transforms
 
 from ...common.cli import UserError
 
-# Views of an image for each mode of test-time augmentation.
-VIEWS = {'flip': 2, 'five-crop': 5, 'ten-crop': 10}
-
 
 def _with_mirror_image(view: Tensor) -> Tensor:
     """Return an image (C, H, W) and its mirror image: (2, C, H, W)."""
