@@ -188,7 +188,7 @@ def test_wrong_configs_write_nothing(tmp_path):
     assert [p.name for p in work.iterdir()] == ['notes.txt']
     command_error(train.main, ['test-ppma_digits', '--cfg-options', 'nonsense.deep=3'], "'nonsense' is no entry")
     command_error(train.main, ['test-ppma_digits', '--seed', '-1'], '--seed must be')
-    command_error(train.main, ['~nobody_here/x.py'], 'nobody_here')
+    command_error(train.main, ['~nobody_here/x.py'], 'Could not determine home directory', kind=RuntimeError)
     (tmp_path / 'empty.py').write_text('a = 1\n')
     command_error(train.main, [tmp_path / 'empty.py'], "no 'model' in it")
 
