@@ -32,8 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     mqar = datasets.add_parser('mqar', help='sequences of multi-query associative recall')
     mqar.add_argument('--vocab-size', type=int, default=8192, metavar='N',
                       help='size of the vocabulary (default: 8192)')
-    mqar.add_argument('--length', type=int, default=64, metavar='N', help='tokens of a sequence (default: 64)')
-    mqar.add_argument('--pairs', type=int, default=4, metavar='N', help='pairs of key and value (default: 4)')
+    mqar.add_argument('--length', type=int, default=64, metavar='N',
+                      help='tokens of a sequence (default: 64)')
+    mqar.add_argument('--pairs', type=int, default=4, metavar='N',
+                      help='pairs of key and value (default: 4)')
     for dataset, items, train, val, write in ((shapes, 'images', 1000, 200, _shapes),
                                               (mqar, 'sequences', 100_000, 3000, _mqar)):
         dataset.set_defaults(write=write)
@@ -42,8 +44,10 @@ def _parser() -> argparse.ArgumentParser:
                              help=f'number of training {items} (default: {train})')
         dataset.add_argument('--val', type=int, default=val, metavar='N',
                              help=f'number of validation {items} (default: {val})')
-        dataset.add_argument('--seed', type=int, default=0, help='seed of the generator (default: 0)')
-        dataset.add_argument('--force', action='store_true', help='replace a dataset that this command wrote')
+        dataset.add_argument('--seed', type=int, default=0,
+                             help='seed of the generator (default: 0)')
+        dataset.add_argument('--force', action='store_true',
+                             help='replace a dataset that this command wrote')
     return parser
 
 
@@ -58,7 +62,8 @@ def _shapes(args: argparse.Namespace, folder: Path) -> Optional[str]:
 
 def _mqar(args: argparse.Namespace, folder: Path) -> Optional[str]:
     from .data.recall import write_recall
-    options = {name: getattr(args, name) for name in ('train', 'val', 'seed', 'vocab_size', 'length', 'pairs')}
+    options = {name: getattr(args, name)
+               for name in ('train', 'val', 'seed', 'vocab_size', 'length', 'pairs')}
     if write_recall(folder, options, args.force):
         return f'{args.train} training sequences, {args.val} validation sequences'
     return None

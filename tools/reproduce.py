@@ -32,15 +32,16 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     from .data import registry  # noqa: F401  (registers the data sets)
     from .engine.classification.published_protocol import reproduce
-    found = reproduce(args.name, args.data, args.partial, args.batch_size, args.workers, args.tolerance, args.weights,
-                      args.choice)
+    found = reproduce(args.name, args.data, args.partial, args.batch_size, args.workers,
+                      args.tolerance, args.weights, args.choice)
     if is_main_process() and args.json:
         print(dumps(found, indent=2))
     elif is_main_process():
         print(f"{found['name']}: {found['images']:,} images of {found['classes']:,} classes\n{found['protocol']}")
         print_rows(['metric', 'reported', 'measured', 'difference', f'within {args.tolerance:g}'], (
-            (name, f"{row['reported']:.2f} %", f"{row['measured']:.2f} %", f"{row['difference']:+.2f}",
-             'yes' if row['passed'] else 'no') for name, row in found['metrics'].items()))
+            (name, f"{row['reported']:.2f} %", f"{row['measured']:.2f} %",
+             f"{row['difference']:+.2f}", 'yes' if row['passed'] else 'no')
+            for name, row in found['metrics'].items()))
         if not found['whole']:
             print('measured on these images only (--partial): the authors report figures of the whole validation set')
     return 0 if found['passed'] else 1

@@ -125,7 +125,8 @@ def shown(name: object, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else f'{text[:longest // 2]}...{text[-(longest // 4):]}'
 
 
-def parse_size(text: str, names: Sequence[str] = (), smallest: int = 1, largest: int = 100_000) -> Tuple[int, int]:
+def parse_size(text: str, names: Sequence[str] = (), smallest: int = 1,
+               largest: int = 100_000) -> Tuple[int, int]:
     """Convert '256' or '96x128' (height x width) to (height, width), with sides from `smallest` to `largest`.
 
     `names` are other values that --size takes, for the message.

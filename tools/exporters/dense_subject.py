@@ -48,8 +48,8 @@ def dense_subject(
         config: As `subquad.tools.engine.config.load` returns it.
         checkpoint: File of weights, or the name of published ones; None for random weights.
         size: Height and width of the network's input; None for those of `input_size`.
-        nms: State in the metadata that the file selects the detections; see `onnx_graph.append_nms`. The subject is
-            the same.
+        nms: State in the metadata that the file selects the detections; see
+            `onnx_graph.append_nms`. The subject is the same.
         labels: Let a segmenter return labels, too.
         features: Export the maps of backbone and neck instead of detections or labels.
         allow_nonfinite: Accept weights that hold NaN or infinities.

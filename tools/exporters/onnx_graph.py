@@ -208,15 +208,17 @@ def append_nms(model: ModelProto, settings: Dict[str, Any]) -> ModelProto:
     """Append the selection of detections to an ONNX model with the outputs boxes and scores.
 
     Args:
-        model: Model with one input image (1, C, H, W) and the float32 outputs boxes (1, N, 4) and scores
-            (1, N, classes), with opset 13 or later. It is not changed.
-        settings: The `postprocessing` of the metadata. For each class, the `candidates_per_class` best boxes remain
-            whose scores are above `score_threshold`. Of two boxes of a class whose intersection over union is above
-            `iou_threshold`, the worse is left out. The `max_detections` best boxes of all classes are returned.
+        model: Model with one input image (1, C, H, W) and the float32 outputs boxes (1, N, 4) and
+            scores (1, N, classes), with opset 13 or later. It is not changed.
+        settings: The `postprocessing` of the metadata. For each class, the `candidates_per_class`
+            best boxes remain whose scores are above `score_threshold`. Of two boxes of a class
+            whose intersection over union is above `iou_threshold`, the worse is left out. The
+            `max_detections` best boxes of all classes are returned.
 
     Returns:
-        A model with the outputs boxes (n, 4), clipped to the image, scores (n,), and labels (n,), int64, in descending
-        order of scores, and the inputs of the selection as raw_boxes and raw_scores.
+        A model with the outputs boxes (n, 4), clipped to the image, scores (n,), and labels (n,),
+        int64, in descending order of scores, and the inputs of the selection as raw_boxes and
+        raw_scores.
     """
     opset = next(entry.version for entry in model.opset_import if entry.domain in ('', 'ai.onnx'))
     result = ModelProto()
@@ -226,9 +228,10 @@ def append_nms(model: ModelProto, settings: Dict[str, Any]) -> ModelProto:
     height, width = _shape(graph.input[0])[-2:]
     anchors, classes = _shape(graph.output[1])[-2:]
     candidates = min(settings['candidates_per_class'], anchors)
-    text = _NMS.format(opset=opset, anchors=anchors, classes=classes, height=float(height), width=float(width),
-                       score_threshold=float(settings['score_threshold']), last=candidates - 1, candidates=candidates,
-                       iou_threshold=float(settings['iou_threshold']), most=settings['max_detections'])
+    text = _NMS.format(opset=opset, anchors=anchors, classes=classes, height=float(height),
+                       width=float(width), score_threshold=float(settings['score_threshold']),
+                       iou_threshold=float(settings['iou_threshold']), last=candidates - 1,
+                       candidates=candidates, most=settings['max_detections'])
     selection = onnx.compose.add_prefix(onnx.parser.parse_model(text), 'nms/', rename_inputs=False,
                                         rename_outputs=False).graph
     graph.node.extend(selection.node)

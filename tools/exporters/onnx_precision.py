@@ -38,8 +38,8 @@ def quantize(model: ModelProto, inputs: Sequence[Dict[str, np.ndarray]]) -> Mode
 
     Quantization stands in the graph as pairs of QuantizeLinear and DequantizeLinear (QDQ), which a runtime fuses with
     the operator between them. Convolutions, linear layers and SiLU are quantized. All else stays in float32: norms,
-    softmax, decays, products of activations, and the outputs. `inputs` are inputs by name, from which the ranges of the
-    activations are taken.
+    softmax, decays, products of activations, and the outputs. `inputs` are inputs by name, from
+    which the ranges of the activations are taken.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -50,7 +50,7 @@ def quantize(model: ModelProto, inputs: Sequence[Dict[str, np.ndarray]]) -> Mode
         quantize_static(
             str(prepared),
             str(result),
-            SimpleNamespace(get_next=lambda: next(readings, None)),        # what the calibrator asks for
+            SimpleNamespace(get_next=lambda: next(readings, None)),    # what the calibrator calls
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(INT8_OPERATORS),
             nodes_to_exclude=_kept_in_float(onnx.load(prepared)),

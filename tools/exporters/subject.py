@@ -322,8 +322,9 @@ def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor
 def fuse_norms(model: nn.Module) -> nn.Module:
     """Fuse every BatchNorm of a model in evaluation mode into the layer before it, in place, as runtimes would.
 
-    Modules of this package and of timm name a convolution or linear layer and its norm by one of `_PAIRS`. nn.Identity
-    replaces the norm, or the activation that timm's BatchNormAct2d includes. Outputs change by rounding only.
+    Modules of this package and of timm name a convolution or linear layer and its norm by one of
+    `_PAIRS`. nn.Identity replaces the norm, or the activation that timm's BatchNormAct2d includes.
+    Outputs change by rounding only.
     """
     for module in model.modules():
         for layer_name, norm_name in _PAIRS:

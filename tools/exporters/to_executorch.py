@@ -199,7 +199,8 @@ def delegation(before: int, after: Graph) -> Conversion:
     # getitem only names one of several outputs; the runtime does nothing for it.
     names = Counter(map(operator_name, _calls(after)))
     calls, _ = names.pop('executorch_call_delegate', 0), names.pop('getitem', 0)
-    return Conversion(dict(names.most_common()), calls, 1 - multiply_adds(after) / before if before else None)
+    return Conversion(dict(names.most_common()), calls,
+                      1 - multiply_adds(after) / before if before else None)
 
 
 def multiply_adds(graph: Graph) -> int:

@@ -23,8 +23,8 @@ _REPEATED = 2.          # seconds in which a launcher may pass on the signal tha
 def start_worker(worker_id: int, parent: int, init: Optional[Callable[[int], None]] = None) -> None:
     """Start a worker of a data loader that outlives a SIGTERM to the whole process group, as job schedulers send it.
 
-    The main process, `parent`, finishes its step, for which it can need the worker, and ends its workers itself. `init`
-    is the worker_init_fn of the data loader.
+    The main process, `parent`, finishes its step, for which it can need the worker, and ends its
+    workers itself. `init` is the worker_init_fn of the data loader.
     """
     if hasattr(signal, 'sigwaitinfo'):                             # which Linux has, and macOS has not
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})     # before init, which could start threads

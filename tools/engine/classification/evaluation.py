@@ -37,7 +37,8 @@ def evaluate(config, checkpoint: str, as_configured: bool = False, allow_nonfini
         as_configured: Refuse a checkpoint whose options differ from the config's.
         allow_nonfinite: Evaluate weights that hold NaN or infinities.
         choice: 'averaged' or 'raw' weights of a file that holds both; None for the averaged ones.
-        tta: A mode of `view_transform`: the probabilities of several views of each image are averaged.
+        tta: A mode of `view_transform`: the probabilities of several views of each image are
+            averaged.
         throughput: Measure throughput/model and throughput/loader, in images per second.
         report: Receives the predictions.
         given: Dotted keys of the config whose values the command gives; they override the settings of the file.

@@ -37,9 +37,10 @@ class ImagePreprocessor(BaseDataPreprocessor):
 class MixupPreprocessor(ImagePreprocessor):
     """Mixes the images and labels of training batches on the device; the labels become weights of classes.
 
-    `TimmClassifier` sets `mix.num_classes`, and its `label_smoothing` acts on the mixed labels. Labels of several
-    classes for each image, (B, num_classes), need its `bce`, with which labels are smoothed before they are mixed.
-    timm's Mixup, which does the mixing, draws from numpy's generator, which SeedHook seeds at each epoch.
+    `TimmClassifier` sets `mix.num_classes`, and its `label_smoothing` acts on the mixed labels.
+    Labels of several classes for each image, (B, num_classes), need its `bce`, with which labels
+    are smoothed before they are mixed. timm's Mixup, which does the mixing, draws from numpy's
+    generator, which SeedHook seeds at each epoch.
 
     Args:
         mixup_alpha: Parameter of mixup's beta distribution; 0 turns mixup off.

@@ -16,8 +16,9 @@ VALIDATION_IMAGES, CLASSES = 50_000, 1000           # of ImageNet-1k
 _ROUNDING = 1e-6
 
 
-def reproduce(name: str, data: Optional[str], partial: bool, batch_size: int, workers: int, tolerance: float,
-              checkpoint: Optional[str] = None, choice: Optional[str] = None) -> Dict[str, Any]:
+def reproduce(name: str, data: Optional[str], partial: bool, batch_size: int, workers: int,
+              tolerance: float, checkpoint: Optional[str] = None,
+              choice: Optional[str] = None) -> Dict[str, Any]:
     """Evaluate published weights by their authors' protocol, and compare each metric that they report.
 
     Args:
@@ -30,8 +31,9 @@ def reproduce(name: str, data: Optional[str], partial: bool, batch_size: int, wo
         choice: As in `evaluate`.
 
     Returns:
-        dict(name, protocol, images, classes, whole, passed, tolerance, metrics), where `metrics` has what `compare`
-        returns by the name of the metric, and `whole` is False for a part of the data.
+        dict(name, protocol, images, classes, whole, passed, tolerance, metrics), where `metrics`
+        has what `compare` returns by the name of the metric, and `whole` is False for a part of
+        the data.
     """
     with weight_errors():
         entry = find(name)

@@ -91,7 +91,8 @@ def count_config(name: str, height: Optional[int] = None, width: Optional[int] =
     row = dict(model=Path(name).stem, size=[height, width], options=overrides,
                parameters=sum(p.numel() for p in model.parameters()) - auxiliary,
                parameters_of_auxiliary_head=auxiliary, **counts,
-               reported_by_authors=reported_figures().get(Path(name).stem, {}) if own and not overrides else {})
+               reported_by_authors=(
+                   reported_figures().get(Path(name).stem, {}) if own and not overrides else {}))
     gmacs = row['reported_by_authors'].get('gmacs')
     if gmacs and usual:
         row['nearest_count'] = min(COUNTS, key=lambda count: abs(row[count] / 1e9 - gmacs))
@@ -153,17 +154,20 @@ def reported(row: Dict[str, Any]) -> str:
 def reported_figures() -> Dict[str, Dict[str, float]]:
     """Return what the authors report of a detector or segmenter, by the name of its config.
 
-    These are millions of parameters, GMACs, and AP of boxes and masks or single-scale mIoU in percent, as the files
-    metafile.yml of the configs hold them.
+    These are millions of parameters, GMACs, and AP of boxes and masks or single-scale mIoU in
+    percent, as the files metafile.yml of the configs hold them.
     """
     found = {}
     for task in ('detection', 'segmentation'):
         content = yaml.safe_load((configs_folder() / task / 'metafile.yml').read_text(encoding='utf-8'))
         for model in content['Models']:
             metadata = model.get('Metadata', {})
-            figures = {'parameters_M': metadata.get('Parameters (M)'), 'gmacs': metadata.get('FLOPs (G)')}
+            figures = {'parameters_M': metadata.get('Parameters (M)'),
+                       'gmacs': metadata.get('FLOPs (G)')}
             for result in model.get('Results', ()):
-                figures.update((name.replace(' ', '_'), value) for name, value in result['Metrics'].items()
+                figures.update((name.replace(' ', '_'), value)
+                               for name, value in result['Metrics'].items()
                                if name != 'mIoU(ms+flip)')
-            found[model['Name']] = {name: value for name, value in figures.items() if value is not None}
+            found[model['Name']] = {name: value
+                                    for name, value in figures.items() if value is not None}
     return found

@@ -103,8 +103,8 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
             left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
     """Draw the predictions for every file into the folder `out`, and return them.
 
-    `score` is the least score of an object; `left_out` receives the errors of files that cannot be read, which are
-    raised without it. The other arguments are those of `Predictor`.
+    `score` is the least score of an object; `left_out` receives the errors of files that cannot be
+    read, which are raised without it. The other arguments are those of `Predictor`.
 
     Returns:
         What `Predictor.describe` returns for each file, with the path of its picture.

@@ -24,8 +24,9 @@ def describe_batch(config: Any, processes: int) -> str:
 def scale_learning_rate(optimizer: Any, config: Any, processes: int) -> str:
     """Multiply the learning rates of an optimizer by batch / base_batch_size if `auto_scale_lr` enables it.
 
-    MMEngine's own scaling neither counts accumulated batches nor prints anything at its default log level. Returns a
-    sentence with the learning rate before and after, or '' if the config does not scale it.
+    MMEngine's own scaling neither counts accumulated batches nor prints anything at its default
+    log level. Returns a sentence with the learning rate before and after, or '' if the config does
+    not scale it.
     """
     scaling: Optional[Dict[str, Any]] = config.get('auto_scale_lr')
     if not scaling or not scaling.get('enable', False):

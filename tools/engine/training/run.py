@@ -92,8 +92,8 @@ def resume_command(argv: Sequence[str], args: Namespace, work_dir: str) -> str:
 def _resume_hint(folder: Path, command: str, started: bool, resumed: str) -> str:
     """Say how to continue after training has stopped.
 
-    Checkpoints in the folder are the run's own if it has taken a step (`started`). `resumed` is the checkpoint from
-    which it continues.
+    Checkpoints in the folder are the run's own if it has taken a step (`started`). `resumed` is
+    the checkpoint from which it continues.
     """
     path = latest_checkpoint(folder) if started else None
     if path is None and resumed:

@@ -65,8 +65,8 @@ def read_run(folder: str) -> Curves:
             start = {}                                        # of another Runner
         for unit, points in curves.values() if start else ():
             scale = start['steps_per_epoch'] / length if unit == 'iteration' and length else 1
-            points[:] = [Point(step * scale if scale != 1 else step, value) for step, value in points
-                         if step * scale <= start[unit]]
+            points[:] = [Point(step * scale if scale != 1 else step, value)
+                         for step, value in points if step * scale <= start[unit]]
         length = start.get('steps_per_epoch', length)
         for name, (unit, points) in _curves(file).items():
             known = curves.setdefault(name, Curve(unit, [])).points
@@ -118,8 +118,8 @@ def chosen(runs: Dict[str, Curves], names: Sequence[str]) -> List[str]:
 
 def rows(runs: Dict[str, Curves], names: Sequence[str]) -> List[Dict[str, Any]]:
     """Return dict(run, name, unit, last, last_step, best, best_step) of each scalar of each run that has it."""
-    return [dict(run=run, name=name, unit=curves[name].unit, last=last.value, last_step=last.step, best=best.value,
-                 best_step=best.step)
+    return [dict(run=run, name=name, unit=curves[name].unit, last=last.value, last_step=last.step,
+                 best=best.value, best_step=best.step)
             for run, curves in runs.items() for name in names if name in curves
             for last, best in [(curves[name].points[-1], curves[name].best(name))]]
 

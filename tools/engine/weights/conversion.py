@@ -40,7 +40,8 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert_command`."""
     parser.add_argument('file', metavar='NAME_OR_FILE', help='the name of published weights, or a weight file')
     network = parser.add_mutually_exclusive_group()
-    network.add_argument('--model', metavar='NAME', help='timm name of the classifier (subquad models lists them)')
+    network.add_argument('--model', metavar='NAME',
+                         help='timm name of the classifier (subquad models lists them)')
     network.add_argument('--config', metavar='CONFIG',
                          help='config of the detector or segmenter (subquad configs lists them)')
     parser.add_argument('--out', metavar='FILE', help='the new file (default: named after the model, in the current '

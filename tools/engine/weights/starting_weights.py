@@ -85,7 +85,8 @@ def load_starting_weights(net: nn.Module, path: str, classes: Sequence[str]) -> 
     if why:
         weights = {**{key: value for key, value in weights.items() if key not in head},
                    **{key: own[key] for key in head}}
-    _compare(own, weights, path, getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__)
+    _compare(own, weights, path,
+             getattr(net, 'pretrained_cfg', {}).get('architecture') or type(net).__name__)
     net.load_state_dict(weights)
     if content.choice:
         say(f'{path}: {content.choice}')
