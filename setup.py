@@ -4,11 +4,15 @@
 `SUBQUAD_URL=https://github.com/OWNER/subquad python -m build` adds the project's links to the package index's page.
 """
 import os
+import platform
 import re
+import sys
 from pathlib import Path
 from typing import Dict
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ('backbones', 'kernels', 'configs', 'tools')
@@ -68,6 +72,28 @@ def project_urls(url: str, tag: str) -> Dict[str, str]:
             'Issues': f'{url}/issues'}
 
 
+class BuildNative(build_ext):
+    """Compile the native operators, once for each instruction set. Without a compiler, they are left out."""
+
+    def build_extension(self, extension: Extension) -> None:
+        x86 = platform.machine().lower() in ('x86_64', 'amd64')
+        sets = {'avx2': ['-march=x86-64-v3'], 'avx512': ['-march=x86-64-v4']} if x86 else {'plain': []}
+        flags = ['-std=c++17', '-O3', '-g0', '-fno-math-errno', '-ffp-contract=fast', '-fno-exceptions', '-fno-rtti']
+        common, *operators = extension.sources
+        try:
+            objects = self.compiler.compile([common], self.build_temp, extra_postargs=flags)
+            for name, march in sets.items():
+                # A macro with an argument gives each function the name of its instruction set.
+                objects += self.compiler.compile(operators, f'{self.build_temp}/{name}', extra_postargs=[
+                    *flags, *march, f'-DSUBQUAD_NAME(operator)=operator##_{name}'])
+            path = self.get_ext_fullpath(extension.name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self.compiler.link_shared_object(objects, path)
+        except BaseError as error:
+            print('subquad: the native operators for CPUs are not built, and PyTorch takes their place: they need GCC '
+                  f'12 or Clang 15 or newer ({error})', file=sys.stderr)
+
+
 # The lower bounds are tested together (.ci/lowest): timm 1.0.28 and older lack what backbones/_timm.py uses.
 core = ['torch>=2.9', 'timm>=1.0.29', 'numpy>=1.26', 'safetensors>=0.4', 'huggingface_hub>=0.24',
         'filelock>=3.12', 'pillow', 'rich>=13', 'triton>=3.5; sys_platform == "linux"']
@@ -106,6 +132,11 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         py_modules=['subquad_cli'],        # light: `subquad --help` does not wait for torch
         package_dir={'subquad': 'subquad', **{f'subquad.{folder}': folder for folder in (*FOLDERS, 'model_cards')}},
         package_data=DATA,
+        ext_modules=[Extension('subquad.kernels.native.operators', [
+            'kernels/native/threads.cpp',
+            *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/native.cpp'))),
+        ], depends=['kernels/native/attention.h', 'kernels/native/parallel.h', 'kernels/native/vectors.h'])],
+        cmdclass={'build_ext': BuildNative},
         install_requires=core,
         extras_require={
             'train': train,

@@ -17,6 +17,11 @@ from torch.utils.flop_counter import register_flop_formula
 from ..kernels import separable_attention
 from ..kernels.common.checks import exporting
 from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, packed
+from ..kernels.crisscross_attention import native_forward as native_crisscross
+from ..kernels.dispatch import chosen_backend
+from ..kernels.native import LIBRARY as NATIVE
+from ..kernels.polyline_attention import native_forward as native_polyline
+from ..kernels.rotary_embedding.angles import kept_table
 from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
@@ -303,6 +308,34 @@ class OneProductMixer(PolylineMixer):
         return self.scaled(steps[:, :self.num_heads], steps[:, -self.num_heads:])
 
 
+@register_notrace_module
+class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
+    """PolylineMixer on a CPU, where one product gives q, k, v and the decay, and one native operator does the rest."""
+
+    OPERATORS = {'full': native_polyline, 'crisscross': native_crisscross}
+
+    @staticmethod
+    def convert(mixer: PolylineMixer) -> PolylineMixer:
+        """Join the layers of a mixer, in place, and return it. It adds the bias of the decay in float32."""
+        if OneProductMixer.convert(mixer).__class__ is OneProductMixer:
+            mixer.joined.bias[3 * len(mixer.q.weight):] = 0
+            mixer.__class__ = NativeMixer
+        return mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, dim, heads = self.joined(x), x.shape[3], self.num_heads
+        if chosen_backend('polyline_attention', 'auto', y) != 'native':
+            return HeadsInPlaceMixer.forward(self, x)
+        steps = y[..., 3 * dim:3 * dim + heads * len(self.decay.proj.weight)].permute(0, 3, 1, 2)
+        q, k, v = (part.unflatten(3, (heads, self.head_dim)).permute(0, 3, 1, 2, 4)
+                   for part in y[..., :3 * dim].split(dim, -1))
+        attended = self.OPERATORS[self.attention](
+            q, k, v, steps[:, :heads], steps[:, -heads:], self.mask_mode, self.paths,
+            kept_table(x.shape[1] * x.shape[2], self.head_dim, x.device, torch.float32), self.head_dim ** -0.5,
+            self.decay.dt_bias.float(), self.decay.A_log.float().exp() / self.decay_scale)
+        return self.out(self.lepe(y[..., 2 * dim:3 * dim], attended.permute(0, 2, 3, 1, 4).reshape(x.shape)))
+
+
 def fold_norm(layer: nn.Module) -> nn.Module:
     """Fold the norm of a ConvNorm or ConvNormAct into its convolution, in place, and return the layer."""
     name = 'bn' if isinstance(layer, ConvNormAct) else 'norm'
@@ -327,6 +360,8 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
     if mixer.q.weight.is_cuda:
         return OneProductMixer.convert(mixer)
     mixer.__class__ = HeadsInPlaceMixer
+    if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h'):
+        NativeMixer.convert(mixer)
     return join_linears(mixer)
 
 

@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 
 from .common.checks import exporting, forward_mode, transforming
 from .common.launch import interpreted
+from .native import why_not as why_not_native
 
-BACKENDS = ('auto', 'triton', 'portable', 'reference', 'export')
+BACKENDS = ('auto', 'triton', 'native', 'portable', 'reference', 'export')
 # Why Triton cannot run an operator: a function of its tensors, or a sentence if the operator has no kernel.
 Objection = Union[None, str, Callable[..., Optional[str]]]
 
@@ -56,7 +57,7 @@ def use_backend(backend: str) -> Iterator[None]:
     """Use this backend inside the block for all calls with `backend='auto'`, the default and what the models use.
 
     Args:
-        backend: one of `auto`, `triton`, `portable`, `reference`, `export`.
+        backend: one of `auto`, `triton`, `native`, `portable`, `reference`, `export`.
 
     Raises:
         ValueError: the name is unknown.
@@ -85,12 +86,17 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
     if backend == _active == 'auto' and tensors[0].is_cpu and not (
             torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
             or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
-        return OPERATORS[op].implementations['portable']
+        return OPERATORS[op].implementations[_on_cpu(op, *tensors)]
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
         objection = _objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
+    if backend == 'native':
+        has_one = 'native' in OPERATORS[op].implementations
+        objection = why_not_native(*tensors) if has_one else 'it has no native operator.'
+        if objection:
+            raise ValueError(f"{op}: backend 'native' cannot run: {objection}")
     plain = backend in ('reference', 'export') or backend == 'portable' and OPERATORS[op].plain
     if forward_mode() and not plain:
         raise ValueError(f"{op}: backend {backend!r} has no forward-mode derivatives (jvp, jacfwd, forward_ad): use "
@@ -105,7 +111,8 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
         op: the operator's name.
         backend: the caller's choice. `auto` follows `use_backend` and SUBQUAD_BACKEND. Then it picks `export` while a
             graph is exported, and inside transforms (`checks.transforming`) if `portable` has gradients of its own;
-            otherwise `triton` if `why_not` returns None, and `portable`.
+            otherwise `triton` if `why_not` returns None, `native` if the operator has it and it can run these tensors,
+            and `portable`.
         tensors: the operator's arguments.
 
     Raises:
@@ -117,8 +124,14 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
         if exporting() or transforming() and not OPERATORS[op].plain:
             return 'export'
         on_gpu = not transforming() and tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
-        backend = 'triton' if on_gpu else 'portable'
+        backend = 'triton' if on_gpu else 'portable' if transforming() else _on_cpu(op, *tensors)
     return backend
+
+
+def _on_cpu(op: str, *tensors: Tensor) -> str:
+    """Return the name of the backend without Triton that runs tensors."""
+    native = 'native' in OPERATORS[op].implementations and why_not_native(*tensors) is None
+    return 'native' if native else 'portable'
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:

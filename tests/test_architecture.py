@@ -11,9 +11,9 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable'}
 # Kernels, and functions that several kernels call.
 MORE_KERNELS = {'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
-KERNEL_LAYERS = {'kernels.common': 0, 'kernels.dispatch': 1, 'kernels.trees': 2,
-                 'kernels.eos_scan': 2, 'kernels.tiling': 4}
-OPERATOR_LAYER, TOP_LAYER = 3, 4
+KERNEL_LAYERS = {'kernels.common': 0, 'kernels.native': 1, 'kernels.dispatch': 2, 'kernels.trees': 3,
+                 'kernels.eos_scan': 3, 'kernels.tiling': 5}
+OPERATOR_LAYER, TOP_LAYER = 4, 5
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}
 # File names that folders may share: the operators' files, and the same part of classification and of dense prediction.

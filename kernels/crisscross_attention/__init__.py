@@ -14,6 +14,7 @@ from ..common.numerics import (
 )
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
+from ..native.attention import native_attention
 from . import portable, reference
 
 
@@ -43,7 +44,7 @@ def crisscross_attention(
         log_alpha, log_beta: horizontal and vertical step logs, <= 0, shape (B, heads, H, W), as for `decay_attention`.
         mask_mode: 'additive' (published weights) or 'multiplicative' (paper).
         paths: 'both', 'v2h' or 'h2v'.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of the shape and the dtype of v.
@@ -100,6 +101,9 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
+native_forward = native_attention('crisscross_attention', _portable, _flops)
+
+
 @node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
                     save: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -147,6 +151,7 @@ OPERATORS['crisscross_attention'] = Operator(
     implementations={
         'reference': reference.crisscross_attention,
         'portable': _portable,
+        'native': native_forward,
         'triton': _triton,
         'export': portable.crisscross_attention_export,
     },

@@ -10,7 +10,7 @@ from ..common.declare import late, node
 from ..common.launch import dense_like
 from ..common.numerics import cast_for_autocast, empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import reference
+from . import native, reference
 
 LARGEST_KERNEL = 7
 
@@ -41,7 +41,7 @@ def depthwise_conv(
         add: a tensor of the shape and dtype of x, or None.
         gelu: apply GELU to x first.
         residual: add h.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of shape (B, H, W, C) and the dtype of x.
@@ -66,7 +66,8 @@ def depthwise_conv(
     if side % 2 == 0:
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
     checks.flags(op, gelu=gelu, residual=residual)
-    return choose(op, backend, x, weight, bias)(x, weight, bias, add, gelu, residual)
+    return choose(op, backend, x, weight, bias, *([] if add is None else [add]))(
+        x, weight, bias, add, gelu, residual)
 
 
 def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
@@ -78,6 +79,18 @@ def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], ge
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     y = F.conv2d(h.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
     return y if add is None else y + add
+
+
+# --- C++
+
+def _native_or_portable(*args) -> Tensor:
+    y = native.forward(*args)
+    return _portable(*args) if y is None else y
+
+
+@node('depthwise_conv_native_fwd', _native_or_portable, lambda x, weight, *_: _products(x, weight))
+def _native(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+    return dense_like(x)
 
 
 # --- Triton
@@ -138,6 +151,7 @@ OPERATORS['depthwise_conv'] = Operator(
     implementations={
         'reference': reference.depthwise_conv,
         'portable': _portable,
+        'native': _native,
         'triton': _triton,
         'export': _portable,
     },

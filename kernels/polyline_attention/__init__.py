@@ -15,6 +15,7 @@ from ..common.numerics import (
     row_log_decay,
 )
 from ..dispatch import OPERATORS, Operator, choose
+from ..native.attention import native_attention
 from . import portable, reference
 
 
@@ -52,7 +53,7 @@ def polyline_attention(
         log_beta: vertical step logs, <= 0, shape (B, heads, H, W); log_beta[..., 0, :] is not used.
         mask_mode: 'additive' or 'multiplicative'.
         paths: 'both', 'v2h' or 'h2v'.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of the shape and the dtype of v.
@@ -118,6 +119,9 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
+native_forward = native_attention('polyline_attention', _portable, _flops)
+
+
 @node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str, save: bool
                     ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +155,7 @@ OPERATORS['polyline_attention'] = Operator(
     implementations={
         'reference': reference.polyline_attention,
         'portable': _portable,
+        'native': native_forward,
         'triton': _triton,
         'export': portable.polyline_attention_export,
     },

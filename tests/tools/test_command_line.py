@@ -174,9 +174,22 @@ def test_records_without_a_measured_value():
 def test_kernels_json(capsys):
     kernels.main(['--json'])
     found = _strict(capsys.readouterr().out)
-    from subquad.kernels import why_not
+    from subquad.kernels import native, why_not
     from subquad.kernels.dispatch import OPERATORS
-    assert found == {op: dict(triton=why_not(op) is None, why_not=why_not(op)) for op in OPERATORS}
+    built = native.why_not() is None
+    assert found == {op: dict(triton=why_not(op) is None, why_not=why_not(op),
+                              native=built and 'native' in OPERATORS[op].implementations) for op in OPERATORS}
+
+
+@pytest.mark.parametrize('built', [False, True])
+def test_kernels_says_what_runs_on_a_cpu(built, capsys, monkeypatch):
+    from subquad.kernels import native
+    monkeypatch.setattr(native, 'LIBRARY', built or None)
+    monkeypatch.setattr(native, 'INSTRUCTION_SET', 'avx2')
+    kernels.main([])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert ('native code for avx2 runs crisscross_attention' in last) == built
+    assert ('not built (see docs/installation.md)' in last) != built
 
 
 # ---- progress
