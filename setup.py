@@ -134,7 +134,7 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         package_data=DATA,
         ext_modules=[Extension('subquad.kernels.native.operators', [
             'kernels/native/threads.cpp',
-            *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/native.cpp'))),
+            *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/native*.cpp'))),
         ], depends=['kernels/native/attention.h', 'kernels/native/parallel.h', 'kernels/native/vectors.h'])],
         cmdclass={'build_ext': BuildNative},
         install_requires=core,

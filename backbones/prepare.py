@@ -324,7 +324,7 @@ class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
 
     def forward(self, x: Tensor) -> Tensor:
         y, dim, heads = self.joined(x), x.shape[3], self.num_heads
-        if chosen_backend('polyline_attention', 'auto', y) != 'native':
+        if y.requires_grad or chosen_backend('polyline_attention', 'auto', y) != 'native':
             return HeadsInPlaceMixer.forward(self, x)
         steps = y[..., 3 * dim:3 * dim + heads * len(self.decay.proj.weight)].permute(0, 3, 1, 2)
         q, k, v = (part.unflatten(3, (heads, self.head_dim)).permute(0, 3, 1, 2, 4)

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from .common.checks import exporting, forward_mode, transforming
 from .common.launch import interpreted
+from .common.numerics import needs_gradient
 from .native import why_not as why_not_native
 
 BACKENDS = ('auto', 'triton', 'native', 'portable', 'reference', 'export')
@@ -24,11 +25,13 @@ class Operator(NamedTuple):
         implementations: functions by backend. All are called with the same arguments.
         plain: whether `portable` is PyTorch operations, as `reference` and `export` are: these have
             all derivatives. Others have a gradient written by hand, and no forward mode.
+        native_gradient: whether `native` has a gradient.
         objection: returns why the Triton kernels cannot run on the tensors that the operator is
             called with, or None; a sentence if there are no kernels.
     """
     implementations: Dict[str, Callable]
     plain: bool = False
+    native_gradient: bool = False
     objection: Objection = None
 
 
@@ -93,8 +96,7 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
     if backend == 'native':
-        has_one = 'native' in OPERATORS[op].implementations
-        objection = why_not_native(*tensors) if has_one else 'it has no native operator.'
+        objection = _native_objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'native' cannot run: {objection}")
     plain = backend in ('reference', 'export') or backend == 'portable' and OPERATORS[op].plain
@@ -130,8 +132,16 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
 
 def _on_cpu(op: str, *tensors: Tensor) -> str:
     """Return the name of the backend without Triton that runs tensors."""
-    native = 'native' in OPERATORS[op].implementations and why_not_native(*tensors) is None
-    return 'native' if native else 'portable'
+    return 'portable' if _native_objection(op, *tensors) else 'native'
+
+
+def _native_objection(op: str, *tensors: Tensor) -> Optional[str]:
+    """Return in one clause why no native operator can run, or None."""
+    if 'native' not in OPERATORS[op].implementations:
+        return 'it has no native operator.'
+    if needs_gradient(*tensors) and not OPERATORS[op].native_gradient:
+        return 'the native operator has no gradient.'
+    return why_not_native(*tensors)
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:

@@ -24,5 +24,5 @@ def main(argv: Optional[List[str]] = None) -> None:
     if objection:
         print(f'On a CPU, all operators run on PyTorch: {objection}')
     else:
-        print(f"On a CPU, native code for {native.INSTRUCTION_SET} runs {', '.join(compiled)} in inference, and "
-              'PyTorch runs the others.')
+        print(f"On a CPU, native code for {native.INSTRUCTION_SET} runs {', '.join(compiled)}, and PyTorch the "
+              'others.')

@@ -1,5 +1,5 @@
 """Criss-cross attention: decay attention within rows and within columns, chained (PPMA, section 3.4)."""
-from typing import List, Sequence, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..common.numerics import (
 )
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
-from ..native.attention import native_attention
+from ..native.attention import native_attention, native_training
 from . import portable, reference
 
 
@@ -80,9 +80,11 @@ def _portable_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, m
     return torch.empty_like(v)
 
 
-@node('crisscross_attention_portable_bwd', portable.backward,
-      lambda grad, q, k, v, sa, sb, mask_mode, paths: (
-          2 * _pairs(q) * (3 * q[-1] + v[-1] * (5 if paths == 'both' else 3))))
+def _portable_backward_flops(grad, q, k, v, sa, sb, mask_mode, paths) -> int:
+    return 2 * _pairs(q) * (3 * q[-1] + v[-1] * (5 if paths == 'both' else 3))
+
+
+@node('crisscross_attention_portable_bwd', portable.backward, _portable_backward_flops)
 def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str
                        ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(torch.empty_like(x) for x in (q, k, v, sa, sb))
@@ -91,17 +93,25 @@ def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor
 differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
 
 
-def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str
-              ) -> Tensor:
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
+              forward: Callable[..., Tensor] = _portable_forward) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     dtype = portable_dtype(q, k, v, log_alpha, log_beta)
     sa, sb = cumulative(log_alpha, -1, q.dtype), cumulative(log_beta, -2, q.dtype)
     inputs = [x.flatten(0, 1).contiguous() for x in (q.to(dtype), k.to(dtype), v.to(dtype), sa, sb)]
-    return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+    return forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
 native_forward = native_attention('crisscross_attention', _portable, _flops)
+training_forward = native_training('crisscross_attention', portable, _flops, _portable_backward_flops)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
+    inputs = q, k, v, log_alpha, log_beta
+    if not needs_gradient(*inputs):
+        return native_forward(*inputs, mask_mode, paths)
+    return _portable(*inputs, mask_mode, paths, training_forward if mask_mode == 'additive' else _portable_forward)
 
 
 @node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)
@@ -151,9 +161,10 @@ OPERATORS['crisscross_attention'] = Operator(
     implementations={
         'reference': reference.crisscross_attention,
         'portable': _portable,
-        'native': native_forward,
+        'native': _native,
         'triton': _triton,
         'export': portable.crisscross_attention_export,
     },
+    native_gradient=True,
     objection=launch.head_too_wide,
 )

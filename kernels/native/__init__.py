@@ -13,8 +13,6 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from ..common.numerics import needs_gradient
-
 DTYPES = (torch.float32, torch.bfloat16)
 DONE, OUT_OF_RANGE, NO_MEMORY = range(3)                       # what the functions return
 
@@ -67,4 +65,4 @@ def why_not(*tensors: Tensor) -> Optional[str]:
             return f'the native operators run on a CPU, and an argument is on {x.device}.'
         if x.dtype not in DTYPES:
             return f'the native operators take float32 and bfloat16, and an argument is {x.dtype}.'
-    return 'the native operators have no gradient.' if needs_gradient(*tensors) else None
+    return None

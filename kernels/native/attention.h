@@ -23,6 +23,14 @@ struct Attention {
   int64_t groups() const { return batch * heads; }
 };
 
+// Arguments of training, in the order in which `attention.py` packs them: dense float32 tensors with leading groups. a and
+// b are what the operator makes of the step logs. Without `grad`, y is computed, and otherwise the gradients are.
+struct Training {
+  const float *grad, *q, *k, *v, *a, *b;
+  float *y, *dq, *dk, *dv, *da, *db;
+  int64_t groups, height, width, dim, value_dim, paths, threads;
+};
+
 // Results that cannot be trusted: the caller computes them again in another way.
 enum Status { DONE = 0, OUT_OF_RANGE = 1, NO_MEMORY = 2 };
 
@@ -64,7 +72,7 @@ static void read_steps(const Attention& a, int64_t g, const float* logs, int64_t
 
 // Sums of the step logs along rows, sa, and along columns, sb: (height, padded) each. A step's own row or column begins
 // with 0: no path goes through its log. Added in float64 and rounded once.
-static void sums(const Attention& a, int64_t g, int64_t padded, float* sa, float* sb) {
+[[maybe_unused]] static void sums(const Attention& a, int64_t g, int64_t padded, float* sa, float* sb) {
   const float* alpha = head(a.log_alpha, a.alpha_strides, a, g);
   const float* beta = head(a.log_beta, a.beta_strides, a, g);
   for (int64_t i = 0; i < a.height; i++) {
@@ -77,7 +85,10 @@ static void sums(const Attention& a, int64_t g, int64_t padded, float* sa, float
   }
 }
 
-// acc[a][b] = q[a] . keys[16 b ...], for keys (dim, ld).
+// Vectors of keys that are multiplied at a time: with 4 queries, their products fill the registers.
+constexpr int TILE = LANES == 16 ? 4 : 2;
+
+// acc[a][b] = q[a] . keys[LANES b ...], for keys (dim, ld).
 template <int Q, int V>
 static inline void logits(const float* q, int64_t ldq, const float* keys, int64_t ld, int64_t dim, vec (&acc)[Q][V]) {
   for (int a = 0; a < Q; a++)
@@ -87,6 +98,27 @@ static inline void logits(const float* q, int64_t ldq, const float* keys, int64_
     for (int b = 0; b < V; b++) k[b] = load<vec>(keys + d * ld + LANES * b);
     for (int a = 0; a < Q; a++)
       for (int b = 0; b < V; b++) acc[a][b] += q[a * ldq + d] * k[b];
+  }
+}
+
+// Call f(t, acc) with the products of Q queries and TILE vectors of keys from t on, then with those of single vectors.
+template <int Q, class F>
+static inline void for_logits(const float* q, int64_t ldq, const float* keys, int64_t count, int64_t dim, F&& f) {
+  int64_t t = 0;
+  for (; t + TILE * LANES <= count; t += TILE * LANES) {
+    vec acc[Q][TILE];
+    logits<Q, TILE>(q, ldq, keys + t, count, dim, acc);
+    for (int b = 0; b < TILE; b++) {
+      vec one[Q];
+      for (int a = 0; a < Q; a++) one[a] = acc[a][b];
+      f(t + b * LANES, one);
+    }
+  }
+  for (; t < count; t += LANES) {
+    vec acc[Q][1], one[Q];
+    logits<Q, 1>(q, ldq, keys + t, count, dim, acc);
+    for (int a = 0; a < Q; a++) one[a] = acc[a][0];
+    f(t, one);
   }
 }
 
@@ -112,6 +144,18 @@ static inline void weigh_all(const float* weights, int64_t ldw, const float* v, 
   int64_t c = 0;
   for (; c + 2 * LANES <= channels; c += 2 * LANES) weigh<Q, 2>(weights, ldw, v + c, ldv, count, y + c, ldy);
   if (c < channels) weigh<Q, 1>(weights, ldw, v + c, ldv, count, y + c, ldy);
+}
+
+// to[m] += sum over Q rows of weights[x][m] from[x], for `count` rows of `channels` numbers, a multiple of LANES.
+template <int Q>
+static inline void spread(const float* weights, int64_t ldw, int64_t count, const float* from, int64_t channels,
+                          float* to) {
+  for (int64_t m = 0; m < count; m++)
+    for (int64_t d = 0; d < channels; d += LANES) {
+      vec acc = load<vec>(to + m * channels + d);
+      for (int x = 0; x < Q; x++) acc += weights[x * ldw + m] * load<vec>(from + x * channels + d);
+      store(to + m * channels + d, acc);
+    }
 }
 
 // Write a head's vector.

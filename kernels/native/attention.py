@@ -1,19 +1,20 @@
-"""The native attentions of PPMA, with rotary embedding and step logs computed inside."""
+"""The native attentions of PPMA: of inference, with rotary embedding and step logs computed inside, and of training."""
 from struct import Struct
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.checks import PATHS
-from ..common.declare import node
+from ..common.declare import differentiate, node
 from ..common.launch import token_major
 from . import DONE, function
 
 WIDEST_HEAD = 512
-# `struct Attention` of attention.h.
+# `struct Attention` and `struct Training` of attention.h.
 _ARGUMENTS = Struct('9Q6q3q3q3q3q4q4q4qd')
+_TRAINING = Struct('12Q7q')
 
 
 def native_attention(op: str, portable: Callable[..., Tensor], flops: Callable[..., int]) -> Any:
@@ -85,3 +86,43 @@ def _rotated(x: Tensor, table: Tensor) -> Tensor:
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = table.unflatten(0, x.shape[2:4]).unbind(-1)
     return torch.stack((first * cosine - second * sine, first * sine + second * cosine), -1).flatten(-2).to(x.dtype)
+
+
+def native_training(op: str, portable: Any, flops: Callable[..., int], backward_flops: Callable[..., int]) -> Any:
+    """Register the native nodes of an attention with gradients in additive mode, and return the one of the output.
+
+    Args:
+        op: as for `native_attention`.
+        portable: the module whose `forward` and `backward` have the same arguments. They run where sums of exponentials
+            leave the range of numbers, where memory ends, and for heads wider than 512.
+        flops, backward_flops: as for `node`.
+    """
+    def call(tensors: Sequence[Optional[Tensor]], inputs: Sequence[Tensor], paths: str) -> bool:
+        if max(inputs[0].shape[-1], inputs[2].shape[-1]) > WIDEST_HEAD:
+            return False
+        arguments = _TRAINING.pack(*(0 if x is None else x.data_ptr() for x in tensors), *inputs[0].shape,
+                                   inputs[2].shape[-1], PATHS.index(paths), torch.get_num_threads())
+        return function(f'{op}_training')(arguments) == DONE
+
+    def run_forward(*args) -> Tensor:
+        *inputs, _, paths = args
+        y = torch.empty_like(inputs[2])
+        return y if call([None, *inputs, y, *[None] * 5], inputs, paths) else portable.forward(*args)
+
+    def run_backward(*args) -> Tuple[Tensor, ...]:
+        grad, *inputs, _, paths = args
+        grads = tuple(torch.empty_like(x) for x in inputs)
+        return grads if call([grad, *inputs, None, *grads], inputs, paths) else portable.backward(*args)
+
+    @node(f'{op}_native_training_fwd', run_forward, flops)
+    def forward(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str) -> Tensor:
+        """q, k: (G, H, W, D), v: (G, H, W, Dv), a and b: what the operator makes of the step logs; dense float32."""
+        return torch.empty_like(v)
+
+    @node(f'{op}_native_training_bwd', run_backward, backward_flops)
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str
+                 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return tuple(torch.empty_like(x) for x in (q, k, v, a, b))
+
+    differentiate(forward, lambda grad, *saved: backward(grad.contiguous(), *saved))
+    return forward

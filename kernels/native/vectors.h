@@ -63,6 +63,13 @@ static inline float sum(vec x) {
   for (int i = 0; i < LANES; i++) s += x[i];
   return s;
 }
+// The signs of n - l, n - l - 1, ...: 1, 0 or -1.
+static inline vec signs(int64_t n, int64_t l) {
+  ints position;
+  for (int i = 0; i < LANES; i++) position[i] = i;
+  const ints at = ints{} + int32_t(n - l);
+  return __builtin_convertvector((position > at) - (position < at), vec);
+}
 static inline vec absolute(vec x) { return (vec)((ints)x & 0x7fffffff); }
 
 // 2^x for x up to 128, where it is infinite; at least 2^-126. NaN stays NaN: each comparison with it is false.

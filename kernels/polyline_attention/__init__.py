@@ -1,5 +1,5 @@
 """Softmax attention over a whole grid under the polyline path mask (PPMA, section 3, and the published code)."""
-from typing import Sequence, Tuple
+from typing import Callable, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..common.numerics import (
     row_log_decay,
 )
 from ..dispatch import OPERATORS, Operator, choose
-from ..native.attention import native_attention
+from ..native.attention import native_attention, native_training
 from . import portable, reference
 
 
@@ -109,17 +109,25 @@ def _portable_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, row: Tenso
 differentiate(_portable_forward, lambda grad, *saved: _portable_backward(grad.contiguous(), *saved))
 
 
-def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str
-              ) -> Tensor:
+def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
+              forward: Callable[..., Tensor] = _portable_forward) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
     row, column = row_log_decay(log_alpha, q.dtype), column_log_decay(log_beta, q.dtype)
     dtype = portable_dtype(q, k, v, log_alpha, log_beta)
     inputs = [x.flatten(0, 1).contiguous() for x in (q.to(dtype), k.to(dtype), v.to(dtype), row, column)]
-    return _portable_forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
+    return forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
 native_forward = native_attention('polyline_attention', _portable, _flops)
+training_forward = native_training('polyline_attention', portable, _flops, _backward_flops)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
+    inputs = q, k, v, log_alpha, log_beta
+    if not needs_gradient(*inputs):
+        return native_forward(*inputs, mask_mode, paths)
+    return _portable(*inputs, mask_mode, paths, training_forward if mask_mode == 'additive' else _portable_forward)
 
 
 @node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
@@ -155,9 +163,10 @@ OPERATORS['polyline_attention'] = Operator(
     implementations={
         'reference': reference.polyline_attention,
         'portable': _portable,
-        'native': native_forward,
+        'native': _native,
         'triton': _triton,
         'export': portable.polyline_attention_export,
     },
+    native_gradient=True,
     objection=launch.head_too_wide,
 )

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int QUERIES = 4, TILE = LANES == 16 ? 4 : 2;
+constexpr int QUERIES = 4;
 
 // What a group of one image and head works with. Each row of keys is padded to whole vectors with its last key, whose
 // factor is 0 there.
@@ -94,18 +94,10 @@ bool attend(const Group& s, int64_t g, int64_t n, float* memory) {
       store(to, v2h + h2v);
     }
   };
-  auto tile = [&](auto vectors, int64_t t) __attribute__((always_inline)) {
-    constexpr int V = decltype(vectors)::value;
-    vec acc[Q][V];
-    logits<Q, V>(q, s.dim, s.keys + t, M, a.dim, acc);
-    for (int b = 0; b < V; b++) {
-      for (int x = 0; x < Q; x++) weight(x, acc[x][b]);
-      if ((l += LANES) == P) l = 0, k++;
-    }
-  };
-  int64_t t = 0;
-  for (; t + TILE * LANES <= M; t += TILE * LANES) tile(std::integral_constant<int, TILE>{}, t);
-  for (; t < M; t += LANES) tile(std::integral_constant<int, 1>{}, t);
+  for_logits<Q>(q, s.dim, s.keys, M, a.dim, [&](int64_t, const vec(&products)[Q]) __attribute__((always_inline)) {
+    for (int x = 0; x < Q; x++) weight(x, products[x]);
+    if ((l += LANES) == P) l = 0, k++;
+  });
 
   bool finite = true;
   for (int x = 0; x < Q; x++) {

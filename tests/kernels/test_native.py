@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from operator_cases import TOLERANCE
+from operator_cases import CALLS, TOLERANCE, assert_as_exact, run
 from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -125,13 +125,35 @@ def test_empty_batches():
     assert kernels.depthwise_conv(x, torch.ones(8, 1, 3, 3), torch.ones(8), backend='native').shape == x.shape
 
 
-def test_gradients_come_from_another_backend():
-    inputs = [x.requires_grad_() for x in _inputs((4, 5), 8)]
-    with pytest.raises(ValueError, match='no gradient'):
-        kernels.polyline_attention(*inputs, backend='native')
-    kernels.polyline_attention(*inputs).sum().backward()
+@pairwise('op, grid, dims, dtype, paths', ['polyline', 'crisscross'],
+          [(5, 7), (1, 1), (1, 9), (17, 1), (14, 14)], [(8, 8), (32, 20), (30, 64)], [torch.float32, torch.bfloat16], ['both', 'v2h', 'h2v'])
+def test_attention_gradients(op, grid, dims, dtype, paths):
+    inputs = _inputs(grid, *dims, dtype=dtype)
+    call = CALLS[f'{op}-additive-{paths}']
+    (y, grads), (expected, expected_grads) = run(call, inputs, 'native'), run(call, [x.double() for x in inputs],
+                                                                               'reference')
+    assert_as_exact([y, *grads], [expected, *expected_grads], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize('op', ['polyline', 'crisscross'])
+def test_gradients_of_logits_far_above_a_tokens_own(op):
+    q, k, v, *logs = _inputs((4, 5), 8)
+    q[..., 0], k[..., 0] = 30, 0
+    k[:, :, 2, 3, 0] = 500 / 30
+    (_, grads), (_, expected) = (run(CALLS[f'{op}-additive-both'], (q, k, v, *logs), backend)
+                                 for backend in ('native', 'portable'))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected))
+
+
+def test_gradients_that_the_library_lacks_come_from_another_backend():
+    x, weight, bias = torch.ones(1, 4, 5, 8), torch.ones(8, 1, 3, 3), torch.ones(8)
     add = torch.zeros(1, 4, 5, 8, requires_grad=True)
-    kernels.depthwise_conv(torch.ones(1, 4, 5, 8), torch.ones(8, 1, 3, 3), torch.ones(8), add).sum().backward()
+    with pytest.raises(ValueError, match='no gradient'):
+        kernels.depthwise_conv(x, weight, bias, add, backend='native')
+    kernels.depthwise_conv(x, weight, bias, add).sum().backward()
+    inputs = [x.requires_grad_() for x in _inputs((4, 5), 8)]
+    for op in ATTENTIONS:
+        getattr(kernels, op)(*inputs, mask_mode='multiplicative').sum().backward()
     assert all(x.grad is not None for x in (*inputs, add))
 
 
@@ -174,9 +196,9 @@ def test_prepared_mixer():
 
 def test_instruction_sets_that_the_processor_lacks():
     code = 'import subquad.kernels'
-    run = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True,
                          env=dict(os.environ, SUBQUAD_INSTRUCTION_SET='mmx'))
-    assert "unknown 'mmx'; this processor has" in run.stderr
+    assert "unknown 'mmx'; this processor has" in done.stderr
 
 
 # A team of threads that ThreadSanitizer understands, in place of libgomp's.
@@ -226,9 +248,9 @@ def test_under_sanitizers(sanitizer, tmp_path):
     env = dict(os.environ, LD_PRELOAD=f"{runtime(f'lib{sanitizer[0]}san.so')} {runtime('libstdc++.so.6')}",
                ASAN_OPTIONS='detect_leaks=0', TSAN_OPTIONS=f'exitcode=0 log_path={tmp_path}/races',
                PYTHONPATH='tests/shared', OMP_NUM_THREADS='3')
-    run = subprocess.run([sys.executable, '-W', 'ignore', '-c', RUN, library, team], cwd=ROOT, env=env,
+    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', RUN, library, team], cwd=ROOT, env=env,
                          capture_output=True, text=True)
-    assert run.returncode == 0 and 'passed' in run.stdout, run.stdout[-3000:] + run.stderr[-3000:]
+    assert done.returncode == 0 and 'passed' in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     # PyTorch's own loops are reported, because its libgomp is not built for the sanitizer.
     races = ''.join(file.read_text() for file in tmp_path.glob('races*'))
     assert library.name not in races, races
