@@ -93,8 +93,10 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--repeats must be at least 0, got {args.repeats}')
     if args.calibrate_images < 1:
         raise UserError(f'--calibrate-images must be at least 1, got {args.calibrate_images}')
-    if args.precision == 'int8' and not args.calibrate:
-        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER')
+    if (args.precision == 'int8') != bool(args.calibrate):
+        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER'
+                        if args.precision == 'int8' else
+                        f'--calibrate is for --precision int8, not for {args.precision}')
 
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:

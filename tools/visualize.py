@@ -57,6 +57,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             raise UserError(f'{name} must be at least {least}, got {value}')
     if args.dpi > _MOST_DPI:
         raise UserError(f'--dpi must be at most {_MOST_DPI}, got {args.dpi}')
+    if args.max_side is not None and args.own_size is False:
+        raise UserError('--max-side has no effect with --no-own-size')
     out = Path(args.out).expanduser()
     if out.suffix.lower() not in _SUFFIXES:
         raise UserError(f"--out must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {shown(out)}")
@@ -69,6 +71,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     subject = subjects.load(args.checkpoint, args.model, args.random, args.allow_nonfinite)
     left_out = LeftOut(len(files), args.strict)
     own_size = False if args.own_size is None and subject.fixed_size else args.own_size
+    if args.max_side is not None and own_size is False:
+        raise UserError(f'--max-side has no effect: {type(subject.model).__name__} takes images of its input size only')
     images = load_photographs(files, subject.transform, left_out, own_size, args.max_side or _MAX_SIDE)
     code = left_out.code()
     wish = visualization.Wish(args.panels, args.layers, tuple(args.at) if args.at else None, args.heads, args.target,

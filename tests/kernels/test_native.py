@@ -126,7 +126,8 @@ def test_empty_batches():
 
 
 @pairwise('op, grid, dims, dtype, paths', ['polyline', 'crisscross'],
-          [(5, 7), (1, 1), (1, 9), (17, 1), (14, 14)], [(8, 8), (32, 20), (30, 64)], [torch.float32, torch.bfloat16], ['both', 'v2h', 'h2v'])
+          [(5, 7), (1, 1), (1, 9), (17, 1), (14, 14)], [(8, 8), (32, 20), (30, 64)],
+          [torch.float32, torch.bfloat16], ['both', 'v2h', 'h2v'])
 def test_attention_gradients(op, grid, dims, dtype, paths):
     inputs = _inputs(grid, *dims, dtype=dtype)
     call = CALLS[f'{op}-additive-{paths}']

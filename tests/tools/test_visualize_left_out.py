@@ -103,6 +103,16 @@ def test_models_without_class_activation(folder, drawn, capsys, name, reason):
 
 
 @pytest.mark.parametrize('arguments, message', [
+    (['test_ppma.safetensors', 'images', '--no-own-size', '--max-side', '40'],
+     '--max-side has no effect with --no-own-size'),
+    (['test_vit', 'images', '--random', '--max-side', '40'],
+     '--max-side has no effect: VisionTransformer takes images of its input size only'),
+    (['test_myo.safetensors', 'images', '--at', '1', '0'], '^--at must be two fractions of height and width'),
+    (['test_mobilevitv2.safetensors', 'images', '--heads'], '--heads has no effect on the panels context'),
+    (['test_lcsm.safetensors', 'images', '--at', '0', '0'], '--at has no effect on the panels decay, length, heads'),
+    (['test_ppma.safetensors', 'images', '--panels', 'activation', '--layers', 'stages'], '--layers has no effect on'),
+    (['test_ppma.safetensors', 'images', '--target', 'a'], '--target is for --panels activation'),
+    (['test_ppma', 'images', '--random', '--model', 'test_myo'], '--model is for a checkpoint'),
     (['test_ppma.safetensors', 'images', '--layers', 'stages.7'], '--layers stages.7: no such layer'),
     (['plain.safetensors', 'images', '--panels', 'mask'], "paths='none' has no polyline mask"),
     (['plain.safetensors', 'images', '--panels', 'vertical-decay'], "paths='none': the attention does not decay"),

@@ -27,6 +27,9 @@ def load(checkpoint: str, name: Optional[str] = None, random: bool = False, allo
     """
     weights, note = f'weights {shown(checkpoint, 60)}', ''
     if random:
+        if name or allow_nonfinite:
+            raise UserError(f'{"--model" if name else "--allow-nonfinite"} is for a checkpoint; with --random give the '
+                            'timm name of the model alone')
         try:
             default_size(checkpoint)                          # raises for an unknown name, and for models of tokens
         except RuntimeError as error:

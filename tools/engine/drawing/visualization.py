@@ -82,8 +82,19 @@ class _Plan:
         self.layers = {layer: mixer for layer, mixer in layers.items()
                        if (not wish.layers or any(text in layer for text in wish.layers))
                        and any(panel in self.kinds[layer].panels for panel in self.panels)}
+        shown_panels = f"the panels {', '.join(self.panels)}"
+        if wish.layers and not self.layers:
+            raise UserError(f'--layers has no effect on {shown_panels}: they show the whole model')
         moving = {'receptive-field', *(panel for layer in self.layers for panel in self.kinds[layer].moving)}
         self.pixel = (wish.at or (0.5, 0.5)) if moving & set(self.panels) else None
+        if wish.at and not self.pixel:
+            raise UserError(f'--at has no effect on {shown_panels}: they show all pixels')
+        if wish.target is not None and 'activation' not in self.panels:
+            raise UserError('--target is for --panels activation')
+        try:
+            pixel_of(wish.at or (0.5, 0.5), (1, 1))
+        except ValueError as error:
+            raise UserError(f'--{error}') from error         # the sentence starts with the argument's name, 'at'
         self.target = None if wish.target is None else _class_number(wish.target, subject.classes)
 
     def draw_image(self, file: Path, inputs: Any) -> _Drawn:
@@ -229,6 +240,8 @@ def visualize(out: Path, subject: Subject, images: Sequence[Tuple[Path, Any]], w
     notes += _left_out(plan, panels, drawn)
     drawn = [one for one in drawn if one.picture.rows]
     several = any(one.heads > 1 for one in drawn)
+    if wish.heads and not several:
+        raise UserError(f"--heads has no effect on the panels {', '.join(panels)}: they have one head")
     writable_folder(str(out.parent))
     pictures, viewers = [one.picture for one in drawn], [viewer for one in drawn for viewer in one.viewers]
     title = subject.title

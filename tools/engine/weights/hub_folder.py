@@ -54,6 +54,8 @@ def push_command(args: argparse.Namespace) -> None:
     """
     if args.repo:
         _check_repo(args.repo)
+    elif args.private:
+        raise UserError('--private needs --repo OWNER/NAME')
     entry = published(args.weights)
     read = _read(args.weights, args.model)
     name = args.repo.partition('/')[2] if args.repo else entry.name if entry else read.name
