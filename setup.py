@@ -12,7 +12,7 @@ from typing import Dict
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import CompileError, ExecError, LinkError
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ('backbones', 'kernels', 'configs', 'tools')
@@ -89,7 +89,7 @@ class BuildNative(build_ext):
             path = self.get_ext_fullpath(extension.name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self.compiler.link_shared_object(objects, path)
-        except BaseError as error:
+        except (CompileError, ExecError, LinkError) as error:
             print('subquad: the native operators for CPUs are not built, and PyTorch takes their place: they need GCC '
                   f'12 or Clang 15 or newer ({error})', file=sys.stderr)
 
@@ -135,7 +135,7 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         ext_modules=[Extension('subquad.kernels.native.operators', [
             'kernels/native/threads.cpp',
             *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/native*.cpp'))),
-        ], depends=['kernels/native/attention.h', 'kernels/native/parallel.h', 'kernels/native/vectors.h'])],
+        ], depends=[f'kernels/native/{name}.h' for name in ('attention', 'parallel', 'vectors')], optional=True)],
         cmdclass={'build_ext': BuildNative},
         install_requires=core,
         extras_require={

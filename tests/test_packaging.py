@@ -1,5 +1,6 @@
 """The source archive and the wheel contain what README, docs and commands need."""
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -37,10 +38,12 @@ def unpacked(tmp_path_factory):
     return next((folder / 'out').iterdir())
 
 
-def _build(kind: str, tree: Path, to: Path) -> None:
+def _build(kind: str, tree: Path, to: Path) -> str:
+    """Build an archive without a compiler, and return what is printed."""
     done = subprocess.run([sys.executable, '-c', f'import setuptools.build_meta as b; b.{kind}({str(to)!r})'], cwd=tree,
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, env=dict(os.environ, CC='/missing/cc', CXX='/missing/c++'))
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
 
 
 def _links(text: str):
@@ -67,7 +70,8 @@ def test_source_archive_runs_the_makefile(unpacked):
 
 
 def test_wheel_has_every_module_config_card_and_weight(unpacked, tmp_path):
-    _build('build_wheel', unpacked, tmp_path)
+    printed = _build('build_wheel', unpacked, tmp_path)
+    assert printed.count('subquad: the native operators for CPUs are not built') == 1
     wheel, = tmp_path.glob('*.whl')
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
@@ -80,6 +84,12 @@ def test_wheel_has_every_module_config_card_and_weight(unpacked, tmp_path):
     for folder in ('backbones', 'kernels', 'configs', 'tools'):
         wanted |= {f'subquad/{path.relative_to(ROOT)}' for path in (ROOT / folder).rglob('*.py')}
     assert not wanted - names
+
+
+@pytest.mark.skipif(sys.platform != 'linux' or shutil.which('gcc') is None, reason='needs GCC on Linux')
+def test_native_operators_are_built_where_there_is_a_compiler():
+    from subquad.kernels import native
+    assert native.LIBRARY is not None, 'install subquad again'
 
 
 def test_index_page_has_no_relative_links(setup_file):

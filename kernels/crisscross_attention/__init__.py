@@ -14,7 +14,7 @@ from ..common.numerics import (
 )
 from ..decay_attention import statistics_shape
 from ..dispatch import OPERATORS, Operator, choose
-from ..native.attention import native_attention, native_training
+from ..native.attention import native_attention
 from . import portable, reference
 
 
@@ -103,15 +103,8 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
-native_forward = native_attention('crisscross_attention', _portable, _flops)
-training_forward = native_training('crisscross_attention', portable, _flops, _portable_backward_flops)
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
-    inputs = q, k, v, log_alpha, log_beta
-    if not needs_gradient(*inputs):
-        return native_forward(*inputs, mask_mode, paths)
-    return _portable(*inputs, mask_mode, paths, training_forward if mask_mode == 'additive' else _portable_forward)
+native_forward, _native = native_attention(
+    'crisscross_attention', portable, _portable, _flops, _portable_backward_flops)
 
 
 @node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..common.checks import PATHS
 from ..common.declare import differentiate, node
 from ..common.launch import token_major
+from ..common.numerics import needs_gradient
 from . import DONE, function
 
 WIDEST_HEAD = 512
@@ -17,15 +18,33 @@ _ARGUMENTS = Struct('9Q6q3q3q3q3q4q4q4qd')
 _TRAINING = Struct('12Q7q')
 
 
-def native_attention(op: str, portable: Callable[..., Tensor], flops: Callable[..., int]) -> Any:
-    """Register the native node of an attention, and return it.
+def native_attention(op: str, portable: Any, run_portable: Callable[..., Tensor], flops: Callable[..., int],
+                     backward_flops: Callable[..., int]) -> Tuple[Any, Callable[..., Tensor]]:
+    """Register the native nodes of an attention.
+
+    PyTorch takes over where sums of exponentials leave the range of numbers, where memory ends, for heads wider than
+    512, and for gradients in multiplicative mode.
 
     Args:
         op: 'polyline_attention' or 'crisscross_attention'.
-        portable: computes the same from rotated queries and keys and from step logs. It runs where sums of
-            exponentials leave the range of numbers, where memory ends, and for heads wider than 512.
-        flops: as for `node`.
+        portable: the module with `forward` and `backward` of the portable nodes.
+        run_portable: the portable implementation, whose last argument is the node that it calls.
+        flops, backward_flops: as for `node`.
+
+    Returns:
+        The node of inference, which also rotates and computes step logs, and the implementation of the operator.
     """
+    inference, training = _inference(op, run_portable, flops), _training(op, portable, flops, backward_flops)
+
+    def implementation(*arguments) -> Tensor:
+        *tensors, mask_mode, _ = arguments
+        if not needs_gradient(*tensors):
+            return inference(*arguments)
+        return run_portable(*arguments, training) if mask_mode == 'additive' else run_portable(*arguments)
+    return inference, implementation
+
+
+def _inference(op: str, run_portable: Callable[..., Tensor], flops: Callable[..., int]) -> Any:
     def run(q, k, v, log_alpha, log_beta, mask_mode, paths, table=None, scale=1.0, bias=None, rate=None) -> Tensor:
         y = _attend(op, q, k, v, log_alpha, log_beta, mask_mode, paths, table, scale, bias, rate)
         if y is not None:
@@ -35,7 +54,7 @@ def native_attention(op: str, portable: Callable[..., Tensor], flops: Callable[.
                                    for x in (log_alpha, log_beta))
         if table is not None:
             q, k = _rotated(q, table), _rotated(k, table)
-        return portable(q, k * scale, v, log_alpha, log_beta, mask_mode, paths)
+        return run_portable(q, k * scale, v, log_alpha, log_beta, mask_mode, paths)
 
     @node(f'{op}_native_fwd', run, flops)
     def forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
@@ -49,6 +68,38 @@ def native_attention(op: str, portable: Callable[..., Tensor], flops: Callable[.
         side.
         """
         return token_major(v.shape, v)
+    return forward
+
+
+def _training(op: str, portable: Any, flops: Callable[..., int], backward_flops: Callable[..., int]) -> Any:
+    def call(tensors: Sequence[Optional[Tensor]], inputs: Sequence[Tensor], paths: str) -> bool:
+        if max(inputs[0].shape[-1], inputs[2].shape[-1]) > WIDEST_HEAD:
+            return False
+        arguments = _TRAINING.pack(*(0 if x is None else x.data_ptr() for x in tensors), *inputs[0].shape,
+                                   inputs[2].shape[-1], PATHS.index(paths), torch.get_num_threads())
+        return function(f'{op}_training')(arguments) == DONE
+
+    def run_forward(*args) -> Tensor:
+        *inputs, _, paths = args
+        y = torch.empty_like(inputs[2])
+        return y if call([None, *inputs, y, *[None] * 5], inputs, paths) else portable.forward(*args)
+
+    def run_backward(*args) -> Tuple[Tensor, ...]:
+        grad, *inputs, _, paths = args
+        grads = tuple(torch.empty_like(x) for x in inputs)
+        return grads if call([grad, *inputs, None, *grads], inputs, paths) else portable.backward(*args)
+
+    @node(f'{op}_native_training_fwd', run_forward, flops)
+    def forward(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str) -> Tensor:
+        """q, k: (G, H, W, D), v: (G, H, W, Dv), a and b: what the operator makes of the step logs; dense float32."""
+        return torch.empty_like(v)
+
+    @node(f'{op}_native_training_bwd', run_backward, backward_flops)
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str
+                 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return tuple(torch.empty_like(x) for x in (q, k, v, a, b))
+
+    differentiate(forward, lambda grad, *saved: backward(grad.contiguous(), *saved))
     return forward
 
 
@@ -86,43 +137,3 @@ def _rotated(x: Tensor, table: Tensor) -> Tensor:
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = table.unflatten(0, x.shape[2:4]).unbind(-1)
     return torch.stack((first * cosine - second * sine, first * sine + second * cosine), -1).flatten(-2).to(x.dtype)
-
-
-def native_training(op: str, portable: Any, flops: Callable[..., int], backward_flops: Callable[..., int]) -> Any:
-    """Register the native nodes of an attention with gradients in additive mode, and return the one of the output.
-
-    Args:
-        op: as for `native_attention`.
-        portable: the module whose `forward` and `backward` have the same arguments. They run where sums of exponentials
-            leave the range of numbers, where memory ends, and for heads wider than 512.
-        flops, backward_flops: as for `node`.
-    """
-    def call(tensors: Sequence[Optional[Tensor]], inputs: Sequence[Tensor], paths: str) -> bool:
-        if max(inputs[0].shape[-1], inputs[2].shape[-1]) > WIDEST_HEAD:
-            return False
-        arguments = _TRAINING.pack(*(0 if x is None else x.data_ptr() for x in tensors), *inputs[0].shape,
-                                   inputs[2].shape[-1], PATHS.index(paths), torch.get_num_threads())
-        return function(f'{op}_training')(arguments) == DONE
-
-    def run_forward(*args) -> Tensor:
-        *inputs, _, paths = args
-        y = torch.empty_like(inputs[2])
-        return y if call([None, *inputs, y, *[None] * 5], inputs, paths) else portable.forward(*args)
-
-    def run_backward(*args) -> Tuple[Tensor, ...]:
-        grad, *inputs, _, paths = args
-        grads = tuple(torch.empty_like(x) for x in inputs)
-        return grads if call([grad, *inputs, None, *grads], inputs, paths) else portable.backward(*args)
-
-    @node(f'{op}_native_training_fwd', run_forward, flops)
-    def forward(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str) -> Tensor:
-        """q, k: (G, H, W, D), v: (G, H, W, Dv), a and b: what the operator makes of the step logs; dense float32."""
-        return torch.empty_like(v)
-
-    @node(f'{op}_native_training_bwd', run_backward, backward_flops)
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask_mode: str, paths: str
-                 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return tuple(torch.empty_like(x) for x in (q, k, v, a, b))
-
-    differentiate(forward, lambda grad, *saved: backward(grad.contiguous(), *saved))
-    return forward

@@ -15,7 +15,7 @@ from ..common.numerics import (
     row_log_decay,
 )
 from ..dispatch import OPERATORS, Operator, choose
-from ..native.attention import native_attention, native_training
+from ..native.attention import native_attention
 from . import portable, reference
 
 
@@ -119,15 +119,7 @@ def _portable(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tens
     return forward(*inputs, mask_mode, paths).view(v.shape).to(v.dtype)
 
 
-native_forward = native_attention('polyline_attention', _portable, _flops)
-training_forward = native_training('polyline_attention', portable, _flops, _backward_flops)
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
-    inputs = q, k, v, log_alpha, log_beta
-    if not needs_gradient(*inputs):
-        return native_forward(*inputs, mask_mode, paths)
-    return _portable(*inputs, mask_mode, paths, training_forward if mask_mode == 'additive' else _portable_forward)
+native_forward, _native = native_attention('polyline_attention', portable, _portable, _flops, _backward_flops)
 
 
 @node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
