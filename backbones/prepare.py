@@ -21,7 +21,7 @@ from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
 from ..kernels.native import LIBRARY as NATIVE
 from ..kernels.polyline_attention import native_forward as native_polyline
-from ..kernels.rotary_embedding.angles import kept_table
+from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
@@ -329,9 +329,10 @@ class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
         steps = y[..., 3 * dim:3 * dim + heads * len(self.decay.proj.weight)].permute(0, 3, 1, 2)
         q, k, v = (part.unflatten(3, (heads, self.head_dim)).permute(0, 3, 1, 2, 4)
                    for part in y[..., :3 * dim].split(dim, -1))
+        make_table = rotary_table if torch.compiler.is_compiling() else kept_table     # graphs do not keep tables
         attended = self.OPERATORS[self.attention](
             q, k, v, steps[:, :heads], steps[:, -heads:], self.mask_mode, self.paths,
-            kept_table(x.shape[1] * x.shape[2], self.head_dim, x.device, torch.float32), self.head_dim ** -0.5,
+            make_table(x.shape[1] * x.shape[2], self.head_dim, x.device, torch.float32), self.head_dim ** -0.5,
             self.decay.dt_bias.float(), self.decay.A_log.float().exp() / self.decay_scale)
         return self.out(self.lepe(y[..., 2 * dim:3 * dim], attended.permute(0, 2, 3, 1, 4).reshape(x.shape)))
 

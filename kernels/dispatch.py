@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from .common.checks import exporting, forward_mode, transforming
 from .common.launch import interpreted
-from .common.numerics import needs_gradient
+from .native import INSTRUCTION_SET
 from .native import why_not as why_not_native
 
 BACKENDS = ('auto', 'triton', 'native', 'portable', 'reference', 'export')
@@ -89,7 +89,9 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
     if backend == _active == 'auto' and tensors[0].is_cpu and not (
             torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
             or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
-        return OPERATORS[op].implementations[_on_cpu(op, *tensors)]
+        implementations = OPERATORS[op].implementations
+        native = 'native' in implementations and _native_objection(op, *tensors) is None
+        return implementations['native' if native else 'portable']
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
         objection = _objection(op, *tensors)
@@ -126,22 +128,27 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
         if exporting() or transforming() and not OPERATORS[op].plain:
             return 'export'
         on_gpu = not transforming() and tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
-        backend = 'triton' if on_gpu else 'portable' if transforming() else _on_cpu(op, *tensors)
+        native = not transforming() and _native_objection(op, *tensors) is None
+        backend = 'triton' if on_gpu else 'native' if native else 'portable'
     return backend
 
 
-def _on_cpu(op: str, *tensors: Tensor) -> str:
-    """Return the name of the backend without Triton that runs tensors."""
-    return 'portable' if _native_objection(op, *tensors) else 'native'
-
-
 def _native_objection(op: str, *tensors: Tensor) -> Optional[str]:
-    """Return in one clause why no native operator can run, or None."""
-    if 'native' not in OPERATORS[op].implementations:
+    """Return in one clause why no native operator can run on tensors, or None."""
+    operator = OPERATORS[op]
+    if 'native' not in operator.implementations:
         return 'it has no native operator.'
-    if needs_gradient(*tensors) and not OPERATORS[op].native_gradient:
-        return 'the native operator has no gradient.'
-    return why_not_native(*tensors)
+    if INSTRUCTION_SET is None:
+        return why_not_native()
+    gradient = torch.is_grad_enabled() and not operator.native_gradient
+    for x in tensors:
+        if not x.is_cpu:
+            return f'the native operators run on a CPU, and an argument is on {x.device}.'
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            return f'the native operators take float32 and bfloat16, and an argument is {x.dtype}.'
+        if gradient and x.requires_grad:
+            return 'the native operator has no gradient.'
+    return None
 
 
 def why_not(op: str, *tensors: Tensor) -> Optional[str]:

@@ -1,4 +1,5 @@
 """Depthwise convolution of channels-last tokens, with activation, residual and sum in the same pass."""
+from struct import Struct
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -10,7 +11,8 @@ from ..common.declare import late, node
 from ..common.launch import dense_like
 from ..common.numerics import cast_for_autocast, empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import native, reference
+from ..native import DONE, function
+from . import reference
 
 LARGEST_KERNEL = 7
 
@@ -65,7 +67,8 @@ def depthwise_conv(
     checks.shapes(op, *rows)
     if side % 2 == 0:
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
-    checks.flags(op, gelu=gelu, residual=residual)
+    if {type(gelu), type(residual)} != {bool}:
+        checks.flags(op, gelu=gelu, residual=residual)
     return choose(op, backend, x, weight, bias, *([] if add is None else [add]))(
         x, weight, bias, add, gelu, residual)
 
@@ -83,12 +86,27 @@ def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], ge
 
 # --- C++
 
-def _native_or_portable(*args) -> Tensor:
-    y = native.forward(*args)
-    return _portable(*args) if y is None else y
+# `struct Convolution` of native.cpp, and the windows that it knows.
+_ARGUMENTS, _SIDES = Struct('5Q5q3q3q5q'), (1, 3, 5, 7)
 
 
-@node('depthwise_conv_native_fwd', _native_or_portable, lambda x, weight, *_: _products(x, weight))
+def _run(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+    """Call the library, or PyTorch for other windows and where memory ended."""
+    if weight.shape[-1] not in _SIDES:
+        return _portable(x, weight, bias, add, gelu, residual)
+    x, weight, bias = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(), bias.contiguous()
+    if add is not None and add.stride(-1) != 1:
+        add = add.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    arguments = _ARGUMENTS.pack(
+        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), 0 if add is None else add.data_ptr(), y.data_ptr(),
+        *x.shape, weight.shape[-1], *x.stride()[:3], *(0, 0, 0) if add is None else add.stride()[:3],
+        x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16, gelu, residual, torch.get_num_threads())
+    done = function('depthwise_conv')(arguments) == DONE
+    return y if done else _portable(x, weight, bias, add, gelu, residual)
+
+
+@node('depthwise_conv_native_fwd', _run, lambda x, weight, *_: _products(x, weight))
 def _native(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
     return dense_like(x)
 

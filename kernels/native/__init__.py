@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import torch
-from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16)
 DONE, OUT_OF_RANGE, NO_MEMORY = range(3)                       # what the functions return
 
 
@@ -54,15 +52,8 @@ def function(name: str) -> Callable[[bytes], int]:
     return getattr(LIBRARY, f'{name}_{INSTRUCTION_SET}')
 
 
-def why_not(*tensors: Tensor) -> Optional[str]:
-    """Return in one clause why no native operator can run on tensors, or None."""
+def why_not() -> Optional[str]:
+    """Return in one clause why no native operator can run here, or None."""
     if LIBRARY is None:
         return 'the native operators are not built (see docs/installation.md).'
-    if INSTRUCTION_SET is None:
-        return 'the native operators need a processor with AVX2.'
-    for x in tensors:
-        if not x.is_cpu:
-            return f'the native operators run on a CPU, and an argument is on {x.device}.'
-        if x.dtype not in DTYPES:
-            return f'the native operators take float32 and bfloat16, and an argument is {x.dtype}.'
-    return None
+    return None if INSTRUCTION_SET else 'the native operators need a processor with AVX2.'

@@ -38,7 +38,7 @@ def native_attention(op: str, portable: Any, run_portable: Callable[..., Tensor]
 
     def implementation(*arguments) -> Tensor:
         *tensors, mask_mode, _ = arguments
-        if not needs_gradient(*tensors):
+        if not (torch.is_grad_enabled() and needs_gradient(*tensors)):
             return inference(*arguments)
         return run_portable(*arguments, training) if mask_mode == 'additive' else run_portable(*arguments)
     return inference, implementation
@@ -105,32 +105,31 @@ def _training(op: str, portable: Any, flops: Callable[..., int], backward_flops:
 
 def _attend(op: str, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
             table: Optional[Tensor], scale: float, bias: Optional[Tensor], rate: Optional[Tensor]) -> Optional[Tensor]:
-    if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD:
-        return None
-    q, k, v, log_alpha, log_beta = _tokens(q), _tokens(k), _tokens(v), log_alpha.float(), log_beta.float()
-    y = token_major(v.shape, v)
     batch, heads, height, width, dim = q.shape
+    value_dim = v.shape[-1]
+    if max(dim, value_dim) > WIDEST_HEAD:
+        return None
+    (q, *q_strides), (k, *k_strides), (v, *v_strides) = _tokens(q), _tokens(k), _tokens(v)
+    log_alpha, log_beta = log_alpha.float(), log_beta.float()
+    y = v.new_empty(batch, height, width, heads, value_dim)
     arguments = _ARGUMENTS.pack(
-        *(x.data_ptr() for x in (q, k, v, y, log_alpha, log_beta)),
-        *(0 if x is None else x.data_ptr() for x in (table, bias, rate)),
-        batch, heads, height, width, dim, v.shape[-1],
-        *_strides(q), *_strides(k), *_strides(v), *_strides(y), *log_alpha.stride(), *log_beta.stride(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(), log_alpha.data_ptr(), log_beta.data_ptr(),
+        0 if table is None else table.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        0 if rate is None else rate.data_ptr(), batch, heads, height, width, dim, value_dim,
+        *q_strides, *k_strides, *v_strides, y.stride(0), y.stride(3), y.stride(2),
+        *log_alpha.stride(), *log_beta.stride(),
         q.dtype == torch.bfloat16, mask_mode == 'multiplicative', PATHS.index(paths), torch.get_num_threads(), scale)
-    return y if function(op)(arguments) == DONE else None
+    return y.permute(0, 3, 1, 2, 4) if function(op)(arguments) == DONE else None
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """Return x (B, heads, H, W, D), as a copy unless its channels are dense and all its tokens have one stride."""
-    _, _, row, column, channel = x.stride()
+def _tokens(x: Tensor) -> Tuple[Tensor, int, int, int]:
+    """Return x (B, heads, H, W, D) and its strides of images, heads and tokens. It is a copy unless its channels are
+    dense and all its tokens have one stride."""
     _, _, height, width, dim = x.shape
-    dense = (channel == 1 or dim == 1) and (height == 1 or width == 1 or row == width * column)
-    return x if dense else x.contiguous()
-
-
-def _strides(x: Tensor) -> Tuple[int, int, int]:
-    """Return the strides of images, heads and tokens."""
-    batch, head, row, column, _ = x.stride()
-    return batch, head, column if x.shape[3] > 1 else row
+    batch, head, row, column, channel = x.stride()
+    if channel != 1 and dim > 1 or row != width * column and height > 1 and width > 1:
+        return _tokens(x.contiguous())
+    return x, batch, head, column if width > 1 else row
 
 
 def _rotated(x: Tensor, table: Tensor) -> Tensor:

@@ -140,7 +140,8 @@ def test_backend_fla_lacks_some_rows(name, message):
 
 
 def test_backend_fla_is_for_the_recurrences_alone():
-    with pytest.raises(ValueError, match="unknown backend 'fla'; allowed: auto, triton, portable, reference, export$"):
+    allowed = 'auto, triton, native, portable, reference, export'
+    with pytest.raises(ValueError, match=f"unknown backend 'fla'; allowed: {allowed}$"):
         kernels.polyline_scan(torch.zeros(1, 1, 2, 2, 2), *(torch.zeros(1, 1, 2, 2),) * 2, backend='fla')
     with pytest.raises(ValueError, match="use_backend: unknown backend 'fla'"), kernels.use_backend('fla'):
         pass
