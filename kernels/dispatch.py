@@ -90,7 +90,7 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
             torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
             or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
         implementations = OPERATORS[op].implementations
-        native = 'native' in implementations and _native_objection(op, *tensors) is None
+        native = 'native' in implementations and native_objection(op, *tensors) is None
         return implementations['native' if native else 'portable']
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
@@ -98,7 +98,7 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         if objection:
             raise ValueError(f"{op}: backend 'triton' cannot run: {objection}")
     if backend == 'native':
-        objection = _native_objection(op, *tensors)
+        objection = native_objection(op, *tensors)
         if objection:
             raise ValueError(f"{op}: backend 'native' cannot run: {objection}")
     plain = backend in ('reference', 'export') or backend == 'portable' and OPERATORS[op].plain
@@ -128,12 +128,12 @@ def chosen_backend(op: str, backend: str, *tensors: Tensor) -> str:
         if exporting() or transforming() and not OPERATORS[op].plain:
             return 'export'
         on_gpu = not transforming() and tensors[0].device.type == 'cuda' and why_not(op, *tensors) is None
-        native = not transforming() and _native_objection(op, *tensors) is None
+        native = not transforming() and native_objection(op, *tensors) is None
         backend = 'triton' if on_gpu else 'native' if native else 'portable'
     return backend
 
 
-def _native_objection(op: str, *tensors: Tensor) -> Optional[str]:
+def native_objection(op: str, *tensors: Tensor) -> Optional[str]:
     """Return in one clause why no native operator can run on tensors, or None."""
     operator = OPERATORS[op]
     if 'native' not in operator.implementations:

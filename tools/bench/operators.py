@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.dispatch import BACKENDS, why_not
+from ...kernels.dispatch import BACKENDS, native_objection, why_not
 from ...kernels.trees import quadtree_levels
 from ..common.cli import UserError, nearest
 from . import baselines
@@ -203,14 +203,16 @@ def operator_call(op: str, implementation: str) -> Callable[..., Tensor]:
 def available(op: str, inputs: Sequence[Tensor]) -> List[str]:
     """Implementations that make sense for these inputs.
 
-    Triton is left out where it cannot run, FlexAttention and fla-core on CPUs, and dense matrices where they are too
-    large.
+    Triton and native code are left out where they cannot run, FlexAttention and fla-core on CPUs, and dense matrices
+    where they are too large.
     """
     tokens = inputs[0].shape[2] * inputs[0].shape[3]
     matrices = inputs[0].shape[:2].numel() * tokens ** 2 * 8 * 6
     left_out = set()
     if why_not(op, *inputs):
         left_out.add('triton')
+    if native_objection(op, *inputs):
+        left_out.add('native')
     if inputs[0].device.type == 'cpu':
         left_out |= {'flex', 'fla'}
     if not OPERATORS[op].elementwise and matrices >= _LARGEST_DENSE:
