@@ -5,6 +5,7 @@
 namespace {
 
 constexpr int QUERIES = 4;
+constexpr int64_t LARGE = 1 << 22;                   // floats
 
 // The length of an axis' lines, and the same in whole vectors.
 struct Axis {
@@ -116,9 +117,10 @@ void apply_line(const Axis& axis, const float* p, const float* v, int64_t ldv, i
 
 template <class T, bool MULTIPLICATIVE> int run(const Attention& a) {
   const int64_t G = a.groups(), H = a.height, W = a.width;
-  const bool many = G >= 2 * a.threads;
-  const int64_t outer = many ? a.threads : 1, inner = many ? 1 : a.threads;
   const int64_t size = round_up(Group{a}.size(), 16), line_size = round_up(Group{a}.line_size(), 16);
+  // One thread for each group, or all threads for each: large groups, one at a time, need less memory.
+  const bool many = G >= 2 * a.threads && size < LARGE;
+  const int64_t outer = many ? a.threads : 1, inner = many ? 1 : a.threads;
   const int64_t worker_size = size + inner * line_size;
   Memory memory(outer * worker_size);
   if (!memory.data) return NO_MEMORY;
