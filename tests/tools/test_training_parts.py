@@ -187,7 +187,8 @@ def test_label_smoothing_acts_on_mixed_labels():
 @pytest.mark.parametrize('text, message', [
     (PARTS.replace('drop_last=True', 'drop_last=False'), 'needs an even batch_size and drop_last=True, got batch_size='
      '4 and drop_last=False'),
-    (PARTS.replace("'MixupPreprocessor'", "'MixupPreprocessor', mode='batches'"), 'mode must be one of batch, pair')])
+    (PARTS.replace("'MixupPreprocessor'", "'MixupPreprocessor', mode='batches'"), 'mode must be one of batch, pair'),
+    (PARTS.replace("'MixupPreprocessor'", "'MixupPreprocessor', mixup_alpha=0, cutmix_alpha=0"), 'must be positive')])
 def test_mixup_that_cannot_work_is_refused_before_training(text, message, images, tmp_path):
     fails(folder_arguments(images, tmp_path / 'run', config=_config(tmp_path, text)), message)
     assert not (tmp_path / 'run').exists()

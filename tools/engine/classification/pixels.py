@@ -58,6 +58,8 @@ class MixupPreprocessor(ImagePreprocessor):
         super().__init__(non_blocking)
         if mode not in ('batch', 'pair', 'elem'):
             raise UserError(f'mode must be one of batch, pair, elem, got {mode!r}')
+        if not (mixup_alpha or cutmix_alpha or cutmix_minmax):
+            raise UserError('mixup_alpha and cutmix_alpha are 0: one of them must be positive')
         self.dimensions = (1,)
         self.mix = Mixup(mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, label_smoothing=0.)
 
