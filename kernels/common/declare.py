@@ -1,7 +1,7 @@
 """Make functions operators of PyTorch: nodes with a schema, shapes, operation count and gradient."""
 from functools import wraps
 from importlib import import_module
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,17 @@ def differentiate(
                 *(None,) * (len(arguments) - tensors))
 
     forward.register_autograd(gradient, setup_context=save)
+
+
+def gradients_of(portable: Callable[..., Tensor], inputs: Sequence[Any], grad: Tensor, wanted: Sequence[bool]
+                 ) -> Tuple[Optional[Tensor], ...]:
+    """Return the wanted gradients of an operator by PyTorch's operations, so that they have gradients themselves.
+
+    A backward pass needs it where `torch.is_grad_enabled()`, which `create_graph=True` asks for.
+    """
+    y = portable(*inputs)
+    found = iter(torch.autograd.grad(y, [x for x, want in zip(inputs, wanted) if want], grad, create_graph=True))
+    return tuple(next(found) if want else None for want in wanted)
 
 
 def check_saved(forward: Any, saved: bool) -> None:

@@ -1,13 +1,13 @@
 """Depthwise convolution of channels-last tokens, with activation, residual and sum in the same pass."""
 from struct import Struct
-from typing import Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import late, node
+from ..common.declare import gradients_of, late, node
 from ..common.launch import dense_like
 from ..common.numerics import cast_for_autocast, empty_result
 from ..dispatch import OPERATORS, Operator, choose
@@ -84,31 +84,87 @@ def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], ge
     return y if add is None else y + add
 
 
+def _products(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Return the floating-point operations of the windows, as torch counts a convolution."""
+    return 2 * torch.Size(x).numel() * weight[-1] ** 2
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool, with_weight: bool
+               ) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; those that are not wanted are empty."""
+    empty = x.new_empty(0)
+    return (dense_like(x) if with_input else empty,
+            dense_like(weight) if with_weight else weight.new_empty(0),
+            weight.new_empty(weight.shape[0] if with_weight else 0))
+
+
+def _nodes(name: str, forward: Callable[..., Tensor], backward: Callable[..., Tuple[Tensor, Tensor, Tensor]]) -> Any:
+    """Register an implementation with its gradient, and return its operator."""
+    @node(f'depthwise_conv{name}_fwd', forward, lambda x, weight, *_: _products(x, weight))
+    def forward_node(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool
+                     ) -> Tensor:
+        return dense_like(x)
+
+    backward_node = node(f'depthwise_conv{name}_bwd', backward, lambda grad, x, weight, gelu, residual, *wanted:
+                         _products(x, weight) * sum(wanted))(_gradients)
+
+    def save(ctx, inputs, output) -> None:
+        *tensors, _, ctx.gelu, ctx.residual = inputs
+        ctx.save_for_backward(*tensors)
+
+    def differentiate(ctx, grad: Tensor):
+        x, weight, bias = ctx.saved_tensors
+        dadd = grad if ctx.needs_input_grad[3] else None
+        if torch.is_grad_enabled():
+            *grads, _, _, _ = gradients_of(_portable, (x, weight, bias, None, ctx.gelu, ctx.residual), grad,
+                                           (*ctx.needs_input_grad[:3], False, False, False))
+            return *grads, dadd, None, None
+        with_input, with_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
+        dx, dweight, dbias = backward_node(grad, x, weight, ctx.gelu, ctx.residual, with_input, with_weight)
+        return (dx if with_input else None, *((dweight, dbias) if with_weight else (None, None)),
+                dadd, None, None)
+
+    forward_node.register_autograd(differentiate, setup_context=save)
+    return forward_node
+
+
 # --- C++
 
-# `struct Convolution` of native.cpp, and the windows that it knows.
-_ARGUMENTS, _SIDES = Struct('5Q5q3q3q5q'), (1, 3, 5, 7)
+_ARGUMENTS, _NONE = Struct('9Q6q5q3q5q'), (0, 0, 0)          # `struct Convolution` of native.cpp
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
-    """Call the library, or PyTorch for other windows and where memory ended."""
-    if weight.shape[-1] not in _SIDES:
-        return _portable(x, weight, bias, add, gelu, residual)
-    x, weight, bias = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(), bias.contiguous()
-    if add is not None and add.stride(-1) != 1:
-        add = add.contiguous()
+def _native_forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool
+                    ) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    arguments = _ARGUMENTS.pack(
-        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), 0 if add is None else add.data_ptr(), y.data_ptr(),
-        *x.shape, weight.shape[-1], *x.stride()[:3], *(0, 0, 0) if add is None else add.stride()[:3],
-        x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16, gelu, residual, torch.get_num_threads())
-    done = function('depthwise_conv')(arguments) == DONE
+    if y.numel() == 0:
+        return y
+    x, weight, bias = x if x.stride(3) == 1 else x.contiguous(), weight.contiguous(), bias.contiguous()
+    add = add if add is None or add.stride(3) == 1 else add.contiguous()
+    done = function('depthwise_conv')(_ARGUMENTS.pack(
+        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), 0 if add is None else add.data_ptr(), 0, y.data_ptr(), *_NONE,
+        *_NONE if add is None else add.stride()[:3], *_NONE,
+        *x.shape, weight.shape[-1], *x.stride()[:3], x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16, gelu,
+        residual, torch.get_num_threads())) == DONE
     return y if done else _portable(x, weight, bias, add, gelu, residual)
 
 
-@node('depthwise_conv_native_fwd', _run, lambda x, weight, *_: _products(x, weight))
-def _native(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
-    return dense_like(x)
+def _native_backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool,
+                     with_weight: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    outputs = dx, dweight, dbias = _gradients(grad, x, weight, gelu, residual, with_input, with_weight)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_()
+    grad, x = (t if t.stride(3) == 1 else t.contiguous() for t in (grad, x))
+    weight = weight.contiguous()
+    done = function('depthwise_conv')(_ARGUMENTS.pack(
+        x.data_ptr(), weight.data_ptr(), 0, 0, grad.data_ptr(), 0, dx.data_ptr(), dweight.data_ptr(), dbias.data_ptr(),
+        *_NONE, *grad.stride()[:3], *x.shape, weight.shape[-1], *x.stride()[:3], x.dtype == torch.bfloat16,
+        weight.dtype == torch.bfloat16, gelu, residual, torch.get_num_threads())) == DONE
+    if not done:
+        raise MemoryError('depthwise_conv: no memory for the gradients')
+    return outputs
+
+
+_native = _nodes('_native', _native_forward, _native_backward)
 
 
 # --- Triton
@@ -121,42 +177,7 @@ def _too_large(x: Tensor, weight: Tensor, *_: Tensor) -> Optional[str]:
     return f'the kernels take windows of at most {most} x {most}, and this one is {side} x {side}.'
 
 
-def _products(x: Sequence[int], weight: Sequence[int]) -> int:
-    """Return the floating-point operations of the windows, as torch counts a convolution."""
-    return 2 * torch.Size(x).numel() * weight[-1] ** 2
-
-
-@node('depthwise_conv_fwd', late(__name__, 'triton.forward'),
-      lambda x, weight, *_: _products(x, weight))
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
-    return dense_like(x)
-
-
-@node('depthwise_conv_bwd', late(__name__, 'triton.backward'),
-      lambda grad, x, weight, gelu, residual, *wanted: _products(x, weight) * sum(wanted))
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool, with_input: bool, with_weight: bool
-              ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; those that are not wanted are empty."""
-    empty = x.new_empty(0)
-    return (dense_like(x) if with_input else empty,
-            dense_like(weight) if with_weight else weight.new_empty(0),
-            weight.new_empty(weight.shape[0] if with_weight else 0))
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, _, _, ctx.gelu, ctx.residual = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _differentiate(ctx, grad: Tensor):
-    with_input, with_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
-    dx, dweight, dbias = _backward(grad, *ctx.saved_tensors, ctx.gelu, ctx.residual, with_input,
-                                   with_weight)
-    return (dx if with_input else None, *((dweight, dbias) if with_weight else (None, None)),
-            grad if ctx.needs_input_grad[3] else None, None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward = _nodes('', late(__name__, 'triton.forward'), late(__name__, 'triton.backward'))
 
 
 def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
@@ -174,5 +195,6 @@ OPERATORS['depthwise_conv'] = Operator(
         'export': _portable,
     },
     plain=True,
+    native_gradient=True,
     objection=_too_large,
 )

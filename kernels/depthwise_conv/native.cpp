@@ -1,121 +1,192 @@
-// Depthwise convolution of channels-last tokens, with GELU before it, and the residual and a sum in the same pass.
+// Depthwise convolution of channels-last tokens, with GELU before it, the residual and a sum in the same pass, and its
+// gradients. A task copies a chunk of channels, a cache line of each token, with zeros around the grid. So all windows
+// lie in the copy, and rows of all channels, whose distance is often a power of two, do not displace each other in the
+// cache.
 #include "../native/parallel.h"
 #include "../native/vectors.h"
 
 namespace {
 
-// The fields in the order in which `kernels/native/__init__.py` packs them. Strides count elements; channels lie side
-// by side.
+// Arguments in the order in which `__init__.py` packs them. Strides count elements; channels lie side by side, and y,
+// dx, dweight and dbias are dense. Pointers may be null: add, and dx or dweight if they are not wanted. With grad, the
+// gradients are computed, and otherwise y.
 struct Convolution {
-  const void *x, *weight, *bias, *add;               // add may be null
-  void* y;                                           // dense
-  int64_t batch, height, width, channels, side;
-  int64_t x_strides[3], add_strides[3];              // image, row, column
+  const void *x, *weight, *bias, *add, *grad;
+  void *y, *dx, *dweight, *dbias;
+  int64_t add_strides[3], grad_strides[3];                                   // image, row, column
+  int64_t batch, height, width, channels, side, x_strides[3];
   int64_t is_bf16, weight_is_bf16, gelu, residual, threads;
 };
 
-constexpr int COLUMNS = 4;                           // outputs that share the numbers of a window's rows
-constexpr int64_t BAND = 8;                          // rows of a task
+constexpr int64_t CHUNK = 16;                        // channels of a task
+constexpr int COLUMNS = 7;                           // outputs that are summed at a time; it divides 7, 14, 28 and 56
+constexpr int64_t COPY = 1 << 15;                    // floats of a task's copy, which stays in the cache
 
-// Outputs of one row for the channels from c on, V's width. rows[m]: the input's row i + m - SIDE / 2, or null.
-template <class V, class S, class T, int SIDE>
-void convolve(const S* const* rows, int64_t step, const float* weight, const float* bias, const T* add,
-              int64_t add_step, T* y, int64_t width, int64_t channels, int64_t c) {
-  constexpr int HALF = SIDE / 2;
-  const V b = load<V>(bias + c);
-  auto finish = [&](V sum, int64_t j) __attribute__((always_inline)) {
-    if (add) sum += load<V>(add + j * add_step + c);
-    store(y + j * channels + c, sum);
-  };
-  auto one = [&](int64_t j) {
-    V sum = b;
-    for (int m = 0; m < SIDE; m++)
-      for (int n = 0; n < SIDE && rows[m]; n++)
-        if (j + n >= HALF && j + n < width + HALF)
-          sum += load<V>(weight + (m * SIDE + n) * channels + c) * load<V>(rows[m] + (j + n - HALF) * step + c);
-    finish(sum, j);
-  };
-  int64_t j = 0;
-  for (; j < std::min<int64_t>(HALF, width); j++) one(j);
-  for (; j + COLUMNS + HALF <= width; j += COLUMNS) {
-    V sums[COLUMNS];
-    for (int u = 0; u < COLUMNS; u++) sums[u] = b;
-    for (int m = 0; m < SIDE; m++) {
-      if (!rows[m]) continue;
-      V in[SIDE + COLUMNS - 1];
-      for (int n = 0; n < SIDE + COLUMNS - 1; n++) in[n] = load<V>(rows[m] + (j + n - HALF) * step + c);
-      for (int n = 0; n < SIDE; n++) {
-        V w = load<V>(weight + (m * SIDE + n) * channels + c);
-        for (int u = 0; u < COLUMNS; u++) sums[u] += w * in[n + u];
+struct Shape {
+  int64_t height, width, channels, side, half = side / 2, window = side * side, chunks = (channels + CHUNK - 1) / CHUNK;
+  int64_t ld = (round_up(width, COLUMNS) + 2 * half) * CHUNK;                // floats of a row of the copy
+};
+
+// A vector of channels of which `count` exist.
+template <class T> inline vec load_part(const T* x, int64_t count) {
+  if (count >= LANES) return load<vec>(x);
+  vec part{};
+  for (int64_t c = 0; c < count; c++) part[c] = load<float>(x + c);
+  return part;
+}
+template <class T> inline void store_part(T* y, vec part, int64_t count) {
+  if (count >= LANES) return store(y, part);
+  for (int64_t c = 0; c < count; c++) store(y + c, part[c]);
+}
+
+// Copy rows [begin - half, end + half) of a chunk of `count` channels.
+template <class T>
+void copy(const Shape& s, const T* x, const int64_t* strides, int64_t begin, int64_t end, int64_t count, bool active,
+          float* out) {
+  for (int64_t i = begin - s.half; i < end + s.half; i++, out += s.ld) {
+    const bool inside = i >= 0 && i < s.height;
+    const int64_t left = inside ? s.half * CHUNK : s.ld, right = left + s.width * CHUNK;
+    std::memset(out, 0, size_t(left) * 4);
+    if (!inside) continue;
+    std::memset(out + right, 0, size_t(s.ld - right) * 4);
+    for (int64_t j = 0; j < s.width; j++)
+      for (int64_t c = 0; c < CHUNK; c += LANES) {
+        const vec part = load_part(x + i * strides[1] + j * strides[2] + c, count - c);
+        store(out + left + j * CHUNK + c, active ? gelu(part) : part);
+      }
+  }
+}
+
+// Call put(j, c, y) with the outputs of a row from channel c on. Their windows begin at `in`.
+template <int SIDE, class F>
+void convolve(const Shape& s, const float* in, const float* weight, const float* bias, F&& put) {
+  const int64_t side = SIDE ? SIDE : s.side;
+  for (int64_t j = 0; j < s.width; j += COLUMNS)
+    for (int64_t c = 0; c < CHUNK; c += LANES) {
+      vec sums[COLUMNS];
+      for (int u = 0; u < COLUMNS; u++) sums[u] = load<vec>(bias + c);
+      const float *row = in + j * CHUNK + c, *w = weight + c;
+#pragma GCC unroll 1                                                         // constant offsets within a row
+      for (int64_t m = 0; m < side; m++, row += s.ld, w += side * CHUNK)
+        for (int64_t n = 0; n < side; n++)
+          for (int u = 0; u < COLUMNS; u++) sums[u] += load<vec>(w + n * CHUNK) * load<vec>(row + (n + u) * CHUNK);
+      for (int u = 0; u < COLUMNS; u++)
+        if (j + u < s.width) put(j + u, c, sums[u]);
+    }
+}
+
+// Add the products of a row's gradients and its inputs at N windows' places to sums (N, CHUNK).
+template <int N> void correlate(const float* grad, const float* in, int64_t width, float* sums) {
+  for (int64_t c = 0; c < CHUNK; c += LANES) {
+    vec even[N] = {}, odd[N] = {};                                           // chains of additions side by side
+    int64_t j = 0;
+    for (; j + 2 <= width; j += 2) {
+      const vec g = load<vec>(grad + j * CHUNK + c), h = load<vec>(grad + (j + 1) * CHUNK + c);
+      for (int n = 0; n < N; n++) {
+        even[n] += g * load<vec>(in + (j + n) * CHUNK + c);
+        odd[n] += h * load<vec>(in + (j + 1 + n) * CHUNK + c);
       }
     }
-    for (int u = 0; u < COLUMNS; u++) finish(sums[u], j + u);
+    for (int n = 0; n < N; n++) {
+      vec sum = load<vec>(sums + n * CHUNK + c) + even[n] + odd[n];
+      if (j < width) sum += load<vec>(grad + j * CHUNK + c) * load<vec>(in + (j + n) * CHUNK + c);
+      store(sums + n * CHUNK + c, sum);
+    }
   }
-  for (; j < width; j++) one(j);
 }
 
-template <class T> void activate(const T* x, int64_t count, float* out) {
-  int64_t c = 0;
-  for (; c + LANES <= count; c += LANES) store(out + c, gelu(load<vec>(x + c)));
-  for (; c < count; c++) out[c] = gelu(vec{} + load<float>(x + c))[0];
+float number(const void* p, int64_t at, bool is_bf16) {
+  return is_bf16 ? load<float>((const bf16*)p + at) : ((const float*)p)[at];
 }
 
-template <class T, int SIDE> int run(const Convolution& s) {
-  constexpr int64_t HALF = SIDE / 2;
-  const int64_t H = s.height, W = s.width, C = s.channels, bands = (H + BAND - 1) / BAND, window = SIDE * SIDE;
-  const int64_t scratch = s.gelu ? (std::min(BAND, H) + 2 * HALF) * W * C : 0;
-  const int64_t threads = std::min(s.threads, std::max<int64_t>(1, s.batch * H * W * C / 16384));
-  Memory memory(round_up((window + 1) * C, 16) + threads * round_up(scratch, 16));
+template <class T, int SIDE> int forward(const Convolution& a, const Shape& s, const float* weight, const float* bias) {
+  const int64_t most = std::max<int64_t>(8, COPY / s.ld), bands = (s.height + most - 1) / most;
+  const int64_t rows = (s.height + bands - 1) / bands, size = (rows + 2 * s.half) * s.ld;
+  const int64_t threads = std::min(a.threads, std::max<int64_t>(1, a.batch * s.height * s.width * s.channels / 16384));
+  Memory memory(threads * size);
   if (!memory.data) return 2;
-  float *weight = memory.data, *bias = weight + window * C;
-  auto number = [&](const void* p, int64_t at) {
-    return s.weight_is_bf16 ? load<float>((const bf16*)p + at) : ((const float*)p)[at];
-  };
-  for (int64_t c = 0; c < C; c++) {
-    for (int64_t n = 0; n < window; n++)
-      weight[n * C + c] = number(s.weight, c * window + n) + (s.residual && n == window / 2);
-    bias[c] = number(s.bias, c);
-  }
-  parallel(s.batch * bands, threads, [&](int64_t task, int64_t worker) {
-    const int64_t image = task / bands, begin = task % bands * BAND, end = std::min(H, begin + BAND);
-    const T* x = (const T*)s.x + image * s.x_strides[0];
-    float* active = memory.data + round_up((window + 1) * C, 16) + worker * round_up(scratch, 16);
-    const int64_t top = std::max<int64_t>(0, begin - HALF), bottom = std::min(H, end + HALF);
-    if (s.gelu)
-      for (int64_t i = top; i < bottom; i++) {
-        const T* row = x + i * s.x_strides[1];
-        float* to = active + (i - top) * W * C;
-        if (s.x_strides[2] == C) activate(row, W * C, to);
-        else for (int64_t j = 0; j < W; j++) activate(row + j * s.x_strides[2], C, to + j * C);
-      }
-    for (int64_t i = begin; i < end; i++) {
-      T* y = (T*)s.y + (image * H + i) * W * C;
-      const T* add = s.add ? (const T*)s.add + image * s.add_strides[0] + i * s.add_strides[1] : nullptr;
-      auto all = [&](auto* first, int64_t row_step, int64_t step) {        // first: row `top`
-        using S = std::remove_reference_t<decltype(*first)>;
-        const S* rows[SIDE];
-        for (int64_t m = 0; m < SIDE; m++) {
-          int64_t r = i + m - HALF;
-          rows[m] = r >= 0 && r < H ? first + (r - top) * row_step : nullptr;
-        }
-        int64_t c = 0;
-        for (; c + LANES <= C; c += LANES)
-          convolve<vec, S, T, SIDE>(rows, step, weight, bias, add, s.add_strides[2], y, W, C, c);
-        for (; c < C; c++) convolve<float, S, T, SIDE>(rows, step, weight, bias, add, s.add_strides[2], y, W, C, c);
-      };
-      if (s.gelu) all((const float*)active, W * C, C);
-      else all(x + top * s.x_strides[1], s.x_strides[1], s.x_strides[2]);
-    }
+  parallel(a.batch * bands * s.chunks, threads, [&](int64_t task, int64_t worker) {
+    const int64_t chunk = task % s.chunks, band = task / s.chunks % bands, image = task / s.chunks / bands;
+    const int64_t first = chunk * CHUNK, count = std::min(CHUNK, s.channels - first);
+    const int64_t begin = band * rows, end = std::min(s.height, begin + rows);
+    float* in = memory.data + worker * size;
+    copy(s, (const T*)a.x + image * a.x_strides[0] + first, a.x_strides, begin, end, count, a.gelu, in);
+    for (int64_t i = begin; i < end; i++, in += s.ld)
+      convolve<SIDE>(s, in, weight + chunk * s.window * CHUNK, bias + first, [&](int64_t j, int64_t c, vec sum) {
+        if (a.add)
+          sum += load_part((const T*)a.add + image * a.add_strides[0] + i * a.add_strides[1] + j * a.add_strides[2] +
+                           first + c, count - c);
+        store_part((T*)a.y + ((image * s.height + i) * s.width + j) * s.channels + first + c, sum, count - c);
+      });
   });
   return 0;
 }
 
-template <class T> int choose(const Convolution& s) {
-  return s.side == 1 ? run<T, 1>(s) : s.side == 3 ? run<T, 3>(s) : s.side == 5 ? run<T, 5>(s) : run<T, 7>(s);
+// Gradients: `weight` is turned by half a circle, and `bias` is zero.
+template <class T, int SIDE> int backward(const Convolution& a, const Shape& s, const float* weight, const float* bias) {
+  const int64_t size = (s.height + 2 * s.half) * s.ld, sums = (s.window + 1) * CHUNK, tasks = a.batch * s.chunks;
+  const int64_t threads = std::min(a.threads, tasks);
+  Memory memory(threads * 2 * size + tasks * sums);
+  if (!memory.data) return 2;
+  float* partial = memory.data + threads * 2 * size;                         // (batch, chunks, window + 1, CHUNK)
+  parallel(tasks, threads, [&](int64_t task, int64_t worker) {
+    const int64_t image = task / s.chunks, first = task % s.chunks * CHUNK, count = std::min(CHUNK, s.channels - first);
+    const T* x = (const T*)a.x + image * a.x_strides[0] + first;
+    float *grad = memory.data + worker * 2 * size, *in = grad + size, *sum = partial + task * sums;
+    copy(s, (const T*)a.grad + image * a.grad_strides[0] + first, a.grad_strides, 0, s.height, count, false, grad);
+    if (a.dx)
+      for (int64_t i = 0; i < s.height; i++)
+        convolve<SIDE>(s, grad + i * s.ld, weight + first * s.window, bias, [&](int64_t j, int64_t c, vec dx) {
+          if (a.gelu) dx *= gelu_gradient(load_part(x + i * a.x_strides[1] + j * a.x_strides[2] + c, count - c));
+          store_part((T*)a.dx + ((image * s.height + i) * s.width + j) * s.channels + first + c, dx, count - c);
+        });
+    if (!a.dweight) return;
+    copy(s, x, a.x_strides, 0, s.height, count, a.gelu, in);
+    std::memset(sum, 0, size_t(sums) * 4);
+    for (int64_t i = 0; i < s.height; i++) {
+      const float* g = grad + (i + s.half) * s.ld + s.half * CHUNK;
+      for (int64_t m = 0; m < s.side; m++)
+        for (int64_t n = 0; n < s.side; n += SIDE ? SIDE : 1)
+          correlate<SIDE ? SIDE : 1>(g, in + (i + m) * s.ld + n * CHUNK, s.width, sum + (m * s.side + n) * CHUNK);
+      for (int64_t j = 0; j < s.width; j++)
+        for (int64_t c = 0; c < CHUNK; c++) sum[s.window * CHUNK + c] += g[j * CHUNK + c];
+    }
+  });
+  if (!a.dweight) return 0;
+  for (int64_t c = 0; c < s.channels; c++)
+    for (int64_t n = 0; n <= s.window; n++) {
+      double total = 0;
+      for (int64_t b = 0; b < a.batch; b++)
+        total += partial[((b * s.chunks + c / CHUNK) * (s.window + 1) + n) * CHUNK + c % CHUNK];
+      void* to = n < s.window ? a.dweight : a.dbias;
+      const int64_t at = n < s.window ? c * s.window + n : c;
+      if (a.weight_is_bf16) store((bf16*)to + at, float(total));
+      else ((float*)to)[at] = float(total);
+    }
+  return 0;
+}
+
+template <class T, int SIDE> int run(const Convolution& a) {
+  const Shape s{a.height, a.width, a.channels, a.side};
+  Memory memory(s.chunks * CHUNK * (s.window + 1));
+  if (!memory.data) return 2;
+  float *weight = memory.data, *bias = weight + s.chunks * CHUNK * s.window;  // (chunks, window, CHUNK), (chunks, CHUNK)
+  std::memset(weight, 0, size_t(s.chunks * CHUNK * (s.window + 1)) * 4);
+  for (int64_t c = 0; c < s.channels; c++) {
+    for (int64_t n = 0; n < s.window; n++)
+      weight[(c / CHUNK * s.window + (a.grad ? s.window - 1 - n : n)) * CHUNK + c % CHUNK] =
+          number(a.weight, c * s.window + n, a.weight_is_bf16) + (a.residual && n == s.window / 2);
+    if (!a.grad) bias[c] = number(a.bias, c, a.weight_is_bf16);
+  }
+  return a.grad ? backward<T, SIDE>(a, s, weight, bias) : forward<T, SIDE>(a, s, weight, bias);
+}
+
+template <class T> int choose(const Convolution& a) {
+  return a.side == 3 ? run<T, 3>(a) : a.side == 5 ? run<T, 5>(a) : a.side == 7 ? run<T, 7>(a) : run<T, 0>(a);
 }
 
 }  // namespace
 
-extern "C" int SUBQUAD_NAME(depthwise_conv)(const Convolution* s) {
-  return s->is_bf16 ? choose<bf16>(*s) : choose<float>(*s);
+extern "C" int SUBQUAD_NAME(depthwise_conv)(const Convolution* a) {
+  return a->is_bf16 ? choose<bf16>(*a) : choose<float>(*a);
 }

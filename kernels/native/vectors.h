@@ -99,13 +99,20 @@ static inline vec softplus(vec x) {
   return (x > 0.f ? x : vec{}) + s * p;
 }
 
-// x Phi(x), with Abramowitz and Stegun, 7.1.26, for the error function (absolute error 1.5e-7).
-static inline vec gelu(vec x) {
-  vec z = absolute(x) * 0.70710678f, t = 1.f / (z * 0.3275911f + 1.f);
+// Phi(-|x|), with Abramowitz and Stegun, 7.1.26, for the error function (absolute error 1.5e-7), from e^(-x^2 / 2).
+static inline vec normal_tail(vec x, vec bell) {
+  vec t = 1.f / (absolute(x) * (0.3275911f * 0.70710678f) + 1.f);
   vec p = t * 1.061405429f - 1.453152027f;
   p = p * t + 1.421413741f;
   p = p * t - 0.284496736f;
-  p = (p * t + 0.254829592f) * t;
-  vec tail = 0.5f * p * exp2(z * z * -LOG2E);                             // Phi(-|x|)
+  return 0.5f * ((p * t + 0.254829592f) * t) * bell;
+}
+// x Phi(x), and its derivative Phi(x) + x e^(-x^2 / 2) / sqrt(2 pi).
+static inline vec gelu(vec x) {
+  vec tail = normal_tail(x, exp2(x * x * (-0.5f * LOG2E)));
   return x * (x > 0.f ? 1.f - tail : tail);
+}
+static inline vec gelu_gradient(vec x) {
+  vec bell = exp2(x * x * (-0.5f * LOG2E)), tail = normal_tail(x, bell);
+  return (x > 0.f ? 1.f - tail : tail) + x * bell * 0.39894228f;
 }

@@ -118,11 +118,42 @@ def test_depthwise_conv(grid, channels, side, dtype, gelu, residual, add, stride
         _assert_close(actual, expected, dtype)
 
 
+@pairwise('grid, channels, side, dtype, gelu, residual, frozen',
+          [(5, 7), (1, 1), (1, 9), (17, 3), (20, 14)], [16, 20, 3], [1, 3, 5, 7, 9], [torch.float32, torch.bfloat16],
+          *[[False, True]] * 2, [None, 'x', 'weight'])
+def test_gradients_of_depthwise_conv(grid, channels, side, dtype, gelu, residual, frozen):
+    g = torch.Generator().manual_seed(channels + side)
+    inputs = dict(x=torch.randn(3, *grid, 2 * channels, generator=g).to(dtype)[..., ::2],
+                  weight=torch.randn(channels, 1, side, side, generator=g), bias=torch.randn(channels, generator=g))
+    grad = torch.randn(3, channels, *grid, generator=g).to(dtype).permute(0, 2, 3, 1)
+    found = []
+    for convert, backend in ((lambda x: x.detach().clone(), 'native'), (lambda x: x.double(), 'reference')):
+        leaves = {name: convert(x).requires_grad_(name != frozen) for name, x in inputs.items()}
+        y = kernels.depthwise_conv(**leaves, gelu=gelu, residual=residual, backend=backend)
+        y.backward(convert(grad))
+        found.append([x.grad for name, x in leaves.items() if name != frozen])
+    assert_as_exact(*found, TOLERANCE[dtype])
+
+
+def test_second_gradients_of_depthwise_conv():
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=g) for shape in [(2, 4, 5, 8), (8, 1, 3, 3), (8,)]]
+    found = []
+    for convert, backend in ((torch.Tensor.clone, 'native'), (torch.Tensor.double, 'reference')):
+        leaves = [convert(x).requires_grad_() for x in inputs]
+        y = kernels.depthwise_conv(*leaves, gelu=True, backend=backend)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.pow(3).sum() for x in first), leaves))
+    assert_as_exact(*found, TOLERANCE[torch.float32])
+
+
 def test_empty_batches():
     q, k, v, *logs = (x[:0] for x in _inputs((4, 5), 8))
     assert kernels.polyline_attention(q, k, v, *logs, backend='native').shape == q.shape
-    x = torch.empty(0, 4, 5, 8)
-    assert kernels.depthwise_conv(x, torch.ones(8, 1, 3, 3), torch.ones(8), backend='native').shape == x.shape
+    x, weight = torch.empty(0, 4, 5, 8, requires_grad=True), torch.ones(8, 1, 3, 3, requires_grad=True)
+    y = kernels.depthwise_conv(x, weight, torch.ones(8), backend='native')
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape and not weight.grad.any()
 
 
 @pairwise('op, grid, dims, dtype, paths', ['polyline', 'crisscross'],
@@ -147,15 +178,10 @@ def test_gradients_of_logits_far_above_a_tokens_own(op):
 
 
 def test_gradients_that_the_library_lacks_come_from_another_backend():
-    x, weight, bias = torch.ones(1, 4, 5, 8), torch.ones(8, 1, 3, 3), torch.ones(8)
-    add = torch.zeros(1, 4, 5, 8, requires_grad=True)
-    with pytest.raises(ValueError, match='no gradient'):
-        kernels.depthwise_conv(x, weight, bias, add, backend='native')
-    kernels.depthwise_conv(x, weight, bias, add).sum().backward()
     inputs = [x.requires_grad_() for x in _inputs((4, 5), 8)]
     for op in ATTENTIONS:
         getattr(kernels, op)(*inputs, mask_mode='multiplicative').sum().backward()
-    assert all(x.grad is not None for x in (*inputs, add))
+    assert all(x.grad is not None for x in inputs)
 
 
 @pytest.mark.parametrize('op', ATTENTIONS)
@@ -226,7 +252,7 @@ native.function.cache_clear()
 if team.exists():
     function = ctypes.cast(ctypes.CDLL(str(team)).parallel, ctypes.c_void_p)
     ctypes.c_void_p.in_dll(native.LIBRARY, 'subquad_parallel').value = function.value
-names = 'test_attention or groups or decays or above or finite or test_depthwise or empty'
+names = 'test_attention or groups or decays or above or finite or depthwise or empty'
 sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', names,
                       'tests/kernels/test_native.py']))
 """
