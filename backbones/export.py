@@ -196,12 +196,12 @@ def prepare_for_export(model: nn.Module) -> List[str]:
         model: any module in evaluation mode, with BatchNorm fused or not.
 
     Returns:
-        The names of all blocks that have the export form now.
+        The names of all MobileViTv2 blocks that have the export form now.
 
     Raises:
-        ValueError: the model is in training mode.
+        ValueError: a module that would be replaced is in training mode.
     """
-    if any(isinstance(module, MobileViTv2Block) and module.training for module in model.modules()):
+    if any(isinstance(module, (MobileViTv2Block, TreeMixer)) and module.training for module in model.modules()):
         raise ValueError('the export form is for evaluation mode only; call model.eval() first')
     for module in model.modules():
         if type(module) is TreeMixer:

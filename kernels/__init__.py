@@ -1,5 +1,5 @@
-"""Operators on grids and trees, each with a float64 reference, a portable PyTorch backend for any device, and Triton
-kernels (except `tree_solve`).
+"""Operators on grids and trees, each with a float64 reference, a portable PyTorch backend for any device, Triton
+kernels (except `tree_solve`), and most with C++ for CPUs.
 
     decay_attention            softmax attention along one grid axis, decayed with distance      O(N^1.5)
     crisscross_attention       two of them chained, on both paths                               O(N^1.5)

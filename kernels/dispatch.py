@@ -167,12 +167,12 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
         raise ValueError(f"why_not: unknown operator {op!r}; allowed: {', '.join(sorted(OPERATORS))}")
     has_kernel = _TRITON_INSTALLED and not isinstance(OPERATORS[op].objection, str)
     if not tensors and has_kernel and not torch.cuda.is_available():
-        return f'{op} runs on the portable backend: torch finds no GPU here.'
+        return f'{op} does not run on Triton: torch finds no GPU here.'
     if has_kernel and tensors and tensors[0].device.type != 'cuda':
-        return (f'{op} runs on the portable backend: its arguments are on {tensors[0].device}, and the Triton '
+        return (f'{op} does not run on Triton: its arguments are on {tensors[0].device}, and the Triton '
                 'kernels run on a GPU.')
     objection = _objection(op, *tensors)
-    return objection and f'{op} runs on the portable backend: {objection}'
+    return objection and f'{op} does not run on Triton: {objection}'
 
 
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:

@@ -7,7 +7,7 @@
 
 enum Paths { BOTH, V2H, H2V };
 
-// The fields in the order in which `kernels/native/__init__.py` packs them. Strides count elements.
+// The fields in the order in which `attention.py` packs them. Strides count elements.
 struct Attention {
   const void *q, *k, *v;
   void* y;

@@ -40,8 +40,9 @@ def polyline_attention(
 
     With paths='v2h' or 'h2v' only that mask remains, without the factor 1/2. The operator does not scale q k'.
 
-    Three implementations run on a CPU. `portable` works through blocks of query rows; networks use it, and
-    torch.compile calls it as one operator. `export` is the dense formula, for the graphs of torch.export and
+    Four implementations run on a CPU. Networks use `native`, C++ that keeps a block of the mask in registers, where
+    it is built, and `portable`, which works through blocks of query rows, otherwise; torch.compile calls either as
+    one operator. `export` is the dense formula, for the graphs of torch.export and
     torch.jit.trace and for transforms of torch.func. `reference` computes the definition in float64, for tests.
 
     Args:
