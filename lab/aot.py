@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subquad import kernels
@@ -27,9 +26,7 @@ class _OwnCode(TorchDispatchMode):
     """Run this package's operators on meta tensors, where PyTorch would only ask for shapes."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        own = OPDEFS.get(operator._schema.name)
-        run = own._init_fn if own is not None and own._namespace == 'subquad' else operator
-        return run(*args, **(kwargs or {}))
+        return getattr(operator, 'on_device', operator)(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Make functions operators of PyTorch: nodes with a schema, shapes, operation count and gradient."""
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
 
@@ -26,13 +26,26 @@ def node(name: str, run: Callable, flops: Callable[..., int]) -> Callable[[Calla
             with torch.cuda.device_of(first):
                 return run(*args)
 
-        operator = torch.library.custom_op(f'subquad::{name}', on_device, mutates_args=())
-        operator.register_kernel('cpu')(run)
-        operator.register_fake(shapes)
-        register_flop_formula(operator._opoverload.overloadpacket)(
-            lambda *args, out_shape=None, **kwargs: flops(*args))
+        # `torch.library.custom_op` does the same, but a call takes 20 us in place of 5 (12 with a gradient).
+        qualified = f'subquad::{name}'
+        torch.library.define(qualified, torch.library.infer_schema(shapes, mutates_args=()),
+                             tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(qualified, 'cpu', run)
+        torch.library.impl(qualified, 'default', on_device)
+        torch.library.register_fake(qualified, shapes)
+        packet = getattr(torch.ops.subquad, name)
+        register_flop_formula(packet)(lambda *args, out_shape=None, **kwargs: flops(*args))
+        operator = packet.default
+        operator.on_device = on_device
+        operator.register_autograd = partial(torch.library.register_autograd, qualified)
+        if name.endswith('_bwd'):
+            operator.register_autograd(_refuse)
         return operator
     return register
+
+
+def _refuse(ctx, *grads) -> None:
+    raise RuntimeError("a gradient written by hand has no gradient: use backend='export' for second derivatives")
 
 
 def late(package: str, name: str) -> Callable:
@@ -71,7 +84,7 @@ def differentiate(
         used: the outputs with a gradient. If there are several, the first has the shape of the
             first tensor, and the gradients of the others may be None.
     """
-    arguments = forward._opoverload._schema.arguments
+    arguments = forward._schema.arguments
     names = [argument.name for argument in arguments]
     tensors = sum('Tensor' in str(argument.type) for argument in arguments)
     end = names.index('save') if 'save' in names else len(names)
@@ -110,4 +123,4 @@ def gradients_of(portable: Callable[..., Tensor], inputs: Sequence[Any], grad: T
 def check_saved(forward: Any, saved: bool) -> None:
     """Raise a RuntimeError if an operator ran without what its gradient needs."""
     if not saved:
-        raise RuntimeError(f'{forward._qualname} ran with save=False: it has no gradient')
+        raise RuntimeError(f'{forward.name()} ran with save=False: it has no gradient')
