@@ -1,4 +1,4 @@
-"""Measure time and peak memory of operators and models.
+"""Measure time and peak memory of operators and models, and where the time of a model goes.
 
 Times of one machine say little about another. The results that count are ratios of times taken in
 turn within one process: to another implementation, or to the floor, the least time that the
@@ -17,24 +17,30 @@ from .bench import operators as ops
 from .bench.comparisons import compare_models, compare_operator
 from .bench.measure import measured
 from .bench.metrics import prepare, table
+from .bench.parts import profile_parts, rows
 from .common.cli import UserError, parse_size
-from .common.output import print_table
+from .common.output import print_rows, print_table
 from .engine.records import append
 
 _EXAMPLES = """examples:
   subquad benchmark --operator polyline_attention --size coco --implementations portable sdpa compiled
   subquad benchmark --operator polyline_scan --size long --device cuda --dtype bfloat16 --backward
-  subquad benchmark --model ppma_tiny@portable swin_tiny_patch4_window7_224 --size 224 --batch 8 --train"""
+  subquad benchmark --model ppma_tiny@portable swin_tiny_patch4_window7_224 --size 224 --batch 8 --train
+  subquad benchmark --profile ppma_tiny --size 224 --threads 1"""
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog='subquad benchmark', formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
-        description='Measure time and peak memory of operators and models.')
+        description='Measure time and peak memory of operators and models, or profile a model.')
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument('--operator', metavar='NAME', help='compare implementations of this operator')
     what.add_argument('--model', nargs='+', metavar='NAME[@BACKEND][+compile][+autocast]',
                       help='timm models to compare; the first one is compared with the others')
+    what.add_argument('--profile', metavar='NAME[@BACKEND][+autocast]',
+                      help='show where the time of a forward pass of a timm model goes: stem, products (linear layers '
+                           'and 1 x 1 convolutions), attention (or what mixes tokens in its place), convolutions, '
+                           'norms, activations, copies, overhead of calls')
     what.add_argument('--list', action='store_true', help='list operators and implementations, and exit')
     parser.add_argument('--size', default='imagenet',
                         help=f"{', '.join(ops.SIZES)}, one number or HEIGHTxWIDTH; numbers are pixels for models "
@@ -67,6 +73,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.list:
         print('\n'.join(f"{op:26s} {', '.join(ops.implementations(op))}" for op in ops.OPERATORS))
         return
+    if args.profile is not None:
+        return _profile(args)
     name, description, measure = _operator(args) if args.operator is not None else _models(args)
     if args.device == 'cuda' and not torch.cuda.is_available():
         raise UserError('--device cuda: torch finds no GPU here')
@@ -99,6 +107,23 @@ def _models(args: argparse.Namespace) -> Tuple[str, str, Callable[[int], Dict[st
             f"{', '.join(args.model)}, {args.batch} image(s) of {shown}",
             partial(compare_models, names=args.model, size=grid, batch=args.batch, dtype=args.dtype,
                     device=args.device, train=args.train))
+
+
+def _profile(args: argparse.Namespace) -> None:
+    """Print where the time of a model goes."""
+    networks.check_model(args.profile, args.dtype)
+    if networks.parse_model(args.profile).compile or args.train or args.out:
+        raise UserError('--profile shows a forward pass of a model without +compile, --train and --out: the loops of a '
+                        'compiled graph have no names')
+    if args.device == 'cuda' and not torch.cuda.is_available():
+        raise UserError('--device cuda: torch finds no GPU here')
+    torch.set_num_threads(args.threads)
+    images = torch.randn(args.batch, 3, *size(args.size, tokens=False), device=args.device)
+    call, _ = networks.model_call(args.profile, images.to(getattr(torch, args.dtype)), train=False)
+    parts, plain = profile_parts(call, args.repeats, args.device)
+    print_rows(('part', 'ms', 'share', 'calls', 'slowest operators, ms'), rows(parts))
+    whole = sum(part.ms for part in parts.values())
+    print(f'A pass takes {whole:.1f} ms in the profiler, and {plain:.1f} ms without it.')
 
 
 def size(text: str, tokens: bool) -> ops.Grid:

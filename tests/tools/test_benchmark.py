@@ -1,6 +1,7 @@
 """The benchmark tool: meters, implementations, records and the command line. No test asserts a time."""
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from subquad import kernels
 from subquad.tools import benchmark
-from subquad.tools.bench import baselines, comparisons, measure, metrics, networks, operators
+from subquad.tools.bench import baselines, comparisons, measure, metrics, networks, operators, parts
 from subquad.tools.bench.comparisons import compare_models, compare_operator
 from subquad.tools.bench.networks import Subject
 from subquad.tools.common import cli
@@ -79,6 +80,56 @@ def test_commit_is_of_this_checkout_or_none(monkeypatch):
     (4, 2, 0.0, False)])                                        # more threads than CPUs is the user's own choice
 def test_records_with_too_few_free_cpus_are_disturbed(threads, cpus, others, expected):
     assert metrics.disturbed({'threads': threads, 'cpus': cpus, 'other_cpus': others}) is expected
+
+
+# --- profiles
+
+@pytest.mark.parametrize('name, shapes, part', [
+    ('aten::conv2d', [[1, 8, 5, 5], [8, 1, 3, 3], []], 'depthwise convolutions'),
+    ('aten::conv2d', [[1, 8, 5, 5], [16, 8, 1, 1], []], 'products'),
+    ('mkldnn::_convolution_pointwise', [[1, 8, 5, 5], [16, 8, 3, 3], []], 'dense convolutions'),
+    ('aten::addmm', [], 'products'), ('aten::bmm', [], 'attention'), ('subquad::quadtree_solve', [], 'attention'),
+    ('subquad::depthwise_conv_native_fwd', [], 'depthwise convolutions'), ('aten::native_layer_norm', [], 'norms'),
+    ('aten::silu_', [], 'activations'), ('aten::copy_', [], 'copies'), ('aten::add_', [], 'elementwise'),
+    ('aten::unflatten', [], 'overhead of calls'), ('aten::grid_sampler', [], None)])
+def test_part_of_an_operator(name, shapes, part):
+    assert parts.part_of(name, shapes) == part
+
+
+@pytest.mark.parametrize('name, attention', [
+    ('test_ppma', 'subquad::polyline_attention'), ('test_ppma@portable', 'subquad::polyline_attention'),
+    ('test_myo', 'subquad::quadtree_attention'), ('test_lcsm', 'subquad::eos_elementwise'),
+    ('test_mobilevitv2', 'subquad::separable_attention'), ('test_vit', 'aten::scaled_dot_product_attention'),
+    ('test_resnet', None)])
+def test_parts_of_a_model(name, attention):
+    size = 160 if name == 'test_vit' else 64
+    call, _ = networks.model_call(name, torch.randn(1, 3, size, size), False)
+    with torch.no_grad():
+        expected = call()
+    found, _ = parts.profile_parts(call, 2)
+    torch.testing.assert_close(call(), expected)
+    assert 'forward' not in vars(call.network) and all(part.ms > 0 for part in found.values())
+    reductions = {f'aten::{x}' for x in ('mean', 'amax', 'max_pool2d', 'avg_pool2d', 'adaptive_avg_pool2d')}
+    assert set(found.get('other', parts.Part(0, 0, {})).operators) <= reductions
+    assert {'products', 'overhead of calls'} <= set(found) and ('attention' in found) == (attention is not None)
+    assert attention is None or any(x.startswith(attention) for x in found['attention'].operators)
+    assert ('stem' in found) == (name != 'test_resnet')
+
+
+def test_the_time_of_a_part_holds_what_it_calls():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return (x @ x).T.contiguous().angle()
+
+    net = Net()
+    call = partial(net, torch.ones(300, 300))
+    call.network = net
+    found, plain = parts.profile_parts(call, 3)
+    assert set(found) == {'attention', 'copies', 'other', 'overhead of calls'} and plain > 0
+    assert list(found['other'].operators) == ['aten::angle'] and found['other'].calls == 1
+    table = parts.rows(found)
+    assert sum(float(row[1]) for row in table) == pytest.approx(sum(part.ms for part in found.values()), abs=0.03)
+    assert sum(float(row[2][:-1]) for row in table) == pytest.approx(100, abs=0.3)
 
 
 # --- what is measured
@@ -269,6 +320,24 @@ def test_wrong_arguments(argv, message):
 def test_wrong_models(argv, message):
     with pytest.raises(cli.UserError, match=message):
         benchmark.main(['--model', *argv])
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['ppma_tinny'], 'did you mean ppma_tiny'), (['test_ppma+compile'], 'without [+]compile'),
+    (['test_ppma', '--train'], 'without .* --train'), (['test_ppma+autocast', '--dtype', 'float16'], 'starts from')])
+def test_wrong_profiles(argv, message):
+    with pytest.raises(cli.UserError, match=message):
+        benchmark.main(['--profile', *argv])
+
+
+def test_a_profile_is_printed(capsys):
+    before = torch.get_num_threads()
+    try:
+        benchmark.main(['--profile', 'test_myo+autocast', '--size', '64x96', '--threads', '1', '--repeats', '1'])
+    finally:
+        torch.set_num_threads(before)
+    out = capsys.readouterr().out
+    assert 'subquad::quadtree_attention' in out and 'overhead of calls' in out and 'without it' in out
 
 
 def test_unwritable_folder_fails_before_measuring(tmp_path, monkeypatch):

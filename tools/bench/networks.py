@@ -49,7 +49,7 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
     type), else a forward pass. The state dict `weights` is loaded if its names and shapes are those of the model.
 
     Returns:
-        (the function, the model's state dict).
+        (the function, the model's state dict). The model is the function's attribute `network`.
     """
     subject = parse_model(text)
     fixed = zoo.size_options(subject.name, images.shape[2:])
@@ -78,4 +78,6 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return training_step if train else forward, own
+    call = training_step if train else forward
+    call.network = network
+    return call, own
