@@ -154,7 +154,7 @@ def to_even_size(x: Tensor) -> Tensor:
     height, width = x.shape[2:]
     if height % PATCH[0] == 0 and width % PATCH[1] == 0:
         return x
-    size = (height + -height % PATCH[0], width + -width % PATCH[1])
+    size = [-(-n // p) * p for n, p in zip((height, width), PATCH)]         # Inductor cannot scale by n + -n % p
     return F.interpolate(x, size=size, mode='bilinear', align_corners=True)
 
 

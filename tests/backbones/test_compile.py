@@ -1,4 +1,4 @@
-"""Test torch.compile with several image sizes. `dynamic=False` avoids an error of inductor."""
+"""Test torch.compile with several image sizes. `dynamic=False` saves time: a dynamic graph takes longer to compile."""
 import pytest
 import timm
 import torch
@@ -8,6 +8,7 @@ from pairwise import pairwise, slow
 from torch._dynamo.backends.common import aot_autograd
 
 from subquad.backbones.mixers import EosMixer
+from subquad.backbones.mobilevitv2 import to_even_size
 from subquad.backbones.weights import load_weights, save_state_dict
 from subquad.backbones.weights.convert import convert
 
@@ -25,6 +26,14 @@ def _two_sizes(name, **options):
 def test_a_compiled_network_takes_a_second_size_without_inductor():
     """Inductor compiles C++ code, which takes minutes."""
     _two_sizes('test_mobilevitv2', backend='aot_eager')
+
+
+def test_odd_maps_of_any_size_are_compiled():
+    torch._dynamo.reset()
+    compiled = torch.compile(to_even_size, dynamic=True, backend='aot_eager')
+    for size in ((5, 7), (9, 4)):
+        x = torch.rand(1, 3, *size)
+        assert_close(compiled(x), to_even_size(x), 1e-6)
 
 
 @pytest.mark.long
