@@ -116,3 +116,7 @@ static inline vec gelu_gradient(vec x) {
   vec bell = exp2(x * x * (-0.5f * LOG2E)), tail = normal_tail(x, bell);
   return (x > 0.f ? 1.f - tail : tail) + x * bell * 0.39894228f;
 }
+
+// x sigmoid(x).
+static inline vec silu(vec x) { return x / (exp2(x * -LOG2E) + 1.f); }
+static inline float silu(float x) { return silu(vec{} + x)[0]; }

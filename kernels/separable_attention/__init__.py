@@ -9,7 +9,7 @@ from ..common.declare import late, node
 from ..common.launch import dense_like
 from ..common.numerics import empty_result
 from ..dispatch import OPERATORS, Operator, choose
-from . import portable, reference
+from . import native, portable, reference
 
 SAMPLINGS = patches.SAMPLINGS
 
@@ -37,7 +37,7 @@ def separable_attention(query: Tensor, key: Tensor, value: Tensor, *, patch_size
         key_weight: shape (D, C), or None.
         key_bias: shape (D,), or None; only with key_weight.
         return_scores: also return the context scores.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of shape (B, Hv, Wv, D) and the dtype of value. With return_scores also the scores (B, H, W, L), which
@@ -172,8 +172,10 @@ OPERATORS['separable_attention'] = Operator(
     implementations={
         'reference': reference.separable_attention,
         'portable': portable.separable_attention,
+        'native': native.separable_attention,
         'triton': _triton,
         'export': portable.separable_attention_export,
     },
     plain=True,
+    native_gradient=True,
 )
