@@ -17,17 +17,28 @@ from torch.utils.flop_counter import register_flop_formula
 from ..kernels import separable_attention
 from ..kernels.common.checks import exporting
 from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, packed
+from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
 from ..kernels.native import LIBRARY as NATIVE
+from ..kernels.native.product import packed_bias, packed_weight, product
 from ..kernels.polyline_attention import native_forward as native_polyline
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
+from ..kernels.separable_attention.native import native_attention as native_separable
 from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mixers.separable import SeparableMixer, check_source
-from .mobilevitv2 import ConvNormAct, MobileStage, MobileStem, TransformerLayer
+from .mobilevitv2 import (
+    ConvNormAct,
+    InvertedResidual,
+    MobileStage,
+    MobileStem,
+    MobileViTv2Block,
+    TransformerLayer,
+    to_even_size,
+)
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -383,6 +394,128 @@ class MobileStageInParts(MobileStage):
         return forward_in_parts(self, super().forward, x, x[0].numel())
 
 
+def pack(conv: nn.Conv2d, *rows: slice) -> None:
+    """Keep the weights of a 1 x 1 convolution in the order of the native product, too; `rows`: of these outputs."""
+    weight, bias = conv.weight.flatten(1), conv.bias
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    weight, bias = (torch.cat([x[part] for part in rows or (slice(None),)]) for x in (weight, bias))
+    conv.register_buffer('packed_weight', packed_weight(weight))
+    conv.register_buffer('packed_bias', packed_bias(bias))
+
+
+def apply_packed(conv: nn.Conv2d, x: Tensor, **options) -> Tensor:
+    """Map tokens (B, H, W, C) by a 1 x 1 convolution with packed weights."""
+    return product(x, conv.packed_weight, conv.packed_bias, len(conv.weight), **options)[0]
+
+
+def runs_natively(x: Tensor) -> bool:
+    """True if the native product can take the place of layers on x: it is float32 only, and has no gradient."""
+    return (x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
+            and chosen_backend('separable_attention', 'auto', x) == 'native')
+
+
+def is_packable(*layers: nn.Module) -> bool:
+    """True if the layers are convolutions without adapters, and norms that are folded into them."""
+    plain = all(type(layer) in (nn.Conv2d, JoinedConv2d, nn.GroupNorm, nn.Identity) for layer in layers)
+    return NATIVE is not None and plain and all(x.is_cpu for layer in layers for x in layer.parameters())
+
+
+def norm_options(norm: nn.GroupNorm) -> Dict[str, object]:
+    return dict(norm_weight=norm.weight, norm_bias=norm.bias, eps=norm.eps)
+
+
+def convolve_before_act(layer: ConvNormAct, x: Tensor) -> Tensor:
+    """Return tokens (B, H, W, C), without the activation, which the next product applies."""
+    return layer.conv._conv_forward(x, layer.conv.weight, layer.conv.bias).permute(0, 2, 3, 1)
+
+
+@register_notrace_module
+class NativeResidual(InvertedResidual):
+    """InvertedResidual whose 1 x 1 convolutions are native products with SiLU and the sum inside, on a CPU."""
+
+    @staticmethod
+    def convert(block: InvertedResidual) -> InvertedResidual:
+        """Pack the weights of a block whose norms are folded, in place, and return it."""
+        layers = block.conv1_1x1, block.conv2_kxk, block.conv3_1x1
+        if is_packable(*(part for layer in layers for part in (layer.conv, layer.bn))):
+            block.__class__ = NativeResidual
+            pack(block.conv1_1x1.conv)
+            pack(block.conv3_1x1.conv)
+        return block
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not runs_natively(x):
+            return super().forward(x)
+        x = x.permute(0, 2, 3, 1)
+        y = apply_packed(self.conv1_1x1.conv, x, act=True)
+        y = convolve_before_act(self.conv2_kxk, y.permute(0, 3, 1, 2))
+        y = apply_packed(self.conv3_1x1.conv, y, act_before=True, residual=x if self.residual else None)
+        return y.permute(0, 3, 1, 2)
+
+
+@register_notrace_module
+class NativeLayer(TransformerLayer):
+    """TransformerLayer whose norms, activation and sums are part of native products, on a CPU.
+
+    Keys are computed once for each group, as in `KeysOfContextAttention`, from tokens before the norm: it is linear for
+    an image.
+    """
+
+    @staticmethod
+    def convert(layer: TransformerLayer) -> TransformerLayer:
+        """Pack the weights of a layer, in place, and return it."""
+        attn, mlp = layer.attn, layer.mlp
+        if type(attn) is KeysOfContextAttention and is_packable(
+                attn.qkv_proj, attn.out_proj, mlp.fc1, mlp.fc2, layer.norm1, layer.norm2):
+            layer.__class__ = NativeLayer
+            for conv in (attn.out_proj, mlp.fc1, mlp.fc2):
+                pack(conv)
+            keys = slice(attn.num_latent_tokens, -attn.out_proj.in_channels)
+            pack(attn.qkv_proj, slice(keys.start), slice(keys.stop, None))
+            weight = attn.qkv_proj.weight.flatten(1)[keys]
+            layer.register_buffer('key_weight', weight * layer.norm1.weight)
+            layer.register_buffer('key_bias', weight @ layer.norm1.bias + attn.qkv_proj.bias[keys])
+        return layer
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        attn, mlp = self.attn, self.mlp
+        if source is not None or not runs_natively(x) or attn._forward_pre_hooks:
+            return super().forward(x, source)
+        x, sizes, projection = x.permute(0, 2, 3, 1), [attn.num_latent_tokens, x.shape[1]], attn.qkv_proj
+        y, statistics = product(x, projection.packed_weight, projection.packed_bias, sum(sizes),
+                                **norm_options(self.norm1))
+        query, value = y.split(sizes, -1)
+        y = native_separable(query, x, value, self.key_weight, self.key_bias,
+                             patch('patch_size', attn.patch_size), attn.sampling, statistics)
+        x = apply_packed(attn.out_proj, y, residual=x)
+        y = apply_packed(mlp.fc1, x, act=True, **norm_options(self.norm2))
+        return apply_packed(mlp.fc2, y, residual=x).permute(0, 3, 1, 2)
+
+
+@register_notrace_module
+class NativeBlock(MobileViTv2Block):
+    """MobileViTv2Block whose maps between the widths are native products, on a CPU."""
+
+    @staticmethod
+    def convert(block: MobileViTv2Block) -> MobileViTv2Block:
+        """Pack the weights of a block whose norms are folded, in place, and return it."""
+        layers = block.conv_kxk, block.conv_proj
+        if not block.grouped and is_packable(block.conv_1x1, block.norm, *(
+                part for layer in layers for part in (layer.conv, layer.bn))):
+            block.__class__ = NativeBlock
+            pack(block.conv_1x1)
+            pack(block.conv_proj.conv)
+        return block
+
+    def forward(self, x: Tensor, source: Optional[Tensor] = None) -> Tensor:
+        if source is not None or not runs_natively(x):
+            return super().forward(x, source)
+        y = convolve_before_act(self.conv_kxk, x if self.exact_size else to_even_size(x))
+        y = self.transformer(apply_packed(self.conv_1x1, y, act_before=True).permute(0, 3, 1, 2))
+        y = apply_packed(self.conv_proj.conv, y.permute(0, 2, 3, 1), **norm_options(self.norm))
+        return y.permute(0, 3, 1, 2)
+
+
 @register_notrace_module
 class KeysOfContextAttention(SeparableSelfAttention):
     """Separable self-attention that maps to keys after the weighted sum: once for each group, as scores sum to 1."""
@@ -429,10 +562,10 @@ def prepare_depthwise(mixer: DepthwiseMixer) -> DepthwiseMixer:
 
 
 def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
-    """Let the first convolution of the feed-forward layer apply SiLU, in place, and return the layer."""
+    """Let convolutions of a layer apply norms, SiLU and sums, in place, and return the layer."""
     if join(layer.mlp.fc1, layer.mlp.act):
         layer.mlp.act = nn.Identity()
-    return layer
+    return NativeLayer.convert(layer)
 
 
 # Class of a module -> what replaces an instance of it. A subclass is not replaced.
@@ -442,8 +575,10 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     DepthwiseMixer: prepare_depthwise,
     EosMixer: join_linears,
     FeedForward: prepare_feed_forward,
+    InvertedResidual: NativeResidual.convert,
     MobileStage: _with_class(MobileStageInParts),
     MobileStem: fold_norm,
+    MobileViTv2Block: NativeBlock.convert,
     PolylineMixer: prepare_polyline,
     SeparableMixer: prepare_separable,
     SeparableSelfAttention: prepare_separable,
