@@ -1,8 +1,10 @@
 """A layer like attention that mixes tokens by a solve on a quad tree (Myosotis, arXiv 2509.20503)."""
 from functools import partial
+from struct import Struct
 from typing import List, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
@@ -10,6 +12,7 @@ from ..common.declare import check_saved, node
 from ..common.launch import token_major
 from ..common.numerics import empty_result, needs_gradient
 from ..dispatch import OPERATORS, Operator, choose
+from ..native import DONE, function
 from ..quadtree_solve import quadtree_solve
 from ..trees import PARAMETRIZATIONS, RHO, quadtree_levels
 from ..trees.edges import composed
@@ -50,7 +53,7 @@ def quadtree_attention(
         mask: padding mask, booleans of shape (B, H, W), true for leaves that exist. Others do not affect them.
         shift: rows and columns by which the grid is shifted against the tree.
         max_levels: None for one tree; the number of levels for a forest.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of shape (B, heads, H, W, D) and the dtype of v.
@@ -148,6 +151,56 @@ def _portable(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor,
     return _forward(q, k, v, bias, mask, *options, save)[0]
 
 
+# --- C++
+
+# `struct Attention` of native.cpp.
+_ARGUMENTS = Struct('7Q10q4q4q4q4q3qd')
+
+
+def _call(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+          options: Options, gate: Optional[Tensor], y: Tensor) -> bool:
+    """Write the output by the library. False if it must be computed in another way."""
+    if q is not None and q.dtype != v.dtype or gate is not None and gate.dtype != v.dtype:
+        return False
+    q, k, v, gate = (None if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, gate))
+    bias, mask = bias.float().contiguous(), None if mask is None else mask.contiguous()
+    arguments = _ARGUMENTS.pack(
+        *(0 if x is None else x.data_ptr() for x in (q, k, v, gate, bias, mask, y)),
+        *v.shape, 0 if q is None else q.shape[-1], *options.shift, options.max_levels or 0, len(bias),
+        *(stride for x in (q, k, v, gate) for stride in ((0,) * 4 if x is None else x.stride()[:4])),
+        v.dtype == torch.bfloat16, PARAMETRIZATIONS.index(options.parametrization), torch.get_num_threads(),
+        options.rho)
+    return function('quadtree_attention')(arguments) == DONE
+
+
+def _run_native(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+                parametrization: str, rho: float, shift: List[int], max_levels: Optional[int],
+                gate: Optional[Tensor] = None) -> Tensor:
+    options, y = Options(parametrization, rho, shift, max_levels), token_major(v.shape, v)
+    if _call(q, k, v, bias, mask, options, gate, y):
+        return y
+    y = portable.forward(q, k, v, bias, mask, options)[0]
+    return y if gate is None else F.silu(gate) * y
+
+
+@node('quadtree_attention_native_fwd', _run_native,
+      lambda q, k, v, bias, mask, parametrization, rho, shift, max_levels, *_: 5 * _count(v, shift, max_levels))
+def native_forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
+                   parametrization: str, rho: float, shift: List[int], max_levels: Optional[int],
+                   gate: Optional[Tensor] = None) -> Tensor:
+    """Return the operator's result, times SiLU(gate) with a gate (B, heads, H, W, D). It has no gradient."""
+    return token_major(v.shape, v)
+
+
+def _native(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor], options: Options
+            ) -> Tensor:
+    if v.numel() == 0:
+        return empty_result(v, q, k, bias)
+    return native_forward(q, k, v, bias, mask, *options)
+
+
+# --- Triton
+
 def _triton(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor], options: Options
             ) -> Tensor:
     return composed(q, k, v, bias, mask, options.parametrization, options.levels(v),
@@ -158,6 +211,7 @@ OPERATORS['quadtree_attention'] = Operator(
     implementations={
         'reference': reference.quadtree_attention,
         'portable': _portable,
+        'native': _native,
         'triton': _triton,
         'export': portable.quadtree_attention_export,
     },

@@ -255,7 +255,7 @@ if team.exists():
 names = ('test_attention or groups or decays or above or finite or depthwise or empty or '
          'separable_values or cross or product_values or few')
 sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', names,
-                      'tests/kernels/test_native.py', 'tests/kernels/test_native_separable_attention.py']))
+                      *map(str, Path('tests/kernels').glob('test_native*.py'))]))
 """
 
 
