@@ -20,7 +20,7 @@ from ..kernels.trees.edges import edge_biases
 from .mixers import SeparableSelfAttention, TreeMixer
 from .mixers.tree import EDGE_DIM
 from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
-from .prepare import has_hooks, is_plain
+from .prepare import NativeTreeMixer, has_hooks, is_plain
 
 GROUPS = PATCH[0] * PATCH[1]
 
@@ -204,7 +204,7 @@ def prepare_for_export(model: nn.Module) -> List[str]:
     if any(isinstance(module, (MobileViTv2Block, TreeMixer)) and module.training for module in model.modules()):
         raise ValueError('the export form is for evaluation mode only; call model.eval() first')
     for module in model.modules():
-        if type(module) is TreeMixer:
+        if type(module) in (TreeMixer, NativeTreeMixer):
             ExportTreeMixer.convert(module)
         elif hasattr(module, 'export_form'):             # of a head for MMSegmentation, which need not be installed
             module.__class__ = module.export_form

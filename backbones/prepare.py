@@ -23,6 +23,7 @@ from ..kernels.dispatch import chosen_backend
 from ..kernels.native import LIBRARY as NATIVE
 from ..kernels.native.product import packed_bias, packed_weight, product
 from ..kernels.polyline_attention import native_forward as native_polyline
+from ..kernels.quadtree_attention import native_forward as native_quadtree
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from ..kernels.separable_attention.native import native_attention as native_separable
 from .blocks import ConvNorm, FeedForward, Stem, check_image
@@ -348,6 +349,38 @@ class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
         return self.out(self.lepe(y[..., 2 * dim:3 * dim], attended.permute(0, 2, 3, 1, 4).reshape(x.shape)))
 
 
+@register_notrace_module
+class NativeTreeMixer(TreeMixer):
+    """TreeMixer on a CPU, where one product gives value, gate, query and key, and one native operator does the rest."""
+
+    @staticmethod
+    def convert(mixer: TreeMixer) -> TreeMixer:
+        """Join the layers of a mixer, in place, and return it."""
+        layers = [layer for layer in (mixer.value, mixer.gate, mixer.query, mixer.key) if layer is not None]
+        if not (NATIVE and is_plain(*layers) and mixer.value.weight.is_cpu):
+            return mixer
+        weight = torch.cat([layer.weight for layer in layers])
+        mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, dtype=weight.dtype)
+        mixer.joined.weight.copy_(weight)
+        mixer.joined.bias.zero_()
+        mixer.joined.bias[:2 * len(mixer.value.weight)] = torch.cat([mixer.value.bias, mixer.gate.bias])
+        mixer.__class__ = NativeTreeMixer
+        return mixer
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None, depth: Optional[int] = None,
+                shift: Optional[Tuple[int, int]] = None) -> Tensor:
+        y, dim = self.joined(x), x.shape[3]
+        if y.requires_grad or mask is not None or chosen_backend('quadtree_attention', 'auto', y) != 'native':
+            return super().forward(x, mask, depth, shift)
+        value, gate = (self._split_heads(part) for part in y[..., :2 * dim].split(dim, -1))
+        edges = y[..., 2 * dim:].chunk(2, -1) if self.query is not None else ()
+        q, k = (self._split_heads(part) for part in edges) if edges else (None, None)
+        mixed = native_quadtree(
+            q, k, value, self._biases(), None, self.parametrization, self.rho, self.levels(*x.shape[1:3])[0][2:],
+            self._max_levels(), gate)
+        return self.out(mixed.permute(0, 2, 3, 1, 4).reshape(x.shape))
+
+
 def fold_norm(layer: nn.Module) -> nn.Module:
     """Fold the norm of a ConvNorm or ConvNormAct into its convolution, in place, and return the layer."""
     name = 'bn' if isinstance(layer, ConvNormAct) else 'norm'
@@ -375,6 +408,11 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
     if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h'):
         NativeMixer.convert(mixer)
     return join_linears(mixer)
+
+
+def prepare_tree(mixer: TreeMixer) -> TreeMixer:
+    """Join the layers of a mixer on a CPU, in place, and return the mixer."""
+    return join_linears(NativeTreeMixer.convert(mixer))
 
 
 def _with_class(cls: Type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -585,5 +623,5 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     Stage: _with_class(StageInParts),
     Stem: _with_class(StemInParts),
     TransformerLayer: prepare_layer,
-    TreeMixer: join_linears,
+    TreeMixer: prepare_tree,
 }

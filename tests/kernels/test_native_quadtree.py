@@ -1,10 +1,12 @@
-"""Native quad-tree attention: against the dense matrix, with padding and numbers out of range."""
+"""Native quad-tree attention: against the dense matrix, padding, numbers out of range, and the prepared mixer."""
 import pytest
 import torch
 from operator_cases import TOLERANCE
 from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
+from subquad import kernels, prepare
+from subquad.backbones.mixers import TreeMixer
 from subquad.kernels import native, quadtree_attention
 from subquad.kernels.quadtree_attention import native_forward
 from subquad.kernels.trees import PARAMETRIZATIONS
@@ -114,3 +116,23 @@ def test_registration_with_pytorch():
             quadtree_attention(q, k, v, bias, backend=backend)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize('options', [dict(), dict(static_edges=True, shift_grid=True),
+                                     dict(parametrization='skew', max_levels=3)])
+def test_prepared_mixer(options):
+    torch.manual_seed(0)
+    mixer, x = TreeMixer(32, 2, **options).eval(), torch.randn(2, 5, 7, 32)
+    mixer.decay_scale = 2.0
+    mask = torch.ones(2, 5, 7, dtype=torch.bool)
+    mask[1, 3:] = False
+    with torch.no_grad(), kernels.use_backend('portable'):
+        expected, padded = mixer(x), mixer(x, mask)
+    prepared = prepare(torch.nn.Sequential(mixer).eval())
+    assert type(prepared[0]).__name__ == 'NativeTreeMixer'
+    with torch.no_grad():
+        assert (prepared(x) - expected).abs().max() < 1e-6
+        assert (prepared[0](x, mask) - padded).abs().max() < 1e-6
+        with kernels.use_backend('portable'):
+            assert (prepared(x) - expected).abs().max() < 1e-6
+    assert prepared(x).requires_grad
