@@ -135,7 +135,7 @@ if __name__ == '__main__':           # as build backends run it; tests import th
         ext_modules=[Extension('subquad.kernels.native.operators', [
             'kernels/native/threads.cpp',
             *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/native*.cpp'))),
-        ], depends=[f'kernels/native/{name}.h' for name in ('attention', 'parallel', 'vectors')], optional=True)],
+        ], depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob('kernels/*/*.h'))], optional=True)],
         cmdclass={'build_ext': BuildNative},
         install_requires=core,
         extras_require={

@@ -24,7 +24,7 @@ from ..eos_scan.problem import (
     solve,
     unchanged,
 )
-from . import portable, reference
+from . import native, portable, reference
 
 
 def eos_elementwise(
@@ -50,8 +50,8 @@ def eos_elementwise(
     The oscillation is o = exp(log_o_k + log_o_d + log_o) e^{i theta}, where log_o_k is the same for all columns of the
     memory and log_o_d for all rows; without any of them it is 1, which is linear attention without normalization.
     Oscillations of rank one (log_o_k, log_o_d, theta of rows) are computed by products of chunks, all others by a loop
-    over tokens that never stores o. On a CPU, 'portable' also takes a loop if B H is at least 128, K D at most 2 and T
-    at most 1,024.
+    over tokens that never stores o. On a CPU, 'native' takes the loop for all of them, and 'portable' also if B H is at
+    least 128, K D at most 2 and T at most 1,024.
 
     Args:
         i: input, shape (B, H, T, D); float32, float64, float16 or bfloat16; any strides. D is the width of a value.
@@ -75,10 +75,10 @@ def eos_elementwise(
         chunk: tokens of a chunk on longer lines: 16, 32, 64 or 128. For oscillations of rank one, 'portable' and
             'export' take lines of up to 64 tokens as one chunk. 'triton' takes lines of up to 64 tokens as one chunk
             in float16 and bfloat16, and chunks of at most 32 tokens on longer lines; in float32 and float64 these are
-            32 and 16. Not used by 'reference' and 'fla', by loops over tokens, by theta with constant e, s and
-            oscillation outside of graphs, and by 'portable' and 'triton' for both directions without oscillation.
-        backend: 'auto', 'triton', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core, which
-            must be installed.
+            32 and 16. Not used by 'native', 'reference' and 'fla', by loops over tokens, by theta with constant e, s
+            and oscillation outside of graphs, and by 'portable' and 'triton' for both directions without oscillation.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference', 'export', or 'fla' for the operators of fla-core,
+            which must be installed.
 
     Returns:
         y, of the shape and dtype of i; with output_state also the memory (B, H, K, D), in float32 or, for float64,
@@ -239,6 +239,36 @@ for _forward, _backward in ((_portable_forward, _portable_backward),
     differentiate(_forward, _backward, kept=lambda outputs: outputs[1:2], used=(0, 2))
 
 
+# --- what PyTorch sees of C++, which takes both kinds of oscillations
+
+def _native_flops(i, e, s, log_k, log_d, z, weight, state, form: str, tau: float, direction: str, *_) -> int:
+    if z is not None:
+        return 3 * loop_flops(i, e, direction)
+    return _flops(i, e, direction, SINGLE_CHUNK, SINGLE_CHUNK)
+
+
+def _native_backward_flops(dy, dfinal, i, e, s, log_k, log_d, z, weight, state, form, tau, direction: str) -> int:
+    if z is not None:
+        return 8 * loop_flops(i, e, direction)
+    return _backward_flops(i, e, direction, SINGLE_CHUNK, SINGLE_CHUNK)
+
+
+@node('eos_elementwise_native_fwd', native.forward, _native_flops)
+def _native_forward(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty, weight: Empty, state: Empty,
+                    form: str, tau: float, direction: str, save: bool, last: bool) -> Tuple[Tensor, Tensor]:
+    y, _, final = results(i, e, launch.token_order(i), (0,), last)
+    return y, final
+
+
+@node('eos_elementwise_native_bwd', partial(in_dtypes, native.backward), _native_backward_flops)
+def _native_backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, z: Empty,
+                     weight: Empty, state: Empty, form: str, tau: float, direction: str) -> Eight:
+    return (*(empty_gradient(x, i) if x is None else launch.token_order(x) for x in (i, e, s, log_k, log_d)),
+            *(empty_gradient(x, i) for x in (z, weight, state)))
+
+
+differentiate(_native_forward, _native_backward, used=(0, 1))
+
 # --- implementations
 
 def _run(forward: Any, full_forward: Any, problem: RealProblem, direction: str, output_state: bool, chunk: int
@@ -262,6 +292,18 @@ def run_triton(problem: RealProblem, direction: str, output_state: bool, chunk: 
     return _run(_triton_forward, _triton_full_forward, problem, direction, output_state, chunk)
 
 
+def run_native(problem: RealProblem, direction: str, output_state: bool, chunk: int) -> Output:
+    """Run in C++, or by PyTorch for weights and step logs of the memory's size, and for small memories."""
+    i, e, s, log_k, log_d, z, weight, _, form, tau, state = problem
+    z = problem.z_of_memory
+    if (e.ndim == 3 or s.ndim == 3 or z is not None and 1 not in z.shape[3:] or portable.token_by_token(i, e)
+            or direction == 'both' and log_k is log_d is z is None):      # no loop: all tokens share one memory
+        return _run(_portable_forward, _portable_full_forward, problem, direction, output_state, chunk)
+    save = needs_gradient(i, e, s, log_k, log_d, z, weight, state)
+    y, final = _native_forward(i, e, s, log_k, log_d, z, weight, state, form, tau, direction, save, output_state)
+    return y, final if output_state else None
+
+
 def _unsupported(i: Tensor, e: Tensor, *tensors: Tensor) -> Optional[str]:
     """Return why the Triton kernels cannot take these arguments; None if they can."""
     # Weights (H, K, D) and step logs for all of (B, H, T, K, D) make an oscillation of full rank.
@@ -272,9 +314,11 @@ OPERATORS['eos_elementwise'] = Operator(
     implementations={
         'reference': reference.eos_elementwise,
         'portable': partial(solve, partial(_run, _portable_forward, _portable_full_forward)),
+        'native': partial(solve, run_native),
         'triton': partial(solve, run_triton),
         'export': portable.eos_elementwise_export,
         'fla': fla.eos_elementwise_fla,
     },
+    native_gradient=True,
     objection=_unsupported,
 )
