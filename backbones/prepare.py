@@ -20,6 +20,7 @@ from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, pack
 from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
+from ..kernels.eos_elementwise import native_axes
 from ..kernels.native import LIBRARY as NATIVE
 from ..kernels.native.product import packed_bias, packed_weight, product
 from ..kernels.polyline_attention import native_forward as native_polyline
@@ -30,6 +31,7 @@ from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
+from .mixers.eos_linear import TokenGates
 from .mixers.separable import SeparableMixer, check_source
 from .mobilevitv2 import (
     ConvNormAct,
@@ -379,6 +381,33 @@ class NativeTreeMixer(TreeMixer):
             q, k, value, self._biases(), None, self.parametrization, self.rho, self.levels(*x.shape[1:3])[0][2:],
             self._max_levels(), gate)
         return self.out(mixed.permute(0, 2, 3, 1, 4).reshape(x.shape))
+class NativeAxesMixer(EosMixer):
+    """Gated linear attention along both axes on a CPU: one product, one native operator, and the product `out`."""
+
+    @staticmethod
+    def convert(mixer: EosMixer) -> EosMixer:
+        """Join the layers of a mixer whose recurrence the operator has, in place, and return it."""
+        found = mixer.recurrence
+        gates = getattr(found, 'oscillation', None)
+        if mixer.mode != 'axis' or mixer.gate is None or type(gates) is not TokenGates or gates.gate_d is not None or (
+                found.normalized or found.activate is not F.silu or None in (found.expand, found.shrink)):
+            return mixer
+        layers = [mixer.value, mixer.gate, found.expand, found.shrink, gates.gate_k]
+        if is_plain(*layers):
+            mixer.__class__ = NativeAxesMixer
+            weight = torch.cat([layer.weight for layer in layers])
+            mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=weight.device, dtype=weight.dtype)
+            mixer.joined.weight.copy_(weight)
+            mixer.joined.bias.copy_(torch.cat([layer.bias for layer in layers]))
+        return mixer
+
+    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+        y = None if mask is not None else self.joined(x)
+        if y is None or y.requires_grad or chosen_backend('eos_elementwise', 'auto', y) != 'native':
+            return super().forward(x, mask)
+        tau = self.recurrence.oscillation.tau * self.decay_scale
+        return self.out(native_axes(y, self.norm.weight, self.norm.bias, self.num_heads,
+                                    len(self.recurrence.expand.weight) // self.num_heads, 1 / tau, self.norm.eps))
 
 
 def fold_norm(layer: nn.Module) -> nn.Module:
@@ -413,6 +442,9 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
 def prepare_tree(mixer: TreeMixer) -> TreeMixer:
     """Join the layers of a mixer on a CPU, in place, and return the mixer."""
     return join_linears(NativeTreeMixer.convert(mixer))
+def prepare_eos(mixer: EosMixer) -> EosMixer:
+    """Choose the form of a mixer, in place, and return it."""
+    return join_linears(NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer)
 
 
 def _with_class(cls: Type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -611,7 +643,7 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     ConvNorm: fold_norm,
     ConvNormAct: fold_norm,
     DepthwiseMixer: prepare_depthwise,
-    EosMixer: join_linears,
+    EosMixer: prepare_eos,
     FeedForward: prepare_feed_forward,
     InvertedResidual: NativeResidual.convert,
     MobileStage: _with_class(MobileStageInParts),

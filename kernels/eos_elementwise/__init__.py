@@ -269,6 +269,28 @@ def _native_backward(dy: Tensor, dfinal: Empty, i: Tensor, e: Tensor, s: Tensor,
 
 differentiate(_native_forward, _native_backward, used=(0, 1))
 
+# --- what PyTorch sees of a grid with the layers around the recurrence
+
+def _axes_flops(x, weight, bias, heads: int, keys: int, *_) -> int:
+    batch, height, width, _ = x
+    dim = weight[0] // heads
+    return sum(_flops((batch * lines, heads, length, dim), (0, 0, 0, keys), 'both', SINGLE_CHUNK, SINGLE_CHUNK)
+               for lines, length in ((width, height), (height, width)))
+
+
+@node('eos_axes_native_fwd', native.axes, _axes_flops)
+def native_axes(x: Tensor, weight: Tensor, bias: Tensor, heads: int, keys: int, rate: float, eps: float) -> Tensor:
+    """Run gated linear attention in both directions along the columns of a grid, and then along its rows.
+
+        y = SiLU(gate) * LayerNorm(rows(LayerNorm(columns(values))))
+
+    x: (B, H, W, 2 C + 3 heads keys), float32 or bfloat16: values and gate (C each), and what SiLU makes e and s of, and
+    sigmoid(.)^rate the decays of rows of the memory (heads keys each). weight, bias: (C,), of the second norm. The
+    result is (B, H, W, C). There is no gradient.
+    """
+    return x.new_empty(*x.shape[:3], weight.shape[0])
+
+
 # --- implementations
 
 def _run(forward: Any, full_forward: Any, problem: RealProblem, direction: str, output_state: bool, chunk: int

@@ -1,4 +1,4 @@
-"""The recurrence in C++ for CPUs, token by token."""
+"""The recurrence in C++ for CPUs, token by token: of lines, and of a grid with the layers around it."""
 from itertools import chain
 from struct import Struct
 from typing import Any, List, Optional, Sequence, Tuple
@@ -12,6 +12,7 @@ from ..native import DONE, function
 
 Empty = Optional[Tensor]
 _RECURRENCE = Struct('11qd' + 'Q4q' * 8 + '12Q')                             # `struct Recurrence` of native.cpp
+_AXES = Struct('4Q8q2d')                                                     # `struct Axes` of native_axes.cpp
 
 
 def forward(*args: Any) -> Tuple[Tensor, Tensor]:
@@ -68,6 +69,16 @@ def _recur(dy: Empty, dfinal: Empty, args: Sequence[Any], outputs: Sequence[Empt
     _call('eos_elementwise', _RECURRENCE.pack(
         batch, heads, length, keys, dim, i.dtype == torch.bfloat16, False in passes, True in passes, of_keys,
         form == 'sigmoid', torch.get_num_threads(), tau, *chain.from_iterable(rows), *dense))
+
+
+def axes(x: Tensor, weight: Tensor, bias: Tensor, heads: int, keys: int, rate: float, eps: float) -> Tensor:
+    x, weight, bias = x.contiguous(), weight.float().contiguous(), bias.float().contiguous()
+    channels = weight.shape[0]
+    y = x.new_empty(*x.shape[:3], channels)
+    _call('eos_axes', _AXES.pack(
+        x.data_ptr(), y.data_ptr(), weight.data_ptr(), bias.data_ptr(), *x.shape[:3], heads, keys, channels // heads,
+        x.dtype == torch.bfloat16, torch.get_num_threads(), rate, eps))
+    return y
 
 
 def _call(name: str, arguments: bytes) -> None:

@@ -7,7 +7,7 @@ from operator_cases import TOLERANCE
 from pairwise import pairwise
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad import kernels
+from subquad import kernels, prepare
 from subquad.kernels import eos_elementwise, native
 from subquad.kernels.eos_elementwise import native as operator
 from subquad.kernels.eos_scan import DecayGenerator
@@ -150,3 +150,41 @@ def test_without_memory(monkeypatch):
     monkeypatch.setattr(operator, 'function', lambda name: lambda arguments: native.NO_MEMORY)
     with pytest.raises(MemoryError, match='eos_elementwise'):
         call('k', inputs('k', 5, dtype=torch.float32), 'native')
+
+
+@pytest.mark.parametrize('grid', [(5, 7), (1, 1), (1, 9), (17, 1)])
+@pytest.mark.parametrize('options', [dict(dim=32, num_heads=2), dict(dim=30, num_heads=3, expand_dim=5, tau=2.0),
+                                     dict(dim=48, num_heads=1, mixer='1-3-1-4', expand_dim=3)])
+def test_prepared_mixer(grid, options):
+    from subquad.backbones.mixers import EosMixer
+    torch.manual_seed(0)
+    mixer, x = EosMixer(**options).eval(), torch.randn(2, *grid, options['dim'])
+    mixer.decay_scale = 2.0
+    for p in mixer.norm.parameters():
+        torch.nn.init.normal_(p)
+    with torch.no_grad(), kernels.use_backend('portable'):
+        expected = mixer(x)
+    prepared = prepare(torch.nn.Sequential(mixer).eval())
+    assert type(prepared[0]).__name__ == 'NativeAxesMixer'
+    with torch.no_grad():
+        assert_close(prepared(x), expected, 2e-5)
+        assert prepared(x[:0]).shape == x[:0].shape
+        with torch.autocast('cpu', torch.bfloat16):
+            assert_close(prepared(x), expected, 5e-2)
+        with kernels.use_backend('portable'):
+            assert_close(prepared(x), expected, 2e-5)
+        mask = torch.ones(2, *grid, dtype=torch.bool)
+        assert_close(mixer(x, mask), expected, 2e-5)
+    assert prepared(x).requires_grad
+
+
+@pytest.mark.parametrize('options', [dict(mixer='mamba'), dict(mixer='retnet'), dict(mode='raster'),
+                                     dict(gated=False), dict(mixer='1-2-1-4'), dict(mixer='1-3-1-3'),
+                                     dict(mixer='1-3-0-4')])
+def test_other_mixers_stay(options):
+    from subquad.backbones.mixers import EosMixer
+    mixer, x = EosMixer(16, 2, **options).eval(), torch.randn(1, 4, 5, 16)
+    with torch.no_grad():
+        expected = mixer(x)
+        assert_close(prepare(torch.nn.Sequential(mixer).eval())(x), expected)
+    assert type(mixer) is EosMixer
