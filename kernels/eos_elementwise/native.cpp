@@ -156,7 +156,7 @@ void adjoint_tile(const Tokens& a, const Gradients& d, const float* kept, int64_
       dk += dlog;
       if (O != KEYS) store(d.od + at, load<vec>(d.od + at) + dlog);
       if (O == GENERATED) {
-        const vec z = a.zk ? vec{} + a.zk[key] : load<vec>(a.zd + at);
+        const vec z = a.zk ? a.zk[key] - vec{} : load<vec>(a.zd + at);
         dlog *= slope(z * w[c], a.sigmoid, a.rate);
         dw[c] += dlog * z;
         if (a.zk) dzk += dlog * w[c];

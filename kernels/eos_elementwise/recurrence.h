@@ -43,9 +43,9 @@ struct Tokens {
   float rate;                                        // 1 / tau
 
   template <Oscillation O> vec oscillation(int64_t t, int64_t k, int64_t d, vec w) const {
-    vec o = vec{} + ok[t * step + k];
+    vec o = ok[t * step + k] - vec{};                // unlike a sum with zero, this costs nothing
     if (O != KEYS) o *= load<vec>(od + t * width + d);
-    if (O == GENERATED) o *= exp2(generated((zk ? vec{} + zk[t * step + k] : load<vec>(zd + t * width + d)) * w, sigmoid,
+    if (O == GENERATED) o *= exp2(generated((zk ? zk[t * step + k] - vec{} : load<vec>(zd + t * width + d)) * w, sigmoid,
                                             rate));
     return o;
   }
