@@ -48,8 +48,7 @@ static inline void store(float* p, float x) { *p = x; }
 static inline void store(bf16* p, vec x) {
   words w = (words)x;
   words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-  words nan = (w & 0x7fffffffu) > 0x7f800000u;
-  halves h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), halves);
+  halves h = __builtin_convertvector(x == x ? rounded : words{} + 0x7fc0u, halves);
   std::memcpy(p, &h, sizeof(h));
 }
 static inline void store(bf16* p, float x) {

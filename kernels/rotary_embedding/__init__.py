@@ -1,13 +1,15 @@
 """Rotary position embedding of queries and keys (Su et al., "RoFormer", arXiv 2104.09864)."""
-from typing import Optional, Tuple
+from struct import Struct
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..common import checks
 from ..common.declare import late, node
-from ..common.launch import token_order
+from ..common.launch import dense_like, token_order, unit_stride
 from ..dispatch import OPERATORS, Operator, choose
+from ..native import function
 from . import angles, reference
 
 
@@ -30,7 +32,7 @@ def rotary_embedding(
         table: cosines and sines of the angles a[n, m], shape (N, D / 2, 2); float64 for float64 q and k, and float32
             otherwise. It has no gradient. None for the angles n * 10000^(-linspace(0, 1, D / 2)) of token n.
         scale: factor of k.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         Rotated q and k, (B, heads, N, D) each, in the dtype of q.
@@ -82,26 +84,60 @@ def _multiply_pairs(x: Tensor, factors: Tensor) -> Tensor:
     return torch.view_as_real(torch.mul(pairs, factors, out=out)).flatten(-2).to(x.dtype)
 
 
-# --- Triton
+# --- C++ and Triton: the gradient is the rotation back
+
+def _differentiate(forward: Any) -> Any:
+    def save(ctx, inputs, output) -> None:
+        _, _, table, ctx.scale, ctx.inverse = inputs
+        ctx.save_for_backward(table)
+
+    def gradient(ctx, dq: Tensor, dk: Tensor):
+        return *forward(dq, dk, ctx.saved_tensors[0], ctx.scale, not ctx.inverse), None, None, None
+
+    forward.register_autograd(gradient, setup_context=save)
+    return forward
+
+
+# `struct Rotation` of native.cpp.
+_ARGUMENTS = Struct('5Q4q3q3q3q3qd')
+
+
+def _run(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) -> Tuple[Tensor, Tensor]:
+    q, k, table = unit_stride(q), unit_stride(k), table.contiguous()
+    q_out, k_out = _results(q, k, inverse)
+    function('rotary_embedding')(_ARGUMENTS.pack(
+        q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), table.data_ptr(), *q.shape,
+        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], q.dtype == torch.bfloat16, inverse,
+        torch.get_num_threads(), scale))
+    return q_out, k_out
+
+
+def _results(q: Tensor, k: Tensor, inverse: bool) -> Tuple[Tensor, Tensor]:
+    """Return tensors that are dense for each head, as attention reads them, and with `inverse`, for each token, as
+    the products read the gradients of q and k."""
+    return (token_order(q), token_order(k)) if inverse else (dense_like(q), dense_like(k))
+
 
 # No operations, like torch's counter, which leaves elementwise ones out.
+@_differentiate
+@node('rotary_embedding_native_fwd', _run, lambda *_: 0)
+def _native_forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) -> Tuple[Tensor, Tensor]:
+    """Rotate q and k, or with `inverse` rotate them back; k is scaled in both cases."""
+    return _results(q, k, inverse)
+
+
+def _native(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+    # Compilers fuse the rotation with what surrounds it.
+    if torch.compiler.is_compiling():
+        return angles.rotate_real(q, k, table, scale)
+    return _native_forward(q, k, table, scale, False)
+
+
+@_differentiate
 @node('rotary_embedding_fwd', late(__name__, 'triton.forward'), lambda *_: 0)
 def _forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) -> Tuple[Tensor, Tensor]:
-    """Rotate q and k, or with `inverse` rotate them back; k is scaled in both cases."""
+    """Do the same on a GPU. The heads of a token of the results lie side by side."""
     return token_order(q), token_order(k)
-
-
-def _save(ctx, inputs, output) -> None:
-    _, _, table, ctx.scale, ctx.inverse = inputs
-    ctx.save_for_backward(table)
-
-
-def _differentiate(ctx, dq: Tensor, dk: Tensor):
-    dq, dk = _forward(dq, dk, ctx.saved_tensors[0], ctx.scale, not ctx.inverse)
-    return dq, dk, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _triton(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
@@ -112,8 +148,10 @@ OPERATORS['rotary_embedding'] = Operator(
     implementations={
         'reference': reference.rotary_embedding,
         'portable': _portable,
+        'native': _native,
         'triton': _triton,
         'export': angles.rotary_embedding_export,
     },
     plain=True,
+    native_gradient=True,
 )
