@@ -1,5 +1,6 @@
 """Softmax attention along one grid axis, decayed with distance (PPMA, section 3.4)."""
-from typing import Sequence, Tuple
+from struct import Struct
+from typing import Callable, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..common.numerics import (
     portable_dtype,
 )
 from ..dispatch import OPERATORS, Operator, choose
+from ..native import DONE, function
 from . import portable, reference
 
 AXES = ('row', 'column')
@@ -42,7 +44,7 @@ def decay_attention(
             raise an error where they can be read), and clamped values have no gradient.
         axis: 'row' (the tokens of a grid row attend to each other) or 'column'.
         mask_mode: 'additive' or 'multiplicative'.
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of shape (B, heads, H, W, Dv) and the dtype of v.
@@ -101,6 +103,80 @@ def _pairs(q: Sequence[int], axis: str) -> int:
     return batch * heads * height * width * _length(q, axis)
 
 
+# --- C++
+
+def _flops(q: Sequence[int], k, v: Sequence[int], sums, axis: str, *_) -> int:
+    return 2 * _pairs(q, axis) * (q[-1] + v[-1])
+
+
+def _backward_flops(grad, q: Sequence[int], k, v: Sequence[int], sums, axis: str, *_) -> int:
+    return 2 * _pairs(q, axis) * (3 * q[-1] + 2 * v[-1])
+
+
+# `struct Lines` of native.cpp: a pointer and strides for each tensor, and the rest.
+_ARGUMENTS = Struct(10 * 'Q4q' + '9q')
+
+
+def _native_lines(inputs: Sequence[Tensor], results: Sequence[Tensor], axis: str, mask_mode: str,
+                  run_portable: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Write the results for [grad,] q, k, v and sums. PyTorch computes them again if numbers are out of range."""
+    *rest, sums = inputs
+    *grad, q, k, v = rest = [launch.unit_stride(x) for x in rest]
+    column = axis == 'column'
+    tensors = (*rest, sums, None, *results) if grad else (None, *rest, sums, *results, *[None] * 4)
+    fields = [n for x in tensors for n in ([0] * 5 if x is None else [x.data_ptr(), *launch.strides(x, column)])]
+    batch, heads, height, width, dim = q.shape
+    arguments = _ARGUMENTS.pack(*fields, batch, heads, *((width, height) if column else (height, width)), dim,
+                                v.shape[-1], q.dtype == torch.bfloat16, mask_mode == 'multiplicative',
+                                torch.get_num_threads())
+    if function('decay_attention')(arguments) != DONE:
+        def by_line(x: Tensor) -> Tensor:
+            return x.transpose(2, 3) if column else x
+
+        again = run_portable(*(by_line(x).flatten(0, 2).float().contiguous() for x in inputs), mask_mode)
+        for x, y in zip(results, again, strict=True):
+            by_line(x).copy_(y.view(by_line(x).shape))
+    return results
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str) -> Tensor:
+    y = launch.token_major(v.shape, v)
+    return _native_lines((q, k, v, sums), [y], axis, mask_mode, lambda *args: [portable.forward(*args)])[0]
+
+
+def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str
+                  ) -> Four:
+    results = _native_gradients(q, k, v, sums)
+    return _native_lines((grad, q, k, v, sums), results, axis, mask_mode, portable.backward)
+
+
+def _native_gradients(*inputs: Tensor) -> Four:
+    """Return tensors for the gradients: the heads of a token lie side by side, as the products read them."""
+    *rest, sums = inputs
+    return *(launch.token_major(x.shape, x) for x in rest), launch.dense_like(sums)
+
+
+@node('decay_attention_native_fwd', _run_forward, _flops)
+def _native_forward(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str) -> Tensor:
+    return launch.token_major(v.shape, v)
+
+
+@node('decay_attention_native_bwd', _run_backward, _backward_flops)
+def _native_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, axis: str, mask_mode: str
+                     ) -> Four:
+    return _native_gradients(q, k, v, sums)
+
+
+differentiate(_native_forward, _native_backward)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, axis: str, mask_mode: str) -> Tensor:
+    sums = cumulative(log_decay, -1 if axis == 'row' else -2, q.dtype)
+    return _native_forward(q, k, v, sums, axis, mask_mode)
+
+
+# --- Triton
+
 def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, ...]:
     """Return the shape of `triton.Lines.statistics`."""
     whole = launch.fits_tile('decay_attention', q.dtype, _length(q.shape, axis), q.shape[-1],
@@ -108,8 +184,7 @@ def statistics_shape(q: Tensor, v: Tensor, axis: str, save: bool) -> Tuple[int, 
     return (2, *q.shape[:4]) if save and not whole else (0,)
 
 
-@node('decay_attention_fwd', late(__name__, 'triton.forward'),
-      lambda q, k, v, steps, axis, *_: 2 * _pairs(q, axis) * (q[-1] + v[-1]))
+@node('decay_attention_fwd', late(__name__, 'triton.forward'), _flops)
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, axis: str, mask_mode: str, save: bool
                     ) -> Tuple[Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs of long lines: `triton.Lines`."""
@@ -145,8 +220,10 @@ OPERATORS['decay_attention'] = Operator(
     implementations={
         'reference': reference.decay_attention,
         'portable': _portable,
+        'native': _native,
         'triton': _triton,
         'export': portable.decay_attention_export,
     },
+    native_gradient=True,
     objection=launch.head_too_wide,
 )

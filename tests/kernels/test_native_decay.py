@@ -3,6 +3,7 @@ import pytest
 import torch
 from operator_cases import TOLERANCE, assert_as_exact, weighted_sum
 from pairwise import pairwise
+from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
 from subquad.kernels import native
@@ -83,3 +84,87 @@ def test_rotary_embedding_without_images():
 def test_registration_of_rotary_embedding():
     q, k = (x.detach().requires_grad_() for x in _heads(1, 2, 5, 4))
     torch.library.opcheck(torch.ops.subquad.rotary_embedding_native_fwd, (q, k, _table(5, 4), 0.3, False))
+
+
+# --- decay attention
+
+def _lines(grid, dim, value_dim=None, batch=2, heads=3, dtype=torch.float32, decay=2.0):
+    """Return q, k, v, the heads of a token side by side, and step logs."""
+    g = torch.Generator().manual_seed(dim + sum(grid))
+    q, k, v = (torch.randn(batch, *grid, heads, d, generator=g).to(dtype).permute(0, 3, 1, 2, 4)
+               for d in (dim, dim, value_dim or dim))
+    return q, k * dim ** -0.5, v, (-decay * torch.rand(batch, heads, *grid, generator=g)).to(dtype)
+
+
+def _attend(inputs, backend, **options):
+    """Return the result of decay attention and its gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = kernels.decay_attention(*inputs, backend=backend, **options)
+    return [y.detach(), *torch.autograd.grad(weighted_sum(y), inputs)]
+
+
+@pairwise('grid, dims, dtype, axis, mask_mode', [(5, 7), (1, 1), (1, 9), (17, 1), (14, 14), (2, 83)],
+          [(8, 8), (32, 20), (30, 64)], DTYPES, ['row', 'column'], ['additive', 'multiplicative'])
+def test_decay_attention(grid, dims, dtype, axis, mask_mode):
+    inputs, options = _lines(grid, *dims, dtype=dtype), dict(axis=axis, mask_mode=mask_mode)
+    expected = _attend([x.double() for x in inputs], 'reference', **options)
+    for given in (inputs, [x.contiguous() for x in inputs], [x.mT.contiguous().mT for x in inputs]):
+        actual = _attend(given, 'native', **options)
+        assert all(y.dtype == dtype for y in actual)
+        assert_as_exact(actual, expected, TOLERANCE[dtype])
+
+
+def test_decay_attention_writes_in_the_order_of_the_product():
+    y, *grads = _attend(_lines((4, 5), 8), 'native')
+    assert all(x.permute(0, 2, 3, 1, 4).is_contiguous() for x in (y, *grads[:3]))
+
+
+@pytest.mark.parametrize('decay', [80., 300.])
+def test_strong_decays_of_decay_attention(decay):
+    inputs = _lines((3, 21), 16, decay=decay)
+    assert_as_exact(_attend(inputs, 'native'), _attend([x.double() for x in inputs], 'reference'), 1e-5)
+
+
+@pytest.mark.parametrize('mask_mode', ['additive', 'multiplicative'])
+@pytest.mark.parametrize('axis', ['row', 'column'])
+def test_decay_attention_far_above_a_tokens_own_logit(axis, mask_mode):
+    q, k, v, log = _lines((4, 5), 8)
+    q[..., 0], k[..., 0] = 30, 0
+    k[:, :, 2, 3, 0] = 500 / 30
+    results = [_attend((q, k, v, log), backend, axis=axis, mask_mode=mask_mode) for backend in ('native', 'portable')]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize('name, value', [('q', torch.nan), ('k', torch.inf), ('v', torch.nan), ('v', -torch.inf)])
+def test_decay_attention_of_numbers_that_are_not_finite(name, value):
+    inputs = dict(zip(('q', 'k', 'v', 'log_decay'), _lines((4, 5), 8, batch=1)))
+    inputs[name][0, 1, 2, 3, 4] = value
+    a, b = (kernels.decay_attention(**inputs, backend=backend) for backend in ('native', 'portable'))
+    assert torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize('threads', [1, 3])
+def test_decay_attention_shares_one_line_among_threads(threads):
+    inputs, before = _lines((1, 50), 8, batch=1, heads=1), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = kernels.decay_attention(*inputs, backend='native')
+    finally:
+        torch.set_num_threads(before)
+    assert_as_exact([y], [kernels.decay_attention(*(x.double() for x in inputs), backend='reference')], 1e-5)
+
+
+def test_decay_attention_without_images():
+    inputs = [x[:0] for x in _lines((4, 5), 8)]
+    assert [x.shape for x in _attend(inputs, 'native')] == [inputs[2].shape, *(x.shape for x in inputs)]
+
+
+def test_registration_of_decay_attention():
+    inputs = [x.detach().requires_grad_() for x in _lines((3, 4), 8)]
+    torch.library.opcheck(torch.ops.subquad.decay_attention_native_fwd, (*inputs, 'column', 'additive'))
+    counts = []
+    for backend in ('native', 'portable'):
+        with FlopCounterMode(display=False) as counter:
+            _attend(inputs, backend)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
