@@ -72,7 +72,7 @@ template <class T> void prepare(const Work& w, int64_t number) {
   read_tokens<T>(s, s.v, number, 0, s.length, s.value_dim, w.value_dim, 1.f, w.v);
   transpose(w.k, s.length, w.dim, s.dim, w.padded, w.kt);
   for (int64_t t = 0; t < w.padded; t++) {
-    w.sums[t] = *s.at<float>(s.sums, number, std::min(t, s.length - 1)) * LOG2E;
+    w.sums[t] = *s.at<float>(s.sums, number, std::min(t, s.length - 1));
     w.inside[t] = t < s.length;
   }
 }
@@ -92,10 +92,10 @@ bool weigh(const Work& w, int64_t number, int64_t i, float* total) {
                     __attribute__((always_inline)) {
     for (int x = 0; x < Q; x++) {
       const vec distance = absolute(load<vec>(w.sums + l) - w.sums[i + x]), logit = products[x] - self[x];
-      const vec e = exp2(MULTIPLICATIVE ? logit : logit - distance) * load<vec>(w.inside + l);
+      const vec e = exp2(MULTIPLICATIVE ? logit : logit - distance * LOG2E) * load<vec>(w.inside + l);
       sums[x] += e;
       if (MULTIPLICATIVE) store(w.u + x * P + l, e);
-      store(w.p + x * P + l, MULTIPLICATIVE ? e * exp2(-distance) : e);
+      store(w.p + x * P + l, MULTIPLICATIVE ? e * exp2(distance * -LOG2E) : e);
     }
   });
   bool finite = true;
