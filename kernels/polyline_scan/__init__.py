@@ -1,5 +1,6 @@
 """Product of the decay mask and a tensor in O(N), without the mask (PPMA, Theorem 2, Algorithm 1, appendix C.2)."""
-from typing import List, Optional, Tuple
+from struct import Struct
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from ..common import checks
 from ..common.declare import differentiate, late, node
 from ..common.numerics import bounded, empty_result
 from ..dispatch import OPERATORS, Operator, choose
+from ..native import DONE, function
 from . import portable, reference
 
 
@@ -34,7 +36,7 @@ def polyline_scan(
             [-80, 0] (positive ones raise an error where they can be read), and clamped values have no gradient.
         log_gamma: step logs along Z, of the same shape, or None in two dimensions.
         paths: 'v2h' (L x), 'h2v' (L~ x) or 'both' (their sum).
-        backend: 'auto', 'triton', 'portable', 'reference' or 'export'.
+        backend: 'auto', 'triton', 'native', 'portable', 'reference' or 'export'.
 
     Returns:
         A tensor of the shape and dtype of x.
@@ -56,7 +58,29 @@ def polyline_scan(
     return choose('polyline_scan', backend, x, *logs.values())(x, list(logs.values()), paths)
 
 
-# --- Triton: a scan is a chain of operators for one axis each
+# --- C++ and Triton: a scan is a chain of operators for one axis each
+
+# `struct Scan` of native.cpp.
+_ARGUMENTS = Struct('3Q7q')
+
+
+def _run(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    x, shape = x.contiguous(), x.shape
+    y = torch.empty_like(x, dtype=dtype)
+    arguments = _ARGUMENTS.pack(
+        x.data_ptr(), steps.data_ptr(), y.data_ptr(), shape[:dim].numel(), shape[dim], shape[dim + 1:-1].numel(),
+        shape[-1], x.dtype == torch.bfloat16, dtype == torch.bfloat16, torch.get_num_threads())
+    if function('polyline_scan')(arguments) == DONE:
+        return y
+    return portable.scan_along(x.float(), steps, dim, portable.axis_scan).to(dtype).contiguous()
+
+
+# Two recurrences of a multiplication and an addition, and their sum.
+@node('polyline_scan_native_fwd', _run, lambda x, *_: 6 * torch.Size(x).numel())
+def _native_forward(x: Tensor, steps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """As `_forward`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype)
+
 
 # Two recurrences of a multiplication and an addition, and their sum.
 @node('polyline_scan_fwd', late(__name__, 'triton.forward'),
@@ -78,7 +102,15 @@ def _backward(grad: Tensor, x: Tensor, steps: Tensor, dim: int) -> Tuple[Tensor,
 differentiate(_forward, lambda grad, x, steps, dim, dtype: _backward(grad, x, steps, dim))
 
 
+def polyline_scan_native(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
+    return _by_axes(_native_forward, x, logs, paths)
+
+
 def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
+    return _by_axes(_forward, x, logs, paths)
+
+
+def _by_axes(forward: Any, x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if x.numel() == 0:
         return empty_result(x, *logs)
     steps = [bounded(log.float()).contiguous() for log in logs]
@@ -93,7 +125,7 @@ def polyline_scan_triton(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
             sequence = needed or sequence[:1]
             for n, (s, dim) in enumerate(sequence):
                 # Data between passes is float32, so half types are rounded only once.
-                y = _forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
+                y = forward(y, s, dim, x.dtype if n == len(sequence) - 1 else torch.float32)
             results.append(y)
     return results[0] + results[1] if len(results) == 2 else results[0]
 
@@ -102,6 +134,7 @@ OPERATORS['polyline_scan'] = Operator(
     implementations={
         'reference': reference.polyline_scan,
         'portable': portable.polyline_scan,
+        'native': polyline_scan_native,
         'triton': polyline_scan_triton,
         'export': portable.polyline_scan_export,
     },

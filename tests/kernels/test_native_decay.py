@@ -168,3 +168,42 @@ def test_registration_of_decay_attention():
             _attend(inputs, backend)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+# --- polyline scan
+
+@pairwise('grid, dim, dtype, logs_dtype, paths', [(5, 7), (1, 1), (1, 9), (17, 1), (3, 70), (2, 5, 3)], [1, 8, 20],
+          DTYPES, DTYPES, ['both', 'v2h', 'h2v'])
+def test_polyline_scan(grid, dim, dtype, logs_dtype, paths):
+    g = torch.Generator().manual_seed(dim + sum(grid))
+    x = torch.randn(2, *grid, 3, dim, generator=g).to(dtype).movedim(-2, 1)
+    logs = (-2 * torch.rand(len(grid), 2, 3, *grid, generator=g)).to(logs_dtype)
+    expected = kernels.polyline_scan(x.double(), *logs.double(), paths=paths, backend='reference')
+    for given in (x, x.mT.contiguous().mT):
+        actual = kernels.polyline_scan(given, *logs, paths=paths, backend='native')
+        assert actual.dtype == dtype
+        assert_as_exact([actual], [expected], TOLERANCE[dtype])
+
+
+def test_polyline_scan_with_strong_decays_and_numbers_that_are_not_finite():
+    x, logs = torch.randn(1, 2, 6, 7, 8), -300 * torch.rand(2, 1, 2, 6, 7)
+    expected = kernels.polyline_scan(x.double(), *logs.double().clamp(min=-80), backend='reference')
+    assert_as_exact([kernels.polyline_scan(x, *logs, backend='native')], [expected], 1e-5)
+    x[0, 0, 2, 3, 4], x[0, 1, 1, 1, 1] = torch.nan, torch.inf
+    a, b = (kernels.polyline_scan(x, *logs / 300, backend=backend) for backend in ('native', 'portable'))
+    assert torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan())
+
+
+def test_gradients_of_the_polyline_scan_are_portable():
+    x, *logs = torch.randn(1, 2, 3, 4, 8), *-torch.rand(2, 1, 2, 3, 4)
+    with pytest.raises(ValueError, match='no gradient'):
+        kernels.polyline_scan(x.requires_grad_(), *logs, backend='native')
+    kernels.polyline_scan(x, *logs).sum().backward()
+    assert x.grad is not None
+    assert kernels.polyline_scan(x.detach()[:0], *(log[:0] for log in logs), backend='native').shape == (0, 2, 3, 4, 8)
+
+
+def test_registration_of_the_polyline_scan():
+    x, *logs = torch.randn(1, 2, 3, 4, 8), *-torch.rand(2, 1, 2, 3, 4)
+    torch.library.opcheck(torch.ops.subquad.polyline_scan_native_fwd, (x, logs[0], 3, torch.bfloat16),
+                          test_utils=('test_schema', 'test_faketensor', 'test_aot_dispatch_dynamic'))
