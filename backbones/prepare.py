@@ -277,6 +277,14 @@ class HeadsInPlaceMixer(PolylineMixer):
         return self.out(y.reshape(x.shape))
 
 
+def linear_of(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Return a layer with weight (C', C) and bias (C',)."""
+    layer = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=weight.device, dtype=weight.dtype)
+    layer.weight.copy_(weight)
+    layer.bias.copy_(bias)
+    return layer
+
+
 @register_notrace_module
 class OneProductMixer(PolylineMixer):
     """PolylineMixer on a GPU, where one product gives q, k, v and the decay.
@@ -299,11 +307,8 @@ class OneProductMixer(PolylineMixer):
             biases += [decay.dt_bias] * len(decay.proj.weight)
         rows = -sum(map(len, weights)) % 16
         weights, biases = [*weights, like.new_zeros(rows, like.shape[1])], [*biases, like.new_zeros(rows)]
-        weight, bias = torch.cat(weights), torch.cat(biases)
         mixer.__class__ = OneProductMixer
-        mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=like.device, dtype=like.dtype)
-        mixer.joined.weight.copy_(weight)
-        mixer.joined.bias.copy_(bias)
+        mixer.joined = linear_of(torch.cat(weights), torch.cat(biases))
         return mixer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -361,11 +366,8 @@ class NativeTreeMixer(TreeMixer):
         layers = [layer for layer in (mixer.value, mixer.gate, mixer.query, mixer.key) if layer is not None]
         if not (NATIVE and is_plain(*layers) and mixer.value.weight.is_cpu):
             return mixer
-        weight = torch.cat([layer.weight for layer in layers])
-        mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, dtype=weight.dtype)
-        mixer.joined.weight.copy_(weight)
-        mixer.joined.bias.zero_()
-        mixer.joined.bias[:2 * len(mixer.value.weight)] = torch.cat([mixer.value.bias, mixer.gate.bias])
+        biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+        mixer.joined = linear_of(torch.cat([layer.weight for layer in layers]), torch.cat(biases))
         mixer.__class__ = NativeTreeMixer
         return mixer
 
@@ -381,6 +383,9 @@ class NativeTreeMixer(TreeMixer):
             q, k, value, self._biases(), None, self.parametrization, self.rho, self.levels(*x.shape[1:3])[0][2:],
             self._max_levels(), gate)
         return self.out(mixed.permute(0, 2, 3, 1, 4).reshape(x.shape))
+
+
+@register_notrace_module
 class NativeAxesMixer(EosMixer):
     """Gated linear attention along both axes on a CPU: one product, one native operator, and the product `out`."""
 
@@ -395,10 +400,8 @@ class NativeAxesMixer(EosMixer):
         layers = [mixer.value, mixer.gate, found.expand, found.shrink, gates.gate_k]
         if is_plain(*layers):
             mixer.__class__ = NativeAxesMixer
-            weight = torch.cat([layer.weight for layer in layers])
-            mixer.joined = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=weight.device, dtype=weight.dtype)
-            mixer.joined.weight.copy_(weight)
-            mixer.joined.bias.copy_(torch.cat([layer.bias for layer in layers]))
+            mixer.joined = linear_of(*(torch.cat([getattr(layer, name) for layer in layers])
+                                       for name in ('weight', 'bias')))
         return mixer
 
     def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
@@ -442,6 +445,8 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
 def prepare_tree(mixer: TreeMixer) -> TreeMixer:
     """Join the layers of a mixer on a CPU, in place, and return the mixer."""
     return join_linears(NativeTreeMixer.convert(mixer))
+
+
 def prepare_eos(mixer: EosMixer) -> EosMixer:
     """Choose the form of a mixer, in place, and return it."""
     return join_linears(NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer)

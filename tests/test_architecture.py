@@ -9,7 +9,7 @@ from helpers import ROOT
 PACKAGES = ('kernels', 'backbones', 'tools', 'lab')
 OPERATOR_FILES = {'__init__', 'reference', 'portable'}
 # Kernels, and functions that several kernels call.
-MORE_KERNELS = {'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
+MORE_KERNELS = {'native', 'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.native': 1, 'kernels.dispatch': 2, 'kernels.trees': 3,
                  'kernels.eos_scan': 3, 'kernels.tiling': 5}

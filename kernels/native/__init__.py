@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import torch
-from torch import Tensor
 
 DONE, OUT_OF_RANGE, NO_MEMORY = range(3)                       # what the functions return
 
@@ -58,13 +57,3 @@ def why_not() -> Optional[str]:
     if LIBRARY is None:
         return 'the native operators are not built (see docs/installation.md).'
     return None if INSTRUCTION_SET else 'the native operators need a processor with AVX2.'
-
-
-def is_unseen(x: Tensor) -> bool:
-    """True if neither a graph nor a mode nor a transform of PyTorch would see an operator on x.
-
-    Then inference may call what a node runs: the way to it takes 30 microseconds, as long as the operator on a small
-    map (measured).
-    """
-    return (not torch.compiler.is_compiling() and type(x) is Tensor and torch._C._len_torch_dispatch_stack() == 0
-            and not torch._C._is_tracing() and not torch._C._are_functorch_transforms_active())

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.declare import node
-from . import DONE, function, is_unseen
+from . import DONE, function
 
 # `struct Product` of native_product.cpp, and the channels whose weights lie side by side.
 _ARGUMENTS, PANEL = Struct('8Q7qd'), 16
@@ -45,13 +45,9 @@ def _flops(x: Sequence[int], weight: Any, bias: Any, channels: int, *_: Any) -> 
 
 
 @node('product_native_fwd', _run, _flops)
-def _product(x: Tensor, weight: Tensor, bias: Tensor, channels: int, act: bool = False, act_before: bool = False,
-             norm_weight: Optional[Tensor] = None, norm_bias: Optional[Tensor] = None, eps: float = 1e-5,
-             residual: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-    return (x.new_empty(*x.shape[:3], channels), x.new_empty(0 if norm_weight is None else x.shape[0], 2))
-
-
-def product(x: Tensor, *args: Any, **options: Any) -> Tuple[Tensor, Tensor]:
+def product(x: Tensor, weight: Tensor, bias: Tensor, channels: int, act: bool = False, act_before: bool = False,
+            norm_weight: Optional[Tensor] = None, norm_bias: Optional[Tensor] = None, eps: float = 1e-5,
+            residual: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """Return y = residual + act(f(x) weight' + bias), and the mean and 1 / deviation (B, 2) of images if f normalizes.
 
     f is GroupNorm with one group, SiLU or nothing, and act is SiLU or nothing. All tensors are float32, without
@@ -66,4 +62,4 @@ def product(x: Tensor, *args: Any, **options: Any) -> Tuple[Tensor, Tensor]:
         norm_weight, norm_bias, eps: of GroupNorm; (C,) each.
         residual: (B, H, W, D), or None.
     """
-    return (_run if is_unseen(x) else _product)(x, *args, **options)
+    return x.new_empty(*x.shape[:3], channels), x.new_empty(0 if norm_weight is None else x.shape[0], 2)

@@ -5,11 +5,11 @@ from typing import Any, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..common.declare import node
+from ..common.declare import gradients_of, node
 from ..common.launch import dense_like
 from ..common.numerics import needs_gradient
 from ..common.patches import Patch
-from ..native import DONE, function, is_unseen
+from ..native import DONE, function
 from . import portable
 
 # `struct Separable` of native.cpp.
@@ -37,7 +37,7 @@ def _tables(query: Tensor, value: Tensor, patch_height: int, patch_width: int) -
             query.new_empty((batch, groups, value.shape[3]), dtype=torch.float32))
 
 
-def run_forward(query, key, value, key_weight, key_bias, patch_height, patch_width, sampling, statistics=None):
+def _run_forward(query, key, value, key_weight, key_bias, patch_height, patch_width, sampling, statistics=None):
     patch = patch_height, patch_width, sampling
     key, value, (scores, context) = _dense(key), _dense(value), _tables(query, value, patch_height, patch_width)
     y = torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -64,7 +64,7 @@ def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int
     return 2 * torch.Size(key).numel() + (2 * groups * key[3] * value[3] if key_weight is not None else 0)
 
 
-@node('separable_attention_native_fwd', run_forward, _forward_flops)
+@node('separable_attention_native_fwd', _run_forward, _forward_flops)
 def native_forward(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor],
                    patch_height: int, patch_width: int, sampling: str, statistics: Optional[Tensor] = None
                    ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +95,8 @@ def _differentiate(ctx, grad, *_):
         return (None,) * 9
     inputs = ctx.saved_tensors[:3]
     if torch.is_grad_enabled():                                  # for a second derivative, which portable has
-        y = portable.separable_attention(*inputs, None, None, ctx.patch[:2], ctx.patch[2])
-        grads = torch.autograd.grad(y, inputs, grad, create_graph=True)
+        grads = gradients_of(lambda *args: portable.separable_attention(*args, None, None, ctx.patch[:2], ctx.patch[2]),
+                             inputs, grad, ctx.needs_input_grad[:3])
     else:
         grads = _backward(grad, *ctx.saved_tensors, *ctx.patch)
     return (*grads, *(None,) * 6)
@@ -108,9 +108,8 @@ native_forward.register_autograd(_differentiate, setup_context=_save)
 def native_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],
                      key_bias: Optional[Tensor], patch: Patch, sampling: str, statistics: Optional[Tensor] = None
                      ) -> Tensor:
-    """Return y of `native_forward`, without a gradient."""
-    run = run_forward if is_unseen(value) else native_forward
-    return run(query, key, value, key_weight, key_bias, *patch, sampling, statistics)[0]
+    """Return y of `native_forward`."""
+    return native_forward(query, key, value, key_weight, key_bias, *patch, sampling, statistics)[0]
 
 
 def separable_attention(query: Tensor, key: Tensor, value: Tensor, key_weight: Optional[Tensor],

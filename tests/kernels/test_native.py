@@ -252,9 +252,7 @@ native.function.cache_clear()
 if team.exists():
     function = ctypes.cast(ctypes.CDLL(str(team)).parallel, ctypes.c_void_p)
     ctypes.c_void_p.in_dll(native.LIBRARY, 'subquad_parallel').value = function.value
-names = ('test_attention or groups or decays or above or finite or depthwise or empty or '
-         'separable_values or cross or product_values or few')
-sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', names,
+sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', 'not (registration or instruction)',
                       *map(str, Path('tests/kernels').glob('test_native*.py'))]))
 """
 
