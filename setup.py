@@ -3,6 +3,7 @@
 
 `SUBQUAD_URL=https://github.com/OWNER/subquad python -m build` adds the project's links to the package index's page.
 """
+import hashlib
 import os
 import platform
 import re
@@ -72,6 +73,12 @@ def project_urls(url: str, tag: str) -> Dict[str, str]:
             'Issues': f'{url}/issues'}
 
 
+def native_sources() -> str:
+    """Return a digest of the C++ sources, by which the package knows whether a library was built from its own."""
+    files = sorted(path for path in ROOT.glob('kernels/*/*') if path.suffix in ('.cpp', '.h'))
+    return hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()
+
+
 class BuildNative(build_ext):
     """Compile the native operators, once for each instruction set. Without a compiler, they are left out."""
 
@@ -81,7 +88,8 @@ class BuildNative(build_ext):
         flags = ['-std=c++17', '-O3', '-g0', '-fno-math-errno', '-ffp-contract=fast', '-fno-exceptions', '-fno-rtti']
         common, *operators = extension.sources
         try:
-            objects = self.compiler.compile([common], self.build_temp, extra_postargs=flags)
+            objects = self.compiler.compile([common], self.build_temp, extra_postargs=[
+                *flags, f'-DSUBQUAD_SOURCES="{native_sources()}"'])
             for name, march in sets.items():
                 # A macro with an argument gives each function the name of its instruction set.
                 objects += self.compiler.compile(operators, f'{self.build_temp}/{name}', extra_postargs=[

@@ -225,7 +225,13 @@ def _dispatch(argv: List[str]) -> int:
         return configs(rest)
     # This warning is for users' scripts; no command needs torchvision's compiled operators.
     warnings.filterwarnings('ignore', 'torchvision was built for another torch')
-    run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
+    try:
+        run: Callable[..., NoReturn] = importlib.import_module('subquad.tools.common.cli').run
+    except ValueError as error:                   # of a variable in the environment, which is read on import
+        if not str(error).startswith('SUBQUAD_'):
+            raise
+        print(f'error: {error}', file=sys.stderr)
+        return 2
     run(lambda argv: importlib.import_module(f"subquad.tools.{name.replace('-', '_')}").main(argv), rest)
 
 

@@ -5,6 +5,7 @@ changing its results (norms folded into layers, products joined, layouts, parts 
 here, as modules that replace others.
 """
 import platform
+from functools import partial
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Type
 
 import torch
@@ -48,7 +49,8 @@ def prepare(model: nn.Module) -> nn.Module:
     """Replace modules by forms that are faster in inference, in place.
 
     Outputs change by rounding only. `print(model)` shows the new modules. To undo it, build the
-    model again. Modules with hooks or adapters stay as they are.
+    model again: a prepared one refuses `train()` and `save_weights`, because its layers are joined.
+    Modules with hooks or adapters stay as they are.
 
     Args:
         model: a model in evaluation mode, on the device that it will run on.
@@ -67,7 +69,14 @@ def prepare(model: nn.Module) -> nn.Module:
             for name, child in list(parent.named_children()):
                 if type(child) in REPLACEMENTS and not child.training and not has_hooks(child):
                     setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
+    model.prepared, model.train = True, partial(_train, model)
     return model
+
+
+def _train(model: nn.Module, mode: bool = True) -> nn.Module:
+    if mode:
+        raise ValueError('a prepared model is for inference: build the model again to train it')
+    return type(model).train(model, mode)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 before the checkpoint, or published weights of a detector or segmenter, draw the predictions and write boxes and masks
 as JSON."""
 import argparse
+import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -74,7 +75,7 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
     code = left_out.code()
     if not args.json:
         print_classes(results)
-    return results, code
+    return results, code or int(any(math.isnan(c['probability']) for row in results for c in row['classes']))
 
 
 def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:

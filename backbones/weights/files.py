@@ -263,7 +263,13 @@ def _unsupported_kind(tensor: Tensor) -> str:
 
 
 def save_weights(model: nn.Module, path: PathLike, metadata: Optional[Dict[str, Any]] = None) -> None:
-    """Write the weights of a model as safetensors; see `save_state_dict`, also for the errors."""
+    """Write the weights of a model as safetensors; see `save_state_dict`, also for the errors.
+
+    Raises:
+        ValueError: the model is prepared, so that its weights are not those of its name.
+    """
+    if getattr(model, 'prepared', False):
+        raise ValueError('a prepared model has joined layers: save the weights before subquad.prepare')
     save_state_dict(model.state_dict(), path, metadata)
 
 

@@ -104,6 +104,18 @@ def empty_result(like: Tensor, *inputs: Optional[Tensor]) -> Tensor:
     return like + sum(x.real.sum().to(like.dtype) for x in inputs if x is not None)
 
 
+def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
+    """Return matrix^-1 right for (..., N, N) and (..., N, D), one matrix at a time.
+
+    On two threads, `torch.linalg.solve` of PyTorch 2.13 solves a batch of 256 x 256 matrices wrongly.
+    """
+    if matrix.numel() == 0:
+        return torch.linalg.solve(matrix, right)
+    batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-2])
+    matrices, rights = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (matrix, right))
+    return torch.stack([torch.linalg.solve(*pair) for pair in zip(matrices, rights)]).reshape(*batch, *right.shape[-2:])
+
+
 def portable_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which portable attention multiplies and exponentiates tensors of the first one's dtype.
 

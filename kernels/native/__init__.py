@@ -4,8 +4,10 @@
 once for each instruction set; the functions of the best one that the processor has are called.
 """
 import ctypes
+import hashlib
 import os
 import sysconfig
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Callable, Optional
@@ -16,10 +18,18 @@ DONE, OUT_OF_RANGE, NO_MEMORY = range(3)                       # what the functi
 
 
 def load(file: Path) -> Optional[ctypes.CDLL]:
-    """Return the library in a file, or None if there is none."""
+    """Return the library in a file, or None if there is none, or if it was built from other sources than these."""
     if not file.exists():
         return None
     library = ctypes.CDLL(str(file))
+    sources = sorted(path for path in Path(__file__).parents[1].glob('*/*') if path.suffix in ('.cpp', '.h'))
+    if sources:                                                  # wheels do not have them
+        library.subquad_sources.restype = ctypes.c_char_p
+        if library.subquad_sources() != hashlib.sha256(
+                b''.join(path.read_bytes() for path in sources)).hexdigest().encode():
+            warnings.warn('the native operators were built from other sources, and PyTorch takes their place: install '
+                          'subquad again (pip install -e .)', stacklevel=2)
+            return None
     library.subquad_instruction_sets.restype = ctypes.c_char_p
     # Loops run on the threads of PyTorch: those of a second runtime would compete with them for the cores. This entry
     # to them is libgomp's; with another runtime there is none, and the operators run on one thread.
@@ -55,5 +65,5 @@ def function(name: str) -> Callable[[bytes], int]:
 def why_not() -> Optional[str]:
     """Return in one clause why no native operator can run here, or None."""
     if LIBRARY is None:
-        return 'the native operators are not built (see docs/installation.md).'
+        return 'the native operators are not built from these sources (see docs/installation.md).'
     return None if INSTRUCTION_SET else 'the native operators need a processor with AVX2.'

@@ -4,6 +4,8 @@
 extern "C" {
 Parallel subquad_parallel = nullptr;
 
+const char* subquad_sources() { return SUBQUAD_SOURCES; }                    // a digest, by setup.py
+
 // The instruction sets that the library has code for and this processor has, the best one last.
 const char* subquad_instruction_sets() {
 #if defined(__x86_64__)

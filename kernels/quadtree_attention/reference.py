@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.numerics import REFERENCE_DTYPE
+from ..common.numerics import REFERENCE_DTYPE, solve_each
 from ..quadtree_solve.reference import quadtree_matrix
 from ..trees.topology import Tree
 from .portable import Options
@@ -53,5 +53,5 @@ def quadtree_attention(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias
     split = [x.height * x.width for x in levels[:-1]]
     maps = [x.unflatten(2, level[:2]) for x, level in zip(weights.split(split, 2) if split else [], levels)]
     matrix = quadtree_matrix(maps, height, width, options.parametrization, options.shift)
-    x = torch.linalg.solve(matrix.expand(len(v), v.shape[1], -1, -1), means @ _rows(v, mask))
+    x = solve_each(matrix, means @ _rows(v, mask))
     return x[:, :, :leaves].unflatten(2, (height, width)).to(v.dtype)

@@ -4,6 +4,7 @@ from typing import List, Sequence
 import torch
 from torch import Tensor
 
+from ..common.numerics import solve_each
 from ..trees.grid import quadtree_levels
 from ..trees.topology import Tree
 
@@ -40,6 +41,6 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], parametriz
     height, width = values[0].shape[2:4]
     matrix = quadtree_matrix([x.double() for x in edges], height, width, parametrization, shift)
     flat = torch.cat([x.double().flatten(2, 3) for x in values], 2)
-    x = torch.linalg.solve(matrix.expand(*flat.shape[:2], -1, -1), flat)
+    x = solve_each(matrix, flat)
     sizes = [level.height * level.width for level in quadtree_levels(height, width, len(values), shift)]
     return [part.reshape(like.shape).to(like.dtype) for part, like in zip(x.split(sizes, 2), values)]

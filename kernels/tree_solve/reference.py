@@ -4,6 +4,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..common.numerics import solve_each
 from ..trees.topology import Tree
 
 
@@ -31,5 +32,5 @@ def tree_solve(tree: Tree, a: Optional[Tensor], b: Tensor, c: Tensor, u: Tensor)
     a, b, c, u = (None if x is None else double(x) for x in (a, b, c, u))
     matrix, rows = assemble(tree, a, b, c)
     flat = u.flatten(-3, -2)
-    x = torch.zeros_like(flat).index_copy(-2, rows, torch.linalg.solve(matrix, flat[..., rows, :]))
+    x = torch.zeros_like(flat).index_copy(-2, rows, solve_each(matrix, flat[..., rows, :]))
     return x.reshape(u.shape).to(dtype)

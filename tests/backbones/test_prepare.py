@@ -14,6 +14,7 @@ import subquad
 from subquad.backbones import prepare as forms
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.mobilevitv2 import ConvNormAct
+from subquad.backbones.weights import save_weights
 
 NEEDS_ONEDNN = pytest.mark.skipif(platform.machine().lower() not in ('x86_64', 'amd64')
                                   or not hasattr(torch.ops.mkldnn, '_linear_pointwise'),
@@ -95,6 +96,17 @@ def test_a_prepared_model_compiles_and_exports():
 def test_training_mode_is_refused():
     with pytest.raises(ValueError, match='call model.eval'):
         subquad.prepare(timm.create_model('test_ppma').train())
+
+
+def test_a_prepared_model_is_neither_trained_nor_saved(tmp_path):
+    prepared = subquad.prepare(_model('test_ppma'))
+    assert copy.deepcopy(prepared).eval().training is False
+    for model in (prepared, torch.nn.Sequential(prepared)):
+        with pytest.raises(ValueError, match='build the model again'):
+            model.train()
+    with pytest.raises(ValueError, match='before subquad.prepare'):
+        save_weights(prepared, tmp_path / 'weights.safetensors')
+    assert not list(tmp_path.iterdir())
 
 
 def test_preparing_twice_changes_nothing():

@@ -228,6 +228,13 @@ def test_instruction_sets_that_the_processor_lacks():
     assert "unknown 'mmx'; this processor has" in done.stderr
 
 
+def test_a_library_of_other_sources_is_left_out(monkeypatch):
+    file = Path(native.LIBRARY._name)
+    monkeypatch.setattr(native.Path, 'read_bytes', lambda path: b'other')
+    with pytest.warns(UserWarning, match='built from other sources'):
+        assert native.load(file) is None
+
+
 # A team of threads that ThreadSanitizer understands, in place of libgomp's.
 TEAM = """
 #include <pthread.h>

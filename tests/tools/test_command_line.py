@@ -189,7 +189,7 @@ def test_kernels_says_what_runs_on_a_cpu(built, capsys, monkeypatch):
     kernels.main([])
     last = capsys.readouterr().out.splitlines()[-1]
     assert ('native code for avx2 runs' in last and 'crisscross_attention' in last) == built
-    assert ('not built (see docs/installation.md)' in last) != built
+    assert ('not built from these sources (see docs/installation.md)' in last) != built
 
 
 # ---- progress
