@@ -93,12 +93,13 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, *_):
     if grad is None:
         return (None,) * 9
-    inputs = ctx.saved_tensors[:3]
+    saved = ctx.saved_tensors                                    # checkpointing gives them once
+    inputs = saved[:3]
     if torch.is_grad_enabled():                                  # for a second derivative, which portable has
         grads = gradients_of(lambda *args: portable.separable_attention(*args, None, None, ctx.patch[:2], ctx.patch[2]),
                              inputs, grad, ctx.needs_input_grad[:3])
     else:
-        grads = _backward(grad, *ctx.saved_tensors, *ctx.patch)
+        grads = _backward(grad, *saved, *ctx.patch)
     return (*grads, *(None,) * 6)
 
 

@@ -45,7 +45,7 @@ def quadtree_levels(height: int, width: int, max_levels: Optional[int] = None, s
     if torch.jit.is_tracing():
         height, width = int(height), int(width)          # the trace is valid for these levels only
     if type(height) is type(width) is int and not torch.compiler.is_compiling() and isinstance(shift, (list, tuple)):
-        return list(_kept_levels(height, width, max_levels, tuple(shift)))
+        return list(_kept_levels(height, width, max_levels, *shift))
     return _levels(height, width, max_levels, shift)
 
 
@@ -63,7 +63,9 @@ def _levels(height: int, width: int, max_levels: Optional[int], shift: Sequence[
     return levels
 
 
-_kept_levels = lru_cache(maxsize=256, typed=True)(_levels)
+@lru_cache(maxsize=256, typed=True)                      # True is not 1
+def _kept_levels(height: int, width: int, max_levels: Optional[int], *shift: int) -> List[Level]:
+    return _levels(height, width, max_levels, shift)
 
 
 def third_of_coarsest_cell(height: int, width: int, max_levels: Optional[int] = None) -> Tuple[int, int]:

@@ -98,7 +98,7 @@ def test_part_of_an_operator(name, shapes, part):
 
 @pytest.mark.parametrize('name, attention', [
     ('test_ppma', 'subquad::polyline_attention'), ('test_ppma@portable', 'subquad::polyline_attention'),
-    ('test_myo', 'subquad::quadtree_attention'), ('test_lcsm', 'subquad::eos_elementwise'),
+    ('test_myo', 'subquad::quadtree_attention'), ('test_lcsm', 'subquad::eos_'),
     ('test_mobilevitv2', 'subquad::separable_attention'), ('test_vit', 'aten::scaled_dot_product_attention'),
     ('test_resnet', None)])
 def test_parts_of_a_model(name, attention):

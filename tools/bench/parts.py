@@ -20,7 +20,7 @@ _STEM = re.compile(r'(conv_)?stem|patch_embed')
 # The parts of operators by their names, without namespace, final underscore and '_backend'.
 _PARTS = [(re.compile(pattern), part) for part, pattern in [
     ('stem', r'stem'),
-    ('products', r'linear|_linear_pointwise|addmm|mm'),
+    ('products', r'linear|_linear_pointwise|addmm|mm|product_native_fwd|onednn_linear_fwd'),
     ('attention', r'.*attention.*|matmul|bmm|baddbmm|einsum|_?softmax|(polyline|eos|quadtree|rotary)_.*|tree_solve.*'),
     ('depthwise convolutions', r'depthwise_conv.*'),
     ('norms', r'(native_)?(layer|batch|group|instance)_norm|.*rms_norm|linalg_vector_norm'),
