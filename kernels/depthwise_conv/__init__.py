@@ -9,7 +9,7 @@ from torch import Tensor
 from ..common import checks
 from ..common.declare import gradients_of, late, node
 from ..common.launch import dense_like
-from ..common.numerics import cast_for_autocast, empty_result
+from ..common.numerics import cast_for_autocast, empty_result, needs_gradient
 from ..dispatch import OPERATORS, Operator, choose
 from ..native import DONE, function
 from . import reference
@@ -164,7 +164,13 @@ def _native_backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residu
     return outputs
 
 
-_native = _nodes('_native', _native_forward, _native_backward)
+_native_node = _nodes('_native', _native_forward, _native_backward)
+
+
+def _native(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+    # Of windows up to 3 x 3, oneDNN has the faster gradient: 5.7 against 7.8 ms for eight 14 x 14 x 768 maps.
+    small = weight.shape[-1] <= 3 and torch.is_grad_enabled() and needs_gradient(x, weight, bias)
+    return (_portable if small else _native_node)(x, weight, bias, add, gelu, residual)
 
 
 # --- Triton

@@ -20,12 +20,26 @@ struct Convolution {
 
 constexpr int64_t CHUNK = 16;                        // channels of a task
 constexpr int COLUMNS = 7;                           // outputs that are summed at a time; it divides 7, 14, 28 and 56
-constexpr int64_t COPY = 1 << 15;                    // floats of a task's copy, which stays in the cache
+constexpr int64_t BAND = 1 << 16, LEAST_ROWS = 14;   // numbers of a task's rows, which stay in the cache; its rows
 
 struct Shape {
   int64_t height, width, channels, side, half = side / 2, window = side * side, chunks = (channels + CHUNK - 1) / CHUNK;
   int64_t ld = (round_up(width, COLUMNS) + 2 * half) * CHUNK;                // floats of a row of the copy
+  int64_t most = std::max(LEAST_ROWS, BAND / std::max<int64_t>(1, width * channels));
+  int64_t bands = (height + most - 1) / most, rows = (height + bands - 1) / std::max<int64_t>(1, bands);
+  int64_t copied = (rows + 2 * half) * ld;
 };
+
+// Call f(image, band, chunk, worker) for all. A task has all chunks of a band, which it reads while they are in the
+// cache, or one chunk if there are few bands.
+template <class F> void for_chunks(const Convolution& a, const Shape& s, int64_t threads, F&& f) {
+  const int64_t groups = a.batch * s.bands >= 2 * threads ? 1 : s.chunks;
+  parallel(a.batch * s.bands * groups, threads, [&](int64_t task, int64_t worker) {
+    const int64_t at = task / groups, image = at / s.bands, band = at % s.bands;
+    const int64_t first = groups == 1 ? 0 : task % groups, last = groups == 1 ? s.chunks : first + 1;
+    for (int64_t chunk = first; chunk < last; chunk++) f(image, band, chunk, worker);
+  });
+}
 
 // A vector of channels of which `count` exist.
 template <class T> inline vec load_part(const T* x, int64_t count) {
@@ -99,51 +113,54 @@ float number(const void* p, int64_t at, bool is_bf16) {
   return is_bf16 ? load<float>((const bf16*)p + at) : ((const float*)p)[at];
 }
 
-template <class T, int SIDE> int forward(const Convolution& a, const Shape& s, const float* weight, const float* bias) {
-  const int64_t most = std::max<int64_t>(8, COPY / s.ld), bands = (s.height + most - 1) / most;
-  const int64_t rows = (s.height + bands - 1) / bands, size = (rows + 2 * s.half) * s.ld;
-  const int64_t threads = std::min(a.threads, std::max<int64_t>(1, a.batch * s.height * s.width * s.channels / 16384));
-  Memory memory(threads * size);
-  if (!memory.data) return 2;
-  parallel(a.batch * bands * s.chunks, threads, [&](int64_t task, int64_t worker) {
-    const int64_t chunk = task % s.chunks, band = task / s.chunks % bands, image = task / s.chunks / bands;
+template <class T, int SIDE>
+int forward(const Convolution& a, const Shape& s, int64_t threads, const float* weight, const float* bias) {
+  Memory memory(threads * s.copied);
+  if (!memory.data) return NO_MEMORY;
+  for_chunks(a, s, threads, [&](int64_t image, int64_t band, int64_t chunk, int64_t worker) {
     const int64_t first = chunk * CHUNK, count = std::min(CHUNK, s.channels - first);
-    const int64_t begin = band * rows, end = std::min(s.height, begin + rows);
-    float* in = memory.data + worker * size;
+    const int64_t begin = band * s.rows, end = std::min(s.height, begin + s.rows);
+    float* in = memory.data + worker * s.copied;
     copy(s, (const T*)a.x + image * a.x_strides[0] + first, a.x_strides, begin, end, count, a.gelu, in);
-    for (int64_t i = begin; i < end; i++, in += s.ld)
-      convolve<SIDE>(s, in, weight + chunk * s.window * CHUNK, bias + first, [&](int64_t j, int64_t c, vec sum) {
-        if (a.add)
-          sum += load_part((const T*)a.add + image * a.add_strides[0] + i * a.add_strides[1] + j * a.add_strides[2] +
-                           first + c, count - c);
-        store_part((T*)a.y + ((image * s.height + i) * s.width + j) * s.channels + first + c, sum, count - c);
+    for (int64_t i = begin; i < end; i++, in += s.ld) {
+      const T* add = a.add ? (const T*)a.add + image * a.add_strides[0] + i * a.add_strides[1] + first : nullptr;
+      T* y = (T*)a.y + (image * s.height + i) * s.width * s.channels + first;
+      convolve<SIDE>(s, in, weight + first * s.window, bias + first, [&](int64_t j, int64_t c, vec sum) {
+        if (add) sum += load_part(add + j * a.add_strides[2] + c, count - c);
+        store_part(y + j * s.channels + c, sum, count - c);
       });
+    }
   });
   return 0;
 }
 
 // Gradients: `weight` is turned by half a circle, and `bias` is zero.
-template <class T, int SIDE> int backward(const Convolution& a, const Shape& s, const float* weight, const float* bias) {
-  const int64_t size = (s.height + 2 * s.half) * s.ld, sums = (s.window + 1) * CHUNK, tasks = a.batch * s.chunks;
-  const int64_t threads = std::min(a.threads, tasks);
-  Memory memory(threads * 2 * size + tasks * sums);
-  if (!memory.data) return 2;
-  float* partial = memory.data + threads * 2 * size;                         // (batch, chunks, window + 1, CHUNK)
-  parallel(tasks, threads, [&](int64_t task, int64_t worker) {
-    const int64_t image = task / s.chunks, first = task % s.chunks * CHUNK, count = std::min(CHUNK, s.channels - first);
+template <class T, int SIDE>
+int backward(const Convolution& a, const Shape& s, int64_t threads, const float* weight, const float* bias) {
+  const int64_t sums = (s.window + 1) * CHUNK, parts = a.batch * s.bands;
+  Memory memory(threads * 2 * s.copied + parts * s.chunks * sums);
+  if (!memory.data) return NO_MEMORY;
+  float* partial = memory.data + threads * 2 * s.copied;                     // (parts, chunks, window + 1, CHUNK)
+  for_chunks(a, s, threads, [&](int64_t image, int64_t band, int64_t chunk, int64_t worker) {
+    const int64_t first = chunk * CHUNK, count = std::min(CHUNK, s.channels - first);
+    const int64_t begin = band * s.rows, end = std::min(s.height, begin + s.rows);
     const T* x = (const T*)a.x + image * a.x_strides[0] + first;
-    float *grad = memory.data + worker * 2 * size, *in = grad + size, *sum = partial + task * sums;
-    copy(s, (const T*)a.grad + image * a.grad_strides[0] + first, a.grad_strides, 0, s.height, count, false, grad);
+    float *grad = memory.data + worker * 2 * s.copied, *in = grad + s.copied;
+    copy(s, (const T*)a.grad + image * a.grad_strides[0] + first, a.grad_strides, begin, end, count, false, grad);
     if (a.dx)
-      for (int64_t i = 0; i < s.height; i++)
-        convolve<SIDE>(s, grad + i * s.ld, weight + first * s.window, bias, [&](int64_t j, int64_t c, vec dx) {
-          if (a.gelu) dx *= gelu_gradient(load_part(x + i * a.x_strides[1] + j * a.x_strides[2] + c, count - c));
-          store_part((T*)a.dx + ((image * s.height + i) * s.width + j) * s.channels + first + c, dx, count - c);
+      for (int64_t i = begin; i < end; i++) {
+        const T* row = x + i * a.x_strides[1];
+        T* to = (T*)a.dx + (image * s.height + i) * s.width * s.channels + first;
+        convolve<SIDE>(s, grad + (i - begin) * s.ld, weight + first * s.window, bias, [&](int64_t j, int64_t c, vec dx) {
+          if (a.gelu) dx *= gelu_gradient(load_part(row + j * a.x_strides[2] + c, count - c));
+          store_part(to + j * s.channels + c, dx, count - c);
         });
+      }
     if (!a.dweight) return;
-    copy(s, x, a.x_strides, 0, s.height, count, a.gelu, in);
+    float* sum = partial + ((image * s.bands + band) * s.chunks + chunk) * sums;
+    copy(s, x, a.x_strides, begin, end, count, a.gelu, in);
     std::memset(sum, 0, size_t(sums) * 4);
-    for (int64_t i = 0; i < s.height; i++) {
+    for (int64_t i = 0; i < end - begin; i++) {
       const float* g = grad + (i + s.half) * s.ld + s.half * CHUNK;
       for (int64_t m = 0; m < s.side; m++)
         for (int64_t n = 0; n < s.side; n += SIDE ? SIDE : 1)
@@ -156,8 +173,8 @@ template <class T, int SIDE> int backward(const Convolution& a, const Shape& s, 
   for (int64_t c = 0; c < s.channels; c++)
     for (int64_t n = 0; n <= s.window; n++) {
       double total = 0;
-      for (int64_t b = 0; b < a.batch; b++)
-        total += partial[((b * s.chunks + c / CHUNK) * (s.window + 1) + n) * CHUNK + c % CHUNK];
+      for (int64_t part = 0; part < parts; part++)
+        total += partial[((part * s.chunks + c / CHUNK) * (s.window + 1) + n) * CHUNK + c % CHUNK];
       void* to = n < s.window ? a.dweight : a.dbias;
       const int64_t at = n < s.window ? c * s.window + n : c;
       if (a.weight_is_bf16) store((bf16*)to + at, float(total));
@@ -169,7 +186,7 @@ template <class T, int SIDE> int backward(const Convolution& a, const Shape& s, 
 template <class T, int SIDE> int run(const Convolution& a) {
   const Shape s{a.height, a.width, a.channels, a.side};
   Memory memory(s.chunks * CHUNK * (s.window + 1));
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   float *weight = memory.data, *bias = weight + s.chunks * CHUNK * s.window;  // (chunks, window, CHUNK), (chunks, CHUNK)
   std::memset(weight, 0, size_t(s.chunks * CHUNK * (s.window + 1)) * 4);
   for (int64_t c = 0; c < s.channels; c++) {
@@ -178,7 +195,8 @@ template <class T, int SIDE> int run(const Convolution& a) {
           number(a.weight, c * s.window + n, a.weight_is_bf16) + (a.residual && n == s.window / 2);
     if (!a.grad) bias[c] = number(a.bias, c, a.weight_is_bf16);
   }
-  return a.grad ? backward<T, SIDE>(a, s, weight, bias) : forward<T, SIDE>(a, s, weight, bias);
+  const int64_t threads = std::min(a.threads, std::max<int64_t>(1, a.batch * s.height * s.width * s.channels / 16384));
+  return (a.grad ? backward<T, SIDE> : forward<T, SIDE>)(a, s, threads, weight, bias);
 }
 
 template <class T> int choose(const Convolution& a) {

@@ -94,7 +94,7 @@ template <class T, Oscillation O> int forward(const Recurrence& a) {
   const int64_t scratch = round_up(Line::size(a, most) + (a.length + a.keys) * most, 16);
   const int64_t threads = std::min(a.threads, std::max<int64_t>(1, groups * a.length * a.keys * a.dim / 65536));
   Memory memory(std::min(threads, groups * tiles) * scratch);
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   parallel(groups * tiles, threads, [&](int64_t task, int64_t worker) {
     const int64_t g = task / tiles, first = task % tiles * WIDTH, columns = std::min(WIDTH, a.dim - first);
     float* work = memory.data + worker * scratch;
@@ -238,7 +238,7 @@ template <class T, Oscillation O> int backward(const Recurrence& a) {
   const int64_t scratch = round_up(2 * Line::size(a, width) + a.length * width + (2 + blocks + BLOCK) * size, 16);
   const int64_t threads = std::min(a.threads, std::max<int64_t>(1, groups * a.length * a.keys * a.dim / 16384));
   Memory memory(std::min(threads, groups) * scratch);
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   parallel(groups, threads, [&](int64_t g, int64_t worker) {
     float* work = memory.data + worker * scratch;
     auto take = [&](int64_t size) { return std::exchange(work, work + size); };

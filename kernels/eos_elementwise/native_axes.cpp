@@ -15,8 +15,6 @@ struct Axes {
   double rate, eps;                                  // o = sigmoid(x)^rate
 };
 
-vec silu(vec x) { return x / (exp2(x * -LOG2E) + 1.f); }
-
 // (x - mean) / sqrt(variance + eps), in place.
 void normalize(float* x, int64_t count, float eps) {
   vec sums{};
@@ -43,7 +41,7 @@ template <class T> int run_axes(const Axes& a) {
   const int64_t line = round_up(C, LANES), scratch = longest * (2 * width + line + step) + a.keys * width;
   const int64_t threads = std::min(a.threads, std::max<int64_t>(1, tokens * states * a.dim / 65536));
   Memory memory(tokens * (line + step) + threads * round_up(scratch, 16));
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   float *columns = memory.data, *kept = columns + tokens * line;          // the normalized result, and e, s and o
 
   // Both directions of a line for all heads, from `values(t)` (C,) and states (length, step) to out (length, line).
@@ -71,11 +69,12 @@ template <class T> int run_axes(const Axes& a) {
     const T* x = (const T*)a.x + first * row;
     float *out = work(worker), *all = out + longest * line;
     const float rate = float(a.rate);
+    auto activate = [](vec z) { return silu(z); };
     for (int64_t t = 0; t < H; t++) {
       const T* token = x + t * W * row + 2 * C;
       float* to = all + t * step;
-      map(token, states, to, silu);
-      map(token + states, states, to + part, silu);
+      map(token, states, to, activate);
+      map(token + states, states, to + part, activate);
       map(token + 2 * states, states, to + 2 * part, [&](vec z) {
         vec log = softplus(-z) * -rate;
         const vec least = vec{} + STEP_LOG_MIN;

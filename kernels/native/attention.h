@@ -31,9 +31,6 @@ struct Training {
   int64_t groups, height, width, dim, value_dim, paths, threads;
 };
 
-// Results that cannot be trusted: the caller computes them again in another way.
-enum Status { DONE = 0, OUT_OF_RANGE = 1, NO_MEMORY = 2 };
-
 // The first number of a head at its first token.
 template <class T> static inline T* head(T* x, const int64_t* strides, const Attention& a, int64_t g) {
   return x + g / a.heads * strides[0] + g % a.heads * strides[1];

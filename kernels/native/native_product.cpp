@@ -107,7 +107,7 @@ extern "C" int SUBQUAD_NAME(product)(const Product* arguments) {
   const bool changed = s.norm_weight || s.silu_before;
   const int64_t space = changed ? round_up(rows * s.in, 16) : 0;
   Memory memory(std::max(s.threads * space, s.norm_weight ? 2 * s.batch * chunks : 0));
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   if (s.norm_weight) measure(s, memory.data, memory.data + s.batch * chunks, chunks);
   parallel(s.batch * tiles * blocks, s.threads, [&](int64_t task, int64_t worker) {
     const int64_t image = task / (tiles * blocks), first = task / blocks % tiles * rows, block = task % blocks * width;

@@ -28,6 +28,9 @@ template <class F> static void parallel(int64_t n, int64_t threads, F&& f) {
   }, &job, unsigned(threads), 0);
 }
 
+// What operators return. Unless it is DONE, the caller computes the result in another way, or raises.
+enum Status { DONE = 0, OUT_OF_RANGE = 1, NO_MEMORY = 2 };
+
 // Floats that the operators work in, aligned to the lines of a cache; null if there is no memory.
 struct Memory {
   explicit Memory(int64_t count) : data((float*)std::aligned_alloc(64, size_t(count + 31) / 16 * 64)) {}

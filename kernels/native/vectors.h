@@ -57,10 +57,15 @@ static inline void store(bf16* p, float x) {
   p->bits = (w & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : uint16_t((w + 0x7fffu + ((w >> 16) & 1u)) >> 16);
 }
 
+// The sum of a vector, by halves.
 static inline float sum(vec x) {
-  float s = 0;
-  for (int i = 0; i < LANES; i++) s += x[i];
-  return s;
+#if defined(__AVX512F__)
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+  return (x[0] + x[2]) + (x[1] + x[3]);
 }
 // The signs of n - l, n - l - 1, ...: 1, 0 or -1.
 static inline vec signs(int64_t n, int64_t l) {

@@ -33,7 +33,7 @@ template <class X, class Y> int run(const Scan& s) {
   const int64_t lines = s.outer * s.inner;
   const int64_t threads = std::min(s.threads, lines), size = round_up(padded + D + L * D, 16);
   Memory memory(threads * size);
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   parallel(lines, threads, [&](int64_t line, int64_t worker) {
     float *a = memory.data + worker * size, *state = a + padded, *sums = state + D;
     const int64_t first = line / s.inner * L * s.inner + line % s.inner;

@@ -9,7 +9,6 @@
 namespace {
 
 enum Parametrization { LAPLACIAN, SYMMETRIC, SKEW };
-enum Status { DONE = 0, OUT_OF_RANGE = 1, NO_MEMORY = 2 };
 
 // The fields in the order in which `__init__.py` packs them. Strides count elements of images, heads, rows and columns;
 // channels lie side by side. What is written is dense, with the heads of a token side by side.
@@ -43,28 +42,14 @@ template <class F> static inline void for_channels(int64_t count, F&& f) {
   for (; d < count; d++) f(0.f, d);
 }
 
-// The sum of a vector by halves.
-static inline float total(vec x) {
-#if defined(__AVX512F__)
-  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
-#elif defined(__AVX2__)
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-#endif
-  return (x[0] + x[2]) + (x[1] + x[3]);
-}
-
 template <class S, class T> static inline float dot(const S* a, const T* b, int64_t count) {
   vec products{};
   float rest = 0;
   int64_t d = 0;
   for (; d + LANES <= count; d += LANES) products += load<vec>(a + d) * load<vec>(b + d);
   for (; d < count; d++) rest += load<float>(a + d) * load<float>(b + d);
-  return count < LANES ? rest : total(products) + rest;
+  return count < LANES ? rest : sum(products) + rest;
 }
-
-static inline vec silu(vec x) { return x / (1.f + exp2(x * -LOG2E)); }
-static inline float silu(float x) { return silu(vec{} + x)[0]; }
 
 struct Tree {
   const Attention& a;

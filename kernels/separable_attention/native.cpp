@@ -85,7 +85,7 @@ template <class T> int forward(const Separable& s) {
   const int64_t line = round_up(s.height * s.width, 16);
   const int64_t table = s.key_weight ? round_up(s.batch * groups * C, 16) : 0;
   Memory memory(s.threads * line + table);
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   float* summed = s.key_weight ? memory.data + s.threads * line : s.context;
 
   parallel(s.batch * groups, s.threads, [&](int64_t task, int64_t worker) {
@@ -165,7 +165,7 @@ template <class T> int backward(const Separable& s) {
   const Axis value_rows(s.value_height, s.patch_height, s.pixel), value_columns(s.value_width, s.patch_width, s.pixel);
   const int64_t groups = rows.count * columns.count, D = s.dim, L = s.latents, tokens = s.height * s.width;
   Memory memory(s.batch * groups * D + s.batch * tokens);
-  if (!memory.data) return 2;
+  if (!memory.data) return NO_MEMORY;
   float *dcontext = memory.data, *products = memory.data + s.batch * groups * D;
 
   const int64_t blocks = (D + BLOCK - 1) / BLOCK;
