@@ -50,7 +50,8 @@ def prepare(model: nn.Module) -> nn.Module:
 
     Outputs change by rounding only. `print(model)` shows the new modules. To undo it, build the
     model again: a prepared one refuses `train()` and `save_weights`, because its layers are joined.
-    Modules with hooks or adapters stay as they are.
+    Modules with hooks or adapters stay as they are. Hooks that layers get afterwards may not run,
+    because a replaced module does not call the layers that it joined.
 
     Args:
         model: a model in evaluation mode, on the device that it will run on.
