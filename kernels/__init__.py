@@ -11,6 +11,7 @@ kernels (except `tree_solve`), and most with C++ for CPUs.
     quadtree_attention         that solve, with edges from queries and keys                      O(N)
     tree_solve                 the same for any tree, blocks of any size, real or complex        O(N)
     eos_elementwise            a linear recurrence with elementwise decays, both directions     O(N)
+    selective_scan             recurrences of Mamba along rows and columns of a grid             O(N)
     eos_matmul                 the same with matrices as decays, such as delta rules            O(N)
     rotary_embedding           rotations of queries and keys by the angles of a table           O(N)
     depthwise_conv             a window for each channel, with GELU and sums in the same pass    O(N)
@@ -38,6 +39,7 @@ from .polyline_scan import polyline_scan
 from .quadtree_attention import quadtree_attention
 from .quadtree_solve import quadtree_solve
 from .rotary_embedding import rotary_embedding
+from .selective_scan import selective_scan
 from .separable_attention import separable_attention
 from .tree_solve import tree_solve
 

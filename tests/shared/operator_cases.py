@@ -92,6 +92,9 @@ CASES = {
     'eos_elementwise-full': (_eos('log_o'), lambda batch: [*_lines(batch, 3), _steps(2, 2, 3)]),
     'eos_elementwise-small': (_eos('log_o_k'), lambda batch: [
         *_lines(64 * batch, 1), _steps(64 * batch, 2, 6, 2)]),
+    'selective_scan': (partial(kernels.selective_scan, paths=('right', 'up')), lambda batch: [
+        _normal(batch, 3, 4, 2), _normal(batch, 3, 4, 2, 2), -torch.rand(2, 2, 3, dtype=torch.float64),
+        *(_normal(batch, 3, 4, 2, 3) for _ in range(2)), *(_normal(2, 2) for _ in range(2))]),
     'eos_matmul': (lambda i, e, s, a, b, **options: kernels.eos_matmul(i, e, s, a=a, b=b, **options),
                    lambda batch: [*_lines(batch, 3), *(0.3 * _normal(batch, 2, 6, 2) for _ in range(2))]),
 }
