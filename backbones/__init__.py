@@ -9,5 +9,6 @@ from .mobilevitv2 import MobileViTv2
 from .myo import Myo
 from .myo_sequence import MyoSequence
 from .ppma import PPMA
+from .rmt import RMT
 
-__all__ = ['LCSM', 'LCSMSequence', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA']
+__all__ = ['LCSM', 'LCSMSequence', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']

@@ -17,7 +17,7 @@ from .mixers import PolylineMixer
 from .mixers.polyline import ATTENTIONS
 from .options import Options, checked, each_stage, known_options, number, one_of, one_or_each_stage
 from .timm_interface import build_model, image_cfg, published_cfgs
-from .weights.ppma_keys import is_published, to_our_keys
+from .weights.ppma_keys import is_published, to_our_keys, to_published_keys
 
 __all__ = ['PPMA']
 
@@ -77,6 +77,9 @@ class PPMA(HierarchicalBackbone):
         renamed = to_our_keys(weights)
         return {key: value for key, value in renamed.items()
                 if self.output_norms is not None or not key.startswith('output_norms.')}
+
+    def published_state(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        return to_published_keys(weights)
 
 
 _cfg = partial(image_cfg, paper_ids='arXiv:2506.15940')

@@ -188,6 +188,14 @@ class TimmInterface(nn.Module):
         """Rename the keys of published weights to this model's keys. Families with published weights override it."""
         return weights
 
+    def published_state(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        """Rename this model's weights to the names of its authors' files, the inverse of `translate_checkpoint`.
+
+        Raises:
+            WeightsError: there are no published names for the model or for one of its weights.
+        """
+        raise WeightsError(f'there are no published names for {type(self).__name__}')
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict, also one with published names: timm's `checkpoint_path` takes the authors' classifiers.
 

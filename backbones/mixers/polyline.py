@@ -5,7 +5,7 @@ the code adds the logarithm of the mask to the logits (`mask_mode='additive'`, w
 trained), and the paper multiplies the softmax by the mask (`mask_mode='multiplicative'`). The default follows the code.
 """
 import math
-from typing import Annotated, Callable, Dict, Optional, Sequence, Tuple
+from typing import Annotated, Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,12 @@ ATTENTIONS: Dict[str, Callable[..., Tensor]] = {
     'linear': attend_linear,
     'decomposed': attend_decomposed,
 }
+
+
+def manhattan_decay(num_heads: int, decay_range: float, device: Any = None) -> Tensor:
+    """Return RMT's step logs (heads,): head h of n decays by 1 - 2^(-2 - range * h / n) per step (section 3.2)."""
+    head = torch.arange(num_heads, device=device, dtype=torch.float32)
+    return torch.log1p(-2.0 ** (-2 - decay_range * head / num_heads))
 
 
 class PathDecay(nn.Module):
@@ -224,8 +230,7 @@ class PolylineMixer(nn.Module):
             return self.scaled(*self.decay(x))
         logs = x.new_zeros(x.shape[0], self.num_heads, *x.shape[1:3])
         if self.paths == 'rmt':
-            head = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)[:, None, None]
-            logs = logs + torch.log1p(-2.0 ** (-2 - self.rmt_range * head / self.num_heads)).to(x.dtype)
+            logs = logs + manhattan_decay(self.num_heads, self.rmt_range, x.device)[:, None, None].to(x.dtype)
         return self.scaled(logs, logs)
 
     def scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ _BLOCK = (('pos.conv', 'pos'), ('retention_layer_norm', 'norm1'), ('final_layer_
           ('retention.lepe.conv', 'mixer.lepe'), ('retention.path_embed.dt_linear', 'mixer.decay.proj'),
           ('retention.path_embed', 'mixer.decay'), ('ffn.fc1', 'ffn.fc1'), ('ffn.fc2', 'ffn.fc2'),
           ('ffn.dwconv.conv', 'ffn.dwconv'), ('gamma_1', 'ls1.gamma'), ('gamma_2', 'ls2.gamma'))
-TABLE = KeyTable((
+# The rows that RMT, from which PPMA descends, has too.
+ROWS = (
     *((f'patch_embed.proj.{n}', f'stem.{name}') for n, name in _STEM),
     *((f'layers.{{s}}.blocks.{{b}}.{theirs}', f'stages.{{s}}.blocks.{{b}}.{ours}') for theirs, ours in _BLOCK),
     ('layers.{s}.downsample.reduction', 'stages.{s+1}.downsample.conv'),
@@ -27,46 +28,53 @@ TABLE = KeyTable((
     ('proj', 'head.proj'),
     ('norm', 'head.norm'),
     ('head', 'head.fc'),
-    ('outnorm{s}', 'output_norms.{s}'),
-))
-ANGLE, _DECAY = '.Relpos.angle', '.mixer.decay.proj.weight'
+)
+TABLE = KeyTable((*ROWS, ('outnorm{s}', 'output_norms.{s}')))
+ANGLE, RMT_DECAY, _DECAY = '.Relpos.angle', '.Relpos.decay', '.mixer.decay.proj.weight'
 
 
 def is_published(weights: Dict[str, Any]) -> bool:
-    """True if the keys are those of the authors' network."""
+    """True if the keys are those of the authors' network, or of RMT's."""
     return any(key.startswith('patch_embed.') for key in weights)
 
 
-def to_our_keys(weights: Dict[str, Any]) -> Dict[str, Any]:
+def to_our_keys(weights: Dict[str, Any], table: KeyTable = TABLE) -> Dict[str, Any]:
     """Rename the weights of an authors' network to this package's keys.
 
     Args:
         weights: the state dict of a network. Weights that already have this package's keys come back unchanged.
+        table: the names of the authors' files; RMT's has another one.
 
     Returns:
         Key -> tensor. Unknown keys stay as they are, so that the loader reports them.
 
     Raises:
-        WeightsError: the angles of the rotary embedding differ from those that this package computes.
+        WeightsError: the angles of the rotary embedding differ from those that this package computes, or the weights
+            are RMT's.
     """
     if not is_published(weights):
         return weights
+    if any(key.endswith(RMT_DECAY) for key in weights):
+        raise WeightsError('these are weights of RMT (they have Relpos.decay), not of PPMA: build rmt_tiny, rmt_small, '
+                           'rmt_base or rmt_large')
     renamed = {}
     for key, value in weights.items():
         if key.endswith(ANGLE):
             _check_angles(key, value)
             continue
-        name = TABLE.to_ours(key) or key
+        name = table.to_ours(key) or key
         is_scale = name.endswith('.gamma') and tuple(getattr(value, 'shape', ()))[:-1] == (1, 1, 1)
         renamed[name] = value.reshape(-1) if is_scale else value
     return renamed
 
 
-def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
+def to_published_keys(weights: Dict[str, Tensor], table: KeyTable = TABLE,
+                      publisher: str = "the authors' PPMA") -> Dict[str, Tensor]:
     """Rename the weights of this package's PPMA to the names of the authors' files; the inverse of `to_our_keys`.
 
     Args:
         weights: the state dict of a classifier or of a dense backbone.
+        table, publisher: the names of the authors' files, and whose they are, for the message.
 
     Returns:
         Key -> tensor, with the authors' shapes and buffers.
@@ -74,7 +82,7 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     Raises:
         WeightsError: the authors' network has no such weight.
     """
-    names = TABLE.all_to_theirs(weights, "the authors' PPMA")
+    names = table.all_to_theirs(weights, publisher)
     renamed = {}
     for key, value in weights.items():
         renamed[names[key]] = value.reshape(1, 1, 1, -1) if key.endswith('.gamma') else value

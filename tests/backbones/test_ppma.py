@@ -91,25 +91,6 @@ def test_outputs_and_gradients_equal_those_of_the_published_network(name, dtype,
     assert_close(image.grad, golden['grad/input'], 2e-5, 'input')
 
 
-@pytest.mark.parametrize('backend', ['portable', 'export'])
-def test_the_rmt_ablation_equals_the_published_rmt(backend):
-    golden, config = _golden(DATA / 'rmt_layerscale_nonsquare.safetensors')
-    state = {k.removeprefix('state/').replace('extra_norms.', 'outnorm'): v for k, v in golden.items()
-             if k.startswith('state/')}
-    decays = [state.pop(f'layers.{n}.Relpos.decay') for n in range(4)]
-    model = _network(config, state, paths='rmt', rmt_range=config['heads_ranges'])
-    for stage, decay in zip(model.stages, decays):
-        mixer = stage.blocks[0].mixer
-        for logs in mixer.decay_logs(torch.zeros(1, 1, 1, mixer.q.in_features)):
-            assert_close(logs.flatten(), decay, 1e-6)
-    with torch.no_grad(), kernels.use_backend(backend):
-        _, stages = model.forward_intermediates(golden['input'])
-        logits = model(golden['input'])
-    for n in range(4):
-        assert_close(stages[n], golden[f'stage{n + 1}'], 2e-5, f'stage{n + 1}')
-    assert_close(logits, golden['logits'], 2e-5, 'logits')
-
-
 @pytest.mark.parametrize('name, ranges', [('ppma_tiny', (4, 4, 6, 6)), ('ppma_small', (4, 4, 6, 6)),
                                           ('ppma_base', (5, 5, 6, 6)), ('ppma_base_crisscross', (5, 5, 6, 6))])
 def test_the_rmt_ablation_has_the_decay_ranges_of_rmt(name, ranges):
