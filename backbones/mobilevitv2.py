@@ -27,7 +27,7 @@ from .mixers.separable import LatentTokens, Sampling, check_source
 from .observation import observe_inputs
 from .options import Flag, ImageSize, InChans, NumClasses, Rate, checked, number, one_of
 from .timm_interface import TimmInterface, build_model, image_cfg, init_kaiming, init_xavier, published_cfgs
-from .weights.mobilevitv2_keys import DEPTHS, to_timm_keys
+from .weights.mobilevitv2_keys import DEPTHS, to_cvnets_keys, to_timm_keys
 
 __all__ = ['MobileViTv2']
 
@@ -380,6 +380,9 @@ class MobileViTv2(TimmInterface):
         Of their detectors and segmenters, only the encoder is kept.
         """
         return to_timm_keys(weights)
+
+    def published_state(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        return to_cvnets_keys(weights)
 
 
 _cfg = partial(

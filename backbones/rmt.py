@@ -117,6 +117,9 @@ class RMT(HierarchicalBackbone):
         return {key: value for key, value in renamed.items()
                 if self.output_norms is not None or not key.startswith('output_norms.')}
 
+    def options_in(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        return {'aux_head': True} if 'head.aux_fc.weight' in weights and not self.aux_head else {}
+
     def published_state(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         return rmt_keys.to_published_keys(weights, self._decays())
 

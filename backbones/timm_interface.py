@@ -188,6 +188,10 @@ class TimmInterface(nn.Module):
         """Rename the keys of published weights to this model's keys. Families with published weights override it."""
         return weights
 
+    def options_in(self, weights: Dict[str, Any]) -> Dict[str, Any]:
+        """Return the options that weights with this model's keys show and that this model was built without."""
+        return {}
+
     def published_state(self, weights: Dict[str, Any]) -> Dict[str, Any]:
         """Rename this model's weights to the names of its authors' files, the inverse of `translate_checkpoint`.
 

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from ..backbones.weights import WeightsError
 from ..backbones.weights.cache import locked_entry, sha256_of
-from ..backbones.weights.download import cached_file, check, fetch, renew
+from ..backbones.weights.download import cached_file, check, fetch, renew, why_by_hand
 from ..backbones.weights.registry import WEIGHTS, PublishedWeights, find
 from .common.cli import UserError, add_weight_choice, nearest, weight_errors
 from .common.output import dumps, print_rows
@@ -78,9 +78,10 @@ def _list(args: argparse.Namespace) -> None:
     if args.json:
         print(dumps(rows, indent=2))
         return
-    print_rows(['name', 'task', 'input size', 'reported', 'cached'], (
+    print_rows(['name', 'task', 'input size', 'reported', 'license', 'cached'], (
         (row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])),
-         ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items()), 'yes' if row['cached'] else '')
+         ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items()), row['license'],
+         'yes' if row['cached'] else 'download by hand' if row['page'] else '')
         for row in rows))
 
 
@@ -114,8 +115,10 @@ def _verify(args: argparse.Namespace) -> int:
     for weights in _named(args.names) if args.names else filter(cached_file, WEIGHTS.values()):
         path = cached_file(weights)
         try:
-            states[weights.name] = (good[0] if check(weights, path) else good[1]) if path else (
-                f'not in the cache; `subquad weights download {weights.name}` gets it')
+            states[weights.name] = (
+                why_by_hand(weights) if weights.page else
+                f'not in the cache; `subquad weights download {weights.name}` gets it' if path is None else
+                good[0] if check(weights, path) else good[1])
         except WeightsError as error:
             states[weights.name] = str(error)
     if args.json or not states:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import lcsm, mobilevitv2, myo, ppma
+from .. import lcsm, mobilevitv2, myo, ppma, rmt
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve
@@ -286,6 +286,13 @@ class PPMA(DenseBackbone, ppma.PPMA, BaseModule):
     """PPMA backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.PPMA`."""
 
     family, archs = ppma.PPMA, ppma.ARCHS
+
+
+@MODELS.register_module()
+class RMT(DenseBackbone, rmt.RMT, BaseModule):
+    """RMT backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.RMT`."""
+
+    family, archs = rmt.RMT, rmt.ARCHS
 
 
 @MODELS.register_module()

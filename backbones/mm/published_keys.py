@@ -4,8 +4,6 @@ from typing import Any, Dict
 from torch import Tensor, nn
 
 from ..mobilevitv2 import MobileViTv2
-from ..ppma import PPMA
-from ..weights import WeightsError, ppma_keys
 from ..weights.key_table import below
 from . import cvnets
 from .cvnets import BACKBONE
@@ -65,14 +63,12 @@ def to_published_keys(weights: Dict[str, Tensor], model: nn.Module) -> Dict[str,
 
     Args:
         weights: the complete state dict of the model.
-        model: a model of MMDetection or MMSegmentation with PPMA, or SSDLite, DeepLabv3 or PSPNet with MobileViTv2.
+        model: a model of MMDetection or MMSegmentation with a family that has published names, or SSDLite, DeepLabv3
+            or PSPNet with MobileViTv2.
 
     Raises:
         WeightsError: there are no published names for the model or for one of its weights.
     """
     if isinstance(model.backbone, MobileViTv2):
         return cvnets.to_published_keys(weights)
-    if not isinstance(model.backbone, PPMA):
-        raise WeightsError(f'there are no published names for a detector or segmenter with '
-                           f'{type(model.backbone).__name__}; only PPMA and MobileViTv2 have them')
-    return _with_backbone(weights, ppma_keys.to_published_keys(below(weights, BACKBONE)))
+    return _with_backbone(weights, model.backbone.published_state(below(weights, BACKBONE)))

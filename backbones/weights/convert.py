@@ -5,12 +5,12 @@ nothing else, and every weight must have a name in the format that is written.
 """
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from . import mobilevitv2_keys, ppma_keys
+from . import mobilevitv2_keys, ppma_keys, rmt_keys
 from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import AVERAGED_KEYS, RAW_KEYS, WeightFile, read_file, save_state_dict, write_atomically
@@ -19,13 +19,34 @@ from .metadata import dataset_classes
 
 # Raise this number when a change of the key tables changes what a conversion writes.
 KEY_MAP_VERSION = 1
-# Format -> the family that has it (None: every family), and the suffix of its files.
-FORMATS: Dict[str, Tuple[Optional[str], str]] = {
-    'subquad': (None, '.safetensors'),
-    'ppma': ('PPMA', '.pth'),
-    'cvnets': ('MobileViTv2', '.pt'),
-    'timm': ('MobileViTv2', '.safetensors'),
+_Weights = Dict[str, Any]
+
+
+class Format(NamedTuple):
+    """The names of one publisher.
+
+    Attributes:
+        family: the class of the networks that have these names; '' for all networks.
+        suffix: the suffix of the files that are written; '' if this format is only read.
+        is_theirs: whether the keys of a network are these names.
+        buffers: the ends of keys that hold no weights, and that this package computes.
+    """
+    family: str
+    suffix: str
+    is_theirs: Callable[[_Weights], bool] = lambda weights: False
+    buffers: Tuple[str, ...] = ()
+
+
+# The first format whose `is_theirs` is true is the format of a file.
+FORMATS: Dict[str, Format] = {
+    'subquad': Format('', '.safetensors'),
+    'rmt': Format('RMT', '.pth', rmt_keys.is_published, ('.Relpos.angle', '.Relpos.decay')),
+    'ppma': Format('PPMA', '.pth', ppma_keys.is_published, ('.Relpos.angle',)),
+    'transformers': Format('MobileViTv2', '', mobilevitv2_keys.is_transformers),
+    'cvnets': Format('MobileViTv2', '.pt', mobilevitv2_keys.is_cvnets),
+    'timm': Format('MobileViTv2', '.safetensors'),
 }
+WRITTEN = tuple(name for name, form in FORMATS.items() if form.suffix)
 _PICKLES = ('.pth', '.pt', '.bin')
 RGB_NOTE = ('its weights are taken as those of RGB images, as in the files of the authors, from which transformers '
             "copied them; transformers' image processor reverses the channels")
@@ -53,11 +74,12 @@ def convert(path: PathLike, out: PathLike, model: nn.Module, to: str = 'subquad'
     """Convert a weight file.
 
     Args:
-        path: a file of PPMA's authors, of cvnets, timm, transformers or this package, or a checkpoint of a Runner.
+        path: a file of a family's authors, of cvnets, timm, transformers or this package, or a checkpoint of a Runner.
         out: the file to write. It is replaced atomically. With the suffix .pth, .pt or .bin it is a file of
             `torch.save` as the authors write it, with .safetensors it has the authors' names.
         model: the model of the weights: a timm model, or a detector or segmenter. It may be on the meta device.
-        to: the format: 'subquad'; 'ppma' for PPMA; 'cvnets' or 'timm' for MobileViTv2.
+        to: the format: 'subquad'; the name of a family for the names of its authors; 'cvnets' or 'timm' for
+            MobileViTv2.
         weights: 'averaged' or 'raw' for a file that has both; see `read_file`.
         metadata: metadata of the new file, such as the model's name; other entries of the old file's are kept.
         reference: weights of the same MobileViTv2 for RGB images, to settle the color order of a file of transformers
@@ -97,22 +119,18 @@ def convert(path: PathLike, out: PathLike, model: nn.Module, to: str = 'subquad'
 
 
 def published_format(weights: Dict[str, Any]) -> str:
-    """Return whose names the keys are: 'ppma', 'cvnets', 'transformers', or 'subquad' for all others."""
+    """Return whose names the keys are: a key of `FORMATS`, 'subquad' for unknown names."""
     backbone = {key.removeprefix('backbone.'): value for key, value in weights.items()}
-    for name, is_theirs in (('ppma', ppma_keys.is_published), ('transformers', mobilevitv2_keys.is_transformers),
-                            ('cvnets', mobilevitv2_keys.is_cvnets)):
-        if is_theirs(backbone):
-            return name
-    return 'subquad'
+    return next((name for name, form in FORMATS.items() if form.is_theirs(backbone)), 'subquad')
 
 
 def _check_format(model: nn.Module, to: str, out: Path) -> None:
     """Check that the model has the format, and that the file has one of its suffixes."""
-    if to not in FORMATS:
-        raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}")
-    family, suffix = FORMATS[to]
+    if to not in WRITTEN:
+        raise ValueError(f"to must be one of {', '.join(map(repr, WRITTEN))}, got {to!r}")
+    family, suffix = FORMATS[to].family, FORMATS[to].suffix
     net = getattr(model, 'backbone', model)
-    if family is not None and family not in [base.__name__ for base in type(net).__mro__]:
+    if family and family not in [base.__name__ for base in type(net).__mro__]:
         raise ValueError(f'the format {to!r} is for {family}, and the model is {type(net).__name__}')
     if to == 'timm' and hasattr(model, 'backbone'):
         raise ValueError("timm has no detectors and segmenters; use to='cvnets' for the names of the authors' library")
@@ -125,7 +143,8 @@ def _check_spare(weights: Dict[str, Tensor], model: nn.Module, state: Dict[str, 
     """Check that the model takes every weight of a file, also those that loading may leave out."""
     given = checkpoint_filter_fn(weights, model)
     spare = [key for key in given if key not in state]
-    lost = len(spare) + len(weights) - len(given) - sum(key.endswith(ppma_keys.ANGLE) for key in weights)
+    buffers = FORMATS[published_format(weights)].buffers
+    lost = len(spare) + len(weights) - len(given) - sum(key.endswith(buffers) for key in weights)
     if lost:
         names = f' ({some(spare)})' if spare else ''
         raise WeightsError(f'{name} has {lost} weights that this {type(model).__name__} does not have{names}; a '
@@ -173,7 +192,7 @@ def _published(state: Dict[str, Tensor], model: nn.Module, to: str) -> Dict[str,
     if hasattr(model, 'backbone'):
         from ..mm.published_keys import to_published_keys
         return to_published_keys(state, model)
-    return ppma_keys.to_published_keys(state) if to == 'ppma' else mobilevitv2_keys.to_cvnets_keys(state)
+    return model.published_state(state)
 
 
 def _provenance(path: Path, content: WeightFile, source_format: str, notes: List[str]) -> Dict[str, Any]:
@@ -195,10 +214,10 @@ def _write(state: Dict[str, Tensor], out: Path, to: str, dense: bool, metadata: 
         return
     state = {key: value.detach().cpu().clone() for key, value in state.items()}     # without the storage around a view
     content: Dict[str, Any] = state
-    if to == 'ppma' and dense:
+    if to != 'cvnets' and dense:
         classes = {'dataset_meta': {'classes': tuple(metadata['classes'])}} if metadata.get('classes') else {}
         content = dict(state_dict=state, meta={**classes, 'subquad': metadata['provenance']})
-    elif to == 'ppma':
+    elif to != 'cvnets':
         content = dict(model=state, subquad=metadata['provenance'])
     with write_atomically(out) as temporary:
         torch.save(content, temporary)

@@ -73,12 +73,22 @@ def fetch(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Pa
     """
     if weights.file:
         return _shipped(weights)
+    if weights.page:
+        raise WeightsError(why_by_hand(weights))
     locked = locked_entry(weights.name, weights.source)
     return (_from_hub if weights.repo else _from_url)(weights, locked, cache_dir)
 
 
+def why_by_hand(weights: PublishedWeights) -> str:
+    """Say that a file cannot be downloaded by a program, and where it is."""
+    return (f'{weights.name} has no direct address: download its file from {weights.page} and give its path (license '
+            f'of the weights: {weights.license})')
+
+
 def cached_file(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Optional[Path]:
     """Return the file if `fetch` would find it without a network, else None. The file is not checked."""
+    if weights.page:
+        return None
     if weights.repo:
         locked = locked_entry(weights.name, weights.source)
         path = try_to_load_from_cache(weights.repo, weights.filename,
@@ -108,7 +118,7 @@ def renew(weights: PublishedWeights) -> Path:
     Raises:
         WeightsError: see `fetch`; or downloads are forbidden.
     """
-    if weights.file:
+    if weights.file or weights.page:
         return fetch(weights)
     if constants.HF_HUB_OFFLINE:
         raise _failure(weights, 'HF_HUB_OFFLINE forbids downloads', 'unset HF_HUB_OFFLINE')

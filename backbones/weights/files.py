@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .errors import PathLike, WeightsError, reading, shorten_path, some
 from .metadata import check_metadata, dataset_classes
 from .pickles import EXPANSION, read_pickle
+from .rmt_keys import reports_raw
 
 METADATA_KEY = 'subquad'
 # The keys under which checkpoints keep averaged weights, and others, in order of preference.
@@ -167,7 +168,8 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
             is the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
             weights, which every choice reads.
         preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both. Of a checkpoint of
-            MMEngine's Runner the average is read, as MMEngine does.
+            MMEngine's Runner the average is read, as MMEngine does, and of RMT-T the raw weights, whose figures its
+            authors report.
 
     Raises:
         ValueError: the choice is unknown.
@@ -188,6 +190,8 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
 def find_weights(checkpoint: Any, path: Path, weights: Optional[str] = None,
                  preferred: str = 'averaged') -> WeightFile:
     """Find the weights in the content of a pickle. See `read_file`, also for the errors."""
+    if isinstance(checkpoint, dict) and reports_raw(checkpoint.get('model')):
+        preferred = 'raw'
     try:
         found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')
     except WeightsError as error:

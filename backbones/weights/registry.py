@@ -13,26 +13,26 @@ from .errors import WeightsError, some
 
 SCHEME = 'subquad://'
 TASKS = ('classification', 'detection', 'segmentation')
-FORMATS = ('ppma', 'cvnets', 'timm', 'subquad')
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
     """A published weight file: what it holds, where it is, and how its model is evaluated.
 
-    Exactly one of `repo`, `url` and `file` is set.
+    Exactly one of `repo`, `url`, `file` and `page` is set.
 
     Attributes:
         arch: the timm name of the classifier, or of a detector's or segmenter's backbone.
         tag: the name of the weights among those of the architecture, such as 'in1k'.
         task: 'classification', 'detection' or 'segmentation'.
-        format: who named the keys: 'ppma' and 'cvnets' are the authors' libraries.
+        format: who named the keys; see `subquad.backbones.weights.convert.FORMATS`.
         repo, revision, filename: repository on the Hugging Face Hub, its branch, tag or commit, and the file in it.
         url: the address of a file outside of the hub.
         file: the name of a file in the package's folder `backbones/weights/shipped`.
+        page: the address of a page from which a person can download the file; it has no direct address.
         size: bytes of the file, or None if unknown.
         sha256: the file's hash in hexadecimal, or None if unknown.
-        license: the license of the weights.
+        license: the license of the weights, or 'none stated'.
         num_classes: the number of classes; a detector's background does not count.
         input_size: channels, height and width of the images that the figures were measured on. Mask R-CNN resizes
             the short side to the height, so that the long side is at most the width.
@@ -40,6 +40,7 @@ class PublishedWeights:
         mean, std: the normalization of RGB images with values from 0 to 1.
         interpolation: how images are resized.
         config: the name of the config that builds the detector or segmenter, or None for a classifier.
+        options: the options of the network that the weights need.
         reported: metric -> the figure that the authors report, in percent; for files in the package, ours.
     """
     arch: str
@@ -51,6 +52,7 @@ class PublishedWeights:
     filename: Optional[str] = None
     url: Optional[str] = None
     file: Optional[str] = None
+    page: Optional[str] = None
     size: Optional[int] = None
     sha256: Optional[str] = None
     license: str = 'apache-2.0'
@@ -61,6 +63,7 @@ class PublishedWeights:
     std: Tuple[float, float, float] = IMAGENET_DEFAULT_STD
     interpolation: str = 'bicubic'
     config: Optional[str] = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     reported: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -70,10 +73,10 @@ class PublishedWeights:
 
     @property
     def source(self) -> str:
-        """Where the file is, in one text: an address, 'hf-hub:REPO@REVISION/FILE' or 'package:FILE'."""
+        """Where the file is: an address, 'hf-hub:REPO@REVISION/FILE', 'package:FILE' or 'by hand: PAGE'."""
         if self.repo:
             return f'hf-hub:{self.repo}@{self.revision}/{self.filename}'
-        return self.url or f'package:{self.file}'
+        return self.url or (f'package:{self.file}' if self.file else f'by hand: {self.page}')
 
 
 def find(name: str) -> PublishedWeights:
@@ -98,7 +101,7 @@ def find(name: str) -> PublishedWeights:
         tags = ', '.join(weights.name for weights in known)
         raise WeightsError(f'there are no weights {name}; {arch} has {tags}')
     archs = list(dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
-    near = get_close_matches(name, [*WEIGHTS, *archs], n=3, cutoff=0.75)
+    near = get_close_matches(name, [*WEIGHTS, *archs], n=3, cutoff=0.76)
     hint = f'did you mean {some(near)}?' if near else f'there are weights of {some(archs, len(archs))}'
     what = f'no weights of {name} are published' if name else 'the name of the weights is empty'
     raise WeightsError(f'{what}; {hint} (`subquad weights list` shows all)')
@@ -146,6 +149,50 @@ def _ppma() -> Iterator[PublishedWeights]:
             num_classes=classes, input_size=(3, side, side), interpolation='bilinear',
             config=f'upernet_ppma-{size[0]}_{batch}-160k_{dataset}-{side}x{side}',
             reported={'mIoU': miou, 'mIoU_ms': miou_ms}, **common)
+
+
+def _rmt() -> Iterator[PublishedWeights]:
+    """Weights of RMT's authors, which are on pages of Baidu only. All detectors share one page, all segmenters another.
+
+    The classifier S*, trained with token labels, is left out: the place of its second classifier is unknown.
+    """
+    def baidu(share: str, password: str) -> Dict[str, Any]:
+        return dict(format='rmt', license='none stated',
+                    page=f'https://pan.baidu.com/s/{share} (password {password})')
+    for size, tag, share, password, top1 in (
+            ('tiny', 'in1k', '1uTSCuPqYRNmT4Zb4Je9BOw', 'vsyv', 82.4),
+            ('small', 'in1k', '1aQeErkmy191-zshlW2bT0g', '3ay4', 84.1),
+            ('base', 'in1k', '1ZDNl_broia_fvvlEoTaFhA', 'yzge', 85.0),
+            ('base', 'in1k_label', '1fqCzZ8Pfw39QA4LQ3dSiCg', '2rdt', 85.6),
+            ('large', 'in1k', '1v7QWgAh0TulWOTg4d94KHw', 'uewu', 85.5),
+            ('large', 'in1k_label', '1KvV8IMJC6xG5Eh6w6uFbpw', 'z1k2', 86.1),
+    ):
+        yield PublishedWeights(
+            f'rmt_{size}', tag, 'classification', crop_pct=0.875, reported={'top1': top1},
+            options={'aux_head': True} if tag == 'in1k_label' else {}, **baidu(share, password))
+    for method, schedule, figures in (
+            ('mask-rcnn', '1x', {
+                'tiny': (47.1, 42.6), 'small': (49.0, 43.9), 'base': (51.1, 45.5), 'large': (51.6, 45.9)}),
+            ('mask-rcnn', '3x', {'small': (50.7, 44.9), 'base': (52.2, 46.1)}),
+            ('cascade-mask-rcnn', '3x', {'small': (53.2, 46.1), 'base': (54.5, 47.2)}),
+            ('retinanet', '1x', {'tiny': (45.1,), 'small': (47.8,), 'base': (49.1,), 'large': (49.4,)}),
+    ):
+        for size, values in figures.items():
+            yield PublishedWeights(
+                f'rmt_{size}', f"{method.replace('-', '_')}_{schedule}_coco", 'detection', num_classes=80,
+                input_size=(3, 800, 1333), interpolation='bilinear',
+                config=f"{method}_rmt-{size[0]}_fpn_{'3x-ms' if schedule == '3x' else schedule}_coco",
+                reported=dict(zip(('box_AP', 'mask_AP'), values)), **baidu('1qWiHjEy_9w29d1lNLVOSnQ', 'k22z'))
+    for method, schedule, figures in (
+            ('fpn', '80k', {'tiny': 46.4, 'small': 49.4, 'base': 50.4, 'large': 51.4}),
+            ('upernet', '160k', {'small': 49.8, 'base': 52.0, 'large': 52.8}),
+    ):
+        for size, miou in figures.items():
+            yield PublishedWeights(
+                f'rmt_{size}', f'{method}_{schedule}_ade20k', 'segmentation', num_classes=150,
+                input_size=(3, 512, 512), interpolation='bilinear',
+                config=f'{method}_rmt-{size[0]}_8xb2-{schedule}_ade20k-512x512', reported={'mIoU': miou},
+                **baidu('19q_dNqPAGnzgCWPBVYTzjg', 'vtpe'))
 
 
 # The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
@@ -274,4 +321,4 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 
 WEIGHTS: Dict[str, PublishedWeights] = {
-    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_shipped())}
+    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_shipped())}

@@ -10,8 +10,9 @@ from helpers import ROOT
 
 from subquad.backbones.weights import WeightsError
 from subquad.backbones.weights.cache import sha256_of
+from subquad.backbones.weights.convert import FORMATS
 from subquad.backbones.weights.download import SHIPPED
-from subquad.backbones.weights.registry import FORMATS, TASKS, WEIGHTS, find, of_arch
+from subquad.backbones.weights.registry import TASKS, WEIGHTS, find, of_arch
 from subquad.tools.engine.counting.counts import REPORTED
 
 ROWS = list(WEIGHTS.values())
@@ -25,20 +26,21 @@ def _rows(**fields):
 def test_rows_are_complete(row):
     assert WEIGHTS[row.name] is row and row.task in TASKS and row.format in FORMATS and row.license
     assert row.arch in timm.list_models() and '.' not in row.tag
-    assert [bool(row.repo and row.filename), bool(row.url), bool(row.file)].count(True) == 1
+    assert [bool(row.repo and row.filename), bool(row.url), bool(row.file), bool(row.page)].count(True) == 1
     assert row.sha256 is None or re.fullmatch('[0-9a-f]{64}', row.sha256)
     assert (row.crop_pct is None) == (row.config is not None) == (row.task != 'classification')
     assert row.reported or row.file
     if row.config:
         folder = ROOT / 'configs' / row.task
         assert (folder / f'{row.config}.py').is_file()
-        assert (row.arch[5] if row.arch.startswith('ppma') else row.arch[-3:]) in row.config
+        size = row.arch.rpartition('_')[2]
+        assert (size if size.isdecimal() else f'-{size[0]}') in row.config
     if row.file:
         assert sha256_of(SHIPPED / row.file) == row.sha256 and row.size == (SHIPPED / row.file).stat().st_size
 
 
 def test_no_two_rows_name_one_file():
-    assert max(Counter(row.source for row in ROWS).values()) == 1
+    assert max(Counter(row.source for row in ROWS if not row.page).values()) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         ROWS[0].sha256 = ''
 

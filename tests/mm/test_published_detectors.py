@@ -151,7 +151,7 @@ def test_models_without_published_names_are_refused():
     small = load('mask-rcnn_test-myo_shapes')
     init_default_scope('mmdet')
     detector = build_on_meta(small)
-    with pytest.raises(WeightsError, match='no published names for a detector or segmenter with Myo'):
+    with pytest.raises(WeightsError, match='no published names for Myo'):
         to_published_keys(detector.state_dict(), detector)
 
 

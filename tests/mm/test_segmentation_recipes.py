@@ -20,7 +20,10 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, init_default_scope
 
+from subquad.backbones.weights.registry import WEIGHTS
+
 FOLDER = FOLDERS / 'segmentation'
+PUBLISHED = {row.config: row for row in WEIGHTS.values() if row.task == 'segmentation' and not row.file}
 CONFIGS = sorted(path.stem for path in FOLDER.glob('*.py'))
 
 
@@ -166,19 +169,11 @@ def test_metafile_lists_all_configs():
         assert entry['Config'] == f'configs/segmentation/{name}.py' and entry['In Collection'] in collections
         assert ('Results' in entry) == ('Reported By' in entry)
         # The paper reports one network for which the authors' model zoo has no file.
-        published = 'Results' in entry and name != 'pspnet_mobilevitv2-175_4xb32-50e_voc12-coco-512x512'
-        assert ('Published File' in entry) == published, name
-        file = entry.get('Published File', '')
-        if 'mobilevitv2' in name and published:
-            head, width, data = re.fullmatch(r'(\w+?)_mobilevitv2-(\d+)_\w+-\w+?_(ade20k|voc12)-.*', name).groups()
-            folder = {'ade20k': 'ade20k', 'voc12': 'pascalvoc'}[data]
-            width = str(int(width) / 100)                                   # '0.5', '0.75', '1.0'
-            assert file == f'segmentation/{folder}/mobilevitv2/{head}-mobilevitv2-{width}.pt'
-        elif published:
-            size = {'t': 'tiny', 's': 'small', 'b': 'base'}[name[len('upernet_ppma-')]]
-            assert f'upernet_ppma_{size}_' in file and file.endswith('iter_160000.pth')
-            assert ('cityscapes' in file) == ('cityscapes' in name)
+        assert ('Results' in entry) == (name in PUBLISHED) or name.startswith('pspnet_mobilevitv2-175_4xb32'), name
+        assert ('Published File' in entry) == (name in PUBLISHED and not PUBLISHED[name].page), name
+        if 'Published File' in entry:
+            assert PUBLISHED[name].source.endswith(entry['Published File'])
     metrics = {name: entry['Results'][0]['Metrics'] for name, entry in entries.items() if 'Results' in entry}
     assert metrics['upernet_ppma-b_8xb2-160k_ade20k-512x512'] == {'mIoU': 52.3, 'mIoU(ms+flip)': 53.0}
     assert metrics['deeplabv3_mobilevitv2-200_4xb4-120e_ade20k-512x512'] == {'mIoU': 40.94}
-    assert len(metrics) == 3 + 3 + 7 + 6 + 4 + 6
+    assert len(metrics) == len(PUBLISHED) + 1

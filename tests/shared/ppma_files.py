@@ -1,5 +1,6 @@
-"""State dicts with the names of PPMA's authors, written down from their code and not from this package's key map."""
+"""State dicts with the names of the authors of PPMA and RMT, written down from their code, not from our key maps."""
 import argparse
+import re
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -20,6 +21,8 @@ def authors_name(key):
     words = key.split('.')
     if words[0] == 'stem':
         return f'patch_embed.proj.{_STEM[module]}.{leaf}'
+    if words[:2] == ['head', 'aux_fc']:
+        return f'aux_head.{leaf}'
     if words[0] == 'head':
         return {'fc': f'head.{leaf}'}.get(words[1], f'{words[1]}.{leaf}')
     if words[0] == 'output_norms':
@@ -34,13 +37,18 @@ def authors_name(key):
 
 
 def authors_state(model):
-    """The state dict of a PPMA model as its authors' files have it."""
+    """The state dict of a PPMA or RMT as its authors' files have it."""
     state = {authors_name(key): value[None, None, None] if key.endswith('.gamma') else value
              for key, value in model.state_dict().items()}
     for number, stage in enumerate(model.stages):
-        head_dim = stage.blocks[0].mixer.decay.proj.in_features
-        angles = 1 / 10000 ** torch.linspace(0, 1, head_dim // 2)
+        mixer = stage.blocks[0].mixer
+        angles = 1 / 10000 ** torch.linspace(0, 1, mixer.head_dim // 2)
         state[f'layers.{number}.Relpos.angle'] = angles.repeat_interleave(2)
+        if mixer.paths == 'rmt':
+            heads = torch.arange(mixer.num_heads) / mixer.num_heads
+            state[f'layers.{number}.Relpos.decay'] = torch.log(1 - 2 ** (-2 - model.heads[number][1] * heads))
+    if mixer.paths == 'rmt':
+        state = {re.sub(r'^outnorm(?=\d)', 'extra_norms.', key): value for key, value in state.items()}
     return state
 
 

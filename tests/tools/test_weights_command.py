@@ -51,7 +51,8 @@ def test_list(server, capsys):
 @pytest.mark.parametrize('arguments, expected', [
     (['ppma_base.*', '--task', 'detection'], ['ppma_base.mask_rcnn_1x_coco', 'ppma_base.mask_rcnn_3x_coco']),
     (['050.ssdlite'], ['subquad_mobilevitv2_050.ssdlite_coco']),
-    (['--task', 'segmentation', 'small.'], [f'ppma_small.upernet_160k_{data}' for data in ('ade20k', 'cityscapes')]),
+    (['--task', 'segmentation', 'ppma_small.'],
+     ['ppma_small.upernet_160k_ade20k', 'ppma_small.upernet_160k_cityscapes']),
     (['ppma_tiny.in1k', '--task', 'detection'], []),
 ], ids=str)
 def test_list_filters(server, capsys, arguments, expected):

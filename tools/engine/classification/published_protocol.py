@@ -84,7 +84,7 @@ def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, work
         dataset = imagenet_folder(data, 'imagenet', transform, strict=True)
     topk = sorted(int(metric.removeprefix('top')) for metric in entry.reported)
     return Config(dict(
-        model=dict(type='TimmClassifier', name=entry.arch, num_classes=entry.num_classes),
+        model=dict(type='TimmClassifier', name=entry.arch, num_classes=entry.num_classes, **entry.options),
         test_dataloader=dict(batch_size=batch_size, num_workers=workers, dataset=dataset,
                              sampler=dict(type='DefaultSampler', shuffle=False)),
         test_evaluator=dict(type='AccuracyMetric', topk=topk), test_cfg=dict()))

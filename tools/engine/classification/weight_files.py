@@ -100,10 +100,15 @@ def read_classifier(checkpoint: str, name: Optional[str] = None, allow_nonfinite
 
 
 def sketch(name: str, options: Dict[str, Any], weights: Dict[str, Any]) -> Tuple[Any, Dict[str, Any]]:
-    """Build a classifier on the meta device with the number of classes of a file's weights: (model, options)."""
+    """Build a classifier on the meta device with what a file's weights say, such as classes: (model, options)."""
     model = create(name, **options, device='meta')
     classifier = timm.get_pretrained_cfg_value(name, 'classifier')
-    layer = checkpoint_filter_fn(weights, model).get(f'{classifier}.weight')
+    given = checkpoint_filter_fn(weights, model)
+    layer = given.get(f'{classifier}.weight')
+    more = getattr(model, 'options_in', lambda weights: {})(given)
+    if not more.keys() <= options.keys():
+        options = {**more, **options}
+        model = create(name, **options, device='meta')
     if 'num_classes' not in options and layer is not None and layer.ndim and len(layer) != model.num_classes:
         options = dict(options, num_classes=len(layer))
         model = create(name, **options, device='meta')
@@ -232,7 +237,7 @@ def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
                         f'{entry.name} IMAGES` runs them with their config)')
     names = map(str, range(entry.num_classes))
     names = timm.data.ImageNetInfo().label_descriptions() if entry.num_classes == 1000 else names
-    return dict(model=entry.arch, options=dict(num_classes=entry.num_classes), classes=[*names],
+    return dict(model=entry.arch, options=dict(num_classes=entry.num_classes, **entry.options), classes=[*names],
                 transform=published_transform(entry))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ....backbones.weights import WeightsError, check_options, match_to_model, read_file, shorten_path
-from ....backbones.weights.convert import FORMATS, convert, published_format
+from ....backbones.weights.convert import FORMATS, WRITTEN, convert, published_format
 from ....backbones.weights.metadata import dataset_classes
 from ....backbones.weights.registry import of_arch
 from ....backbones.weights.resolve import published, resolve
@@ -46,7 +46,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
                          help='config of the detector or segmenter (subquad configs lists them)')
     parser.add_argument('--out', metavar='FILE', help='the new file (default: named after the model, in the current '
                         'folder)')
-    parser.add_argument('--to', default='subquad', choices=('subquad', 'ppma', 'cvnets', 'timm'),
+    parser.add_argument('--to', default='subquad', choices=WRITTEN,
                         help='format whose key names are written (default: subquad)')
     parser.add_argument('--reference', metavar='FILE', help='timm\'s or the authors\' file of the same MobileViTv2, '
                         'to check the color order of a transformers checkpoint')
@@ -55,8 +55,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 def convert_command(args: argparse.Namespace) -> int:
     """Convert a weight file to safetensors with metadata, or to the names that its authors use.
 
-    The files of PPMA's authors, cvnets, timm, transformers, this package and training runs can be converted. The model
-    is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on stderr.
+    Files of a family's authors, of cvnets, timm, transformers, this package and training runs can be converted. The
+    model is found by the keys and shapes unless it is given. One line or JSON is printed on stdout, and notes on
+    stderr.
     """
     name = shorten_path(args.file)
     try:
@@ -65,7 +66,7 @@ def convert_command(args: argparse.Namespace) -> int:
         content = read_file(source, args.choice)
         target = _target(content, name, args.model, args.config, entry)
         out = Path(args.out).expanduser() if args.out else Path(
-            Path(target.name).stem + ('' if args.to == 'subquad' else f'_{args.to}') + FORMATS[args.to][1])
+            Path(target.name).stem + ('' if args.to == 'subquad' else f'_{args.to}') + FORMATS[args.to].suffix)
         if not out.parent.is_dir():
             raise UserError(f'there is no folder {out.parent}; create it, or give another file with --out')
         if out.exists():
@@ -123,7 +124,7 @@ def _classifier_target(name: str, content: Any, known: Dict[str, Any], path: str
 
 def _find_classifier(weights: Dict[str, Any], headless: bool = False) -> Optional[str]:
     """Return the name of the first network whose keys and shapes are those of the weights."""
-    family = {'ppma': 'ppma', 'cvnets': 'mobilevitv2', 'transformers': 'mobilevitv2'}.get(published_format(weights), '')
+    family = FORMATS[published_format(weights)].family.lower()
     if not family and not any(key.startswith(('stages.', 'backbone.stages.', 'encoder.')) for key in weights):
         return None
     for name in our_models():

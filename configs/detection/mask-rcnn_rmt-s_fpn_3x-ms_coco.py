@@ -1,0 +1,5 @@
+_base_ = 'mask-rcnn_ppma-s_fpn_3x-ms_coco.py'
+
+model = dict(backbone=dict(type='RMT'))
+# BatchNorm of the backbone is synchronized between GPUs, too, as published.
+sync_bn = 'torch'

@@ -1,0 +1,3 @@
+_base_ = 'fpn_rmt-t_8xb2-80k_ade20k-512x512.py'
+
+model = dict(backbone=dict(arch='large'), neck=dict(in_channels=[112, 224, 448, 640]))
