@@ -71,4 +71,5 @@ class SelectiveScan(WideModule):
 
     def forward(self, u: Tensor) -> Tensor:
         r, b, c = self.x_proj(u).unflatten(-1, (len(self.paths), -1)).split(self.sizes, -1)
-        return selective_scan(u, self.dt_proj(r), -self.A_log.exp(), b, c, self.D, self.dt_bias, paths=self.paths)
+        step, b, c = (x.to(u.dtype) for x in (self.dt_proj(r), b, c))                        # autocast narrows them
+        return selective_scan(u, step, -self.A_log.exp(), b, c, self.D, self.dt_bias, paths=self.paths)
