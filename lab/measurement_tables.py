@@ -1,5 +1,6 @@
 """Tables of committed benchmark records and of the resources that compiled kernels take."""
 import json
+import math
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -150,7 +151,7 @@ def choice_table(root: Path) -> str:
         raise UserError(f"no records of {', '.join(missing)} in {root / RECORDS}")
     ordered = [records[preset.name] for preset in CHOICE]
     times = ordered[0]['times_ms']
-    names = sorted((*CHOICE_OURS, *CHOICE_TIMM), key=lambda name: times[name]['p50'])
+    names = sorted((*CHOICE_OURS, *CHOICE_TIMM), key=lambda name: times[name]['p50'] if name in times else math.inf)
     rows = [_choice_row(name, ordered) for name in names]
     head = ['model', 'parameters (M)', 'ImageNet-1k top-1 (reported)']
     head += [f'{side} x {side}: {what}' for side in CHOICE_SIZES for what in ('ms', 'MB')]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from subquad.tools.common.cli import UserError
+from subquad.tools.engine import zoo
 
 from . import claims
 from . import config_sweeps as sweeps
@@ -18,7 +19,8 @@ from . import mixer_tables as mixers
 from . import model_tables as models
 from .documents import ROOT
 
-FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'lcsm')
+# Families with a model card.
+FAMILIES = tuple(family for family in zoo.FAMILIES if not family.endswith('_sequence'))
 # Tables of all families, or of one.
 FAMILY_TABLES: Dict[str, Callable[[Path, str], str]] = {
     'models': models.models_table,

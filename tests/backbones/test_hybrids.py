@@ -6,6 +6,7 @@ import warnings
 import pytest
 import timm
 import torch
+from families import SKELETON
 from helpers import assert_close
 from pairwise import slow
 from safetensors.torch import save_file
@@ -20,7 +21,6 @@ from subquad.backbones.mixers.eos_codes import ACTIVATIONS, PRESETS
 from subquad.backbones.mixers.separable import SeparableMixer
 from subquad.backbones.weights import WeightsError, load_weights
 
-FAMILIES = ('test_ppma', 'test_myo', 'test_lcsm')
 NAMES = (*MIXERS, 'eos:1-1-1-4', 'eos:mamba')
 # Each mixer once, in networks of four stages.
 QUARTERS = [('tree', 'tree-skew', 'polyline', 'attention'), ('separable', 'depthwise', 'polyline-linear', 'identity'),
@@ -69,7 +69,7 @@ def test_a_mixer_can_be_pickled_and_copied(name):
 
 
 @pytest.mark.parametrize('name, options', [
-    *((name, {}) for name in FAMILIES), ('test_lcsm', dict(mixer='mamba')), ('test_lcsm', dict(mixer='1-10-1-0')),
+    *((name, {}) for name in SKELETON), ('test_lcsm', dict(mixer='mamba')), ('test_lcsm', dict(mixer='1-10-1-0')),
     ('test_ppma', dict(mixers=('tree', None, 'eos:retnet', 'separable'), attention_share=0.25))])
 def test_a_model_can_be_saved_whole(name, options, tmp_path):
     model, x = hybrid(name, **options), torch.randn(1, 3, 64, 64)
@@ -127,7 +127,7 @@ def test_the_depthwise_mixer_is_a_convolution_between_linear_layers():
     assert_close(mixer(x), mixer.out(hidden.permute(0, 2, 3, 1)))
 
 
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', SKELETON)
 def test_mixers_replace_those_of_the_family_and_nothing_else(name):
     plain, hybrids = hybrid(name), hybrid(name, mixers=('tree', 'eos', 'polyline', 'attention'))
     assert kinds(hybrids) == ['TreeMixer', 'EosMixer', 'PolylineMixer', 'PolylineMixer', 'PolylineMixer']

@@ -4,14 +4,14 @@ import inspect
 import pytest
 import timm
 import torch
+from families import FAMILIES
 from helpers import ROOT
 
-from subquad.backbones import LCSM, PPMA, LCSMSequence, MobileViTv2, Myo, MyoSequence
+from subquad.backbones import LCSMSequence, MyoSequence
 from subquad.backbones.mixers import TreeMixer
 from subquad.backbones.options import check, known_options
 
-FAMILIES = {'test_ppma': PPMA, 'test_myo': Myo, 'test_lcsm': LCSM, 'test_mobilevitv2': MobileViTv2,
-            'myo_sequence': MyoSequence, 'lcsm_sequence': LCSMSequence}
+FAMILIES = {**FAMILIES, 'myo_sequence': MyoSequence, 'lcsm_sequence': LCSMSequence}
 # Values that no option accepts; and, by the words in the description of an option, values that are almost accepted.
 NEVER = ('yes', '3', float('nan'), float('inf'), [], {}, object(), b'avg', 1j)
 BESIDE = {'True or False': (1, 0, 'True', 'False'), 'an integer': (True, 1.0, '1', -2, 1 << 70),

@@ -6,6 +6,7 @@ import logging
 import pytest
 import timm
 import torch
+from families import FAMILIES
 from helpers import DATA
 from pairwise import pairwise
 from safetensors import safe_open
@@ -20,8 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import subquad.backbones.mm as mm
 from subquad.backbones.weights import WeightsError, save_weights
 
-FAMILIES = {'PPMA': ('test_ppma', 4), 'Myo': ('test_myo', 4), 'LCSM': ('test_lcsm', 4),
-            'MobileViTv2': ('test_mobilevitv2', 5)}
+FAMILIES = {cls.__name__: (name, 5 if name == 'test_mobilevitv2' else 4) for name, cls in FAMILIES.items()}
 
 
 def _build(family, **kwargs):
@@ -292,7 +292,7 @@ def test_layer_decay_needs_group_matcher():
         constructor(_Detector(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize('family', ['PPMA', 'Myo', 'LCSM'])
+@pytest.mark.parametrize('family', ['PPMA', 'RMT', 'Myo', 'LCSM'])
 def test_hybrids_load_weights_of_the_same_mixers_only(family, tmp_path):
     options = dict(mixers=['tree', 'eos', 'depthwise', 'attention'], attention_share=0.25)
     classifier = timm.create_model(FAMILIES[family][0], **options).eval()

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from PIL import Image
 from user_errors import command_error
 
@@ -104,8 +105,7 @@ def test_models_and_stats(capsys):
         'test_ppma']
     assert rows[0]['parameters'] == 14_335_272
     models.main(['test_*', '--json'])
-    assert [row['name'] for row in json.loads(capsys.readouterr().out)] == [
-        'test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm']
+    assert [row['name'] for row in json.loads(capsys.readouterr().out)] == [*FAMILIES]
     stats.main(['subquad_mobilevitv2_100', '--cfg-options', 'width=0.5'])
     assert '1,370,593' in capsys.readouterr().out
     stats.main(['subquad_mobilevitv2_050', 'test_ppma', '--json'])
@@ -120,8 +120,9 @@ def test_models_and_stats(capsys):
 def test_all_models_are_listed_in_order(capsys):
     models.main(['--json'])
     names = [row['name'] for row in json.loads(capsys.readouterr().out)]
-    assert names[5:8] == ['ppma_base_crisscross', 'subquad_mobilevitv2_050', 'subquad_mobilevitv2_075']
-    assert names[-4:] == ['test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm'] and 'myo_sequence' in names
+    assert names[5:11] == ['ppma_base_crisscross', 'rmt_tiny', 'rmt_small', 'rmt_base', 'rmt_large',
+                           'subquad_mobilevitv2_050']
+    assert names[-len(FAMILIES):] == [*FAMILIES] and 'myo_sequence' in names
 
 
 def test_a_model_of_tokens_is_listed_and_has_no_image_size(capsys):

@@ -6,7 +6,8 @@ from torch import nn
 
 from ..common.cli import UserError, nearest
 
-FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm', 'lcsm_sequence')
+# The modules in backbones/ whose models are listed, in this order.
+FAMILIES = ('ppma', 'rmt', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm', 'lcsm_sequence')
 
 
 def our_models() -> List[str]:
