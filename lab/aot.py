@@ -163,6 +163,13 @@ def _full_rank(form: str, dtype: torch.dtype, keys: int) -> None:
     _differentiated(kernels.eos_elementwise(i, e, e, **options))
 
 
+def _selective(dtype: torch.dtype, states: int) -> None:
+    u, delta = _new(2, 14, 14, 96, dtype=dtype), _new(2, 14, 14, 4, 96, dtype=dtype)
+    b, c = (_new(2, 14, 14, 4, states, dtype=dtype) for _ in range(2))
+    _differentiated(kernels.selective_scan(u, delta, _new(4, 96, states), b, c, _new(4, 96), _new(4, 96),
+                                           paths=('right', 'down', 'left', 'up')))
+
+
 def _rank_one(length: int, direction: str, steps: str, dtype: torch.dtype, dim: int) -> None:
     i, e = (_tokens(2, 4, length, n, dtype=dtype) for n in (dim, max(16, dim // 2)))
     _differentiated(kernels.eos_elementwise(
@@ -199,6 +206,7 @@ def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
         yield f'eos_matmul, {form}', partial(_delta_rule, form)
     for form in ('sigmoid', 'exponential', 'constant'):
         yield f'eos_elementwise, full rank, {form}', partial(_full_rank, form)
+    yield 'selective_scan, four paths', _selective
     for length, direction, steps in (
             *((length, 'both', 'rows') for length in lengths), (100, 'forward', 'rows'),
             *((length, 'both', 'rows and columns') for length in (lengths[-1], 100))):

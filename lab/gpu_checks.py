@@ -37,6 +37,7 @@ GRIDS: Dict[str, Sequence[Tuple[int, int]]] = {
     # Recurrences run over the rows.
     'eos_elementwise': ((7, 7), (14, 14), (4, 56), (2, 200)),
     'eos_matmul': ((7, 7), (14, 14), (4, 56), (2, 200)),
+    'selective_scan': ((7, 7), (14, 14), (28, 30), (50, 80)),
 }
 SMALL: Tuple[int, int] = (2, 3)
 
@@ -70,14 +71,20 @@ def _rotary(q: Tensor, k: Tensor, backend: str) -> Tensor:
     return torch.stack(kernels.rotary_embedding(q, k, table, 0.5, backend=backend))
 
 
+def _selective(u: Tensor, delta: Tensor, a: Tensor, *others: Tensor, backend: str) -> Tensor:
+    return kernels.selective_scan(u, delta, -a.abs(), *others, paths=('right', 'down', 'left', 'up'), backend=backend)
+
+
 def _case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim: int, dtype: torch.dtype,
           device: str) -> Case:
     """A case with random inputs. Operators that are not attentions or solves are not among those of the benchmarks."""
     shapes = {'depthwise_conv': ((batch, *grid, heads * dim), (heads * dim, 1, 5, 5), (heads * dim,),
                                  (batch, *grid, heads * dim)),
-              'rotary_embedding': ((batch, heads, math.prod(grid), dim),) * 2}
+              'rotary_embedding': ((batch, heads, math.prod(grid), dim),) * 2,
+              'selective_scan': ((batch, *grid, dim), (batch, *grid, 4, dim), (4, dim, 8),
+                                 *((batch, *grid, 4, 8),) * 2, (4, dim), (4, dim))}
     if op in shapes:
-        return Case(name, {'depthwise_conv': _depthwise, 'rotary_embedding': _rotary}[op],
+        return Case(name, {'depthwise_conv': _depthwise, 'rotary_embedding': _rotary, 'selective_scan': _selective}[op],
                     [torch.randn(shape, device=device, dtype=dtype) for shape in shapes[op]])
     return Case(name, ops.OPERATORS[op].call, ops.OPERATORS[op].inputs(batch, heads, grid, dim, dtype, device))
 

@@ -1,4 +1,5 @@
 """Selective state space recurrence along paths over a grid (Gu & Dao, "Mamba", 2023; Liu et al., "VMamba", 2024)."""
+from functools import partial
 from struct import Struct
 from typing import Any, Optional, Sequence, Tuple
 
@@ -7,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import node
+from ..common.declare import differentiate, late, node
 from ..common.numerics import compute_dtype, empty_result, needs_gradient, without_autocast
 from ..dispatch import OPERATORS, Operator, choose
 from ..eos_elementwise import eos_elementwise
 from ..eos_scan import DecayGenerator
+from ..eos_scan.chunks import SPACING, memory_too_large
 from ..native import DONE, function
 from . import reference
-from .paths import PATHS, to_grid, to_lines
+from .paths import PATHS, to_grid, to_lines, token_rows
 
 
 def selective_scan(
@@ -111,27 +113,15 @@ def _by_lines(backend: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: T
 _ARGUMENTS = Struct('10q' + 'Q3q' * 4 + '4Q')
 
 
-def _rows(x: Tensor) -> Tuple[Tensor, int, int, int]:
-    """Return x (B, H, W, ..., C) and its strides of images, tokens and paths.
-
-    It is a copy unless its channels are dense and all its tokens have one stride.
-    """
-    batch, row, column, *path, channel = x.stride()
-    _, height, width, *_, channels = x.shape
-    if channel != 1 and channels > 1 or row != width * column and height > 1 and width > 1:
-        return _rows(x.contiguous())
-    return x, batch, column if width > 1 else row, *(path or [0])
-
-
 def _run(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Optional[Tensor], bias: Optional[Tensor],
-         columns_first: int, reverse: int) -> Tensor:
-    rows = [_rows(x) for x in (u, delta, b, c)]
+         columns_first: int, backwards: int) -> Tensor:
+    rows = [token_rows(x) for x in (u, delta, b, c)]
     rates = (a.float() * 1.4426950408889634).mT.contiguous()
     skip, bias = (a.new_zeros(a.shape[:2], dtype=torch.float32) if x is None else x.float().contiguous()
                   for x in (skip, bias))
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     arguments = _ARGUMENTS.pack(
-        *u.shape, a.shape[2], a.shape[0], columns_first, reverse, u.dtype == torch.bfloat16, torch.get_num_threads(),
+        *u.shape, a.shape[2], a.shape[0], columns_first, backwards, u.dtype == torch.bfloat16, torch.get_num_threads(),
         *(number for x, *strides in rows for number in (x.data_ptr(), *strides)),
         *(x.data_ptr() for x in (rates, skip, bias, y)))
     if function('selective_scan')(arguments) != DONE:
@@ -145,25 +135,60 @@ def _flops(u: Sequence[int], delta: Any, a: Sequence[int], *_: Any) -> int:
 
 @node('selective_scan_native_fwd', _run, _flops)
 def native_forward(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Optional[Tensor],
-                   bias: Optional[Tensor], columns_first: int, reverse: int) -> Tensor:
+                   bias: Optional[Tensor], columns_first: int, backwards: int) -> Tensor:
     """u, delta, b and c: float32 or bfloat16, as `selective_scan` takes them. The last two have a bit per path."""
     return torch.empty_like(u, memory_format=torch.contiguous_format)
+
+
+def _masks(paths: Sequence[str]) -> Tuple[int, int]:
+    """Return a bit per path: whether columns come one after the other, and whether it is reversed."""
+    columns_first, backwards = (sum(PATHS[path][n] << p for p, path in enumerate(paths)) for n in range(2))
+    return columns_first, backwards
 
 
 def _native(*arguments: Any) -> Tensor:
     *tensors, paths = arguments
     if needs_gradient(*tensors):
         return _by_lines('native', *arguments)
-    return native_forward(*tensors, *(sum(PATHS[path][n] << p for p, path in enumerate(paths)) for n in range(2)))
+    return native_forward(*tensors, *_masks(paths))
+
+
+# --- Triton
+
+@node('selective_scan_fwd', late(__name__, 'triton.forward'), _flops)
+def _triton_forward(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor,
+                    columns_first: int, backwards: int, save: bool) -> Tuple[Tensor, Tensor]:
+    """The output and, with `save`, the states before every SPACING tokens: (B, P, chunks, N, D)."""
+    (batch, height, width, channels), (paths, _, states) = u.shape, a.shape
+    kept = (batch, paths, -(-height * width // SPACING), states, channels) if save else (0,)
+    return u.new_empty(u.shape), u.new_empty(kept, dtype=torch.float32)
+
+
+@node('selective_scan_bwd', late(__name__, 'triton.backward'), lambda dy, *args: 3 * _flops(*args))
+def _triton_backward(dy: Tensor, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor,
+                     kept: Tensor, columns_first: int, backwards: int
+                     ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (u, delta, a, b, c, skip, bias))
+
+
+differentiate(_triton_forward, lambda dy, *saved: _triton_backward(dy.contiguous(), *saved),
+              kept=lambda outputs: outputs[1:])
+
+
+def _triton(*arguments: Any) -> Tensor:
+    *tensors, skip, bias, paths = arguments
+    skip, bias = (tensors[2].new_zeros(tensors[2].shape[:2]) if x is None else x for x in (skip, bias))
+    return _triton_forward(*tensors, skip, bias, *_masks(paths), needs_gradient(*tensors, skip, bias))[0]
 
 
 OPERATORS['selective_scan'] = Operator(
     implementations={
         'reference': reference.selective_scan,
-        'portable': lambda *arguments: _by_lines('portable', *arguments),
+        'portable': partial(_by_lines, 'portable'),
         'native': _native,
-        'triton': lambda *arguments: _by_lines('triton', *arguments),
-        'export': lambda *arguments: _by_lines('export', *arguments),
+        'triton': _triton,
+        'export': partial(_by_lines, 'export'),
     },
     native_gradient=True,
+    objection=lambda u, delta, a, *_: memory_too_large(a.shape[2]),
 )

@@ -18,3 +18,15 @@ def to_grid(x: Tensor, like: Tensor, columns_first: bool) -> Tensor:
     height, width = like.shape[1:3]
     return (x[:, 0].unflatten(1, (width, height)).transpose(1, 2) if columns_first
             else x[:, 0].unflatten(1, (height, width)))
+
+
+def token_rows(x: Tensor) -> Tuple[Tensor, int, int, int]:
+    """Return x (B, H, W, ..., C) and its strides of images, tokens and paths.
+
+    It is a copy unless its channels are dense and all its tokens have one stride.
+    """
+    batch, row, column, *path, channel = x.stride()
+    _, height, width, *_, channels = x.shape
+    if channel != 1 and channels > 1 or row != width * column and height > 1 and width > 1:
+        return token_rows(x.contiguous())
+    return x, batch, column if width > 1 else row, *(path or [0])
