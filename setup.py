@@ -8,6 +8,8 @@ import os
 import platform
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Dict
 
@@ -87,13 +89,14 @@ class BuildNative(build_ext):
         sets = {'avx2': ['-march=x86-64-v3'], 'avx512': ['-march=x86-64-v4']} if x86 else {'plain': []}
         flags = ['-std=c++17', '-O3', '-g0', '-fno-math-errno', '-ffp-contract=fast', '-fno-exceptions', '-fno-rtti']
         common, *operators = extension.sources
+        # A macro with an argument gives each function the name of its instruction set.
+        jobs = [(common, self.build_temp, [f'-DSUBQUAD_SOURCES="{native_sources()}"']),
+                *((source, f'{self.build_temp}/{name}', [*march, f'-DSUBQUAD_NAME(operator)=operator##_{name}'])
+                  for name, march in sets.items() for source in operators)]
         try:
-            objects = self.compiler.compile([common], self.build_temp, extra_postargs=[
-                *flags, f'-DSUBQUAD_SOURCES="{native_sources()}"'])
-            for name, march in sets.items():
-                # A macro with an argument gives each function the name of its instruction set.
-                objects += self.compiler.compile(operators, f'{self.build_temp}/{name}', extra_postargs=[
-                    *flags, *march, f'-DSUBQUAD_NAME(operator)=operator##_{name}'])
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(chain.from_iterable(pool.map(lambda job: self.compiler.compile(
+                    [job[0]], job[1], extra_postargs=[*flags, *job[2]]), jobs)))
             path = self.get_ext_fullpath(extension.name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self.compiler.link_shared_object(objects, path)

@@ -150,7 +150,7 @@ def check(owner: str, options: Options, given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name not in options:
-            near = get_close_matches(str(name), options, 1)
+            near = get_close_matches(str(name), options, 1, 0.75)
             hint = f'did you mean {near[0]!r}?' if near else f"its options are {', '.join(options)}"
             raise TypeError(f'{owner} got an unexpected keyword argument {name!r}; {hint}')
         if not options[name].accepts(value):
