@@ -355,14 +355,19 @@ class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
         y, dim, heads = self.joined(x), x.shape[3], self.num_heads
         if y.requires_grad or chosen_backend('polyline_attention', 'auto', y) != 'native':
             return HeadsInPlaceMixer.forward(self, x)
-        steps = y[..., 3 * dim:3 * dim + heads * len(self.decay.proj.weight)].permute(0, 3, 1, 2)
+        if self.decay is None:
+            paths, logs, softplus = 'h2v', self.decay_logs(x), ()                      # RMT's
+        else:
+            steps = y[..., 3 * dim:3 * dim + heads * len(self.decay.proj.weight)].permute(0, 3, 1, 2)
+            paths, logs = self.paths, (steps[:, :heads], steps[:, -heads:])
+            softplus = self.decay.dt_bias.float(), self.decay.A_log.float().exp() / self.decay_scale
         q, k, v = (part.unflatten(3, (heads, self.head_dim)).permute(0, 3, 1, 2, 4)
                    for part in y[..., :3 * dim].split(dim, -1))
         make_table = rotary_table if torch.compiler.is_compiling() else kept_table     # graphs do not keep tables
         attended = self.OPERATORS[self.attention](
-            q, k, v, steps[:, :heads], steps[:, -heads:], self.mask_mode, self.paths,
+            q, k, v, *logs, self.mask_mode, paths,
             make_table(x.shape[1] * x.shape[2], self.head_dim, x.device, torch.float32), self.head_dim ** -0.5,
-            self.decay.dt_bias.float(), self.decay.A_log.float().exp() / self.decay_scale)
+            *softplus)
         return self.out(self.lepe(y[..., 2 * dim:3 * dim], attended.permute(0, 2, 3, 1, 4).reshape(x.shape)))
 
 
@@ -447,7 +452,7 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
     if mixer.q.weight.is_cuda:
         return OneProductMixer.convert(mixer)
     mixer.__class__ = HeadsInPlaceMixer
-    if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h'):
+    if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h', 'rmt'):
         NativeMixer.convert(mixer)
     return join_linears(mixer)
 

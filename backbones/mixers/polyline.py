@@ -228,9 +228,10 @@ class PolylineMixer(nn.Module):
         """
         if self.decay is not None:
             return self.scaled(*self.decay(x))
-        logs = x.new_zeros(x.shape[0], self.num_heads, *x.shape[1:3])
+        logs = x.new_zeros(1)
         if self.paths == 'rmt':
-            logs = logs + manhattan_decay(self.num_heads, self.rmt_range, x.device)[:, None, None].to(x.dtype)
+            logs = manhattan_decay(self.num_heads, self.rmt_range, x.device)[:, None, None].to(x.dtype)
+        logs = logs.expand(x.shape[0], self.num_heads, *x.shape[1:3])
         return self.scaled(logs, logs)
 
     def scaled(self, log_alpha: Tensor, log_beta: Tensor) -> Tuple[Tensor, Tensor]:

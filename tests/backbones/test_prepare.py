@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from families import FAMILIES
 from helpers import relative_error
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,7 +36,7 @@ def _model(name, **options):
 
 @pytest.mark.parametrize('name, options', [
     ('test_ppma', {}), ('test_ppma', dict(attention='linear')), ('test_ppma', dict(paths='none')),
-    ('test_myo', {}), ('test_lcsm', {}), ('test_lcsm', dict(mixer='mamba')),
+    ('test_rmt', {}), ('test_myo', {}), ('test_lcsm', {}), ('test_lcsm', dict(mixer='mamba')),
     ('test_mobilevitv2', {}), ('test_mobilevitv2', dict(num_latent_tokens=3, sampling='patch')),
     ('test_mobilevitv2', dict(attention='mha')), ('test_mobilevitv2', dict(exact_size=True)),
     ('test_ppma', dict(mixers=('separable', 'depthwise', 'separable', 'depthwise')))], ids=str)
@@ -59,7 +60,7 @@ def test_outputs_stay(name, options, monkeypatch):
     assert relative_error(y.detach(), expected) <= exact
 
 
-@pytest.mark.parametrize('name', ['test_ppma', 'test_myo', 'test_lcsm', 'test_mobilevitv2'])
+@pytest.mark.parametrize('name', FAMILIES)
 def test_padding_and_influence_know_the_prepared_forms(name):
     model = _model(name)
     prepared = subquad.prepare(copy.deepcopy(model))

@@ -11,7 +11,9 @@ from pairwise import slow
 from ppma_files import authors_state
 from safetensors import safe_open
 
+import subquad
 from subquad import kernels
+from subquad.backbones import prepare
 from subquad.backbones.mixers import polyline
 from subquad.backbones.rmt import RMT
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights
@@ -222,3 +224,9 @@ def test_weights_are_downloaded_by_hand():
                                                r'.*vsyv.* give its path \(license of the weights: none stated\)'):
             load()
     assert timm.list_models('rmt*', pretrained=True) == []
+
+
+@pytest.mark.skipif(prepare.NATIVE is None, reason='the native operators are not built')
+def test_prepared_mixers_are_native():
+    model = subquad.prepare(timm.create_model('test_rmt').eval())
+    assert all(type(mixer) is prepare.NativeMixer for mixer in model.mixers().values())

@@ -14,6 +14,7 @@ onnx = pytest.importorskip('onnx')
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnxscript')
 
+from families import FAMILIES  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx_exports import MODELS, TEST_MODELS, check_outputs, record_once, subject  # noqa: E402
 
@@ -24,7 +25,7 @@ from subquad.tools.exporters.graph import silence  # noqa: E402
 from subquad.tools.exporters.subject import classifier_subject, random_classifier  # noqa: E402
 
 LARGE_MODELS = (*(f'subquad_mobilevitv2_{width}' for width in ('075', '100', '125', '150', '175', '200')),
-                'ppma_small', 'ppma_base', 'ppma_tiny_crisscross', 'myo_small', 'myo_base')
+                'ppma_small', 'ppma_base', 'rmt_tiny', 'ppma_tiny_crisscross', 'myo_small', 'myo_base')
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,11 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     for batch, (height, width) in ((2, made.size), (1, (made.size[0] + 32, made.size[1]))):
         with pytest.raises(Exception, match='Got invalid dimensions'):
             to_onnx.load(path)(made.example(batch, (height, width)))
+
+
+@pytest.mark.parametrize('name', [name for name in FAMILIES if name not in TEST_MODELS])
+def test_a_family_without_digits(name, tmp_path):
+    convert_and_check(name, False, Options(), tmp_path)
 
 
 @pytest.mark.slow
