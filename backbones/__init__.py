@@ -5,10 +5,11 @@ if __name__ != 'subquad.backbones':
 
 from .lcsm import LCSM
 from .lcsm_sequence import LCSMSequence
+from .mlla import MLLA
 from .mobilevitv2 import MobileViTv2
 from .myo import Myo
 from .myo_sequence import MyoSequence
 from .ppma import PPMA
 from .rmt import RMT
 
-__all__ = ['LCSM', 'LCSMSequence', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']
+__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']

@@ -77,5 +77,8 @@ def rotate_real(q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tuple[Tens
 
 
 def rotary_embedding_export(q: Tensor, k: Tensor, table: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
-    """Rotate by constants of the graph if there is no table."""
-    return rotate_flat(q, k, scale) if table is None else rotate_real(q, k, table, scale)
+    """Rotate by constants of the graph if there is no table, with tensors of rank 4 or less."""
+    if table is None:
+        return rotate_flat(q, k, scale)
+    flat = rotate_real(q.flatten(0, 1), k.flatten(0, 1), table, scale)
+    return tuple(x.reshape(q.shape) for x in flat)

@@ -16,6 +16,9 @@ PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], 
                        small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',
                                              'stages.2.blocks.1.mixer.q.weight', 'head.fc.weight'))
 RMT = SimpleNamespace(**{**vars(PPMA), 'name': 'test_rmt', 'module': 'rmt'})
+MLLA = SimpleNamespace(**{**vars(PPMA), 'name': 'test_mlla', 'module': 'mlla', 'channels': [16, 32, 48, 64],
+                          'layers': ('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.qk.weight',
+                                     'stages.2.blocks.1.mixer.qk.weight', 'head.fc.weight')})
 MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
                       layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
                               'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
@@ -29,7 +32,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, RMT, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, RMT, MLLA, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
 def family(request):
     return request.param
 
@@ -46,7 +49,8 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('myo*', exclude_filters='*sequence') == ['myo_base', 'myo_small', 'myo_tiny']
     assert timm.list_models('lcsm*', exclude_filters='*sequence') == ['lcsm_base', 'lcsm_small', 'lcsm_tiny']
     assert timm.list_models('rmt*') == ['rmt_base', 'rmt_large', 'rmt_small', 'rmt_tiny']
-    for family in (PPMA, RMT, MOBILEVITV2, MYO, LCSM):
+    assert timm.list_models('mlla*') == ['mlla_base', 'mlla_small', 'mlla_tiny']
+    for family in (PPMA, RMT, MLLA, MOBILEVITV2, MYO, LCSM):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
 
 
@@ -176,7 +180,8 @@ def test_flop_counter_counts_the_operators():
 
 # tests/exporters/test_to_onnx.py exports PPMA, Myo and a recurrence of LCSM, and checks the ranks of their graphs.
 @pytest.mark.parametrize('family, options', [(MOBILEVITV2, dict(num_latent_tokens=3)), *slow_cases(
-    (PPMA, dict()), (RMT, dict(aux_head=True)), (MYO, dict()), (LCSM, dict()), (PPMA, dict(attention='linear')),
+    (PPMA, dict()), (RMT, dict(aux_head=True)), (MLLA, dict()), (MYO, dict()), (LCSM, dict()),
+    (PPMA, dict(attention='linear')),
     (PPMA, dict(attention='decomposed')), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
     (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
     (MYO, dict(static_edges=True)), (LCSM, dict(mode='raster')), (LCSM, dict(mixer='1-1-1-6')),
