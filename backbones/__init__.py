@@ -5,6 +5,7 @@ if __name__ != 'subquad.backbones':
 
 from .lcsm import LCSM
 from .lcsm_sequence import LCSMSequence
+from .mambavision import MambaVision
 from .mlla import MLLA
 from .mobilevitv2 import MobileViTv2
 from .myo import Myo
@@ -12,4 +13,4 @@ from .myo_sequence import MyoSequence
 from .ppma import PPMA
 from .rmt import RMT
 
-__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']
+__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']

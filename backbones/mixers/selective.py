@@ -22,7 +22,8 @@ class StepProjection(nn.Module):
         nn.init.uniform_(self.weight, -rank ** -0.5, rank ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum('...pr,pcr->...pc', x, self.weight)
+        y = torch.einsum('tpr,pcr->tpc', x.flatten(0, -3), self.weight)         # runtimes of phones take rank 4
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class SelectiveScan(WideModule):
@@ -40,6 +41,7 @@ class SelectiveScan(WideModule):
         states: number N of states of a channel.
         rank: width R of the steps before their projection.
         paths: names of paths, see `kernels.selective_scan`.
+        bias_factor: what dt_bias is multiplied by where it is added; 2 in MambaVision, which adds it twice.
         device, dtype: of the linear layers.
 
     Attributes:
@@ -49,10 +51,11 @@ class SelectiveScan(WideModule):
         A_log: (P, C, N).
     """
 
-    def __init__(self, dim: int, states: int, rank: int, paths: Sequence[str] = ('right',), device=None, dtype=None):
+    def __init__(self, dim: int, states: int, rank: int, paths: Sequence[str] = ('right',), bias_factor: int = 1,
+                 device=None, dtype=None):
         super().__init__()
         dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)
-        self.sizes, self.paths = (rank, states, states), tuple(paths)
+        self.sizes, self.paths, self.bias_factor = (rank, states, states), tuple(paths), bias_factor
         count = len(self.paths)
         self.x_proj = nn.Linear(dim, count * sum(self.sizes), bias=False, **dd)
         self.dt_proj = StepProjection(count, rank, dim, **dd)
@@ -72,4 +75,5 @@ class SelectiveScan(WideModule):
     def forward(self, u: Tensor) -> Tensor:
         r, b, c = self.x_proj(u).unflatten(-1, (len(self.paths), -1)).split(self.sizes, -1)
         step, b, c = (x.to(u.dtype) for x in (self.dt_proj(r), b, c))                        # autocast narrows them
-        return selective_scan(u, step, -self.A_log.exp(), b, c, self.D, self.dt_bias, paths=self.paths)
+        bias = self.bias_factor * self.dt_bias
+        return selective_scan(u, step, -self.A_log.exp(), b, c, self.D, bias, paths=self.paths)

@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 
 from subquad.backbones.export import prepare_for_export
+from subquad.backbones.mixers.eos_linear import WideModule
 
 PPMA = SimpleNamespace(name='test_ppma', module='ppma', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96],
                        small=(2, 3), layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.q.weight',
@@ -19,6 +20,10 @@ RMT = SimpleNamespace(**{**vars(PPMA), 'name': 'test_rmt', 'module': 'rmt'})
 MLLA = SimpleNamespace(**{**vars(PPMA), 'name': 'test_mlla', 'module': 'mlla', 'channels': [16, 32, 48, 64],
                           'layers': ('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.qk.weight',
                                      'stages.2.blocks.1.mixer.qk.weight', 'head.fc.weight')})
+MAMBAVISION = SimpleNamespace(name='test_mambavision', module='mambavision', strides=[4, 8, 16, 32],
+                              channels=[12, 24, 48, 96], small=(2, 3),
+                              layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.conv1.conv.weight',
+                                      'stages.2.blocks.1.mixer.in_proj.weight', 'head.fc.weight'))
 MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
                       layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
                               'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
@@ -32,7 +37,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, RMT, MLLA, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
 def family(request):
     return request.param
 
@@ -50,7 +55,9 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('lcsm*', exclude_filters='*sequence') == ['lcsm_base', 'lcsm_small', 'lcsm_tiny']
     assert timm.list_models('rmt*') == ['rmt_base', 'rmt_large', 'rmt_small', 'rmt_tiny']
     assert timm.list_models('mlla*') == ['mlla_base', 'mlla_small', 'mlla_tiny']
-    for family in (PPMA, RMT, MLLA, MOBILEVITV2, MYO, LCSM):
+    assert timm.list_models('mambavision*') == [f'mambavision_{size}' for size in (
+        'base', 'large', 'large2', 'large2_512', 'large3_256', 'large3_512', 'small', 'tiny', 'tiny2')]
+    for family in (PPMA, RMT, MLLA, MAMBAVISION, MOBILEVITV2, MYO, LCSM):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
 
 
@@ -180,7 +187,7 @@ def test_flop_counter_counts_the_operators():
 
 # tests/exporters/test_to_onnx.py exports PPMA, Myo and a recurrence of LCSM, and checks the ranks of their graphs.
 @pytest.mark.parametrize('family, options', [(MOBILEVITV2, dict(num_latent_tokens=3)), *slow_cases(
-    (PPMA, dict()), (RMT, dict(aux_head=True)), (MLLA, dict()), (MYO, dict()), (LCSM, dict()),
+    (PPMA, dict()), (RMT, dict(aux_head=True)), (MLLA, dict()), (MAMBAVISION, dict()), (MYO, dict()), (LCSM, dict()),
     (PPMA, dict(attention='linear')),
     (PPMA, dict(attention='decomposed')), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
     (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
@@ -195,7 +202,7 @@ def test_exported_graph_has_no_custom_operator_and_rank_4(family, options):
     program = torch.export.export(model, (x,))
     assert_close(program.module()(x), model(x), 1e-4)
     views = ('view', 'reshape', 'unsqueeze', 'unflatten', 'squeeze', 'permute', 'transpose', 'clone', '_unsafe_view',
-             'expand', 'alias', 'select', 'slice', 'cat')
+             'expand', 'alias', 'select', 'slice', 'cat', 'getitem')
     for node in program.run_decompositions({}).graph.nodes:
         if node.op != 'call_function':
             continue
@@ -217,4 +224,6 @@ def test_export_with_a_dynamic_batch_and_trace(model):
 
 def test_meta_device_and_factory_kwargs(family):
     model = timm.create_model(family.name, device='meta', dtype=torch.bfloat16)
-    assert {(t.device.type, t.dtype) for t in model.parameters()} == {('meta', torch.bfloat16)}
+    assert all(t.is_meta for t in model.parameters())
+    wide = {id(t) for module in model.modules() if isinstance(module, WideModule) for t in module.parameters(False)}
+    assert {t.dtype for t in model.parameters() if id(t) not in wide} == {torch.bfloat16}
