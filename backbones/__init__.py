@@ -12,5 +12,6 @@ from .myo import Myo
 from .myo_sequence import MyoSequence
 from .ppma import PPMA
 from .rmt import RMT
+from .vim import Vim
 
-__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT']
+__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT', 'Vim']

@@ -89,6 +89,7 @@ def build_model(
         pretrained: bool,
         options: Dict[str, Any],
         feature_maps: int = 4,
+        feature_cfg: Optional[Dict[str, Any]] = None,
 ) -> Model:
     """Build a registered model as timm does, with this package's checks of its options and of its weights.
 
@@ -98,6 +99,8 @@ def build_model(
         pretrained: whether to load pretrained weights.
         options: keyword arguments of the entry point, for `cls` and for timm's builder.
         feature_maps: number of feature maps that `features_only=True` returns by default; 0 for a model without.
+        feature_cfg: timm's arguments of `features_only=True` for a network without four stages, in place of
+            `feature_maps`.
 
     Raises:
         ValueError: features_only=True for a model without feature maps.
@@ -105,12 +108,11 @@ def build_model(
     if options.get('features_only') and not feature_maps:
         raise ValueError(f'{name} has no feature maps for features_only=True; an image backbone such as '
                          f"{name.partition('_')[0]}_tiny has them")
-    feature_cfg: Dict[str, Any] = dict(out_indices=tuple(range(feature_maps)))
+    feature_cfg = dict(feature_cfg or dict(out_indices=tuple(range(feature_maps)), flatten_sequential=True))
     if options.get('output_norms'):
         # `forward_intermediates` applies the output norms. timm's getter calls it, its default wrapper does not.
+        feature_cfg.pop('flatten_sequential', None)
         feature_cfg.update(feature_cls='getter', norm=True)
-    else:
-        feature_cfg.update(flatten_sequential=True)
     overlay = dict(options.get('pretrained_cfg_overlay') or {})
     if any(overlay.get(key) for key in ('file', 'url', 'hf_hub_id')):
         # Otherwise timm prefers published weights to an address, and looks for their file in another repository.

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from . import rmt_keys, vim_keys
 from .errors import PathLike, WeightsError, reading, shorten_path, some
 from .metadata import check_metadata, dataset_classes
 from .pickles import EXPANSION, read_pickle
-from .rmt_keys import reports_raw
 
 METADATA_KEY = 'subquad'
 # The keys under which checkpoints keep averaged weights, and others, in order of preference.
@@ -168,8 +168,8 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
             is the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
             weights, which every choice reads.
         preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both. Of a checkpoint of
-            MMEngine's Runner the average is read, as MMEngine does, and of RMT-T the raw weights, whose figures its
-            authors report.
+            MMEngine's Runner the average is read, as MMEngine does, and of RMT-T and Vim the raw weights, whose figures
+            their authors report.
 
     Raises:
         ValueError: the choice is unknown.
@@ -190,7 +190,7 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
 def find_weights(checkpoint: Any, path: Path, weights: Optional[str] = None,
                  preferred: str = 'averaged') -> WeightFile:
     """Find the weights in the content of a pickle. See `read_file`, also for the errors."""
-    if isinstance(checkpoint, dict) and reports_raw(checkpoint.get('model')):
+    if isinstance(checkpoint, dict) and any(keys.reports_raw(checkpoint.get('model')) for keys in (rmt_keys, vim_keys)):
         preferred = 'raw'
     try:
         found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')

@@ -24,6 +24,10 @@ MAMBAVISION = SimpleNamespace(name='test_mambavision', module='mambavision', str
                               channels=[12, 24, 48, 96], small=(2, 3),
                               layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.conv1.conv.weight',
                                       'stages.2.blocks.1.mixer.in_proj.weight', 'head.fc.weight'))
+# A plain network: `forward_features` returns tokens, 4 x 6 patches and the class token.
+VIM = SimpleNamespace(name='test_vim', module='vim', strides=[16] * 4, channels=[64] * 4,
+                      layers=('stem.pos_embed', 'stages.0.mixer.in_proj.weight', 'stages.2.mixer.in_proj.weight',
+                              'head.fc.weight'))
 MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
                       layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
                               'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
@@ -37,7 +41,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
 def family(request):
     return request.param
 
@@ -57,7 +61,8 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('mlla*') == ['mlla_base', 'mlla_small', 'mlla_tiny']
     assert timm.list_models('mambavision*') == [f'mambavision_{size}' for size in (
         'base', 'large', 'large2', 'large2_512', 'large3_256', 'large3_512', 'small', 'tiny', 'tiny2')]
-    for family in (PPMA, RMT, MLLA, MAMBAVISION, MOBILEVITV2, MYO, LCSM):
+    assert timm.list_models('vim_*') == ['vim_base', 'vim_small', 'vim_small_stride8', 'vim_tiny', 'vim_tiny_stride8']
+    for family in (PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, MYO, LCSM):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
 
 
@@ -72,7 +77,7 @@ def test_features_only_and_forward_intermediates(model, family):
     features, levels = model.forward_intermediates(x)
     assert [f.shape[1] for f in levels] == family.channels
     assert_close(features, model.forward_features(x))
-    assert features.shape == (1, model.num_features, *family.small)
+    assert features.shape == ((1, 25, model.num_features) if family is VIM else (1, model.num_features, *family.small))
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
     assert_close(model.forward_head(features), model(x))
 
@@ -83,7 +88,8 @@ def test_prune_intermediate_layers(model, family):
     assert model.prune_intermediate_layers([0, 2]) == [0, 2]
     for found, wanted in zip(model.forward_intermediates(x, [0, 2], intermediates_only=True), expected[::2]):
         assert_close(found, wanted)
-    assert model(x).shape[1] == model.num_features == model.head_hidden_size == family.channels[2]
+    assert model(x).shape[2 if family is VIM else 1] == model.num_features == model.head_hidden_size == (
+        family.channels[2])
 
 
 def test_reset_classifier_and_pooling(model, family):
@@ -94,7 +100,8 @@ def test_reset_classifier_and_pooling(model, family):
     model.reset_classifier(0)
     assert model(x).shape == (2, model.head_hidden_size)
     assert timm.create_model(family.name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape == (2, 1000)
-    assert timm.create_model(family.name, num_classes=0, global_pool='')(x).shape == (2, model.head_hidden_size, 2, 2)
+    assert timm.create_model(family.name, num_classes=0, global_pool='')(x).shape == (
+        (2, 17, 64) if family is VIM else (2, model.head_hidden_size, 2, 2))
     timm.create_model(family.name, img_size=(64, 96), drop_path_rate=0.2, drop_rate=0.1)
     with pytest.raises(ValueError, match="global_pool='' needs num_classes=0, got num_classes=4"):
         model.reset_classifier(4, '')
@@ -125,6 +132,9 @@ def test_layer_decay_and_weight_decay(model, family):
         assert decay['stages.0.blocks.0.mixer.decay.A_log'] == decay['stages.0.blocks.0.mixer.decay.dt_bias'] == 0
     if family is MYO:
         assert decay['stages.0.blocks.0.mixer.edge_bias'] == 0
+    if family is VIM:                                    # as in the published training
+        assert {decay[name] for name in decay if name.endswith(('.D', '.dt_bias', '_embed', '_token'))} == {0}
+        assert decay['stages.0.mixer.left.scan.A_log'] == 0.05
 
 
 def test_gradient_checkpointing(model):
@@ -187,7 +197,7 @@ def test_flop_counter_counts_the_operators():
 
 # tests/exporters/test_to_onnx.py exports PPMA, Myo and a recurrence of LCSM, and checks the ranks of their graphs.
 @pytest.mark.parametrize('family, options', [(MOBILEVITV2, dict(num_latent_tokens=3)), *slow_cases(
-    (PPMA, dict()), (RMT, dict(aux_head=True)), (MLLA, dict()), (MAMBAVISION, dict()), (MYO, dict()), (LCSM, dict()),
+    (PPMA, dict()), (RMT, dict(aux_head=True)), (VIM, dict()), (MLLA, dict()), (MAMBAVISION, dict()), (MYO, dict()), (LCSM, dict()),
     (PPMA, dict(attention='linear')),
     (PPMA, dict(attention='decomposed')), (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
     (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),
