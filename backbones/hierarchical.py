@@ -1,4 +1,4 @@
-"""The four-stage skeleton that PPMA, Myo and LCSM share.
+"""The four-stage skeleton that PPMA, RMT, Myo and LCSM share.
 
 A family supplies the token mixer of each block. The stem, convolutions, feed-forward layers, downsampling and head are
 the same for all families, so that a comparison between families compares mixers.

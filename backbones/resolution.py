@@ -13,7 +13,7 @@ def set_decay_scale(model: nn.Module, scale: float) -> None:
     A decay acts at each token. On an image of twice the height and width, the same two points lie twice as many tokens
     apart, so that the decay between them is squared. This function keeps the decay of a fraction of the image:
 
-    - PPMA: `log_alpha` and `log_beta` are divided by the scale.
+    - PPMA, RMT: `log_alpha` and `log_beta` are divided by the scale.
     - LCSM: the step logs of the recurrences are divided by the scale. State space models (s4, s4d, s5, dss, tnn, mamba)
       divide their steps, and so their angles and inputs, as for signals with another sampling rate.
     - Myo: level l of the tree takes the biases of level l - log2(scale), or those of level 0 if that is negative.

@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-VARIANTS = {'ppma': ('tiny', 'small', 'base'), 'mobilevitv2': ('050', '100', '200'), 'myo': ('tiny', 'small', 'base'),
+VARIANTS = {'ppma': ('tiny', 'small', 'base'), 'rmt': ('tiny', 'base', 'large'), 'mobilevitv2': ('050', '100', '200'), 'myo': ('tiny', 'small', 'base'),
             'lcsm': ('tiny', 'small', 'base')}
-PREFIXES = {'ppma': 'ppma_', 'mobilevitv2': 'subquad_mobilevitv2_', 'myo': 'myo_', 'lcsm': 'lcsm_'}
+PREFIXES = {'ppma': 'ppma_', 'rmt': 'rmt_', 'mobilevitv2': 'subquad_mobilevitv2_', 'myo': 'myo_', 'lcsm': 'lcsm_'}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -144,6 +144,19 @@ def draw_polyline(axes):
     axes.set_title('Attention decays by a factor in each step of the path', fontsize=9)
 
 
+def draw_manhattan(axes):
+    """Draw the decay around a query token, for two heads of stage 3 of RMT-T."""
+    for x, head in ((0., 0), (8.5, 4)):
+        decay = 1 - 2 ** (-2 - 6 * head / 8)
+        for i in range(7):
+            for j in range(7):
+                axes.add_patch(Rectangle((x + j, i), 1, 1, facecolor=SECOND, edgecolor='#bbbbbb', linewidth=0.7,
+                                         alpha=decay ** (abs(i - 3) + abs(j - 3))))
+        axes.text(x + 3.5, -0.7, f'head {head} of 8: {decay:.3g} per step', ha='center', va='center', fontsize=7)
+    axes.set(xlim=(-0.1, 15.6), ylim=(-1.1, 7.1), aspect='equal')
+    axes.set_title('Attention decays by a constant in each row and column', fontsize=9)
+
+
 def draw_separable(axes):
     """Draw separable self-attention as a data flow."""
     box(axes, 0.6, 0, 1.2, 0.6, 'tokens', PLAIN, 6.5)
@@ -204,6 +217,11 @@ def draw_recurrence(axes):
     axes.set_title('m = o m + e i\', y = m\' s along every line, in both directions', fontsize=9)
 
 
+# The name and the picture of the mixer of each family on the skeleton.
+MIXERS = {'ppma': ('polyline path\nattention', draw_polyline), 'rmt': ('Manhattan\nattention', draw_manhattan),
+          'myo': ('quad-tree\nsolve', draw_quadtree), 'lcsm': ('linear\nrecurrence', draw_recurrence)}
+
+
 def draw(family):
     """Draw the picture of a family: a matplotlib figure."""
     figure = Figure(figsize=(9.2, 5.2), layout='constrained')
@@ -217,9 +235,9 @@ def draw(family):
         draw_mobilevitv2_block(block)
         draw_separable(mixer)
     else:
-        name = {'ppma': 'polyline path\nattention', 'myo': 'quad-tree\nsolve', 'lcsm': 'linear\nrecurrence'}[family]
+        name, draw_mixer = MIXERS[family]
         draw_block(block, name, 'One block of a stage')
-        {'ppma': draw_polyline, 'myo': draw_quadtree, 'lcsm': draw_recurrence}[family](mixer)
+        draw_mixer(mixer)
     for axes in (stages, block, mixer):
         axes.axis('off')
     return figure
