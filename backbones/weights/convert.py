@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import mobilevitv2_keys, ppma_keys, rmt_keys
+from . import mlla_keys, mobilevitv2_keys, ppma_keys, rmt_keys
 from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import AVERAGED_KEYS, RAW_KEYS, WeightFile, read_file, save_state_dict, write_atomically
@@ -41,6 +41,7 @@ class Format(NamedTuple):
 FORMATS: Dict[str, Format] = {
     'subquad': Format('', '.safetensors'),
     'rmt': Format('RMT', '.pth', rmt_keys.is_published, ('.Relpos.angle', '.Relpos.decay')),
+    'mlla': Format('MLLA', '.pth', mlla_keys.is_published, (mlla_keys.ROTATIONS,)),
     'ppma': Format('PPMA', '.pth', ppma_keys.is_published, ('.Relpos.angle',)),
     'transformers': Format('MobileViTv2', '', mobilevitv2_keys.is_transformers),
     'cvnets': Format('MobileViTv2', '.pt', mobilevitv2_keys.is_cvnets),

@@ -39,6 +39,10 @@ def is_published(weights: Any) -> bool:
     return isinstance(weights, dict) and 'layers.0.blocks.0.act_proj.weight' in weights
 
 
+# The authors' evaluation, figures and detectors take the raw weights.
+reports_raw = is_published
+
+
 def to_our_keys(weights: Dict[str, Any], grid_table: _Table) -> Dict[str, Any]:
     """Rename the weights of an authors' network to this package's keys.
 

@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, List
 
@@ -59,7 +60,8 @@ def read_pickle(path: Path) -> Any:
 def _harmless_types() -> List[Any]:
     """Return the types without behavior that training scripts store beside the weights."""
     scalar, reconstruct = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
-    types = [argparse.Namespace, np.ndarray, np.dtype,
+    # The configs of training scripts that descend from Swin's are dicts of yacs, which need not be installed.
+    types = [argparse.Namespace, np.ndarray, np.dtype, (OrderedDict, 'yacs.config.CfgNode'),
              *((function, f'{module}.{name}') for module in _NUMPY_MODULES
                for function, name in ((scalar, 'scalar'), (reconstruct, '_reconstruct'))),
              *{type(np.dtype(kind)) for kind in ('f4', 'f8', 'i4', 'i8', 'b1', 'u1')}]

@@ -195,6 +195,37 @@ def _rmt() -> Iterator[PublishedWeights]:
                 **baidu('19q_dNqPAGnzgCWPBVYTzjg', 'vtpe'))
 
 
+def _mlla() -> Iterator[PublishedWeights]:
+    """Weights of MLLA's authors, whose repository has the MIT license and says nothing else of the weights."""
+    def tsinghua(share: str, filename: str) -> Dict[str, Any]:
+        return dict(format='mlla', license='mit', url=f'https://cloud.tsinghua.edu.cn/f/{share}/?dl=1',
+                    filename=filename)
+    for size, share, top1 in (
+            ('tiny', '7a19712877cb4242889c', 83.5),
+            ('small', '0e5d0b1409d540aaa80c', 84.4),
+            ('base', '91c85c5a1061496d8796', 85.3),
+    ):
+        yield PublishedWeights(f'mlla_{size}', 'in1k', 'classification', crop_pct=0.875, reported={'top1': top1},
+                               **tsinghua(share, f'MLLA_{size[0].upper()}.pth'))
+    for size, schedule, share, box_ap, mask_ap in (
+            ('tiny', '1x', 'ce362e868fb5491ca55c', 46.8, 42.1),
+            ('small', '1x', '3d29bec850e0441a8842', 49.2, 44.2),
+            ('base', '1x', '826278b01bed4df2bbc1', 50.5, 45.0),
+            ('tiny', '3x', '339d49127565432fb912', 48.8, 43.8),
+            ('small', '3x', 'b501c886982e4c7f926d', 50.5, 44.9),
+    ):
+        config = f'mask-rcnn_mlla-{size[0]}_fpn_{schedule}-ms_coco'
+        yield PublishedWeights(
+            f'mlla_{size}', f'mask_rcnn_{schedule}_coco', 'detection', num_classes=80, input_size=(3, 800, 1333),
+            interpolation='bilinear', config=config, reported={'box_AP': box_ap, 'mask_AP': mask_ap},
+            **tsinghua(share, f'{config}.pth'))
+    config = 'upernet_mlla-b_8xb2-160k_ade20k-512x512'
+    yield PublishedWeights(
+        'mlla_base', 'upernet_160k_ade20k', 'segmentation', num_classes=150, input_size=(3, 512, 512),
+        interpolation='bilinear', config=config, reported={'mIoU': 51.9, 'mIoU_ms': 52.5},
+        **tsinghua('41760d4a531a4ffc9cbf', f'{config}.pth'))
+
+
 # The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
 _TOP1 = {
     'in1k': {'050': 70.18, '075': 75.56, '100': 78.09, '125': 79.65, '150': 80.38, '175': 80.84, '200': 81.17},
@@ -321,4 +352,4 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 
 WEIGHTS: Dict[str, PublishedWeights] = {
-    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_shipped())}
+    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_shipped())}

@@ -1,7 +1,11 @@
 """Test MLLA against the published network: parameters, MACs, outputs, gradients and weight files."""
+import argparse
 import json
+import sys
+import types
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from helpers import DATA, assert_close, relative_error
@@ -12,7 +16,9 @@ from subquad import kernels
 from subquad.backbones import mlla
 from subquad.backbones.mixers import linear
 from subquad.backbones.mlla import MLLA
-from subquad.backbones.weights import checkpoint_filter_fn
+from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights
+from subquad.backbones.weights.convert import convert, published_format
+from subquad.backbones.weights.registry import WEIGHTS
 from subquad.tools.engine.counting.counts import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('mlla_*.safetensors'))
@@ -131,3 +137,158 @@ def test_odd_maps_are_padded_before_the_first_convolution(monkeypatch):
     with torch.no_grad():
         logits = model(golden['input'])
     assert logits.shape == golden['logits'].shape and relative_error(logits, golden['logits']) > 0.02
+
+
+# ---- weight files
+
+# The authors' names, written down from their code and not from this package's key map.
+_PARTS = {'pos1': 'cpe1', 'pos2': 'cpe2', 'mixer.gate': 'act_proj', 'mixer.value': 'in_proj', 'mixer.conv': 'dwc',
+          'mixer.qk': 'attn.qk', 'mixer.lepe': 'attn.lepe', 'mixer.out': 'out_proj'}
+_DOWNSAMPLE = {'conv1': '0.conv', 'conv2': '1.conv', 'conv3.conv': '2.conv', 'conv3.norm': '2.norm'}
+
+
+def _authors_name(key):
+    module, _, leaf = key.rpartition('.')
+    words = module.split('.')
+    if words[0] == 'stem':
+        return f"patch_embed.{'.'.join(words[1:])}.{leaf}"
+    if words[0] == 'head':
+        return {'norm': f'norm.{leaf}', 'fc': f'head.{leaf}'}[words[1]]
+    if words[0] == 'output_norms':
+        return f'norm{words[1]}.{leaf}'
+    rest = '.'.join(words[3:])
+    if words[2] == 'downsample':
+        return f'layers.{int(words[1]) - 1}.downsample.conv.{_DOWNSAMPLE[rest]}.{leaf}'
+    part = '.'.join(words[4:])
+    return f'layers.{words[1]}.blocks.{words[3]}.{_PARTS.get(part, part)}.{leaf}'
+
+
+def _authors_state(model, side=56):
+    """The state dict of a model as its authors' files have it, with the tables of each block."""
+    state = {_authors_name(key): value for key, value in model.state_dict().items()}
+    for number, stage in enumerate(model.stages):
+        grid, pairs = side >> number, stage.blocks[0].norm1.weight.numel() // 4
+        angles = torch.arange(grid)[:, None] / 10000 ** (torch.arange(pairs) / pairs)
+        rows, columns = (x.expand(grid, grid, pairs) for x in (angles[:, None], angles))
+        angles = torch.cat([rows, columns], -1)
+        for block in range(len(stage.blocks)):
+            state[f'layers.{number}.blocks.{block}.attn.rope.rotations'] = torch.stack(
+                [angles.cos(), angles.sin()], -1)
+    return state
+
+
+def _random(name, **options):
+    """Build a network with random values for all weights."""
+    model = timm.create_model(name, **options)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.normal_()
+    return model
+
+
+def _same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize('name', [*PARAMETERS, 'test_mlla'])
+def test_every_key_has_one_published_name(name):
+    with torch.device('meta'):
+        model = timm.create_model(name, output_norms=True)
+        theirs = _authors_state(model)
+    shapes = {key: value.shape for key, value in model.published_state(model.state_dict()).items()}
+    assert shapes == {key: value.shape for key, value in theirs.items()}
+    back = model.translate_checkpoint(theirs)
+    assert {key: value.shape for key, value in back.items()} == {
+        key: value.shape for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize('name', GOLDEN)
+def test_golden_names_come_back(name):
+    golden, config = _golden(name)
+    theirs = _part(golden, 'state/')
+    model = _network(golden, config)
+    back = model.published_state(model.translate_checkpoint(theirs))
+    assert back.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if 'rotations' in key:                           # the golden networks were built for smaller images
+            assert_close(back[key][:len(value), :len(value)], value, 1e-6, key)
+        else:
+            assert torch.equal(back[key], value)
+
+
+class CfgNode(dict):
+    """What yacs stores in the files of training scripts."""
+
+    def __init__(self, content):
+        super().__init__(content)
+        self.__dict__['__immutable__'] = False
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """A config of yacs, which is not installed."""
+    monkeypatch.setitem(sys.modules, 'yacs', types.ModuleType('yacs'))
+    monkeypatch.setitem(sys.modules, 'yacs.config', types.SimpleNamespace(CfgNode=CfgNode))
+    monkeypatch.setattr(CfgNode, '__module__', 'yacs.config')
+    return CfgNode({'MODEL': CfgNode({'NAME': 'MLLA_tiny', 'DROP': [0.0, 0.2]})})
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda state, config: state, lambda state, config: {'model': state, 'args': argparse.Namespace(lr=1e-3)},
+    lambda state, config: {'model': state, 'optimizer': {'state': {}, 'param_groups': [{'lr': 1e-3}]},
+                           'lr_scheduler': {'t_in_epochs': False}, 'max_accuracy': 83.5, 'config': config},
+    lambda state, config: {'state_dict': {f'backbone.{key}': value for key, value in state.items()}}],
+    ids=['bare', 'model', 'training', 'state_dict'])
+def test_published_files_load_strictly(wrap, config, tmp_path):
+    model = _random('test_mlla', num_classes=5)
+    state = _authors_state(model)
+    torch.save(wrap(state, config), tmp_path / 'MLLA.pth')
+    loaded = timm.create_model('test_mlla', num_classes=5)
+    load_weights(loaded, tmp_path / 'MLLA.pth')
+    assert _same(loaded.state_dict(), model.state_dict())
+    state.pop('layers.1.blocks.0.attn.qk.weight')
+    torch.save(wrap(state, config), tmp_path / 'less.pth')
+    with pytest.raises(WeightsError, match='1 keys missing .stages.1.blocks.0.mixer.qk.weight'):
+        load_weights(loaded, tmp_path / 'less.pth')
+
+
+def test_the_copy_that_the_authors_report_is_read(tmp_path):
+    models = {kind: _random('test_mlla') for kind in ('raw', 'averaged')}
+    torch.save({'model': _authors_state(models['raw']), 'state_dict_ema': _authors_state(models['averaged'])},
+               tmp_path / 'MLLA.pth')
+    loaded = timm.create_model('test_mlla')
+    for weights, read in ((None, 'raw'), ('averaged', 'averaged')):
+        with pytest.warns(UserWarning, match=f'its {read} weights .* are read'):
+            load_weights(loaded, tmp_path / 'MLLA.pth', weights=weights)
+        assert _same(loaded.state_dict(), models[read].state_dict())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_files_convert_both_ways(dtype, tmp_path):
+    model = _random('test_mlla', num_classes=5).to(dtype)
+    torch.save({'model': {key: value.to(dtype) if value.is_floating_point() else value
+                          for key, value in _authors_state(model).items()}}, tmp_path / 'MLLA.pth')
+    ours = convert(tmp_path / 'MLLA.pth', tmp_path / 'ours.safetensors', model)
+    assert ours.metadata['provenance']['format'] == 'mlla' and _same(ours.weights, model.state_dict())
+    theirs = convert(tmp_path / 'ours.safetensors', tmp_path / 'theirs.pth', model, to='mlla').weights
+    assert published_format(theirs) == 'mlla' and theirs.keys() == _authors_state(model).keys()
+
+
+def test_files_of_other_networks_are_refused_in_a_sentence():
+    model = timm.create_model('test_mlla')
+    state = _authors_state(model)
+    state['layers.2.blocks.1.attn.rope.rotations'] = state['layers.2.blocks.1.attn.rope.rotations'] + 0.1
+    with pytest.raises(WeightsError, match='layers.2.blocks.1.attn.rope.rotations holds other rotations'):
+        model.load_state_dict(state)
+    state['layers.2.blocks.1.attn.rope.rotations'] = torch.zeros(3)
+    with pytest.raises(WeightsError, match=r'rope.rotations must hold the rotary embedding as \(H, W, C / 2, 2\)'):
+        model.load_state_dict(state)
+
+
+def test_weights_are_listed_with_their_addresses():
+    rows = [row for row in WEIGHTS.values() if row.format == 'mlla']
+    assert [row.name for row in rows[:3]] == [f'{name}.in1k' for name in PARAMETERS]
+    assert all(row.url.startswith('https://cloud.tsinghua.edu.cn/f/') and row.license == 'mit' for row in rows)
+    assert timm.list_models('mlla*', pretrained=True) == sorted(f'{name}.in1k' for name in PARAMETERS)
+    assert timm.get_pretrained_cfg('mlla_tiny').license == 'mit' and len(rows) == 9

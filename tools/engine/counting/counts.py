@@ -12,6 +12,7 @@ from ..zoo import create, default_size, size_options
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
             'rmt_tiny': (14, 2.5, 82.4), 'rmt_small': (27, 4.5, 84.1), 'rmt_base': (54, 9.7, 85.0),
             'rmt_large': (95, 18.2, 85.5),
+            'mlla_tiny': (25, 4.2, 83.5), 'mlla_small': (43, 7.3, 84.4), 'mlla_base': (96, 16.2, 85.3),
             'subquad_mobilevitv2_050': (1.4, 0.5, 70.2), 'subquad_mobilevitv2_075': (2.9, 1.0, 75.6),
             'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
             'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),

@@ -1,0 +1,3 @@
+_base_ = 'mask-rcnn_mlla-t_fpn_1x-ms_coco.py'
+
+model = dict(backbone=dict(arch='small'))
