@@ -63,6 +63,7 @@ def _published_entries(weights: PublishedWeights) -> Dict[str, Any]:
         'input_size': weights.input_size,
         'pool_size': tuple(side // 32 for side in weights.input_size[1:]),
         'crop_pct': weights.crop_pct,
+        **({'crop_mode': weights.crop_mode} if weights.crop_mode != 'center' else {}),
         'interpolation': weights.interpolation,
         'mean': weights.mean,
         'std': weights.std,

@@ -68,7 +68,7 @@ def _named(names: List[str]) -> List[PublishedWeights]:
 def _described(weights: PublishedWeights) -> Dict[str, Any]:
     """Return all fields of published weights, their entry in the lock file, and their file in the cache or None."""
     path, locked = cached_file(weights), locked_entry(weights.name, weights.source)
-    return {'name': weights.name, **asdict(weights), 'source': weights.source,
+    return {'name': weights.name, **asdict(weights), 'terms': weights.terms, 'source': weights.source,
             'locked': asdict(locked) if locked else None, 'cached': str(path) if path else None}
 
 
@@ -80,7 +80,7 @@ def _list(args: argparse.Namespace) -> None:
         return
     print_rows(['name', 'task', 'input size', 'reported', 'license', 'cached'], (
         (row['name'], row['task'], 'x'.join(map(str, row['input_size'][1:])),
-         ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items()), row['license'],
+         ', '.join(f'{metric} {value:g}' for metric, value in row['reported'].items()), row['terms'],
          'yes' if row['cached'] else 'download by hand' if row['page'] else '')
         for row in rows))
 

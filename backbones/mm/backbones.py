@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import lcsm, mlla, mobilevitv2, myo, ppma, rmt
+from .. import lcsm, mlla, mambavision, mobilevitv2, myo, ppma, rmt
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve
@@ -300,6 +300,17 @@ class MLLA(DenseBackbone, mlla.MLLA, BaseModule):
     """MLLA backbone with four stages at strides 4, 8, 16 and 32. See `DenseBackbone` and `subquad.backbones.MLLA`."""
 
     family, archs = mlla.MLLA, mlla.ARCHS
+
+
+@MODELS.register_module()
+class MambaVision(DenseBackbone, mambavision.MambaVision, BaseModule):
+    """MambaVision backbone with four stages at strides 4, 8, 16 and 32.
+
+    The published detectors and segmenters have other values of `window_size` than the classifiers. See `DenseBackbone`
+    and `subquad.backbones.MambaVision`.
+    """
+
+    family, archs = mambavision.MambaVision, mambavision.ARCHS
 
 
 @MODELS.register_module()

@@ -75,6 +75,8 @@ def fetch(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Pa
         return _shipped(weights)
     if weights.page:
         raise WeightsError(why_by_hand(weights))
+    if weights.terms != weights.license and cached_file(weights, cache_dir) is None:
+        warnings.warn(f'{weights.name}: the license of the weights is {weights.terms}', stacklevel=2)
     locked = locked_entry(weights.name, weights.source)
     return (_from_hub if weights.repo else _from_url)(weights, locked, cache_dir)
 
@@ -82,7 +84,7 @@ def fetch(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Pa
 def why_by_hand(weights: PublishedWeights) -> str:
     """Say that a file cannot be downloaded by a program, and where it is."""
     return (f'{weights.name} has no direct address: download its file from {weights.page} and give its path (license '
-            f'of the weights: {weights.license})')
+            f'of the weights: {weights.terms})')
 
 
 def cached_file(weights: PublishedWeights, cache_dir: Optional[PathLike] = None) -> Optional[Path]:

@@ -37,6 +37,7 @@ class PublishedWeights:
         input_size: channels, height and width of the images that the figures were measured on. Mask R-CNN resizes
             the short side to the height, so that the long side is at most the width.
         crop_pct: the share of the resized image that a classifier's center crop keeps; None for other tasks.
+        crop_mode: 'center', or 'squash' to resize both sides of the image instead of its shorter side before the crop.
         mean, std: the normalization of RGB images with values from 0 to 1.
         interpolation: how images are resized.
         config: the name of the config that builds the detector or segmenter, or None for a classifier.
@@ -59,6 +60,7 @@ class PublishedWeights:
     num_classes: int = 1000
     input_size: Tuple[int, int, int] = (3, 224, 224)
     crop_pct: Optional[float] = None
+    crop_mode: str = 'center'
     mean: Tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
     std: Tuple[float, float, float] = IMAGENET_DEFAULT_STD
     interpolation: str = 'bicubic'
@@ -70,6 +72,11 @@ class PublishedWeights:
     def name(self) -> str:
         """The name that users type: 'arch.tag'."""
         return f'{self.arch}.{self.tag}'
+
+    @property
+    def terms(self) -> str:
+        """The license, and whether it forbids commercial use."""
+        return f'{self.license}, non-commercial' if '-nc' in self.license else self.license
 
     @property
     def source(self) -> str:
@@ -226,6 +233,51 @@ def _mlla() -> Iterator[PublishedWeights]:
         **tsinghua('41760d4a531a4ffc9cbf', f'{config}.pth'))
 
 
+def _mambavision() -> Iterator[PublishedWeights]:
+    """Weights of MambaVision's authors, for non-commercial use. Those of ImageNet-21k are fine-tuned on ImageNet-1k.
+
+    The detector with MambaVision-S is left out: its link leads to the file of MambaVision-T.
+    """
+    common: Dict[str, Any] = dict(format='mambavision', license='cc-by-nc-sa-4.0')
+    squash: Dict[str, Any] = dict(crop_pct=0.93, crop_mode='squash')
+    for size, repo, file, side, top1, crop in (
+            ('tiny', 'T-1K', 'tiny_1k', 224, 82.3, {}),
+            ('tiny2', 'T2-1K', 'tiny2_1k', 224, 82.7, dict(crop_pct=0.98)),
+            ('small', 'S-1K', 'small_1k', 224, 83.3, dict(crop_pct=0.93)),
+            ('base', 'B-1K', 'base_1k', 224, 84.2, {}),
+            ('base', 'B-21K', 'base_21k', 224, 84.9, {}),
+            ('large', 'L-1K', 'large_1k', 224, 85.0, {}),
+            ('large', 'L-21K', 'large_21k', 224, 86.1, {}),
+            ('large2', 'L2-1K', 'large2_1k', 224, 85.3, {}),
+            ('large2_512', 'L2-512-21K', 'L2_21k_240m_512', 512, 87.3, squash),
+            ('large3_256', 'L3-256-21K', 'L3_21k_740m_256', 256, 87.3, {}),
+            ('large3_512', 'L3-512-21K', 'L3_21k_740m_512', 512, 88.1, squash),
+    ):
+        yield PublishedWeights(
+            f'mambavision_{size}', 'in1k' if repo.endswith('-1K') else 'in21k_ft_in1k', 'classification',
+            repo=f'nvidia/MambaVision-{repo}', filename=f'mambavision_{file}.pth.tar', input_size=(3, side, side),
+            reported={'top1': top1}, **{'crop_pct': 1.0, **crop}, **common)
+    for size, box_ap, mask_ap in (('tiny', 51.1, 44.3), ('base', 52.8, 45.7)):
+        name = f'cascade_mask_rcnn_mamba_vision_{size}_3x_coco'
+        yield PublishedWeights(
+            f'mambavision_{size}', 'cascade_mask_rcnn_3x_coco', 'detection', repo=f'nvidia/{name}',
+            filename=f'{name}.pth', num_classes=80, input_size=(3, 800, 1333), interpolation='bilinear',
+            config=f'cascade-mask-rcnn_mambavision-{size[0]}_fpn_3x-ms_coco',
+            reported={'box_AP': box_ap, 'mask_AP': mask_ap}, **common)
+    for size, file, side, miou in (
+            ('tiny', '512x512_tiny', 512, 46.0),
+            ('small', '512x512_small', 512, 48.2),
+            ('base', '512x512_base', 512, 49.1),
+            ('large3_512', '640x640_l3_21k', 640, 53.2),
+    ):
+        name = f'mamba_vision_160k_ade20k-{file}'
+        label = 'l3' if side == 640 else size[0]
+        yield PublishedWeights(
+            f'mambavision_{size}', 'upernet_160k_ade20k', 'segmentation', repo=f'nvidia/{name}',
+            filename=f'{name}.pth', num_classes=150, input_size=(3, side, side), interpolation='bilinear',
+            config=f'upernet_mambavision-{label}_8xb2-160k_ade20k-{side}x{side}', reported={'mIoU': miou}, **common)
+
+
 # The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
 _TOP1 = {
     'in1k': {'050': 70.18, '075': 75.56, '100': 78.09, '125': 79.65, '150': 80.38, '175': 80.84, '200': 81.17},
@@ -352,4 +404,4 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 
 WEIGHTS: Dict[str, PublishedWeights] = {
-    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_shipped())}
+    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_mambavision(), *_shipped())}

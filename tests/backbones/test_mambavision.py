@@ -1,4 +1,5 @@
 """Test MambaVision against the published network: parameters, MACs, outputs, gradients, slips and weight files."""
+import argparse
 import json
 
 import pytest
@@ -11,9 +12,13 @@ from safetensors import safe_open
 from torch import nn
 
 from subquad import kernels
-from subquad.backbones.mambavision import MambaVision
+from subquad.backbones.mambavision import ARCHS, MambaVision
 from subquad.backbones.mixers.mambavision import MambaVisionMixer
-from subquad.backbones.weights import checkpoint_filter_fn
+from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, download, load_weights
+from subquad.backbones.weights.registry import find, of_arch
+from subquad.tools import weights
+from subquad.tools.engine.classification.published_protocol import describe
+from subquad.tools.engine.classification.weight_files import published_transform
 from subquad.tools.engine.counting.counts import count
 
 GOLDEN = sorted(path.name for path in DATA.glob('mambavision_*.safetensors'))
@@ -160,3 +165,142 @@ def test_initial_steps_and_weight_decay_are_those_of_the_code():
 def test_heads_must_divide_the_channels():
     with pytest.raises(ValueError, match=r'\[48, 96\], must be multiples of num_heads, got \(5, 4\)'):
         timm.create_model('test_mambavision', num_heads=(5, 4))
+
+
+# ---- weight files
+
+def _batch_norm(name, dim):
+    return {**{f'{name}.{part}': (dim,) for part in ('weight', 'bias', 'running_mean', 'running_var')},
+            f'{name}.num_batches_tracked': ()}
+
+
+def _linear(name, rows, columns, bias=True):
+    return {f'{name}.weight': (rows, columns), **({f'{name}.bias': (rows,)} if bias else {})}
+
+
+def _scan(name, dim):
+    """The mixer of one block: 8 states, and steps of rank dim / 16."""
+    half, rank = dim // 2, -(-dim // 16)
+    return {f'{name}.A_log': (half, 8), f'{name}.D': (half,), **_linear(f'{name}.in_proj', dim, dim, False),
+            **_linear(f'{name}.x_proj', rank + 16, half, False), **_linear(f'{name}.dt_proj', half, rank),
+            f'{name}.conv1d_x.weight': (half, 1, 3), f'{name}.conv1d_z.weight': (half, 1, 3),
+            **_linear(f'{name}.out_proj', dim, dim, False)}
+
+
+def _authors_shapes(dim, in_dim=64, depths=(), layer_scale=None, **_):
+    """Keys and shapes of the authors' file, written down from their network and not from this package's key table."""
+    found = {'patch_embed.conv_down.0.weight': (in_dim, 3, 3, 3), **_batch_norm('patch_embed.conv_down.1', in_dim),
+             'patch_embed.conv_down.3.weight': (dim, in_dim, 3, 3), **_batch_norm('patch_embed.conv_down.4', dim)}
+    for stage, depth in enumerate(depths):
+        chs = dim << stage
+        for number in range(depth):
+            block = f'levels.{stage}.blocks.{number}'
+            for part in (1, 2):
+                if stage < 2:
+                    found.update({f'{block}.conv{part}.weight': (chs, chs, 3, 3), f'{block}.conv{part}.bias': (chs,),
+                                  **_batch_norm(f'{block}.norm{part}', chs)})
+                else:
+                    found.update({f'{block}.norm{part}.{name}': (chs,) for name in ('weight', 'bias')})
+                    found.update({f'{block}.gamma_{part}': (chs,)} if layer_scale else {})
+            if stage >= 2:
+                found.update({**_linear(f'{block}.mlp.fc1', 4 * chs, chs), **_linear(f'{block}.mlp.fc2', chs, 4 * chs)})
+                found.update(_scan(f'{block}.mixer', chs) if number < (depth + 1) // 2 else {
+                    **_linear(f'{block}.mixer.qkv', 3 * chs, chs), **_linear(f'{block}.mixer.proj', chs, chs)})
+        if stage < 3:
+            found[f'levels.{stage}.downsample.reduction.0.weight'] = (2 * chs, chs, 3, 3)
+    return {**found, **_batch_norm('norm', 8 * dim), **_linear('head', 1000, 8 * dim)}
+
+
+def _authors_state():
+    """A small file of the authors with random values."""
+    return {key: torch.randn(shape) if shape else torch.tensor(3)
+            for key, shape in _authors_shapes(**ARCHS['test']).items()}
+
+
+@pytest.mark.parametrize('arch', ARCHS)
+def test_every_key_has_one_published_name(arch):
+    model = timm.create_model(f'mambavision_{arch}' if arch != 'test' else 'test_mambavision', device='meta')
+    theirs = {key: torch.empty(shape, device='meta') for key, shape in _authors_shapes(**ARCHS[arch]).items()}
+    model.load_state_dict(theirs)                        # strictly
+    back = model.published_state(model.state_dict())
+    assert {key: value.shape for key, value in back.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize('name', GOLDEN)
+def test_golden_names_come_back(name):
+    golden, config = _golden(name)
+    theirs = _part(golden, 'state/')
+    back = _network(golden, config).published_state(_network(golden, config).state_dict())
+    assert back.keys() == theirs.keys() and all(torch.equal(back[key], value) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda state: state,
+    lambda state: {'state_dict': {f'module.{key}': value for key, value in state.items()}, 'epoch': 309,
+                   'args': argparse.Namespace(lr=5e-3)},
+    lambda state: {'model': state},
+    lambda state: {'model_ema': state},
+    lambda state: {f'model.{key}': value for key, value in state.items()},
+    lambda state: {'state_dict': {f'backbone.{key}': value for key, value in state.items()}}],
+    ids=['bare', 'module', 'model', 'model_ema', 'transformers', 'backbone'])
+def test_published_files_load_strictly(wrap, tmp_path):
+    state = _authors_state()
+    torch.save(wrap(state), tmp_path / 'mambavision.pth.tar')
+    model = timm.create_model('test_mambavision')
+    load_weights(model, tmp_path / 'mambavision.pth.tar')
+    back = model.published_state(model.state_dict())
+    assert back.keys() == state.keys() and all(torch.equal(back[key], value) for key, value in state.items())
+    for key, missing in (('levels.2.blocks.2.mixer.qkv.bias', 'stages.2.blocks.2.mixer.qkv.bias'),
+                         ('levels.2.blocks.0.mixer.conv1d_z.weight', 'stages.2.blocks.0.mixer.conv.weight')):
+        torch.save(wrap({name: value for name, value in state.items() if name != key}), tmp_path / 'less.pth')
+        with pytest.raises(WeightsError, match=f'1 keys missing .{missing}'):
+            load_weights(model, tmp_path / 'less.pth')
+
+
+def test_a_file_of_another_variant_is_refused_in_a_sentence(tmp_path):
+    state = _authors_state()
+    torch.save(state, tmp_path / 'test.pth')
+    for options, words in ((dict(depths=(1, 1, 5, 2)), '32 keys missing .*stages.2.blocks.2.mixer.in_proj'),
+                           (dict(dim=20), 'shapes differ'),
+                           (dict(layer_scale=1e-5), '10 keys missing .stages.2.blocks.0.ls1.gamma')):
+        with pytest.raises(WeightsError, match=f'test.pth is not a checkpoint of this test_mambavision: .*{words}'):
+            load_weights(timm.create_model('test_mambavision', **options), tmp_path / 'test.pth')
+    with pytest.raises(WeightsError, match='is not a checkpoint of this test_ppma: '):
+        load_weights(timm.create_model('test_ppma'), tmp_path / 'test.pth')
+
+
+def test_convert_finds_the_network_and_writes_the_authors_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = _authors_state()
+    torch.save({'state_dict': state}, 'authors.pth.tar')
+    assert weights.main(['convert', 'authors.pth.tar', '--out', 'ours.safetensors']) == 0
+    with safe_open('ours.safetensors', 'pt') as file:
+        assert json.loads(file.metadata()['subquad'])['model'] == 'test_mambavision'
+    assert weights.main(['convert', 'ours.safetensors', '--to', 'mambavision', '--out', 'back.pth']) == 0
+    back = torch.load('back.pth', weights_only=True)['model']
+    assert back.keys() == state.keys() and all(torch.equal(back[key], value) for key, value in state.items())
+
+
+def test_weights_say_that_they_are_non_commercial_before_the_download(capsys, monkeypatch, tmp_path):
+    row = find('mambavision_tiny')
+    assert row.terms == 'cc-by-nc-sa-4.0, non-commercial' and find('ppma_tiny').terms == 'apache-2.0'
+    for arguments in (['list', row.name], ['info', row.name]):
+        assert not weights.main(arguments) and row.terms in capsys.readouterr().out
+    monkeypatch.setattr(download, 'cached_file', lambda *_: None)
+    monkeypatch.setattr(download, '_from_hub', lambda *_: tmp_path)
+    with pytest.warns(UserWarning, match=f'mambavision_tiny.in1k: the license of the weights is {row.terms}'):
+        assert download.fetch(row) == tmp_path
+    assert timm.get_pretrained_cfg('mambavision_tiny').license == 'cc-by-nc-sa-4.0'
+
+
+def test_registry_rows():
+    assert find('mambavision_base').source == 'hf-hub:nvidia/MambaVision-B-1K@main/mambavision_base_1k.pth.tar'
+    assert [row.tag for row in of_arch('mambavision_base')] == [
+        'in1k', 'in21k_ft_in1k', 'cascade_mask_rcnn_3x_coco', 'upernet_160k_ade20k']
+    row = find('mambavision_large3_512')
+    assert row.source == 'hf-hub:nvidia/MambaVision-L3-512-21K@main/mambavision_L3_21k_740m_512.pth.tar'
+    cfg = timm.get_pretrained_cfg('mambavision_large3_512')
+    assert (cfg.input_size, cfg.crop_pct, cfg.crop_mode) == ((3, 512, 512), 0.93, 'squash')
+    assert published_transform(row)['crop_mode'] == 'squash' and 'to 550 pixels on both sides' in describe(row)
+    assert timm.get_pretrained_cfg('mambavision_tiny2').crop_mode == 'center'
+    assert 'crop_mode' not in published_transform(find('mambavision_tiny2'))

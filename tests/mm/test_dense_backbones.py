@@ -89,7 +89,7 @@ def test_frozen_stages_get_no_gradients_and_stay_in_eval_mode(family, frozen):
     moved = {name for name, value in backbone.state_dict().items()
              if name.endswith('running_mean') and not torch.equal(value, before[name])}
     assert not any(name.startswith(('stem', *(f'stages.{n}.' for n in range(frozen)))) for name in moved) or frozen < 0
-    assert moved, 'statistics of the stages that train'
+    assert bool(moved) == any(isinstance(module, _BatchNorm) and module.training for module in backbone.modules())
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -69,7 +69,8 @@ def compare(reported: float, measured: float, tolerance: float) -> Dict[str, Any
 def protocol(entry: PublishedWeights, data: Optional[str], batch_size: int, workers: int) -> Config:
     """Return the config of a published classifier's evaluation.
 
-    The images are RGB, resized to input size / crop_pct on their shorter side, cropped at the center and normalized.
+    The images are RGB, resized to input size / crop_pct on their shorter side (both sides with
+    crop_mode 'squash'), cropped at the center and normalized.
     `data` is the folder of ImageNet: the folders of the classes, or `val` with them; None for the package's own
     classifiers, whose test images come with scikit-learn.
     """
@@ -95,5 +96,6 @@ def describe(entry: PublishedWeights) -> str:
     height, width = entry.input_size[1:]
     resized = int(height / (entry.crop_pct or 1))
     numbers = {key: ' '.join(f'{value:g}' for value in getattr(entry, key)) for key in ('mean', 'std')}
-    return (f'{entry.interpolation} to {resized} pixels, center crop {height} x {width} (crop_pct '
+    both = ' on both sides' if entry.crop_mode == 'squash' else ''
+    return (f'{entry.interpolation} to {resized} pixels{both}, center crop {height} x {width} (crop_pct '
             f"{entry.crop_pct:g}), RGB, mean {numbers['mean']}, std {numbers['std']}")

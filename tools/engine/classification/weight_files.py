@@ -243,7 +243,9 @@ def _published_metadata(entry: PublishedWeights) -> Dict[str, Any]:
 
 def published_transform(entry: PublishedWeights) -> Dict[str, Any]:
     """Return the arguments of `timm.data.create_transform` for the test images of published weights."""
-    return {key: getattr(entry, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation')}
+    crop_mode = ('crop_mode',) if entry.crop_mode != 'center' else ()
+    return {key: getattr(entry, key)
+            for key in ('input_size', 'crop_pct', *crop_mode, 'mean', 'std', 'interpolation')}
 
 
 def config_metadata(text: Any) -> Dict[str, Any]:
