@@ -278,6 +278,20 @@ def _mambavision() -> Iterator[PublishedWeights]:
             config=f'upernet_mambavision-{label}_8xb2-160k_ade20k-{side}x{side}', reported={'mIoU': miou}, **common)
 
 
+def _vim() -> Iterator[PublishedWeights]:
+    """Classifiers of Vim's authors. They have published no detector and no segmenter."""
+    for arch, size, file, top1, top5 in (
+            ('vim_tiny', 'tiny', 'vim_t_midclstok_76p1acc.pth', 76.1, 93.0),
+            ('vim_tiny_stride8', 'tiny', 'vim_t_midclstok_ft_78p3acc.pth', 78.3, 94.2),
+            ('vim_small', 'small', 'vim_s_midclstok_80p5acc.pth', 80.5, 95.1),
+            ('vim_small_stride8', 'small', 'vim_s_midclstok_ft_81p6acc.pth', 81.6, 95.4),
+            ('vim_base', 'base', 'vim_b_midclstok_81p9acc.pth', 81.9, 95.8),
+    ):
+        yield PublishedWeights(
+            arch, 'in1k', 'classification', 'vim', repo=f'hustvl/Vim-{size}-midclstok', filename=file, crop_pct=0.875,
+            license='unknown (code: apache-2.0)', reported={'top1': top1, 'top5': top5})
+
+
 # The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
 _TOP1 = {
     'in1k': {'050': 70.18, '075': 75.56, '100': 78.09, '125': 79.65, '150': 80.38, '175': 80.84, '200': 81.17},
@@ -404,4 +418,4 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 
 WEIGHTS: Dict[str, PublishedWeights] = {
-    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_mambavision(), *_shipped())}
+    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_mambavision(), *_vim(), *_shipped())}

@@ -170,8 +170,8 @@ def test_states_and_the_sum_of_layers_are_float32_in_a_bfloat16_network():
 
 # ---- weight files
 
-_PARTS = {'right.conv': 'conv1d', 'left.conv': 'conv1d_b', 'right.scan.x_proj': 'x_proj', 'left.scan.x_proj': 'x_proj_b',
-          'right.scan.dt_proj': 'dt_proj', 'left.scan.dt_proj': 'dt_proj_b'}
+_PARTS = {'right.conv': 'conv1d', 'left.conv': 'conv1d_b', 'right.scan.x_proj': 'x_proj',
+          'left.scan.x_proj': 'x_proj_b', 'right.scan.dt_proj': 'dt_proj', 'left.scan.dt_proj': 'dt_proj_b'}
 _OWN = {'right.scan.A_log': 'A_log', 'left.scan.A_log': 'A_b_log', 'right.scan.D': 'D', 'left.scan.D': 'D_b',
         'right.scan.dt_bias': 'dt_proj.bias', 'left.scan.dt_bias': 'dt_proj_b.bias'}
 
@@ -293,3 +293,21 @@ def test_position_embeddings_of_a_file_are_resized_with_a_warning(published, tmp
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         load_weights(timm.create_model('test_vim', img_size=96), tmp_path / 'best.pth')
+
+
+def test_published_files_are_listed_and_convert_both_ways(tmp_path):
+    from subquad.backbones.weights.convert import convert
+    from subquad.backbones.weights.registry import find, of_arch
+    found = find('vim_small_stride8')
+    assert found.name == 'vim_small_stride8.in1k' and found.reported == {'top1': 81.6, 'top5': 95.4}
+    assert found.source == 'hf-hub:hustvl/Vim-small-midclstok@main/vim_s_midclstok_ft_81p6acc.pth'
+    assert all(len(of_arch(name)) == 1 and 'code: apache-2.0' in of_arch(name)[0].license for name in PARAMETERS)
+    assert timm.get_pretrained_cfg('vim_tiny').hf_hub_filename == 'vim_t_midclstok_76p1acc.pth'
+    model, average = _random('test_vim', num_classes=5), _random('test_vim', num_classes=5)
+    state = _authors_state(model)
+    torch.save({'model': state, 'model_ema': _authors_state(average)}, tmp_path / 'best.pth')
+    done = convert(tmp_path / 'best.pth', tmp_path / 'ours.safetensors', model)
+    assert done.metadata['provenance']['format'] == 'vim' and done.metadata['provenance']['weights'] == 'raw'
+    assert any('its raw weights' in note for note in done.notes)
+    convert(tmp_path / 'ours.safetensors', tmp_path / 'theirs.pth', model, to='vim')
+    assert _same(torch.load(tmp_path / 'theirs.pth', weights_only=True)['model'], state)

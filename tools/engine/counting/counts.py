@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...common.cli import UserError
 from ..zoo import create, default_size, size_options
 
-# Reported by the authors at the models' own input sizes: millions of parameters, GMACs, ImageNet-1k top-1.
+# Reported by the authors at the models' own input sizes: millions of parameters, GMACs or None, ImageNet-1k top-1.
 REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_base': (54, 10.6, 85.0),
             'rmt_tiny': (14, 2.5, 82.4), 'rmt_small': (27, 4.5, 84.1), 'rmt_base': (54, 9.7, 85.0),
             'rmt_large': (95, 18.2, 85.5),
@@ -18,6 +18,8 @@ REPORTED = {'ppma_tiny': (14, 2.7, 82.6), 'ppma_small': (27, 4.9, 84.2), 'ppma_b
             'mambavision_large': (227.9, 34.9, 85.0), 'mambavision_large2': (241.5, 37.5, 85.3),
             'mambavision_large2_512': (241.5, 196.3, 87.3), 'mambavision_large3_256': (739.6, 122.3, 87.3),
             'mambavision_large3_512': (739.6, 489.1, 88.1),
+            'vim_tiny': (7, None, 76.1), 'vim_tiny_stride8': (7, None, 78.3), 'vim_small': (26, None, 80.5),
+            'vim_small_stride8': (26, None, 81.6), 'vim_base': (98, None, 81.9),
             'subquad_mobilevitv2_050': (1.4, 0.5, 70.2), 'subquad_mobilevitv2_075': (2.9, 1.0, 75.6),
             'subquad_mobilevitv2_100': (4.9, 1.8, 78.1), 'subquad_mobilevitv2_125': (7.5, 2.8, 79.6),
             'subquad_mobilevitv2_150': (10.6, 4.0, 80.4), 'subquad_mobilevitv2_175': (14.3, 5.5, 80.8),
@@ -51,7 +53,8 @@ def count(name: str, height: Optional[int] = None, width: Optional[int] = None, 
         raise UserError(f'{name} at {height}x{width}: {str(error).splitlines()[0]}') from error
     return dict(model=name, size=[height, width], options=options,
                 parameters=sum(p.numel() for p in model.parameters()), **counts,
-                reported_by_authors=dict(zip(('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ()))))
+                reported_by_authors={key: value for key, value in zip(
+                    ('parameters_M', 'gmacs', 'top1'), REPORTED.get(name, ())) if value is not None})
 
 
 def three_counts(model: Any, forward: Callable[[int], Any]) -> Dict[str, int]:
