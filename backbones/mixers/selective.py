@@ -73,7 +73,8 @@ class SelectiveScan(WideModule):
             self.D.fill_(1)
 
     def forward(self, u: Tensor) -> Tensor:
-        r, b, c = self.x_proj(u).unflatten(-1, (len(self.paths), -1)).split(self.sizes, -1)
-        step, b, c = (x.to(u.dtype) for x in (self.dt_proj(r), b, c))                        # autocast narrows them
+        # Runtimes of phones take rank 4, so that tokens have one dimension until the operator reads them.
+        r, b, c = self.x_proj(u).flatten(0, -2).unflatten(-1, (len(self.paths), -1)).split(self.sizes, -1)
+        step, b, c = (x.to(u.dtype).unflatten(0, u.shape[:-1])                               # autocast narrows them
+                      for x in (self.dt_proj(r), b, c))
         bias = self.bias_factor * self.dt_bias
-        return selective_scan(u, step, -self.A_log.exp(), b, c, self.D, bias, paths=self.paths)

@@ -41,7 +41,8 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, SMALLEST, MYO, LCSM], ids=lambda family: family.name)
+@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, SMALLEST, MYO, LCSM],
+                ids=lambda family: family.name)
 def family(request):
     return request.param
 
