@@ -1,7 +1,7 @@
 """Draw what a model computes for images, as a picture or as a web page in one file.
 
-Panels of layers: horizontal-decay, vertical-decay, attention, mask and masked-attention (PPMA, RMT); context (MobileViTv2);
-levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
+Panels of layers: horizontal-decay, vertical-decay, attention, mask and masked-attention (PPMA, RMT); context
+(MobileViTv2); levels, edges and deviation (Myo); decay, length and heads (LCSM); influence (all families).
 Panels of the whole model: receptive-field (any timm model) and activation (most timm classifiers)."""
 import argparse
 from pathlib import Path

@@ -11,8 +11,8 @@ from .backbones import LCSM, MLLA, PPMA, RMT, MambaVision, MobileViTv2, Myo
 from .checkpoints import load_checkpoint
 from .optim import CPUAmpOptimWrapper, LayerDecayConstructor
 
-__all__ = ['CPUAmpOptimWrapper', 'LCSM', 'LayerDecayConstructor', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'PPMA', 'RMT',
-           'load_checkpoint']
+__all__ = ['CPUAmpOptimWrapper', 'LCSM', 'LayerDecayConstructor', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo',
+           'PPMA', 'RMT', 'load_checkpoint']
 
 if find_spec('mmdet'):
     from . import ssdlite  # noqa: F401  (registers)

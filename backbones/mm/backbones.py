@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import lcsm, mlla, mambavision, mobilevitv2, myo, ppma, rmt
+from .. import lcsm, mambavision, mlla, mobilevitv2, myo, ppma, rmt
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve

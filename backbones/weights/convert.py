@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import mlla_keys, mambavision_keys, mobilevitv2_keys, ppma_keys, rmt_keys, vim_keys
+from . import mambavision_keys, mlla_keys, mobilevitv2_keys, ppma_keys, rmt_keys, vim_keys
 from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import AVERAGED_KEYS, RAW_KEYS, WeightFile, read_file, save_state_dict, write_atomically

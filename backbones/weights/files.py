@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from . import rmt_keys, vim_keys
-from . import mlla_keys, rmt_keys
+from . import mlla_keys, rmt_keys, vim_keys
 from .errors import PathLike, WeightsError, reading, shorten_path, some
 from .metadata import check_metadata, dataset_classes
 from .pickles import EXPANSION, read_pickle
@@ -169,8 +168,8 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
             is the other way round: the average is under state_dict. Safetensors and bare state dicts hold one set of
             weights, which every choice reads.
         preferred: 'averaged' or 'raw', the weights to read without a choice if the file has both. Of a checkpoint of
-            MMEngine's Runner the average is read, as MMEngine does, and of RMT-T and Vim and MLLA the raw weights, whose
-            figurestheir their authors report.
+            MMEngine's Runner the average is read, as MMEngine does, and of RMT-T, MLLA and Vim the raw weights, whose
+            figures their authors report.
 
     Raises:
         ValueError: the choice is unknown.
@@ -191,8 +190,8 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
 def find_weights(checkpoint: Any, path: Path, weights: Optional[str] = None,
                  preferred: str = 'averaged') -> WeightFile:
     """Find the weights in the content of a pickle. See `read_file`, also for the errors."""
-    if isinstance(checkpoint, dict) and any(keys.any(
-            keys.reports_raw(checkpoint.get('model')) for keys in (rmt_keys, vim_keys)) for keys in (rmt_keys, mlla_keys)):
+    if isinstance(checkpoint, dict) and any(
+            keys.reports_raw(checkpoint.get('model')) for keys in (rmt_keys, mlla_keys, vim_keys)):
         preferred = 'raw'
     try:
         found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')

@@ -418,4 +418,5 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 
 WEIGHTS: Dict[str, PublishedWeights] = {
-    weights.name: weights for weights in (*_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_mambavision(), *_vim(), *_shipped())}
+    weights.name: weights for weights in (
+        *_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_vim(), *_mambavision(), *_shipped())}
