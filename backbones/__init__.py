@@ -13,5 +13,6 @@ from .myo_sequence import MyoSequence
 from .ppma import PPMA
 from .rmt import RMT
 from .vim import Vim
+from .vmamba import VMamba
 
-__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT', 'Vim']
+__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT', 'Vim', 'VMamba']

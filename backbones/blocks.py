@@ -97,6 +97,7 @@ class DepthwiseConv(nn.Module):
         kernel_size: k, an odd number.
         residual: add the input, after GELU if there is one.
         gelu: apply GELU to the input first.
+        bias: add a bias.
         device, dtype: device and dtype of the parameters.
     """
 
@@ -106,12 +107,13 @@ class DepthwiseConv(nn.Module):
             kernel_size: int,
             residual: bool = False,
             gelu: bool = False,
+            bias: bool = True,
             device=None,
             dtype=None,
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, kernel_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None
         self.residual, self.gelu = residual, gelu
         self.reset_parameters()
 

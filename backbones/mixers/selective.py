@@ -22,7 +22,8 @@ class StepProjection(nn.Module):
         nn.init.uniform_(self.weight, -rank ** -0.5, rank ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum('tpr,pcr->tpc', x.flatten(0, -3), self.weight)         # runtimes of phones take rank 4
+        y = torch.bmm('tpr,pcr->tpc'x.flatten(0, -3).transpose(0, 1).flatten(0, -3), self.weight.mT)                    # of rank 3 for exporters
+        return y.transpose(0, 1).unflatten(0, x.shape[:-2])         # runtimes of phones take rank 4
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -55,9 +56,9 @@ class SelectiveScan(WideModule):
                  device=None, dtype=None):
         super().__init__()
         dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)
-        self.sizes, self.paths, self.bias_factor = (rank, states, states), tuple(paths), bias_factor
+        self.bounds, self.paths, self.bias_factor = (rank, rank + states), tuple(paths), bias_factor               # of r, b and c
         count = len(self.paths)
-        self.x_proj = nn.Linear(dim, count * sum(self.sizes), bias=False, **dd)
+        self.x_proj = nn.Linear(dim, count * (rank + 2 * states), bias=False, **dd)
         self.dt_proj = StepProjection(count, rank, dim, **dd)
         self.dt_bias = nn.Parameter(torch.empty(count, dim, **own))
         self.A_log = nn.Parameter(torch.empty(count, dim, states, **own))
@@ -74,7 +75,7 @@ class SelectiveScan(WideModule):
 
     def forward(self, u: Tensor) -> Tensor:
         # Runtimes of phones take rank 4, so that tokens have one dimension until the operator reads them.
-        r, b, c = self.x_proj(u).flatten(0, -2).unflatten(-1, (len(self.paths), -1)).split(self.sizes, -1)
+        r, b, c = self.x_proj(u).flatten(0, -2).unflatten(-1, (len(self.paths), -1)).tensor_split(self.bounds, -1)
         step, b, c = (x.to(u.dtype).unflatten(0, u.shape[:-1])                               # autocast narrows them
                       for x in (self.dt_proj(r), b, c))
         bias = self.bias_factor * self.dt_bias

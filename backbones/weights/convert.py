@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import mambavision_keys, mlla_keys, mobilevitv2_keys, ppma_keys, rmt_keys, vim_keys
+from . import mambavision_keys, mlla_keys, mobilevitv2_keys, ppma_keys, rmt_keys, vim_keys, vmamba_keys
 from .cache import sha256_of
 from .errors import NonFiniteError, PathLike, WeightsError, shorten_path, some
 from .files import AVERAGED_KEYS, RAW_KEYS, WeightFile, read_file, save_state_dict, write_atomically
@@ -45,6 +45,7 @@ FORMATS: Dict[str, Format] = {
     'mlla': Format('MLLA', '.pth', mlla_keys.is_published, (mlla_keys.ROTATIONS,)),
     'mambavision': Format('MambaVision', '.pth', mambavision_keys.is_published, ('.mixer.conv1d_z.weight',)),
     'vim': Format('Vim', '.pth', vim_keys.is_published),
+    'vmamba': Format('VMamba', '.pth', vmamba_keys.is_published),
     'ppma': Format('PPMA', '.pth', ppma_keys.is_published, ('.Relpos.angle',)),
     'transformers': Format('MobileViTv2', '', mobilevitv2_keys.is_transformers),
     'cvnets': Format('MobileViTv2', '.pt', mobilevitv2_keys.is_cvnets),

@@ -292,6 +292,71 @@ def _vim() -> Iterator[PublishedWeights]:
             license='unknown (code: apache-2.0)', reported={'top1': top1, 'top5': top5})
 
 
+_VMAMBA = 'https://github.com/MzeroMiko/VMamba/releases/download/'
+# Ends of the names of architectures -> parts of the names of configs.
+_VMAMBA_SIZES = {
+    'tiny_s1l8': 't-s1l8', 'tiny_s2l5': 't-s2l5', 'small_s2l15': 's-s2l15', 'base_s2l15': 'b-s2l15',
+    'vanilla_tiny': 'vanilla-t', 'vanilla_small': 'vanilla-s', 'vanilla_base': 'vanilla-b'}
+
+
+def _vmamba() -> Iterator[PublishedWeights]:
+    """Weights of VMamba's authors: assets of releases whose tags begin with '#', in a repository with the MIT license.
+
+    No other license is stated for them. The detector `_bs8_` was trained with 8 images in a batch, the others with 16.
+    """
+    common: Dict[str, Any] = dict(format='vmamba', license='mit')
+    for arch, file, top1 in (
+            ('tiny_s1l8', 'v2cls/vssm1_tiny_0230s_ckpt_epoch_264', 82.6),
+            ('tiny_s2l5', 'v2cls/vssm_tiny_0230_ckpt_epoch_262', 82.5),
+            ('small_s2l15', 'v2cls/vssm_small_0229_ckpt_epoch_222', 83.6),
+            ('small_s1l20', 'v2cls/vssm1_small_0229s_ckpt_epoch_240', 83.3),
+            ('base_s2l15', 'v2cls/vssm_base_0229_ckpt_epoch_237', 83.9),
+            ('base_s1l20', 'v2cls/vssm1_base_0229s_ckpt_epoch_225', 83.8),
+            ('vanilla_tiny', 'v0cls/vssmtiny_dp01_ckpt_epoch_292', 82.2),
+            ('vanilla_small', 'v0cls/vssmsmall_dp03_ckpt_epoch_238', 83.5),
+            ('vanilla_base', 'v0cls/vssmbase_dp06_ckpt_epoch_241', 83.7),
+    ):
+        yield PublishedWeights(f'vmamba_{arch}', 'in1k', 'classification', crop_pct=0.875, reported={'top1': top1},
+                               url=f'{_VMAMBA}%23{file}.pth', **common)
+    names = {'1x': '1x', '1x_bs8': '8xb1-1x', '3x': '3x-ms'}
+    detector, mask_rcnn = 'v2det/mask_rcnn_vssm_fpn_coco', 'mask_rcnn_swin_fpn_coco'
+    for arch, schedule, file, box_ap, mask_ap in (
+            ('tiny_s1l8', '1x', f'{detector}_tiny_s_epoch_12', 47.3, 42.7),
+            ('tiny_s2l5', '1x', f'{detector}_tiny_epoch_12', 47.4, 42.7),
+            ('small_s2l15', '1x', f'{detector}_small_epoch_11', 48.7, 43.7),
+            ('base_s2l15', '1x', f'{detector}_base_epoch_11', 49.2, 44.1),
+            ('base_s2l15', '1x_bs8', f'{detector}_base_epoch_12_bs8', 49.2, 43.9),
+            ('tiny_s1l8', '3x', f'{detector}_tiny_ms_3x_s_epoch_31', 48.8, 43.7),
+            ('tiny_s2l5', '3x', f'{detector}_tiny_ms_3x_epoch_36', 48.9, 43.7),
+            ('small_s2l15', '3x', f'{detector}_small_ms_3x_epoch_32', 49.9, 44.2),
+            ('vanilla_tiny', '1x', f'v0det/vssmtiny_{mask_rcnn}_epoch_12', 46.5, 42.1),
+            ('vanilla_small', '1x', f'v0det/vssmsmall_{mask_rcnn}_epoch_12', 48.2, 43.0),
+            ('vanilla_base', '1x', f'v0det/vssmbase_{mask_rcnn}_epoch_12', 48.6, 43.3),
+            ('vanilla_tiny', '3x', f'v0det/vssmtiny_{mask_rcnn}_ms_3x_epoch_34', 48.5, 43.2),
+            ('vanilla_small', '3x', f'v0det/vssmsmall_{mask_rcnn}_ms_3x_epoch_34', 49.7, 44.0),
+    ):
+        yield PublishedWeights(
+            f'vmamba_{arch}', f'mask_rcnn_{schedule}_coco', 'detection', num_classes=80, input_size=(3, 800, 1333),
+            interpolation='bilinear', url=f'{_VMAMBA}%23{file}.pth',
+            config=f"mask-rcnn_vmamba-{_VMAMBA_SIZES[arch]}_fpn_{names[schedule]}_coco",
+            reported={'box_AP': box_ap, 'mask_AP': mask_ap}, **common)
+    recipe = '4xb4-160k_ade20k-512x512'
+    for arch, file, miou, miou_ms in (
+            ('tiny_s1l8', f'v2seg/upernet_vssm_{recipe}_tiny_s_iter_160000', 47.9, 48.8),
+            ('tiny_s2l5', f'v2seg/upernet_vssm_{recipe}_tiny_iter_160000', 48.3, 48.6),
+            ('small_s2l15', f'v2seg/upernet_vssm_{recipe}_small_iter_144000', 50.6, 51.2),
+            ('base_s2l15', f'v2seg/upernet_vssm_{recipe}_base_iter_160000', 51.0, 51.6),
+            ('vanilla_tiny', f'v0seg/vssmtiny_upernet_{recipe}_iter_160000', 47.3, 48.3),
+            ('vanilla_small', f'v0seg/vssmsmall_upernet_{recipe}_iter_160000', 49.5, 50.5),
+            ('vanilla_base', f'v0seg/vssmbase_upernet_{recipe}_iter_128000', 50.0, 51.3),
+    ):
+        yield PublishedWeights(
+            f'vmamba_{arch}', 'upernet_160k_ade20k', 'segmentation', num_classes=150, input_size=(3, 512, 512),
+            interpolation='bilinear', url=f'{_VMAMBA}%23{file}.pth',
+            config=f'upernet_vmamba-{_VMAMBA_SIZES[arch]}_{recipe}', reported={'mIoU': miou, 'mIoU_ms': miou_ms},
+            **common)
+
+
 # The figures of MobileViTv2 by the ending of the architecture's name, from the authors' model zoo.
 _TOP1 = {
     'in1k': {'050': 70.18, '075': 75.56, '100': 78.09, '125': 79.65, '150': 80.38, '175': 80.84, '200': 81.17},
@@ -419,4 +484,4 @@ def _shipped() -> Iterator[PublishedWeights]:
 
 WEIGHTS: Dict[str, PublishedWeights] = {
     weights.name: weights for weights in (
-        *_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_vim(), *_mambavision(), *_shipped())}
+        *_ppma(), *_mobilevitv2(), *_rmt(), *_mlla(), *_vim(), *_mambavision(), *_vmamba(), *_shipped())}

@@ -20,7 +20,7 @@ LARGEST_KERNEL = 7
 def depthwise_conv(
         x: Tensor,
         weight: Tensor,
-        bias: Tensor,
+        bias: Optional[Tensor] = None,
         add: Optional[Tensor] = None,
         *,
         gelu: bool = False,
@@ -39,7 +39,7 @@ def depthwise_conv(
     Args:
         x: tokens (B, H, W, C); float32, float64, float16 or bfloat16; any strides.
         weight: (C, 1, k, k) with an odd k, dtype of x or float32.
-        bias: (C,), dtype of weight.
+        bias: (C,), dtype of weight, or None for 0.
         add: a tensor of the shape and dtype of x, or None.
         gelu: apply GELU to x first.
         residual: add h.
@@ -52,15 +52,17 @@ def depthwise_conv(
         ValueError: a shape, device or backend is not allowed, or the tensors exceed the memory.
         TypeError: a dtype or a flag is not allowed, or a tensor is not dense.
     """
-    op, extra = 'depthwise_conv', {} if add is None else {'add': add}
-    checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), 'weight', 'bias', x=x, weight=weight, bias=bias, **extra)
+    op, own = 'depthwise_conv', {} if bias is None else {'bias': bias}
+    extra = {} if add is None else {'add': add}
+    checks.tensors(op, dict(x=4, weight=4, bias=1, add=4), 'weight', *own, x=x, weight=weight, **own, **extra)
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, add = cast_for_autocast(x), None if add is None else cast_for_autocast(add)
     if weight.dtype != x.dtype and weight.dtype != torch.float32:
         raise TypeError(f'{op}: weight must have the dtype of x ({x.dtype}) or torch.float32, got {weight.dtype}')
     channels, side = x.shape[3], weight.shape[-1]
-    rows = [('weight', weight, (channels, 1, side, side), 'one square window for each channel of x'),
-            ('bias', bias, (channels,), 'the channels of x')]
+    rows = [('weight', weight, (channels, 1, side, side), 'one square window for each channel of x')]
+    if bias is not None:
+        rows.append(('bias', bias, (channels,), 'the channels of x'))
     if add is not None:
         checks.same_dtype(op, x=x, add=add)
         rows.append(('add', add, x.shape, 'the shape of x'))
@@ -69,19 +71,25 @@ def depthwise_conv(
         raise ValueError(f'{op}: weight must have windows of odd size, got {side} x {side}')
     if {type(gelu), type(residual)} != {bool}:
         checks.flags(op, gelu=gelu, residual=residual)
-    return choose(op, backend, x, weight, bias, *([] if add is None else [add]))(
+    return choose(op, backend, x, weight, *own.values(), *([] if add is None else [add]))(
         x, weight, bias, add, gelu, residual)
 
 
-def _portable(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+def _portable(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[Tensor], gelu: bool,
+              residual: bool) -> Tensor:
     """Convolve by PyTorch's own convolution. The residual is an increment of 1 at the center of the window."""
     h, padding = F.gelu(x) if gelu else x, weight.shape[-1] // 2
     if residual:
         weight = weight + F.pad(torch.ones_like(weight[:, :, :1, :1]), [padding] * 4)
     if weight.dtype != x.dtype:
-        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
     y = F.conv2d(h.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
     return y if add is None else y + add
+
+
+def _filled(weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """Return the bias, or zeros for None."""
+    return weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
 def _products(x: Sequence[int], weight: Sequence[int]) -> int:
@@ -167,10 +175,13 @@ def _native_backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residu
 _native_node = _nodes('_native', _native_forward, _native_backward)
 
 
-def _native(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+def _native(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[Tensor], gelu: bool,
+            residual: bool) -> Tensor:
     # Of windows up to 3 x 3, oneDNN has the faster gradient: 5.7 against 7.8 ms for eight 14 x 14 x 768 maps.
     small = weight.shape[-1] <= 3 and torch.is_grad_enabled() and needs_gradient(x, weight, bias)
-    return (_portable if small else _native_node)(x, weight, bias, add, gelu, residual)
+    if small:
+        return _portable(x, weight, bias, add, gelu, residual)
+    return _native_node(x, weight, _filled(weight, bias), add, gelu, residual)
 
 
 # --- Triton
@@ -186,10 +197,11 @@ def _too_large(x: Tensor, weight: Tensor, *_: Tensor) -> Optional[str]:
 _forward = _nodes('', late(__name__, 'triton.forward'), late(__name__, 'triton.backward'))
 
 
-def _triton(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool, residual: bool) -> Tensor:
+def _triton(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[Tensor], gelu: bool,
+            residual: bool) -> Tensor:
     if x.numel() == 0:
         return empty_result(x, weight, bias, add)
-    return _forward(x, weight, bias, add, gelu, residual)
+    return _forward(x, weight, _filled(weight, bias), add, gelu, residual)
 
 
 OPERATORS['depthwise_conv'] = Operator(

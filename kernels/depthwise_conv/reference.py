@@ -8,8 +8,9 @@ from torch import Tensor
 from ..common.numerics import REFERENCE_DTYPE
 
 
-def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, add: Optional[Tensor], gelu: bool,
+def depthwise_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[Tensor], gelu: bool,
                    residual: bool) -> Tensor:
+    bias = weight.new_zeros(()) if bias is None else bias
     h, weight, y = (tensor.to(REFERENCE_DTYPE) for tensor in (x, weight, bias))
     if gelu:
         h = 0.5 * h * (1 + torch.erf(h / 2 ** 0.5))

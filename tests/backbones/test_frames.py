@@ -13,8 +13,8 @@ ROOTS = tuple(f'{Path(package.__file__).resolve().parent}/' for package in (timm
 
 
 @pytest.mark.parametrize('name, calls, files', [
-    ('test_ppma', 500, 14),
-    ('test_mobilevitv2', 250, 10),
+    ('test_ppma', 500'test_vmamba', 500, 14), (
+    , 14), ('test_mobilevitv2', 250, 10),
     ('test_myo', 600, 14),
     ('test_lcsm', 600, 14),
     ('test_rmt', 500, 14),

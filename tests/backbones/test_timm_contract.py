@@ -28,6 +28,9 @@ MAMBAVISION = SimpleNamespace(name='test_mambavision', module='mambavision', str
 VIM = SimpleNamespace(name='test_vim', module='vim', strides=[16] * 4, channels=[64] * 4,
                       layers=('stem.pos_embed', 'stages.0.mixer.in_proj.weight', 'stages.2.mixer.in_proj.weight',
                               'head.fc.weight'))
+VMAMBA = SimpleNamespace(name='test_vmamba', module='vmamba', strides=[4, 8, 16, 32], channels=[16, 32, 64, 128],
+                         small=(2, 3), layers=('stem.conv1.weight', 'stages.0.blocks.0.mixer.in_proj.weight',
+                                               'stages.2.blocks.1.mixer.scan.A_log', 'head.fc.weight'))
 MYO = SimpleNamespace(name='test_myo', module='myo', strides=[4, 8, 16, 32], channels=[32, 48, 64, 96], small=(2, 3),
                       layers=('stem.conv1.conv.weight', 'stages.0.blocks.0.mixer.value.weight',
                               'stages.2.blocks.1.mixer.value.weight', 'head.fc.weight'))
@@ -41,7 +44,7 @@ SMALLEST = SimpleNamespace(**{**vars(MOBILEVITV2), 'name': 'subquad_mobilevitv2_
                               'channels': [32, 64, 128, 192, 256]})
 
 
-@pytest.fixture(params=[PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, SMALLEST, MYO, LCSM],
+@pytest.fixture(params=[PPMA, RMT, VMAMBA, MLLA, MAMBAVISION, VIM, MOBILEVITV2, SMALLEST, MYO, LCSM],
                 ids=lambda family: family.name)
 def family(request):
     return request.param
@@ -63,7 +66,10 @@ def test_models_are_registered_with_timm():
     assert timm.list_models('mambavision*') == [f'mambavision_{size}' for size in (
         'base', 'large', 'large2', 'large2_512', 'large3_256', 'large3_512', 'small', 'tiny', 'tiny2')]
     assert timm.list_models('vim_*') == ['vim_base', 'vim_small', 'vim_small_stride8', 'vim_tiny', 'vim_tiny_stride8']
-    for family in (PPMA, RMT, MLLA, MAMBAVISION, VIM, MOBILEVITV2, MYO, LCSM):
+    assert timm.list_models('vmamba*') == [
+        'vmamba_base_s1l20', 'vmamba_base_s2l15', 'vmamba_small_s1l20', 'vmamba_small_s2l15', 'vmamba_tiny_s1l8',
+        'vmamba_tiny_s2l5', 'vmamba_vanilla_base', 'vmamba_vanilla_small', 'vmamba_vanilla_tiny']
+    for family in (PPMA, RMT, MLLA, MAMBAVISION, VIM, VMAMBA, MOBILEVITV2, MYO, LCSM):
         assert timm.is_model(family.name) and family.name in timm.list_models(module=family.module)
 
 
@@ -198,7 +204,7 @@ def test_flop_counter_counts_the_operators():
 
 # tests/exporters/test_to_onnx.py exports PPMA, Myo and a recurrence of LCSM, and checks the ranks of their graphs.
 @pytest.mark.parametrize('family, options', [(MOBILEVITV2, dict(num_latent_tokens=3)), *slow_cases(
-    (PPMA, dict()), (RMT, dict(aux_head=True)), (VIM, dict()), (MLLA, dict()), (MAMBAVISION, dict()), (MYO, dict()),
+    (PPMA, dict()), (RMT, dict(aux_head=True)), (VIM, dict()), (MLLA, dict()), (MAMBAVISION, dict()), (VMAMBA, dict()), (VMAMBA, dict(vanilla=True)), (MYO, dict()),
     (LCSM, dict()), (PPMA, dict(attention='linear')), (PPMA, dict(attention='decomposed')),
     (PPMA, dict(paths='cross_scan')), (PPMA, dict(mask_mode='multiplicative')),
     (MYO, dict(parametrization='symmetric', max_levels=3)), (MYO, dict(parametrization='skew')),

@@ -7,6 +7,7 @@ from operator_cases import DEVICE, TOLERANCE, skip_without_triton, weighted_sum
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import kernels
+from subquad.kernels import native
 from subquad.kernels.common import launch
 
 BACKENDS = ['portable', 'export', 'triton']
@@ -99,6 +100,22 @@ LAYOUTS = {'channels first': lambda x: x.permute(0, 3, 1, 2).contiguous().permut
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_strides(backend, layout):
     _check(_inputs((2, 4, 5, 6), 3, True), backend, residual=True, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize('backend', ['reference', 'native', *BACKENDS])
+def test_without_bias(backend):
+    _needs_triton(backend)
+    if backend == 'native' and native.why_not():
+        pytest.skip(native.why_not())
+    x, weight, bias = _inputs((2, 5, 9, 6), 3)
+    expected = _run([x.double(), weight.double(), torch.zeros_like(bias).double()], 'reference')
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = kernels.depthwise_conv(*leaves, backend=backend)
+    weighted_sum(y).backward()
+    for actual, exact in zip([y, *(leaf.grad for leaf in leaves)], expected):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(kernels.depthwise_conv(*leaves, backend=backend), y)
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
