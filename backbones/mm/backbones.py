@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import lcsm, mambavision, mlla, mobilevitv2, myo, ppma, rmt
+from .. import lcsm, mambavision, mlla, mobilevitv2, myo, ppma, rmt, vmamba
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve
@@ -311,6 +311,20 @@ class MambaVision(DenseBackbone, mambavision.MambaVision, BaseModule):
     """
 
     family, archs = mambavision.MambaVision, mambavision.ARCHS
+
+
+@MODELS.register_module()
+class VMamba(DenseBackbone, vmamba.VMamba, BaseModule):
+    """VMamba backbone with four stages at strides 4, 8, 16 and 32.
+
+    The name of the network has the paper's letters: s1l8 is ssm_ratio 1 and 8 blocks in the third stage. See
+    `DenseBackbone` and `subquad.backbones.VMamba`.
+    """
+
+    family, archs = vmamba.VMamba, vmamba.ARCHS
+
+    def __init__(self, arch: Arch = 'tiny_s1l8', **kwargs: Any):
+        super().__init__(arch, **kwargs)
 
 
 @MODELS.register_module()

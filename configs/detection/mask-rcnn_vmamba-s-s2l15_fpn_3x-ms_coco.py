@@ -1,0 +1,3 @@
+_base_ = 'mask-rcnn_vmamba-t-s1l8_fpn_3x-ms_coco.py'
+
+model = dict(backbone=dict(arch='small_s2l15', drop_path_rate=0.2))

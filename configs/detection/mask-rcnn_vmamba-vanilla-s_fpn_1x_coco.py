@@ -1,0 +1,3 @@
+_base_ = 'mask-rcnn_vmamba-vanilla-t_fpn_1x_coco.py'
+
+model = dict(backbone=dict(arch='vanilla_small'))
