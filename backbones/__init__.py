@@ -15,4 +15,5 @@ from .rmt import RMT
 from .vim import Vim
 from .vmamba import VMamba
 
-__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT', 'Vim', 'VMamba']
+__all__ = ['LCSM', 'LCSMSequence', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo', 'MyoSequence', 'PPMA', 'RMT', 'VMamba',
+           'Vim']

@@ -14,7 +14,7 @@ from .eos_linear import WideModule, wide
 
 
 class StepProjection(nn.Module):
-    """A linear layer for each path, without bias: (..., P, R) -> (..., P, C)."""
+    """A linear layer for each path, without bias: (T, P, R) -> (T, P, C)."""
 
     def __init__(self, paths: int, rank: int, channels: int, device=None, dtype=None):
         super().__init__()
@@ -22,9 +22,7 @@ class StepProjection(nn.Module):
         nn.init.uniform_(self.weight, -rank ** -0.5, rank ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.bmm('tpr,pcr->tpc'x.flatten(0, -3).transpose(0, 1).flatten(0, -3), self.weight.mT)                    # of rank 3 for exporters
-        return y.transpose(0, 1).unflatten(0, x.shape[:-2])         # runtimes of phones take rank 4
-        return y.reshape(*x.shape[:-1], -1)
+        return torch.bmm(x.transpose(0, 1), self.weight.mT).transpose(0, 1)
 
 
 class SelectiveScan(WideModule):
@@ -56,7 +54,7 @@ class SelectiveScan(WideModule):
                  device=None, dtype=None):
         super().__init__()
         dd, own = {'device': device, 'dtype': dtype}, wide(device, dtype)
-        self.bounds, self.paths, self.bias_factor = (rank, rank + states), tuple(paths), bias_factor               # of r, b and c
+        self.bounds, self.paths, self.bias_factor = (rank, rank + states), tuple(paths), bias_factor
         count = len(self.paths)
         self.x_proj = nn.Linear(dim, count * (rank + 2 * states), bias=False, **dd)
         self.dt_proj = StepProjection(count, rank, dim, **dd)

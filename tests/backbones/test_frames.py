@@ -13,12 +13,13 @@ ROOTS = tuple(f'{Path(package.__file__).resolve().parent}/' for package in (timm
 
 
 @pytest.mark.parametrize('name, calls, files', [
-    ('test_ppma', 500'test_vmamba', 500, 14), (
-    , 14), ('test_mobilevitv2', 250, 10),
+    ('test_ppma', 500, 14),
+    ('test_mobilevitv2', 250, 10),
     ('test_myo', 600, 14),
     ('test_lcsm', 600, 14),
     ('test_rmt', 500, 14),
     ('test_mlla', 400, 14),
+    ('test_vmamba', 500, 14),
     ('test_vim', 600, 14),
     ('test_mambavision', 250, 10),
 ])

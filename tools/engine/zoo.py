@@ -7,7 +7,8 @@ from torch import nn
 from ..common.cli import UserError, nearest
 
 # The modules in backbones/ whose models are listed, in this order.
-FAMILIES = ('ppma', 'vmamba', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm', 'lcsm_sequence', 'rmt', 'mlla', 'vim', 'mambavision')
+FAMILIES = ('ppma', 'mobilevitv2', 'myo', 'myo_sequence', 'lcsm', 'lcsm_sequence', 'rmt', 'mlla', 'vmamba', 'vim',
+            'mambavision')
 
 
 def our_models() -> List[str]:
