@@ -166,7 +166,7 @@ def _no_weights_message(arch: str) -> str:
     if own:
         return f"pretrained=True needs a tag for {arch}: {', '.join(own)}"
     published = map(_classifiers, dict.fromkeys(weights.arch for weights in WEIGHTS.values()))
-    names = [classifiers[0].name for classifiers in published if classifiers]
+    names = [classifiers[0].name for classifiers in published if classifiers and not classifiers[0].page]
     return (f"no weights of {arch} are published; pretrained=True works for {', '.join(names)}, and "
             'pretrained_cfg_overlay=dict(file=FILE) loads a file of yours')
 
