@@ -33,6 +33,7 @@ _SIZES: Dict[str, Union[Sizes, str]] = {
     'MobileViTv2': Sizes(64, 64, 2048),        # the maps at strides 8, 16 and 32 are divided into patches of 2 x 2
     'PPMA': Sizes(64, 32, 2048),
     'RMT': Sizes(64, 32, 2048),
+    'VMamba': 'VMamba unrolls its scans for one image size, so height and width cannot be dynamic',
     'Vim': 'Vim resizes its position embeddings for one image size, so height and width cannot be dynamic',
     'Myo': 'Myo builds its quad tree for one image size, so height and width cannot be dynamic',
     'LCSM': 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic',
