@@ -23,8 +23,10 @@ VARIANTS = {
     'lcsm': ('tiny', 'small', 'base'),
     'rmt': ('tiny', 'base', 'large'),
 ,
+    'mambavision': ('tiny', 'base', 'large'),
 }
-PREFIXES = {family: f"{'subquad_' * (family == 'mobilevitv2')}{family}_" for family in VARIANTS}
+PREFIXES = {family: f"{'subquad_' * (family == 'mambavision': 'mambavision_', 'mobilevitv2')}{family}_" for
+            family in VARIANTS}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -56,6 +58,8 @@ def chain(axes, y, steps, widths, height=0.62, gap=0.34, start=0.):
 
 def description(stage):
     """Describe the blocks of a stage of a model in one or two lines."""
+    if hasattr(stage, 'blocks') and not hasattr(stage.blocks[0], 'mixer'):
+        return f"{len(stage.blocks)} convolutional block{'s' * (len(stage.blocks) > 1)}"
     if hasattr(stage, 'blocks'):
         kind = getattr(stage.blocks[0].mixer, 'attention', None)
         words = {'crisscross': 'criss-cross', None: ''}.get(kind, kind)
@@ -74,7 +78,8 @@ def draw_stages(axes, family):
     steps = [('image', PLAIN), ('stem', CONV)]
     for n, info in enumerate(first.feature_info, 1):
         size = -(-side // info['reduction'])
-        mixes = hasattr(first.stages[n - 1], 'blocks') or n > 2      # MobileViTv2 mixes tokens from stage 3 on
+        blocks = getattr(first.stages[n - 1], 'blocks', ())
+        mixes = hasattr(blocks[0], 'mixer') if blocks else n > 2      # MobileViTv2 mixes tokens from stage 3 on
         steps.append((f'stage {n}\n{size} x {size}', MIXER if mixes else CONV))
     steps.append(('head', DENSE))
     widths = [0.9, 0.9] + [1.5 if len(first.feature_info) == 5 else 1.9] * len(first.feature_info) + [0.9]
@@ -164,6 +169,32 @@ def draw_manhattan(axes):
     axes.set_title('Attention decays by a constant in each row and column', fontsize=9)
 
 
+def draw_mambavision_block(axes):
+    """Draw the two kinds of blocks in windows."""
+    for y, name, mixer in (
+            (0.75, 'first half', 'selective\nscan'), (-0.35, 'second half', 'softmax\nattention')):
+        steps = [('LayerNorm', PLAIN), (mixer, MIXER), ('LayerNorm', PLAIN), ('MLP', DENSE)]
+        axes.text(-0.1, y, name, ha='right', va='center', fontsize=7)
+        chain(axes, y, steps, [1.3] * len(steps), gap=0.25)
+    axes.set(xlim=(-1.3, 6.2), ylim=(-0.9, 1.2))
+    axes.set_title('Blocks of stages 3 and 4 (each mixer and MLP adds its input)', fontsize=9, loc='left')
+
+
+def draw_windows(axes):
+    """Draw a map of 5 x 7 tokens in windows of 3 x 3, with its padding, and the order of a scan."""
+    for i in range(6):
+        for j in range(9):
+            color = '#dddddd' if i >= 5 or j >= 7 else MIXER if i < 3 and j < 3 else 'white'
+            axes.add_patch(Rectangle((j, 5 - i), 1, 1, facecolor=color, edgecolor='#bbbbbb', linewidth=0.7))
+    for row in (0, 3):
+        for column in (0, 3, 6):
+            axes.add_patch(Rectangle((column, 3 - row), 3, 3, fill=False, edgecolor=DARK, linewidth=1.4))
+    for i in range(3):
+        arrow(axes, (0.2, 5.5 - i), (2.8, 5.5 - i), FIRST)
+    axes.set(xlim=(-0.1, 9.1), ylim=(-0.1, 6.1), aspect='equal')
+    axes.set_title('Windows, their order of tokens, and padding (gray)', fontsize=9)
+
+
 def draw_separable(axes):
     """Draw separable self-attention as a data flow."""
     box(axes, 0.6, 0, 1.2, 0.6, 'tokens', PLAIN, 6.5)
@@ -241,6 +272,9 @@ def draw(family):
     if family == 'mobilevitv2':
         draw_mobilevitv2_block(block)
         draw_separable(mixer)
+    elif family == 'mambavision':
+        draw_mambavision_block(block)
+        draw_windows(mixer)
     else:
         name, draw_mixer = MIXERS[family]
         draw_block(block, name, 'One block of a stage')

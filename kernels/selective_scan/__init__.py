@@ -86,6 +86,11 @@ def selective_scan(
         return run(u, delta, a, b, c, skip, bias, tuple(paths))
 
 
+def _of_path(x: Tensor, path: int, backend: str) -> Tensor:
+    """Return x (B, H, W, P, C) of one path. Runtimes of phones have no tensors of five dimensions."""
+    return x.flatten(3).narrow(3, path * x.shape[4], x.shape[4]) if backend == 'export' else x[..., path, :]
+
+
 def _by_lines(backend: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Optional[Tensor],
               bias: Optional[Tensor], paths: Sequence[str]) -> Tensor:
     """Run `eos_elementwise` on the lines of each path."""
@@ -94,9 +99,9 @@ def _by_lines(backend: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: T
     total = None
     for p, path in enumerate(paths):
         columns_first, reverse = PATHS[path]
-        step = delta[..., p, :]
+        step, e, s = (_of_path(y, p, backend) for y in (delta, b, c))
         step = F.softplus(step if bias is None else step + bias[p].to(dtype))
-        z, i, e, s = (to_lines(y, columns_first) for y in (step, step * x, b[..., p, :], c[..., p, :]))
+        z, i, e, s = (to_lines(y, columns_first) for y in (step, step * x, e, s))
         # Decays of one state are of rank one, which most backends compute by products of chunks.
         decays = ({'log_o_d': z * a[p, :, 0]} if a.shape[2] == 1 and backend != 'export' else
                   {'generator': DecayGenerator(z, -a[p].mT[None], 'd', 'exponential')})

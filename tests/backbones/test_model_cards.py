@@ -40,7 +40,8 @@ def test_front_matter_is_read_by_the_hub(family):
     data = card.data.to_dict()
     assert data['library_name'] == 'timm' and data['pipeline_tag'] == 'image-classification'
     assert data['datasets'] and {'timm', data['pipeline_tag']} <= set(data['tags'])
-    assert data['license'] == ('other' if family in ('mobilevitv2', 'rmt') else 'apache-2.0')
+    licenses = {'mobilevitv2': 'other', 'rmt': 'other', 'mambavision': 'cc-by-nc-sa-4.0'}
+    assert data['license'] == licenses.get(family, 'apache-2.0')
     assert (data['license'] == 'other') == ('license_name' in data) == ('license_link' in data)
     assert card.text.lstrip().startswith('# ')
     # The hub finds papers by their links in the text.

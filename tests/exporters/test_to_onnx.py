@@ -25,7 +25,8 @@ from subquad.tools.exporters.graph import silence  # noqa: E402
 from subquad.tools.exporters.subject import classifier_subject, random_classifier  # noqa: E402
 
 LARGE_MODELS = (*(f'subquad_mobilevitv2_{width}' for width in ('075', '100', '125', '150', '175', '200')),
-                'ppma_small', 'ppma_base', 'rmt_tiny', 'ppma_tiny_crisscross', 'myo_small', 'myo_base')
+                'ppma_small', 'ppma_base', 'rmt_tiny', 'mambavision_tiny', 'ppma_tiny_crisscross',
+                'myo_small', 'myo_base')
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from subquad.tools.exporters import to_onnx
 from subquad.tools.exporters.formats import Options
 
 TEST_MODELS = ('test_ppma', 'test_mobilevitv2', 'test_myo', 'test_lcsm')
-MODELS = ('subquad_mobilevitv2_050', 'ppma_tiny', 'myo_tiny')
+MODELS = ('subquad_mobilevitv2_050', 'ppma_tiny', 'test_mambavision', 'myo_tiny')
 TOLERANCES = {'fp32': 1e-4, 'fp16': 1e-2}
 
 

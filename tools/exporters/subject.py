@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ... import __version__
+from ...backbones.blocks import ProjectionHead
 from ...backbones.export import prepare_for_export
 from ..common.cli import UserError, one_line
 from ..common.images import LeftOut, image_files, open_image
@@ -34,6 +35,7 @@ _SIZES: Dict[str, Union[Sizes, str]] = {
     'PPMA': Sizes(64, 32, 2048),
     'RMT': Sizes(64, 32, 2048),
     'VMamba': 'VMamba unrolls its scans for one image size, so height and width cannot be dynamic',
+    'MambaVision': 'MambaVision pads its maps to whole windows, so height and width cannot be dynamic here',
     'Vim': 'Vim resizes its position embeddings for one image size, so height and width cannot be dynamic',
     'Myo': 'Myo builds its quad tree for one image size, so height and width cannot be dynamic',
     'LCSM': 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic',
@@ -322,12 +324,20 @@ def _reader(transform: Dict[str, Any], channels: int) -> Callable[[Path], Tensor
     return read
 
 
+@torch.no_grad()
+def _fuse_before_pooling(norm: nn.BatchNorm2d, layer: nn.Linear) -> None:
+    """Fuse a BatchNorm into the classifier that takes the mean of its output, in place."""
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    layer.bias += layer.weight @ (norm.bias - norm.running_mean * scale)
+    layer.weight *= scale
+
+
 def fuse_norms(model: nn.Module) -> nn.Module:
     """Fuse every BatchNorm of a model in evaluation mode into the layer before it, in place, as runtimes would.
 
     Modules of this package and of timm name a convolution or linear layer and its norm by one of
-    `_PAIRS`. nn.Identity replaces the norm, or the activation that timm's BatchNormAct2d includes.
-    Outputs change by rounding only.
+    `_PAIRS`. A norm before the pooling of a head is fused into its classifier. nn.Identity replaces the norm, or the
+    activation that timm's BatchNormAct2d includes. Outputs change by rounding only.
     """
     for module in model.modules():
         for layer_name, norm_name in _PAIRS:
@@ -338,4 +348,7 @@ def fuse_norms(model: nn.Module) -> nn.Module:
                 fuse = fuse_conv_bn_eval if isinstance(layer, nn.Conv2d) else fuse_linear_bn_eval
                 setattr(module, layer_name, fuse(layer, norm))
                 setattr(module, norm_name, norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity())
+        if isinstance(module, ProjectionHead) and type(module.norm) is nn.BatchNorm2d and type(module.fc) is nn.Linear:
+            _fuse_before_pooling(module.norm, module.fc)
+            module.norm = nn.Identity()
     return model

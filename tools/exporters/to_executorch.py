@@ -248,16 +248,21 @@ def _shape(node: Any) -> List[int]:
 
 
 def remove_copies(graph: Graph) -> None:
-    """Remove operators that return their argument, in place, and write the dynamic size of a reshape as -1."""
+    """Remove operators that return their argument, in place, and reshapes of reshapes.
+
+    The dynamic size of a reshape becomes -1.
+    """
     for node in list(_calls(graph)):
         name = operator_name(node).split('.')[0]
         if name in ('expand_copy', 'alias_copy') and _same(node, node.args[0]):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif name == 'view_copy':
+            source = node.args[0]
+            if operator_name(source).split('.')[0] == 'view_copy':
+                source = source.args[0]
             shape = [size if isinstance(size, int) else -1 for size in node.args[1]]
-            if shape.count(-1) == 1:
-                node.args = (node.args[0], shape)
+            node.args = (source, shape if shape.count(-1) == 1 else node.args[1])
     graph.eliminate_dead_code()
 
 
