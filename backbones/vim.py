@@ -399,10 +399,15 @@ default_cfgs = generate_default_cfgs(published_cfgs({
 }))
 
 
-def _build(name: str, pretrained: bool, options: Dict[str, Any]) -> Vim:
+def quarters(options: Dict[str, Any]) -> Tuple[int, ...]:
+    """Return the index of the last layer of each quarter of a network with these options: 5, 11, 17 and 23 of 24."""
     depth = options.get('depth', 24)
-    maps = tuple(max(0, depth * quarter // 4 - 1) for quarter in (1, 2, 3, 4)) if isinstance(depth, int) else ()
-    return build_model(Vim, name, pretrained, options, feature_cfg=dict(out_indices=maps, feature_cls='getter'))
+    return tuple(dict.fromkeys(max(0, depth * n // 4 - 1) for n in (1, 2, 3, 4))) if isinstance(depth, int) else (0,)
+
+
+def _build(name: str, pretrained: bool, options: Dict[str, Any]) -> Vim:
+    return build_model(
+        Vim, name, pretrained, options, feature_cfg=dict(out_indices=quarters(options), feature_cls='getter'))
 
 
 @register_model

@@ -7,12 +7,12 @@ package needs MMEngine; the heads also need MMDetection or MMSegmentation.
 from importlib.util import find_spec
 
 from . import pickled_checkpoints  # noqa: F401  (registers)
-from .backbones import LCSM, MLLA, PPMA, RMT, MambaVision, MobileViTv2, Myo, VMamba
+from .backbones import LCSM, MLLA, PPMA, RMT, MambaVision, MobileViTv2, Myo, Vim, VMamba
 from .checkpoints import load_checkpoint
 from .optim import CPUAmpOptimWrapper, LayerDecayConstructor
 
 __all__ = ['CPUAmpOptimWrapper', 'LCSM', 'LayerDecayConstructor', 'MLLA', 'MambaVision', 'MobileViTv2', 'Myo',
-           'PPMA', 'RMT', 'VMamba', 'load_checkpoint']
+           'PPMA', 'RMT', 'VMamba', 'Vim', 'load_checkpoint']
 
 if find_spec('mmdet'):
     from . import ssdlite  # noqa: F401  (registers)

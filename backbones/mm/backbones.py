@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import lcsm, mambavision, mlla, mobilevitv2, myo, ppma, rmt, vmamba
+from .. import lcsm, mambavision, mlla, mobilevitv2, myo, ppma, rmt, vim, vmamba
 from ..weights import WeightsError, check_finite, differences, load_state_dict, read_file, some
 from ..weights.key_table import below
 from ..weights.resolve import refuse_hybrid, resolve
@@ -325,6 +325,24 @@ class VMamba(DenseBackbone, vmamba.VMamba, BaseModule):
 
     def __init__(self, arch: Arch = 'tiny_s1l8', **kwargs: Any):
         super().__init__(arch, **kwargs)
+
+
+@MODELS.register_module()
+class Vim(DenseBackbone, vim.Vim, BaseModule):
+    """Vim backbone, whose layers all have the stride of the patches, so that a neck has to make a pyramid of them.
+
+    `out_indices` are layers, by default the last of each quarter of them: (5, 11, 17, 23) of 24. `frozen_stages=n`
+    freezes the patch embedding and the first n layers. The returned maps lack the class token and end in the network's
+    last norm, so they have no output norms by default. See `DenseBackbone` and `subquad.backbones.Vim`.
+    """
+
+    family, archs = vim.Vim, vim.ARCHS
+
+    def __init__(self, arch: Arch = 'tiny', out_indices: Optional[Sequence[int]] = None, output_norms: bool = False,
+                 **kwargs: Any):
+        if out_indices is None:
+            out_indices = vim.quarters({**(arch if isinstance(arch, dict) else self.archs.get(arch, {})), **kwargs})
+        super().__init__(arch, out_indices, output_norms, **kwargs)
 
 
 @MODELS.register_module()

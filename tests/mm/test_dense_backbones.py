@@ -43,7 +43,7 @@ def test_feature_maps_equal_the_classifiers_stages(family):
     backbone = _build(family, out_indices=range(count), output_norms=False).eval()
     backbone.load_state_dict({k: v for k, v in classifier.state_dict().items() if not k.startswith('head.')})
     x = torch.rand(2, 3, 75, 98)
-    expected = classifier.forward_intermediates(x, intermediates_only=True)
+    expected = classifier.forward_intermediates(x, norm=True, intermediates_only=True)
     levels = backbone(x)
     assert backbone.out_channels == [y.shape[1] for y in levels]
     for level, other in zip(levels, expected, strict=True):
@@ -92,7 +92,7 @@ def test_frozen_stages_get_no_gradients_and_stay_in_eval_mode(family, frozen):
     assert bool(moved) == any(isinstance(module, _BatchNorm) and module.training for module in backbone.modules())
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [name for name in FAMILIES if name != 'Vim'])
 def test_norm_eval_keeps_batch_norm_in_eval_mode(family):
     backbone = _build(family, norm_eval=True).train()
     norms = [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
@@ -270,7 +270,8 @@ def test_layer_decay_sets_learning_rates_per_block(family):
     assert rates['head.weight'] == 1 and rates['backbone.output_norms.3.weight'] == 1
     part = '' if family == 'MobileViTv2' else 'blocks.'
     blocks = [f'{i}.{part}{j}' for i, stage in enumerate(model.backbone.stages)
-              for j in range(len(getattr(stage, 'blocks', stage)))]
+              for j in range(len(getattr(stage, 'blocks', stage)))
+              ] if family != 'Vim' else range(4)
     for n, block in enumerate(reversed(blocks), 1):
         rate = {rates[name] for name in rates if name.startswith(f'backbone.stages.{block}.')}
         assert rate == {0.5 ** n}, block
