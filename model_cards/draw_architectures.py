@@ -17,16 +17,13 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 VARIANTS = {
     'ppma': ('tiny', 'small', 'base'),
-    
     'mobilevitv2': ('050', '100', '200'),
     'myo': ('tiny', 'small', 'base'),
     'lcsm': ('tiny', 'small', 'base'),
     'rmt': ('tiny', 'base', 'large'),
-,
     'mambavision': ('tiny', 'base', 'large'),
 }
-PREFIXES = {family: f"{'subquad_' * (family == 'mambavision': 'mambavision_', 'mobilevitv2')}{family}_" for
-            family in VARIANTS}
+PREFIXES = {family: f"{'subquad_' * (family == 'mobilevitv2')}{family}_" for family in VARIANTS}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
