@@ -82,6 +82,7 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
             to_onnx.load(path)(made.example(batch, (height, width)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', [name for name in FAMILIES if name not in TEST_MODELS])
 def test_a_family_without_digits(name, tmp_path):
     convert_and_check(name, False, Options(), tmp_path)
