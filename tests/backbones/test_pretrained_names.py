@@ -161,7 +161,7 @@ def test_published_classifiers_are_tags_of_timm():
             key: getattr(weights, key) for key in ('input_size', 'crop_pct', 'mean', 'std', 'interpolation', 'license',
                                                    'num_classes')}
         assert tuple(32 * side for side in cfg.pool_size) == cfg.input_size[1:]
-        assert cfg.has_weights == (not weights.page)
+        assert bool(cfg.has_weights) == (not weights.page)
     cfg = timm.get_pretrained_cfg('ppma_small')
     assert (cfg.hf_hub_id, cfg.hf_hub_filename, cfg.tag) == (
         'ZhongchenZhao/PPMA', 'checkpoints/classification/PPMA_S_202504021000/best.pth', 'in1k')
