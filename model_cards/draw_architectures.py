@@ -22,8 +22,10 @@ VARIANTS = {
     'lcsm': ('tiny', 'small', 'base'),
     'rmt': ('tiny', 'base', 'large'),
     'mambavision': ('tiny', 'base', 'large'),
+    'vmamba': ('tiny_s1l8', 'small_s2l15', 'base_s2l15'),
 }
-PREFIXES = {family: f"{'subquad_' * (family == 'mobilevitv2')}{family}_" for family in VARIANTS}
+PREFIXES = {family: f"{'subquad_' * (family == 'vmamba': 'vmamba_',
+            'mobilevitv2')}{family}_" for family in VARIANTS}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -90,13 +92,15 @@ def draw_stages(axes, family):
     axes.set_title(f'Stages, for images of {side} x {side}', fontsize=9, loc='left')
 
 
-def draw_block(axes, mixer, title):
-    """Draw one block of the hierarchical backbones, from left to right."""
+def draw_block(axes, mixer, title, with_convolutions=True):
+    """Draw one block of the hierarchical backbones, from left to right; VMamba's has no 3 x 3 convolutions outside."""
     steps = [('DWConv\n3 x 3', CONV), ('LayerNorm', PLAIN), (mixer, MIXER), ('LayerNorm', PLAIN),
              ('FFN, with a\nDWConv 3 x 3', DENSE)]
     x, y, ends = 0.4, 0., []
     arrow(axes, (0, y), (x, y))
-    for part in (steps[:1], steps[1:3], steps[3:]):
+    if not with_convolutions:
+        steps[0], steps[4] = None, ('FFN', DENSE)
+    for part in (steps[:1], steps[1:3], steps[3:])[not with_convolutions:]:
         start = x - 0.2
         for text, color in part:
             width = 1.05 if text == 'LayerNorm' else 1.45
@@ -252,8 +256,26 @@ def draw_recurrence(axes):
     axes.set_title('m = o m + e i\', y = m\' s along every line, in both directions', fontsize=9)
 
 
+def draw_scans(axes):
+    """Draw the lines of the four scans: through the rows and through the columns, from either end."""
+    for x, color, title, vertical in ((0., FIRST, 'rows, and back', False), (6.5, SECOND, 'columns, and back', True)):
+        for i in range(4):
+            for j in range(4):
+                axes.add_patch(Rectangle((x + j, 1 - i), 1, 1, facecolor='white', edgecolor='#999999', linewidth=0.8))
+        places = [(x + j + 0.5, 1.5 - i) for i in range(4) for j in range(4)]
+        if vertical:
+            places.sort(key=lambda place: (place[0], -place[1]))
+        for start, end in zip(places, places[1:]):
+            axes.annotate('', end, start, arrowprops=dict(arrowstyle='<|-|>', color=color, linewidth=0.8, shrinkA=1,
+                                                          shrinkB=1, mutation_scale=5))
+        axes.text(x + 2, -2.5, title, ha='center', va='center', fontsize=8)
+    axes.set(xlim=(-0.2, 10.7), ylim=(-2.8, 2.3), aspect='equal')
+    axes.set_title('h = exp(step A) h + step b u, y = c\' h + D u on four lines', fontsize=9)
+
+
 # The name and the picture of the mixer of each family on the skeleton.
 MIXERS = {'ppma': ('polyline path\nattention', draw_polyline), 'rmt': ('Manhattan\nattention', draw_manhattan),
+          'vmamba': ('SS2D', draw_scans),
           'myo': ('quad-tree\nsolve', draw_quadtree), 'lcsm': ('linear\nrecurrence', draw_recurrence)}
 
 
@@ -274,7 +296,7 @@ def draw(family):
         draw_windows(mixer)
     else:
         name, draw_mixer = MIXERS[family]
-        draw_block(block, name, 'One block of a stage')
+        draw_block(block, name, 'One block of a stage', with_convolutions=family != 'vmamba')
         draw_mixer(mixer)
     for axes in (stages, block, mixer):
         axes.axis('off')
