@@ -110,6 +110,9 @@ _VMAMBA = [_models('vmamba', 'vmamba', 'VMamba-Tiny, its first version, and timm
                    '224 x 224 image', ('vmamba_tiny_s1l8', 'vmamba_vanilla_tiny', _SWIN, _CONVNEXT), (224, 224), 1, 15,
                    {_CONVNEXT: 0.77})]
 
+_MLLA = [_models('mlla', 'mlla', 'MLLA-Tiny and timm models of its size, one 224 x 224 image',
+                 ('mlla_tiny', _SWIN, _CONVNEXT), (224, 224), 1, 15, {_CONVNEXT: 1 / 1.1})]
+
 _SEPARABLE = dict(op='separable_attention', batch=8, heads=1, dim=128, names=('portable', 'eager', 'matmul'))
 _MOBILEVITV2 = [
     _operator('mobilevitv2', 'separable_attention-32x32',
@@ -164,7 +167,7 @@ _LCSM = [
 # top-1 without further data, in percent, and the image size of the test, as timm lists them
 # (results/results-imagenet.csv of huggingface/pytorch-image-models, commit 0173a139).
 CHOICE_SIZES = (224, 512, 1024)
-CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mambavision_tiny''vmamba_tiny_s1l8', 'subquad_mobilevitv2_050',
+CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny', 'mambavision_tiny''vmamba_tiny_s1l8', 'subquad_mobilevitv2_050',
                'subquad_mobilevitv2_100', 'myo_tiny', 'lcsm_tiny')
 CHOICE_TIMM: Dict[str, Tuple[float, int]] = {
     'tf_efficientnetv2_b0': (78.4, 224), 'edgenext_small': (81.6, 320), 'convnextv2_nano': (82.5, 288),
@@ -259,7 +262,7 @@ _GPU = [
 ]
 
 PRESETS = {preset.name: preset for preset in (
-    *_PPMA, *_RMT, *_MAMBAVISION, *_VMAMBA, *_MOBILEVITV2, *_MYO, *_LCSM, *CHOICE, *_AUTOCAST, *_COMPILED, *_GPU)}
+    *_PPMA, *_RMT, *_MAMBAVISION, *_VMAMBA, *_MLLA, *_MOBILEVITV2, *_MYO, *_LCSM, *CHOICE, *_AUTOCAST, *_COMPILED, *_GPU)}
 # What `lab.benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()

@@ -23,9 +23,11 @@ VARIANTS = {
     'rmt': ('tiny', 'base', 'large'),
     'mambavision': ('tiny', 'base', 'large'),
     'vmamba': ('tiny_s1l8', 'small_s2l15', 'base_s2l15'),
+    'mlla': ('tiny', 'small', 'base'),
 }
 PREFIXES = {family: f"{'subquad_' * (family == 'vmamba': 'vmamba_',
-            'mobilevitv2')}{family}_" for family in VARIANTS}
+            'mobilevitv2')}{family}_" for'mlla': 'mlla_',  family in VARIANTS
+            }
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -92,19 +94,17 @@ def draw_stages(axes, family):
     axes.set_title(f'Stages, for images of {side} x {side}', fontsize=9, loc='left')
 
 
-def draw_block(axes, mixer, title, with_convolutions=True):
-    """Draw one block of the hierarchical backbones, from left to right; VMamba's has no 3 x 3 convolutions outside."""
-    steps = [('DWConv\n3 x 3', CONV), ('LayerNorm', PLAIN), (mixer, MIXER), ('LayerNorm', PLAIN),
-             ('FFN, with a\nDWConv 3 x 3', DENSE)]
+def draw_block(axes, mixer, title, with_convolutions=True, last):
+    """Draw one block of the hierarchical backbones, from left to right; VMamba's has no 3 x 3 convolutions outside; `last`: what follows the mixer."""
     x, y, ends = 0.4, 0., []
     arrow(axes, (0, y), (x, y))
     if not with_convolutions:
         steps[0], steps[4] = None, ('FFN', DENSE)
-    for part in (steps[:1], steps[1:3], steps[3:])[not with_convolutions:]:
+    for part in ([('DWConv\n3 x 3', CONV)], [('LayerNorm', PLAIN), (mixer, MIXER)], *last)[not with_convolutions:]:
         start = x - 0.2
         for text, color in part:
             width = 1.05 if text == 'LayerNorm' else 1.45
-            box(axes, x + width / 2, y, width, 0.62, text, color, 6.5)
+            box(axes, x + width / 2, y, width, 0.62, text, color, 6.5 if len(last) == 1 else 5.5)
             arrow(axes, (x + width, y), (x + width + 0.25, y))
             x += width + 0.25
         axes.text(x + 0.1, y, '+', ha='center', va='center', fontsize=9,
@@ -215,6 +215,26 @@ def draw_separable(axes):
     axes.set_title('Separable self-attention', fontsize=9)
 
 
+def draw_linear(axes):
+    """Draw the data flow of MLLA's mixer."""
+    box(axes, 0.6, 0, 1.2, 0.6, 'tokens', PLAIN, 6.5)
+    for start, x, y, width, text, color in (
+            ((1.2, 0), 3.0, 1.1, 2.2, 'linear, DWConv,\nSiLU: v', CONV),
+            ((1.2, 0), 3.0, -1.1, 2.2, 'linear, SiLU:\ngate', CONV),
+            ((4.1, 1.1), 6.3, 0., 2.8, 'linear, elu + 1,\nrotated: q and k', CONV),
+            ((4.1, 1.1), 6.3, 1.1, 2.8, 'mean of k v\' over\nall tokens', MIXER),
+            ((7.7, 1.1), 9.6, 0.55, 2.2, 'q (k v\'),\nnormalized', MIXER)):
+        arrow(axes, start, (x - width / 2, y))
+        box(axes, x, y, width, 0.7, text, color, 6.5)
+    arrow(axes, (6.3, 0.35), (6.3, 0.75))
+    arrow(axes, (7.7, 0.), (8.5, 0.35))
+    box(axes, 9.6, -0.8, 2.2, 0.9, '(y + DWConv v)\ntimes gate,\nlinear', MIXER, 6.5)
+    arrow(axes, (9.6, 0.2), (9.6, -0.35))
+    arrow(axes, (4.1, -1.1), (8.5, -0.9))
+    axes.set(xlim=(-0.1, 10.8), ylim=(-1.6, 1.6))
+    axes.set_title('Linear attention in the block of Mamba', fontsize=9)
+
+
 def draw_quadtree(axes):
     """Draw three levels of the tree over a map, with the sweeps up and down."""
     x = 0.
@@ -276,7 +296,11 @@ def draw_scans(axes):
 # The name and the picture of the mixer of each family on the skeleton.
 MIXERS = {'ppma': ('polyline path\nattention', draw_polyline), 'rmt': ('Manhattan\nattention', draw_manhattan),
           'vmamba': ('SS2D', draw_scans),
-          'myo': ('quad-tree\nsolve', draw_quadtree), 'lcsm': ('linear\nrecurrence', draw_recurrence)}
+          'mlla': ('linear\nattention', draw_linear), 'myo': ('quad-tree\nsolve', draw_quadtree),
+          'lcsm': ('linear\nrecurrence', draw_recurrence)}
+# What follows the mixer in the blocks of a family; None for others.
+LAST = {'mlla': ([('DWConv\n3 x 3', CONV)], [('LayerNorm', PLAIN), ('MLP', DENSE)]),
+        None: ([('LayerNorm', PLAIN), ('FFN, with a\nDWConv 3 x 3', DENSE)],)}
 
 
 def draw(family):
@@ -296,7 +320,7 @@ def draw(family):
         draw_windows(mixer)
     else:
         name, draw_mixer = MIXERS[family]
-        draw_block(block, name, 'One block of a stage', with_convolutions=family != 'vmamba')
+        draw_block(block, name, 'One block of a stage', with_convolutions=family != 'vmamba', LAST.get(family, LAST[None]))
         draw_mixer(mixer)
     for axes in (stages, block, mixer):
         axes.axis('off')

@@ -36,6 +36,7 @@ _SIZES: Dict[str, Union[Sizes, str]] = {
     'RMT': Sizes(64, 32, 2048),
     'VMamba': 'VMamba unrolls its scans for one image size, so height and width cannot be dynamic',
     'MambaVision': 'MambaVision pads its maps to whole windows, so height and width cannot be dynamic here',
+    'MLLA': Sizes(64, 32, 2048),
     'Vim': 'Vim resizes its position embeddings for one image size, so height and width cannot be dynamic',
     'Myo': 'Myo builds its quad tree for one image size, so height and width cannot be dynamic',
     'LCSM': 'LCSM unrolls its recurrences for one image size, so height and width cannot be dynamic',
