@@ -167,8 +167,8 @@ _LCSM = [
 # top-1 without further data, in percent, and the image size of the test, as timm lists them
 # (results/results-imagenet.csv of huggingface/pytorch-image-models, commit 0173a139).
 CHOICE_SIZES = (224, 512, 1024)
-CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny', 'mambavision_tiny''vmamba_tiny_s1l8', 'subquad_mobilevitv2_050',
-               'subquad_mobilevitv2_100', 'myo_tiny', 'lcsm_tiny')
+CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny', 'mambavision_tiny''vmamba_tiny_s1l8',
+               'subquad_mobilevitv2_050', 'subquad_mobilevitv2_100', 'myo_tiny', 'lcsm_tiny')
 CHOICE_TIMM: Dict[str, Tuple[float, int]] = {
     'tf_efficientnetv2_b0': (78.4, 224), 'edgenext_small': (81.6, 320), 'convnextv2_nano': (82.5, 288),
     'resnet50': (80.7, 224), _SWIN: (81.4, 224), 'pvt_v2_b2_li': (82.2, 224), _CONVNEXT: (82.7, 288)}
