@@ -28,6 +28,7 @@ from ..kernels.polyline_attention import native_forward as native_polyline
 from ..kernels.quadtree_attention import native_forward as native_quadtree
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from ..kernels.separable_attention.native import native_attention as native_separable
+from . import mambavision
 from .blocks import ConvNorm, FeedForward, Stem, check_image
 from .hierarchical import Stage
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
@@ -662,6 +663,7 @@ def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
 REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     ConvNorm: fold_norm,
     ConvNormAct: fold_norm,
+    mambavision.ConvNorm: fold_norm,
     DepthwiseMixer: prepare_depthwise,
     EosMixer: prepare_eos,
     FeedForward: prepare_feed_forward,

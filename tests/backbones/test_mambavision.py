@@ -11,6 +11,7 @@ from pairwise import slow
 from safetensors import safe_open
 from torch import nn
 
+import subquad
 from subquad import kernels
 from subquad.backbones.mambavision import ARCHS, MambaVision
 from subquad.backbones.mixers.mambavision import MambaVisionMixer
@@ -90,6 +91,19 @@ def test_inference_equals_training_at_odd_sizes(size):
         fast = model.forward_features(x)
     assert_close(fast, model.forward_features(x), 1e-5)
     assert fast.shape[2:] == tuple(-(-n // 32) for n in size)
+
+
+def test_prepare_folds_the_norms_of_convolutions():
+    model, x = timm.create_model('test_mambavision', num_classes=3).eval(), torch.randn(2, 3, 70, 50)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for value in (module.weight, module.bias, module.running_mean, module.running_var):
+                nn.init.uniform_(value, 0.5, 1.5)
+    with torch.no_grad():
+        expected = model(x)
+        fast = subquad.prepare(model)
+        assert [name for name, module in fast.named_modules() if isinstance(module, nn.BatchNorm2d)] == ['head.norm']
+        assert_close(fast(x), expected, 1e-5)
 
 
 def test_windows_are_cut_in_raster_order():
