@@ -25,9 +25,7 @@ VARIANTS = {
     'vmamba': ('tiny_s1l8', 'small_s2l15', 'base_s2l15'),
     'mlla': ('tiny', 'small', 'base'),
 }
-PREFIXES = {family: f"{'subquad_' * (family == 'vmamba': 'vmamba_',
-            'mobilevitv2')}{family}_" for'mlla': 'mlla_',  family in VARIANTS
-            }
+PREFIXES = {family: f"{'subquad_' * (family == 'mobilevitv2')}{family}_" for family in VARIANTS}
 CONV, MIXER, DENSE, PLAIN = '#dbe7f3', '#f6d9b8', '#dcebd4', '#f2f2f2'
 DARK, FIRST, SECOND = '#333333', '#c0504d', '#2f6fa8'
 
@@ -94,17 +92,15 @@ def draw_stages(axes, family):
     axes.set_title(f'Stages, for images of {side} x {side}', fontsize=9, loc='left')
 
 
-def draw_block(axes, mixer, title, with_convolutions=True, last):
-    """Draw one block of the hierarchical backbones, from left to right; VMamba's has no 3 x 3 convolutions outside; `last`: what follows the mixer."""
+def draw_block(axes, mixer, title, before, after):
+    """Draw one block, from left to right: residual branches before that of the mixer, the mixer's, and those after."""
     x, y, ends = 0.4, 0., []
     arrow(axes, (0, y), (x, y))
-    if not with_convolutions:
-        steps[0], steps[4] = None, ('FFN', DENSE)
-    for part in ([('DWConv\n3 x 3', CONV)], [('LayerNorm', PLAIN), (mixer, MIXER)], *last)[not with_convolutions:]:
+    for part in (*before, [('LayerNorm', PLAIN), (mixer, MIXER)], *after):
         start = x - 0.2
         for text, color in part:
             width = 1.05 if text == 'LayerNorm' else 1.45
-            box(axes, x + width / 2, y, width, 0.62, text, color, 6.5 if len(last) == 1 else 5.5)
+            box(axes, x + width / 2, y, width, 0.62, text, color, 6.5 if len(after) == 1 else 5.5)
             arrow(axes, (x + width, y), (x + width + 0.25, y))
             x += width + 0.25
         axes.text(x + 0.1, y, '+', ha='center', va='center', fontsize=9,
@@ -299,8 +295,13 @@ MIXERS = {'ppma': ('polyline path\nattention', draw_polyline), 'rmt': ('Manhatta
           'mlla': ('linear\nattention', draw_linear), 'myo': ('quad-tree\nsolve', draw_quadtree),
           'lcsm': ('linear\nrecurrence', draw_recurrence)}
 # What follows the mixer in the blocks of a family; None for others.
-LAST = {'mlla': ([('DWConv\n3 x 3', CONV)], [('LayerNorm', PLAIN), ('MLP', DENSE)]),
-        None: ([('LayerNorm', PLAIN), ('FFN, with a\nDWConv 3 x 3', DENSE)],)}
+CONVOLUTION = [('DWConv\n3 x 3', CONV)]
+# Branches of a block before and after the mixer's.
+AROUND = {
+    'mlla': ((CONVOLUTION,), (CONVOLUTION, [('LayerNorm', PLAIN), ('MLP', DENSE)])),
+    'vmamba': ((), ([('LayerNorm', PLAIN), ('MLP', DENSE)],)),
+    None: ((CONVOLUTION,), ([('LayerNorm', PLAIN), ('FFN, with a\nDWConv 3 x 3', DENSE)],)),
+}
 
 
 def draw(family):
@@ -320,7 +321,7 @@ def draw(family):
         draw_windows(mixer)
     else:
         name, draw_mixer = MIXERS[family]
-        draw_block(block, name, 'One block of a stage', with_convolutions=family != 'vmamba', LAST.get(family, LAST[None]))
+        draw_block(block, name, 'One block of a stage', *AROUND.get(family, AROUND[None]))
         draw_mixer(mixer)
     for axes in (stages, block, mixer):
         axes.axis('off')

@@ -40,8 +40,9 @@ def test_front_matter_is_read_by_the_hub(family):
     data = card.data.to_dict()
     assert data['library_name'] == 'timm' and data['pipeline_tag'] == 'image-classification'
     assert data['datasets'] and {'timm', data['pipeline_tag']} <= set(data['tags'])
-    licenses = {'mobilevitv2': 'other', 'rmt': 'other', 'mambavision': 'cc-by-nc-sa-4.0'}
-    assert data['license'] == licenses.get{'mobilevitv2': ,:'other', 'vmamba': 'mit'}.get(family, 'apache-2.0')
+    licenses = {'mobilevitv2': 'other', 'rmt': 'other', 'mlla': 'mit', 'vmamba': 'mit',
+                'mambavision': 'cc-by-nc-sa-4.0'}
+    assert data['license'] == licenses.get(family, 'apache-2.0')
     assert (data['license'] == 'other') == ('license_name' in data) == ('license_link' in data)
     assert card.text.lstrip().startswith('# ')
     # The hub finds papers by their links in the text.
