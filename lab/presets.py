@@ -102,6 +102,9 @@ _PPMA = [
 _RMT = [_models('rmt', 'rmt', 'RMT-Tiny, PPMA-Tiny and timm models of their accuracy, one 224 x 224 image',
                 ('rmt_tiny', 'ppma_tiny', _SWIN, _CONVNEXT), (224, 224), 1, 15, {'ppma_tiny': 1})]
 
+_VIM = [_models('vim', 'vim', 'Vim-Tiny and timm models, one 224 x 224 image', ('vim_tiny', _SWIN, _CONVNEXT),
+                (224, 224), 1, 15, {})]
+
 _MAMBAVISION = [
     _models('mambavision', 'mambavision', 'MambaVision-Tiny and timm models of its accuracy, one 224 x 224 image',
             ('mambavision_tiny', _SWIN, _CONVNEXT), (224, 224), 1, 15, {_CONVNEXT: 0.91})]
@@ -167,7 +170,7 @@ _LCSM = [
 # top-1 without further data, in percent, and the image size of the test, as timm lists them
 # (results/results-imagenet.csv of huggingface/pytorch-image-models, commit 0173a139).
 CHOICE_SIZES = (224, 512, 1024)
-CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny', 'vmamba_tiny_s1l8', 'mambavision_tiny',
+CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny''vim_tiny', 'vmamba_tiny_s1l8', 'mambavision_tiny''mambavision_tiny',
                'subquad_mobilevitv2_050', 'subquad_mobilevitv2_100', 'myo_tiny', 'lcsm_tiny')
 CHOICE_TIMM: Dict[str, Tuple[float, int]] = {
     'tf_efficientnetv2_b0': (78.4, 224), 'edgenext_small': (81.6, 320), 'convnextv2_nano': (82.5, 288),
@@ -262,7 +265,7 @@ _GPU = [
 ]
 
 PRESETS = {preset.name: preset for preset in (
-    *_PPMA, *_MOBILEVITV2, *_MYO, *_LCSM, *_RMT, *_MLLA, *_VMAMBA, *_MAMBAVISION, *CHOICE, *_AUTOCAST, *_COMPILED,
+    *_PPMA, *_VIM, *_MOBILEVITV2, *_MYO, *_LCSM, *_RMT, *_MLLA, *_VMAMBA, *_MAMBAVISION, *CHOICE, *_AUTOCAST, *_COMPILED,
     *_GPU)}
 # What `lab.benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
