@@ -170,7 +170,8 @@ _LCSM = [
 # top-1 without further data, in percent, and the image size of the test, as timm lists them
 # (results/results-imagenet.csv of huggingface/pytorch-image-models, commit 0173a139).
 CHOICE_SIZES = (224, 512, 1024)
-CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny''vim_tiny', 'vmamba_tiny_s1l8', 'mambavision_tiny''mambavision_tiny',
+CHOICE_OURS = ('ppma_tiny', 'ppma_tiny_crisscross', 'rmt_tiny', 'mlla_tiny', 'vmamba_tiny_s1l8', 'vim_tiny',
+               'mambavision_tiny',
                'subquad_mobilevitv2_050', 'subquad_mobilevitv2_100', 'myo_tiny', 'lcsm_tiny')
 CHOICE_TIMM: Dict[str, Tuple[float, int]] = {
     'tf_efficientnetv2_b0': (78.4, 224), 'edgenext_small': (81.6, 320), 'convnextv2_nano': (82.5, 288),
@@ -265,8 +266,8 @@ _GPU = [
 ]
 
 PRESETS = {preset.name: preset for preset in (
-    *_PPMA, *_VIM, *_MOBILEVITV2, *_MYO, *_LCSM, *_RMT, *_MLLA, *_VMAMBA, *_MAMBAVISION, *CHOICE, *_AUTOCAST, *_COMPILED,
-    *_GPU)}
+    *_PPMA, *_MOBILEVITV2, *_MYO, *_LCSM, *_RMT, *_MLLA, *_VMAMBA, *_VIM, *_MAMBAVISION, *CHOICE, *_AUTOCAST,
+    *_COMPILED, *_GPU)}
 # What `lab.benchmark` measures by default: on a CPU the presets with a target for time or memory (the target of
 # `denoising` is an error; exported models need further packages), on a GPU all of its presets.
 DEFAULTS: List[str] = [name for name, preset in PRESETS.items()
