@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._timm import checkpoint_seq
 from .blocks import ProjectionHead, check_image
 from .hierarchical import STRIDES, HierarchicalBackbone
-from .mixers.mambavision import MambaVisionMixer, WindowAttention
+from .mixers.window import MambaVisionMixer, WindowAttention
 from .options import Flag, ImageSize, InChans, NumClasses, Rate, checked, each_stage, integer, number, one_of, or_none
 from .timm_interface import TimmInterface, build_model, image_cfg, init_linear, published_cfgs
 from .weights import mambavision_keys

@@ -14,7 +14,7 @@ from torch import nn
 import subquad
 from subquad import kernels
 from subquad.backbones.mambavision import ARCHS, MambaVision
-from subquad.backbones.mixers.mambavision import MambaVisionMixer
+from subquad.backbones.mixers.window import MambaVisionMixer
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, download, load_weights
 from subquad.backbones.weights.registry import find, of_arch
 from subquad.tools import weights
