@@ -49,8 +49,12 @@ def counts_table(root: Path, family: str) -> str:
         row = counted(name)
         theirs = row['reported_by_authors']
         rows.append([f'`{name}`', str(row['size'][0]), f"{row['parameters']:,}", *_counts(row),
-                     f"{theirs['parameters_M']} M, {theirs['gmacs']} G" if theirs else '-'])
+                     _reported(theirs) if theirs else '-'])
     return markdown(['model', 'image size', 'parameters', *_COUNT_HEADINGS, 'reported by the authors'], rows)
+
+
+def _reported(theirs: Dict[str, float]) -> str:
+    return f"{theirs['parameters_M']} M" + (f", {theirs['gmacs']} G" if 'gmacs' in theirs else '')
 
 
 def _counts(row: Dict[str, Any]) -> List[str]:
@@ -73,7 +77,7 @@ def dense_table(root: Path, family: str) -> str:
         auxiliary = row.get('parameters_of_auxiliary_head')
         rows.append([f'`{name}`', '{} x {}'.format(*row['size']),
                      f"{row['parameters']:,}" + (f' + {auxiliary:,}' if auxiliary else ''), *_counts(row),
-                     f"{theirs['parameters_M']} M, {theirs['gmacs']} G",
+                     _reported(theirs),
                      f"{COUNTS[row['nearest_count']]}: {row['deviation_percent']:+.1f} %"])
     return markdown(['config', 'image size', 'parameters (+ auxiliary head)', *_COUNT_HEADINGS,
                      'reported by the authors', 'nearest count'], rows)

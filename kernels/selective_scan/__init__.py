@@ -16,7 +16,7 @@ from ..eos_scan import DecayGenerator
 from ..eos_scan.chunks import SPACING, memory_too_large
 from ..native import DONE, function
 from . import reference
-from .paths import PATHS, to_grid, to_lines, token_rows
+from .grid_paths import PATHS, to_grid, to_lines, token_rows
 
 
 def selective_scan(
@@ -135,7 +135,7 @@ def _run(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Option
 
 
 def _flops(u: Sequence[int], delta: Any, a: Sequence[int], *_: Any) -> int:
-    return 7 * torch.Size(u).numel() * a[0] * a[2]       # the decay, the memory and the output: two each, and a product
+    return 6 * torch.Size(u).numel() * a[0] * a[2]       # the decay, the memory and the output: two each
 
 
 @node('selective_scan_native_fwd', _run, _flops)
@@ -156,6 +156,11 @@ def _native(*arguments: Any) -> Tensor:
     if needs_gradient(*tensors):
         return _by_lines('native', *arguments)
     return native_forward(*tensors, *_masks(paths))
+
+
+def _portable(*arguments: Any) -> Tensor:
+    # Counters on the meta device see one operator, as they would with kernels, instead of loops over tokens.
+    return _native(*arguments) if arguments[0].is_meta else _by_lines('portable', *arguments)
 
 
 # --- Triton
@@ -189,7 +194,7 @@ def _triton(*arguments: Any) -> Tensor:
 OPERATORS['selective_scan'] = Operator(
     implementations={
         'reference': reference.selective_scan,
-        'portable': partial(_by_lines, 'portable'),
+        'portable': _portable,
         'native': _native,
         'triton': _triton,
         'export': partial(_by_lines, 'export'),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..common.numerics import REFERENCE_DTYPE
-from .paths import PATHS
+from .grid_paths import PATHS
 
 
 def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Optional[Tensor],

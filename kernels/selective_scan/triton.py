@@ -23,7 +23,7 @@ from ..common.numerics import STEP_LOG_MIN
 from ..common.tiles import LOG2E
 from ..eos_scan.chunks import SPACING
 from ..eos_scan.memory_tiles import load_vector, outer
-from .paths import token_rows
+from .grid_paths import token_rows
 
 SIZES = ('height', 'width', 'channels', 'states', 'parts', 'paths', 'columns_first', 'backwards')
 STRIDES = ('u_b', 'u_t', 'delta_b', 'delta_t', 'delta_p', 'b_b', 'b_t', 'b_p', 'c_b', 'c_t', 'c_p')

@@ -17,7 +17,7 @@ from subquad.tools.exporters.subject import Subject, classifier_subject, describ
 pytest.importorskip('executorch')
 executorch = pytest.importorskip('subquad.tools.exporters.to_executorch')
 fold_constants = pytest.importorskip('subquad.tools.exporters.xnnpack_forms').fold_constants
-MODELS = ('subquad_mobilevitv2_050', 'test_mobilevitv2', 'test_ppma', 'ppma_tiny', 'test_rmt', 'test_vim', 'test_mambavision',
+MODELS = ('subquad_mobilevitv2_050', 'test_mobilevitv2', 'test_ppma', 'ppma_tiny', 'test_rmt', 'test_mambavision',
           'test_myo', 'myo_tiny')
 
 
