@@ -18,6 +18,7 @@ from ..kernels.quadtree_solve.portable import quadtree_solve_maps
 from ..kernels.trees import Level, level_means_export, repeat_to_children, sibling_normalized
 from ..kernels.trees.edges import edge_biases
 from .mixers import SeparableSelfAttention, TreeMixer
+from .mixers.selective import SelectiveScan
 from .mixers.tree import EDGE_DIM
 from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
 from .prepare import NativeTreeMixer, has_hooks, is_plain
@@ -186,8 +187,29 @@ class ExportTreeMixer(TreeMixer):
         return quadtree_solve_maps(values, edges, self.parametrization, levels, spread)[0]
 
 
+class SeparateScans(nn.Module):
+    """SelectiveScan with a module for each path, because runtimes of phones have no tensors of five dimensions."""
+
+    def __init__(self, scan: SelectiveScan):
+        super().__init__()
+        count, dim, states = scan.A_log.shape
+        self.scans = nn.ModuleList()
+        for n, path in enumerate(scan.paths):
+            own = SelectiveScan(dim, states, scan.bounds[0], (path,), scan.bias_factor, scan.A_log.device)
+            own.load_state_dict({name: x.chunk(count)[n] for name, x in scan.state_dict().items()})
+            self.scans.append(own)
+
+    def forward(self, u: Tensor) -> Tensor:
+        y = self.scans[0](u)
+        for scan in self.scans[1:]:
+            y = y + scan(u)
+        return y
+
+
 def prepare_for_export(model: nn.Module) -> List[str]:
-    """Replace the MobileViTv2 blocks, quad-tree mixers and DeepLabv3 head of a model by their export form, in place.
+    """Replace modules of a finished model by their export form, in place.
+
+    These are MobileViTv2 blocks, quad-tree mixers, selective scans along several paths, and the DeepLabv3 head.
 
     Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: they can be
     exported as they are. A model without such blocks or mixers is not changed.
@@ -212,6 +234,8 @@ def prepare_for_export(model: nn.Module) -> List[str]:
         for name, child in list(parent.named_children()) if not isinstance(parent, ExportBlock) else ():
             if isinstance(child, MobileViTv2Block) and _is_supported(child):
                 setattr(parent, name, ExportBlock(child).eval())
+            elif isinstance(child, SelectiveScan) and len(child.paths) > 1:
+                setattr(parent, name, SeparateScans(child).eval())
     return [name for name, module in model.named_modules() if isinstance(module, ExportBlock)]
 
 

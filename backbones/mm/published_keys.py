@@ -4,6 +4,7 @@ from typing import Any, Dict
 from torch import Tensor, nn
 
 from ..mobilevitv2 import MobileViTv2
+from ..ppma import PPMA
 from ..weights.key_table import below
 from . import cvnets
 from .cvnets import BACKBONE
@@ -43,7 +44,8 @@ def has_unused_classes(weights: Dict[str, Any], model: nn.Module) -> bool:
 
     Only the keys and the shapes of the classifiers decide, so a file for the 150 classes of ADE20K looks the same.
     """
-    if not any(key.startswith(f'{BACKBONE}patch_embed.') for key in weights):
+    if not isinstance(getattr(model, 'backbone', None), PPMA) or not any(
+            key.startswith(f'{BACKBONE}patch_embed.') for key in weights):
         return False
     own = {key: value for key, value in model.state_dict().items() if key.startswith(_CLASSIFIERS)}
     found = [key for key in own if key in weights]

@@ -14,6 +14,7 @@ from timm.optim import param_groups_weight_decay
 from vmamba_files import authors_name, authors_state
 
 from subquad import kernels
+from subquad.backbones.export import SeparateScans, prepare_for_export
 from subquad.backbones.mixers import selective
 from subquad.backbones.vmamba import ARCHS, VMamba
 from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, load_weights, read_file
@@ -127,6 +128,16 @@ def test_a_mean_of_the_paths_is_as_good_as_their_sum():
             block.mixer.scan.register_forward_hook(lambda module, args, y: y / 4)
     with torch.no_grad():
         assert relative_error(model(golden['input']), golden['logits']) < 0.01
+
+
+@pytest.mark.parametrize('vanilla', [False, True])
+def test_the_export_form_scans_each_path_alone(vanilla):
+    model, x = timm.create_model('test_vmamba', vanilla=vanilla).eval(), torch.randn(1, 3, 40, 32)
+    with torch.no_grad():
+        expected = model(x)
+        prepare_for_export(model)
+        assert sum(isinstance(module, SeparateScans) for module in model.modules()) == 5
+        assert relative_error(model(x), expected) < 1e-5
 
 
 @pytest.mark.parametrize('vanilla', [False, True])

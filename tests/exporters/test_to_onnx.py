@@ -83,7 +83,7 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in FAMILIES if name not in (*TEST_MODELS, 'test_vmamba')])
+@pytest.mark.parametrize('name', [name for name in FAMILIES if name not in TEST_MODELS])
 def test_a_family_without_digits(name, tmp_path):
     convert_and_check(name, False, Options(), tmp_path)
 
