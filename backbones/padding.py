@@ -370,6 +370,6 @@ def _parts(model: nn.Module) -> List[nn.Module]:
     parts = [module for module in model.modules() if isinstance(module, tuple(PARTS))]
     stems = [module for module in parts if isinstance(module, (Stem, MobileStem))]
     if len(stems) != 1 or parts[0] is not stems[0]:
-        raise ValueError('model must contain one image backbone of subquad, got '
+        raise ValueError('model must contain one PPMA, RMT, MobileViTv2, Myo or LCSM of subquad, got '
                          f'{type(model).__name__} with {len(stems)}')
     return parts

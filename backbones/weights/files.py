@@ -190,8 +190,9 @@ def read_file(path: PathLike, weights: Optional[str] = None, preferred: str = 'a
 def find_weights(checkpoint: Any, path: Path, weights: Optional[str] = None,
                  preferred: str = 'averaged') -> WeightFile:
     """Find the weights in the content of a pickle. See `read_file`, also for the errors."""
-    if isinstance(checkpoint, dict) and any(
-            keys.reports_raw(checkpoint.get('model')) for keys in (rmt_keys, mlla_keys, vim_keys)):
+    raw = checkpoint.get('model') if isinstance(checkpoint, dict) else None
+    if isinstance(raw, dict) and all(isinstance(key, str) for key in raw) and any(
+            keys.reports_raw(raw) for keys in (rmt_keys, mlla_keys, vim_keys)):
         preferred = 'raw'
     try:
         found, source = unwrap(checkpoint, weights, preferred) if isinstance(checkpoint, dict) else ({}, '')

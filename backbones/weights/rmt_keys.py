@@ -21,13 +21,11 @@ def is_published(weights: Dict[str, Any]) -> bool:
     return any(key.endswith(RMT_DECAY) for key in weights)
 
 
-def reports_raw(weights: Any) -> bool:
+def reports_raw(weights: Dict[str, Any]) -> bool:
     """True for the weights of RMT-T, of which the authors report the raw weights (82.41 % top-1, averaged 82.33 %).
 
     They report the averaged weights of the other variants.
     """
-    if not isinstance(weights, dict):
-        return False
     blocks = [f'layers.0.blocks.{number}.pos.conv.bias' in weights for number in (1, 2)]     # T has two, others more
     return f'layers.0{RMT_DECAY}' in weights and blocks == [True, False]
 

@@ -61,6 +61,6 @@ def to_published_keys(weights: Dict[str, Tensor]) -> Dict[str, Tensor]:
     return {names[key]: value[0] if key.endswith(_PER_PATH) else value for key, value in weights.items()}
 
 
-def reports_raw(weights: Any) -> bool:
+def reports_raw(weights: Dict[str, Any]) -> bool:
     """True for the authors' weights: they keep the checkpoint in which the raw weights were best."""
-    return isinstance(weights, dict) and is_published(weights)
+    return is_published(weights)

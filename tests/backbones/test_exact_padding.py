@@ -211,7 +211,7 @@ def test_wrong_inputs_have_the_message_of_the_stem(case, x, error):
 
 def test_models_that_cannot_take_padding():
     sizes, x = [(64, 64)], torch.randn(1, 3, 64, 64)
-    with pytest.raises(ValueError, match='one image backbone of subquad .* got Linear with 0'):
+    with pytest.raises(ValueError, match='one PPMA, .* of subquad, got Linear with 0'):
         subquad.exact_padding(nn.Linear(1, 1), sizes).__enter__()
     with pytest.raises(ValueError, match='got ModuleList with 2'):
         subquad.exact_padding(nn.ModuleList([build('ppma'), build('myo')]), sizes).__enter__()

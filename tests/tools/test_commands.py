@@ -77,8 +77,8 @@ def test_configs_load_and_augmentation_never_fails(images):
     from subquad.tools.data.image_sets import ImageFolder
     from subquad.tools.engine.config import known_configs, load
     names = known_configs()
-    dense = ('_coco', '_coco-320', '_ade20k-512x512', '_cityscapes-1024x1024', '_cityscapes-512x1024',
-             '_voc12-coco-512x512', '_shapes', '_in1k', '_in1k-384px',
+    dense = ('_coco', '_coco-320', '_ade20k-512x512', '_ade20k-640x640', '_cityscapes-1024x1024',
+             '_cityscapes-512x1024', '_voc12-coco-512x512', '_shapes', '_in1k', '_in1k-384px',
              '_in1k-multiscale', '_in21k', '_in1k-from-in21k', '_imagenet')
     others = [name for name in names if not name.startswith(('myo_', 'lcsm_', 'mixers_')) and not name.endswith(dense)]
     assert others == [
