@@ -11,7 +11,7 @@ from typing import Annotated, Any, Dict, Sequence
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm2d, Mlp, calculate_drop_path_rates
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model, register_notrace_function
 from torch import Tensor, nn
 
 from .blocks import DepthwiseConv, ProjectionHead, check_image
@@ -51,6 +51,7 @@ ARCHS: Dict[str, Dict[str, Any]] = {
 }
 
 
+@register_notrace_function
 def pad_to_multiple(x: Tensor, factor: int) -> Tensor:
     """Pad (B, C, H, W) with zeros at the bottom and at the right to multiples of a number."""
     height, width = (-side % factor for side in x.shape[2:])

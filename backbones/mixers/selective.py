@@ -7,6 +7,7 @@ import math
 from typing import Sequence
 
 import torch
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ...kernels import selective_scan
@@ -25,6 +26,7 @@ class StepProjection(nn.Module):
         return torch.bmm(x.transpose(0, 1), self.weight.mT).transpose(0, 1)
 
 
+@register_notrace_module
 class SelectiveScan(WideModule):
     """Selective scans along paths over a grid, whose outputs are added: (B, H, W, C) -> (B, H, W, C).
 

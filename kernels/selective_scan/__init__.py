@@ -160,7 +160,10 @@ def _native(*arguments: Any) -> Tensor:
 
 def _portable(*arguments: Any) -> Tensor:
     # Counters on the meta device see one operator, as they would with kernels, instead of loops over tokens.
-    return _native(*arguments) if arguments[0].is_meta else _by_lines('portable', *arguments)
+    *tensors, paths = arguments
+    if arguments[0].is_meta and not needs_gradient(*tensors):
+        return native_forward(*tensors, *_masks(paths))
+    return _by_lines('portable', *arguments)
 
 
 # --- Triton
