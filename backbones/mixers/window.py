@@ -5,6 +5,7 @@ Hatamizadeh & Kautz, "MambaVision: A Hybrid Mamba-Transformer Vision Backbone", 
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from .selective import SelectiveScan
@@ -41,6 +42,7 @@ class MambaVisionMixer(nn.Module):
         return self.out_proj(torch.cat([self.scan(u[:, None])[:, 0], z], -1))
 
 
+@register_notrace_module
 class WindowAttention(nn.Module):
     """Softmax attention without position embedding: (B, L, C) -> (B, L, C).
 
