@@ -10,7 +10,7 @@ from timm.layers import calculate_drop_path_rates
 from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
-from .blocks import Block, ConvNorm, ProjectionHead, Stem
+from .blocks import Block, ConvNorm, ProjectionHead, Stem, forward_in_parts
 from .mixers.choices import Names, block_mixers, find_mixer, mixer_name, warn_of_unused
 from .options import (
     FLAG,
@@ -82,7 +82,7 @@ class Stage(nn.Module):
         if self.grad_checkpointing:
             x = checkpoint_seq(self.blocks, x)
         else:
-            x = self.blocks(x)
+            x = forward_in_parts(self.blocks, self.blocks, x)
         return x.permute(0, 3, 1, 2)
 
 

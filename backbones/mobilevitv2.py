@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..kernels.common.patches import fold_patches, unfold_patches
 from ._timm import checkpoint_seq, pooled_width
-from .blocks import check_image, check_pool
+from .blocks import check_image, check_pool, forward_in_parts
 from .mixers import LinformerSelfAttention, MultiHeadSelfAttention, SeparableSelfAttention
 from .mixers.separable import LatentTokens, Sampling, check_source
 from .observation import observe_inputs
@@ -224,7 +224,7 @@ class MobileStage(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if self.grad_checkpointing:
             return checkpoint_seq(self, x)
-        return super().forward(x)
+        return forward_in_parts(self, super().forward, x)
 
 
 class MobileViTv2(TimmInterface):

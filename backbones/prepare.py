@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels import separable_attention
 from ..kernels.common.checks import exporting
-from ..kernels.common.numerics import cast_for_autocast, keep_freed_memory, packed
+from ..kernels.common.numerics import cast_for_autocast, packed
 from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
@@ -29,8 +29,7 @@ from ..kernels.quadtree_attention import native_forward as native_quadtree
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from ..kernels.separable_attention.native import native_attention as native_separable
 from . import mambavision
-from .blocks import ConvNorm, FeedForward, Stem, check_image
-from .hierarchical import Stage
+from .blocks import ConvNorm, FeedForward, has_hooks
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mixers.eos_linear import TokenGates
@@ -38,7 +37,6 @@ from .mixers.separable import SeparableMixer, check_source
 from .mobilevitv2 import (
     ConvNormAct,
     InvertedResidual,
-    MobileStage,
     MobileStem,
     MobileViTv2Block,
     TransformerLayer,
@@ -79,10 +77,6 @@ def _train(model: nn.Module, mode: bool = True) -> nn.Module:
     if mode:
         raise ValueError('a prepared model is for inference: build the model again to train it')
     return type(model).train(model, mode)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
 def is_plain(*layers: Optional[nn.Module]) -> bool:
@@ -193,7 +187,6 @@ def _convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: Seq
 
 @torch.library.custom_op('subquad::onednn_linear_fwd', mutates_args=())
 def _compiled_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
-    keep_freed_memory()
     return _linear(x, weight, bias, act)
 
 
@@ -201,7 +194,6 @@ def _compiled_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str
 def _compiled_convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: List[int], stride: List[int],
                           dilation: List[int], groups: int, act: str) -> Tensor:
     """x and the result are channels-last."""
-    keep_freed_memory()
     return _convolution(x, weight, bias, padding, stride, dilation, groups, act)
 
 
@@ -226,56 +218,7 @@ def _(x, weight, *args, out_shape=None, **kwargs) -> int:
     return 2 * batch * height * width * torch.Size(weight).numel()
 
 
-# ---- parts of a batch
-
-# Bytes of the token map that run at a time: in float32, 3 images of 224 x 224 at PPMA-T's stride 4.
-PART_BYTES = 3_200_000
-
-
-def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, elements: int) -> Tensor:
-    """Return forward(x), computed for a few images of the batch at a time in eager inference on a CPU.
-
-    On a CPU, fresh memory and cache misses cost more than arithmetic (measured with PPMA-T: a fifth
-    of the time of a batch of 32). In all other cases the batch stays whole: a graph must not
-    contain the loop, and a GPU is fastest with large batches.
-
-    The stem and each stage split the batch by themselves, because their maps differ in size: late
-    stages run whole batches.
-
-    Args:
-        module: the module whose `forward` runs. If a part of it has a hook, the batch stays whole.
-        forward: maps (B, ...) to (B, ...), each image independently of the others.
-        x: (B, ...).
-        elements: the number of elements of the token map of one image.
-    """
-    if (x.device.type != 'cpu' or torch.is_grad_enabled() or exporting() or torch.compiler.is_compiling()
-            or module.training or has_hooks(module)):
-        return forward(x)
-    keep_freed_memory()
-    images = max(1, PART_BYTES // max(1, elements * _dtype(x).itemsize))
-    return forward(x) if len(x) <= images else torch.cat([forward(part) for part in x.split(images)])
-
-
 # ---- the four-stage skeleton and its mixers
-
-@register_notrace_module
-class StemInParts(Stem):
-    """Stem that runs a batch in parts on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = check_image(x, self.in_chans)
-        elements = x.shape[2] * x.shape[3] // 16 * self.conv4.conv.out_channels
-        return forward_in_parts(self, super().forward, x, elements)
-
-
-@register_notrace_module
-class StageInParts(Stage):
-    """Stage whose blocks run a batch in parts on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.downsample(x).permute(0, 2, 3, 1)
-        return forward_in_parts(self, self.blocks, x, x[0].numel()).permute(0, 3, 1, 2)
-
 
 @register_notrace_module
 class HeadsInPlaceMixer(PolylineMixer):
@@ -468,22 +411,7 @@ def prepare_eos(mixer: EosMixer) -> EosMixer:
     return join_linears(NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer)
 
 
-def _with_class(cls: Type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    def swap(module: nn.Module) -> nn.Module:
-        module.__class__ = cls
-        return module
-    return swap
-
-
 # ---- MobileViTv2
-
-@register_notrace_module
-class MobileStageInParts(MobileStage):
-    """Stage that runs a batch in parts on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return forward_in_parts(self, super().forward, x, x[0].numel())
-
 
 def pack(conv: nn.Conv2d, *rows: slice) -> None:
     """Keep the weights of a 1 x 1 convolution in the order of the native product, too; `rows`: of these outputs."""
@@ -668,14 +596,11 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     EosMixer: prepare_eos,
     FeedForward: prepare_feed_forward,
     InvertedResidual: NativeResidual.convert,
-    MobileStage: _with_class(MobileStageInParts),
     MobileStem: fold_norm,
     MobileViTv2Block: NativeBlock.convert,
     PolylineMixer: prepare_polyline,
     SeparableMixer: prepare_separable,
     SeparableSelfAttention: prepare_separable,
-    Stage: _with_class(StageInParts),
-    Stem: _with_class(StemInParts),
     TransformerLayer: prepare_layer,
     TreeMixer: prepare_tree,
 }

@@ -1,6 +1,5 @@
 """What implementations compute with: dtypes, decay along a grid axis from step logs, and memory for blocks."""
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from math import prod
 from typing import List, Optional, Sequence
 
@@ -165,16 +164,6 @@ class Workspace:
         if name not in self.parts or self.parts[name].numel() < count:
             self.parts[name] = self.like.new_empty(count, dtype=dtype)
         return self.parts[name][:count].view(shape)
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Make the C allocator keep up to 62 MB of freed memory, instead of returning it to the system after each block.
-
-    Memory that is returned has to be mapped again page by page. glibc's thresholds follow the largest block freed so
-    far (see M_MMAP_THRESHOLD in mallopt(3)), so this function allocates and frees a block of 31 MB.
-    """
-    torch.empty(31 * 2 ** 20, dtype=torch.uint8)
 
 
 def sums_are_safe(sums: Tensor) -> bool:

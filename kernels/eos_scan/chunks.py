@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.numerics import keep_freed_memory, ranges
+from ..common.numerics import ranges
 from .problem import DIRECTIONS
 
 Pair = Tuple[Tensor, Tensor]
@@ -295,7 +295,6 @@ class Layout(NamedTuple):
         """Return slices of the batch and slices of chunks, for arguments with `elements` in all.
 
         The slices of chunks are in the order of the time loop, reversed if `backward`."""
-        keep_freed_memory()
         per_chunk = max(1, elements // (batch * self.count))
         lines = max(1, BLOCK_ELEMENTS // (per_chunk * self.count))
         chunks = ranges(self.count, max(1, BLOCK_ELEMENTS // per_chunk))

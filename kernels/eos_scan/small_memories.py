@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.launch import token_order
-from ..common.numerics import compute_dtype, keep_freed_memory, ranges
+from ..common.numerics import compute_dtype, ranges
 from .problem import DIRECTIONS
 
 # Elements of the memories of all tokens, for the lines that are computed at a time.
@@ -61,7 +61,6 @@ def _parts(i: Tensor, keys: int) -> Iterator[Part]:
 
 def _lines(i: Tensor, e: Tensor, s: Tensor, log_k: Empty, log_d: Empty, state: Empty) -> Iterator[Tuple[Part, Lines]]:
     """Yield parts of the batch and of the heads with their arguments."""
-    keep_freed_memory()
     dtype = compute_dtype(i.dtype)
     for part in _parts(i, e.shape[3]):
         x, steps_d = (_last(t, part, 2, dtype) for t in (i, log_d))

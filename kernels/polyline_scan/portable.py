@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.numerics import bounded, compute_dtype, empty_result, keep_freed_memory, log_decay, ranges
+from ..common.numerics import bounded, compute_dtype, empty_result, log_decay, ranges
 
 CHUNK = 32
 # An axis of up to this length is one chunk, because carries would cost more than the larger matrix.
@@ -93,7 +93,6 @@ def _scan_groups(x: Tensor, logs: List[Tensor], paths: str) -> Tensor:
     if torch.is_grad_enabled():
         return torch.cat([scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)
                           for g in ranges(len(x), step)])
-    keep_freed_memory()
     output = torch.empty_like(x)
     for g in ranges(len(x), step):
         output[g] = scan_grid(x[g], [steps[g] for steps in logs], paths, axis_scan)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.numerics import keep_freed_memory, without_autocast
+from ..common.numerics import without_autocast
 from ..quadtree_solve import quadtree_solve
 from ..quadtree_solve.portable import raise_for_singular_quadtree
 from ..trees import Level, leaf_counts, quadtree_levels, sibling_normalized, sum_children
@@ -301,8 +301,6 @@ def saved_shapes(q: Optional[Tensor], v: Tensor, options: Options) -> Tuple[Sequ
 def forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor],
             options: Options) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the output, what inner nodes have (x, then the means of q and of k) and the logits."""
-    if v.device.type == 'cpu':
-        keep_freed_memory()
     layer = _Layer(v, mask, options, exact_dtype(q, v))
     nodes = layer.nodes
     channels, leaves = v.shape[1] * v.shape[4], [layer.leaves(x) for x in ((v,) if q is None else (v, q, k))]

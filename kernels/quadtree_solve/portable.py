@@ -8,7 +8,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..common.numerics import compute_dtype, keep_freed_memory
+from ..common.numerics import compute_dtype
 from ..trees.grid import Level, mean_children, quadtree_levels, quarters, repeat_to_children
 
 Coefficients = Tuple[List[Tensor], List[Tensor], List[Tensor]]
@@ -101,8 +101,6 @@ def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shi
     """Return x of every level in the dtype of values."""
     if not edges:
         return [x.clone() for x in values]
-    if values[0].device.type == 'cpu':
-        keep_freed_memory()
     dtype, levels = compute_dtype(values[0].dtype), _levels(values, shift)
     scale, up, down = coefficients(_computed(edges, dtype), levels, parametrization)
     return [x.to(values[0].dtype) for x in sweep(_computed(values, dtype), levels, scale, up, down)]

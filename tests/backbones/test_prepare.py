@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad
+from subquad.backbones import blocks
 from subquad.backbones import prepare as forms
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.mobilevitv2 import ConvNormAct
@@ -51,7 +52,7 @@ def test_outputs_stay(name, options, monkeypatch):
         half = copy.deepcopy(prepared).bfloat16()(x.bfloat16())
         with torch.autocast('cpu', torch.bfloat16):
             mixed = prepared(x)
-        monkeypatch.setattr(forms, 'PART_BYTES', 1)                   # image by image
+        monkeypatch.setattr(blocks, 'PART_BYTES', 1)                   # image by image
         assert relative_error(prepared(x), expected) <= exact
     for y in (half, mixed):
         assert y.dtype == torch.bfloat16 and relative_error(y.float(), expected) <= rough
@@ -132,7 +133,7 @@ def test_hooks_and_adapters_keep_their_modules(monkeypatch):
         subquad.prepare(model)
         assert type(mixer.q) is Adapter and isinstance(model.stages[2].downsample.norm, nn.BatchNorm2d)
         # A hook that comes later sees the whole batch, too.
-        monkeypatch.setattr(forms, 'PART_BYTES', 1)
+        monkeypatch.setattr(blocks, 'PART_BYTES', 1)
         model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
         assert relative_error(model(x), expected) <= 1e-6
     assert seen == [3, 3, 3]
