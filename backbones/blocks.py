@@ -78,21 +78,25 @@ def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: 
 
 
 class ConvNorm(nn.Module):
-    """3x3 convolution with bias, BatchNorm and, with `act`, GELU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
+    """Convolution, BatchNorm and activation: (B, C, H, W) -> (B, C', ceil(H/stride), ceil(W/stride))."""
 
     def __init__(
             self,
             in_chs: int,
             out_chs: int,
+            kernel_size: int = 3,
             stride: int = 1,
-            act: bool = False,
+            bias: bool = True,
+            act_layer: Callable[[], nn.Module] = nn.Identity,
+            eps: float = 1e-5,
             device=None,
             dtype=None,
     ):
         super().__init__()
-        self.conv = nn.Conv2d(in_chs, out_chs, 3, stride, 1, device=device, dtype=dtype)
-        self.norm = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
-        self.act = nn.GELU() if act else nn.Identity()
+        self.conv = nn.Conv2d(
+            in_chs, out_chs, kernel_size, stride, kernel_size // 2, bias=bias, device=device, dtype=dtype)
+        self.norm = nn.BatchNorm2d(out_chs, eps, device=device, dtype=dtype)
+        self.act = act_layer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(self.conv(x)))
@@ -105,9 +109,9 @@ class Stem(nn.Module):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.in_chans = in_chans
-        self.conv1 = ConvNorm(in_chans, dim // 2, stride=2, act=True, **dd)
-        self.conv2 = ConvNorm(dim // 2, dim // 2, act=True, **dd)
-        self.conv3 = ConvNorm(dim // 2, dim, stride=2, act=True, **dd)
+        self.conv1 = ConvNorm(in_chans, dim // 2, stride=2, act_layer=nn.GELU, **dd)
+        self.conv2 = ConvNorm(dim // 2, dim // 2, act_layer=nn.GELU, **dd)
+        self.conv3 = ConvNorm(dim // 2, dim, stride=2, act_layer=nn.GELU, **dd)
         self.conv4 = ConvNorm(dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ._timm import checkpoint_seq
-from .blocks import ProjectionHead, check_image
+from .blocks import ConvNorm, ProjectionHead, check_image, forward_in_parts
 from .hierarchical import STRIDES, HierarchicalBackbone
 from .mixers.window import MambaVisionMixer, WindowAttention
 from .options import Flag, ImageSize, InChans, NumClasses, Rate, checked, each_stage, integer, number, one_of, or_none
@@ -41,38 +41,16 @@ ARCHS: Dict[str, Dict[str, Any]] = {
 }
 
 
-class ConvNorm(nn.Module):
-    """3x3 convolution, BatchNorm and an activation: (B, C, H, W) -> (B, C', ceil(H/stride), ceil(W/stride))."""
-
-    def __init__(
-            self,
-            in_chs: int,
-            out_chs: int,
-            act: nn.Module,
-            stride: int = 1,
-            bias: bool = True,
-            eps: float = 1e-5,
-            device=None,
-            dtype=None,
-    ):
-        super().__init__()
-        self.conv = nn.Conv2d(in_chs, out_chs, 3, stride, 1, bias=bias, device=device, dtype=dtype)
-        self.norm = nn.BatchNorm2d(out_chs, eps, device=device, dtype=dtype)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)))
-
-
 class Stem(nn.Module):
     """Two 3x3 convolutions down to stride 4: (B, in_chans, H, W) -> (B, dim, ceil(H/4), ceil(W/4))."""
 
     def __init__(self, in_chans: int, in_dim: int, dim: int, device=None, dtype=None):
         super().__init__()
         self.in_chans = in_chans
-        options = dict(stride=2, bias=False, eps=1e-4, device=device, dtype=dtype)
-        self.conv1 = ConvNorm(in_chans, in_dim, nn.ReLU(), **options)
-        self.conv2 = ConvNorm(in_dim, dim, nn.ReLU(), **options)
+        options = dict(
+            stride=2, bias=False, act_layer=partial(nn.ReLU, inplace=True), eps=1e-4, device=device, dtype=dtype)
+        self.conv1 = ConvNorm(in_chans, in_dim, **options)
+        self.conv2 = ConvNorm(in_dim, dim, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = check_image(x, self.in_chans).contiguous(memory_format=torch.channels_last)
@@ -84,8 +62,8 @@ class ConvBlock(nn.Module):
 
     def __init__(self, dim: int, drop_path: float = 0., device=None, dtype=None):
         super().__init__()
-        self.conv1 = ConvNorm(dim, dim, nn.GELU('tanh'), device=device, dtype=dtype)
-        self.conv2 = ConvNorm(dim, dim, nn.Identity(), device=device, dtype=dtype)
+        self.conv1 = ConvNorm(dim, dim, act_layer=partial(nn.GELU, 'tanh'), device=device, dtype=dtype)
+        self.conv2 = ConvNorm(dim, dim, device=device, dtype=dtype)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +111,9 @@ class ConvStage(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         """Apply the blocks."""
-        return checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
+        if self.grad_checkpointing:
+            return checkpoint_seq(self.blocks, x)
+        return forward_in_parts(self.blocks, self.blocks, x)
 
 
 class WindowStage(ConvStage):

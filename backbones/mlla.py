@@ -14,7 +14,7 @@ from timm.layers import DropPath, LayerNorm2d, Mlp, calculate_drop_path_rates
 from timm.models import generate_default_cfgs, register_model, register_notrace_function
 from torch import Tensor, nn
 
-from .blocks import DepthwiseConv, ProjectionHead, check_image
+from .blocks import ConvNorm, DepthwiseConv, ProjectionHead, check_image
 from .hierarchical import STRIDES, HierarchicalBackbone, Stage
 from .mixers.linear import LinearMixer, grid_table
 from .options import Flag, ImageSize, InChans, NumClasses, Rate, checked, each_stage, integer, number, one_of
@@ -51,6 +51,9 @@ ARCHS: Dict[str, Dict[str, Any]] = {
 }
 
 
+_relu = partial(nn.ReLU, inplace=True)
+
+
 @register_notrace_function
 def pad_to_multiple(x: Tensor, factor: int) -> Tensor:
     """Pad (B, C, H, W) with zeros at the bottom and at the right to multiples of a number."""
@@ -58,40 +61,18 @@ def pad_to_multiple(x: Tensor, factor: int) -> Tensor:
     return F.pad(x, (0, width, 0, height)) if height or width else x
 
 
-class ConvNorm(nn.Module):
-    """Convolution, BatchNorm and, with `act`, ReLU: (B, C, H, W) -> (B, C', H/stride, W/stride)."""
-
-    def __init__(
-            self,
-            in_chs: int,
-            out_chs: int,
-            kernel_size: int = 3,
-            stride: int = 1,
-            bias: bool = False,
-            act: bool = True,
-            device=None,
-            dtype=None,
-    ):
-        super().__init__()
-        self.conv = nn.Conv2d(
-            in_chs, out_chs, kernel_size, stride, kernel_size // 2, bias=bias, device=device, dtype=dtype)
-        self.norm = nn.BatchNorm2d(out_chs, device=device, dtype=dtype)
-        self.act = nn.ReLU(inplace=True) if act else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)))
-
-
 class ResidualStem(nn.Module):
     """Convolutions down to stride 4: (B, in_chans, H, W) -> (B, dim, ceil(H/4), ceil(W/4)), channels-last in memory."""
 
     def __init__(self, in_chans: int, dim: int, device=None, dtype=None):
         super().__init__()
-        dd, width = {'device': device, 'dtype': dtype}, dim // 2
+        width, options = dim // 2, dict(bias=False, device=device, dtype=dtype)
         self.in_chans = in_chans
-        self.conv1 = ConvNorm(in_chans, width, stride=2, **dd)
-        self.conv2 = nn.Sequential(ConvNorm(width, width, **dd), ConvNorm(width, width, act=False, **dd))
-        self.conv3 = nn.Sequential(ConvNorm(width, 4 * dim, stride=2, **dd), ConvNorm(4 * dim, dim, 1, act=False, **dd))
+        self.conv1 = ConvNorm(in_chans, width, stride=2, act_layer=_relu, **options)
+        self.conv2 = nn.Sequential(
+            ConvNorm(width, width, act_layer=_relu, **options), ConvNorm(width, width, **options))
+        self.conv3 = nn.Sequential(
+            ConvNorm(width, 4 * dim, stride=2, act_layer=_relu, **options), ConvNorm(4 * dim, dim, 1, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         x = pad_to_multiple(check_image(x, self.in_chans), 4).contiguous(memory_format=torch.channels_last)
@@ -110,10 +91,11 @@ class Downsample(nn.Module):
         dd, width = {'device': device, 'dtype': dtype}, 4 * out_chs
         self.conv1 = nn.Conv2d(in_chs, width, 1, **dd)
         self.conv2 = nn.Conv2d(width, width, 3, 2, 1, groups=width, **dd)
-        self.conv3 = ConvNorm(width, out_chs, 1, bias=True, act=False, **dd)
+        self.conv3 = ConvNorm(width, out_chs, 1, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(F.relu(self.conv2(F.relu(self.conv1(pad_to_multiple(x, 2))))))
+        x = F.relu(self.conv1(pad_to_multiple(x, 2)), inplace=True)
+        return self.conv3(F.relu(self.conv2(x), inplace=True))
 
 
 class MLLABlock(nn.Module):

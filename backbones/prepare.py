@@ -1,35 +1,32 @@
 """Prepare a finished model for inference: `subquad.prepare` swaps modules for faster ones of equal outputs.
 
-A module's own `forward` is the equation. What inference can change about a network without
-changing its results (norms folded into layers, products joined, layouts, parts of a batch) stands
-here, as modules that replace others.
+A module's own `forward` is the equation. What inference can change about a network without changing its results (norms
+folded into layers, products joined, layouts) stands here and in `joined.py`, as modules that replace others.
 """
-import platform
 from functools import partial
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Type
+from typing import Callable, Dict, Optional, Tuple, Type
 
 import torch
 import torch.nn.functional as F
+from timm.layers import Mlp
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels import separable_attention
-from ..kernels.common.checks import exporting
 from ..kernels.common.numerics import cast_for_autocast, packed
 from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
 from ..kernels.eos_elementwise import native_axes
 from ..kernels.native import LIBRARY as NATIVE
-from ..kernels.native.product import packed_bias, packed_weight, product
+from ..kernels.native.product import product
 from ..kernels.polyline_attention import native_forward as native_polyline
 from ..kernels.quadtree_attention import native_forward as native_quadtree
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from ..kernels.separable_attention.native import native_attention as native_separable
-from . import mambavision
 from .blocks import ConvNorm, FeedForward, has_hooks
+from .joined import apply_packed, is_packable, is_plain, join, join_linears, pack, runs_natively
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mixers.eos_linear import TokenGates
@@ -69,6 +66,7 @@ def prepare(model: nn.Module) -> nn.Module:
             for name, child in list(parent.named_children()):
                 if type(child) in REPLACEMENTS and not child.training and not has_hooks(child):
                     setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
+        join_linears(model)
     model.prepared, model.train = True, partial(_train, model)
     return model
 
@@ -77,145 +75,6 @@ def _train(model: nn.Module, mode: bool = True) -> nn.Module:
     if mode:
         raise ValueError('a prepared model is for inference: build the model again to train it')
     return type(model).train(model, mode)
-
-
-def is_plain(*layers: Optional[nn.Module]) -> bool:
-    """True if the layers are PyTorch's own, without adapter or parametrization: their weights may be used directly."""
-    return all(type(layer) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) for layer in layers)
-
-
-# ---- layers with an activation on oneDNN, which torch.compile uses on CPUs too
-
-# The names that oneDNN has for activations.
-_ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'swish'}
-# On CPUs without AVX-512, oneDNN has no bfloat16, and its float32 layers take longer than PyTorch's.
-_ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
-    hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise')
-) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class _JoinedLayer:
-    """A layer of PyTorch with an activation, which oneDNN applies while a block is in the cache."""
-
-    act: nn.Module
-
-    def runs_on_onednn(self, x: Tensor) -> bool:
-        """True if oneDNN can compute the layer and nobody would miss PyTorch's own operator.
-
-        It has no gradients. Modes such as a counter of operations know PyTorch's operators only.
-        """
-        dtype = _dtype(x)
-        return (type(x) is Tensor and x.device.type == 'cpu' and not torch.is_grad_enabled()
-                and not exporting() and x.numel() > 0
-                and (type(self.act) is not nn.SiLU or dtype == torch.bfloat16)    # no faster in float32
-                and self.weight.dtype in _DTYPES and dtype in _DTYPES
-                and (torch.is_autocast_enabled('cpu') or x.dtype == self.weight.dtype)
-                and (torch.compiler.is_compiling() or _is_unseen(x)))
-
-
-def _is_unseen(x: Tensor) -> bool:
-    """True if no switch, mode or transform of PyTorch wants to see an operator on x."""
-    return (torch._C._get_mkldnn_enabled() and torch._C._len_torch_dispatch_stack() == 0
-            and not torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else x.dtype
-
-
-def _in_one_dtype(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
-    """Cast as autocast would."""
-    dtype = _dtype(tensors[0])
-    return [None if x is None else x.to(dtype) for x in tensors]
-
-
-@register_notrace_module
-class JoinedLinear(_JoinedLayer, nn.Linear):
-    """act(linear(x)): (..., C) -> (..., C')."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.runs_on_onednn(x):
-            return self.act(super().forward(x))
-        run = _compiled_linear if torch.compiler.is_compiling() else _linear
-        return run(*_in_one_dtype(x, self.weight, self.bias), _ACTIVATIONS[type(self.act)])
-
-
-@register_notrace_module
-class JoinedConv2d(_JoinedLayer, nn.Conv2d):
-    """act(conv(x)): (B, C, H, W) -> (B, C', H', W')."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.runs_on_onednn(x):
-            return self.act(super().forward(x))
-        run = _compiled_convolution if torch.compiler.is_compiling() else _convolution
-        return run(*_in_one_dtype(x, self.weight, self.bias), self.padding, self.stride, self.dilation,
-                   self.groups, _ACTIVATIONS[type(self.act)])
-
-
-def join(layer: nn.Module, act: nn.Module) -> bool:
-    """Let a layer apply an activation, in place. Return False if it cannot: oneDNN has no such layer.
-
-    Layers with adapters and layers on other devices stay as they are.
-    """
-    known = type(act) in _ACTIVATIONS and getattr(act, 'approximate', 'none') == 'none'
-    if not (_ONEDNN and known and is_plain(layer) and layer.weight.is_cpu):
-        return False
-    layer.__class__ = {nn.Linear: JoinedLinear, nn.Conv2d: JoinedConv2d}[type(layer)]
-    layer.act = act
-    return True
-
-
-def join_linears(module: nn.Module) -> nn.Module:
-    """Let the linear layers of a module run on oneDNN, in place, and return the module."""
-    for layer in module.modules():
-        if type(layer) is nn.Linear:
-            join(layer, nn.Identity())
-    return module
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, act, [], 'none')
-
-
-def _convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: Sequence[int], stride: Sequence[int],
-                 dilation: Sequence[int], groups: int, act: str) -> Tensor:
-    return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, act, [], 'none')
-
-
-# Inductor takes oneDNN's layers with constant weights only. These operators are closed to it.
-
-@torch.library.custom_op('subquad::onednn_linear_fwd', mutates_args=())
-def _compiled_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], act: str) -> Tensor:
-    return _linear(x, weight, bias, act)
-
-
-@torch.library.custom_op('subquad::onednn_convolution_fwd', mutates_args=())
-def _compiled_convolution(x: Tensor, weight: Tensor, bias: Optional[Tensor], padding: List[int], stride: List[int],
-                          dilation: List[int], groups: int, act: str) -> Tensor:
-    """x and the result are channels-last."""
-    return _convolution(x, weight, bias, padding, stride, dilation, groups, act)
-
-
-@_compiled_linear.register_fake
-def _(x, weight, bias, act):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@_compiled_convolution.register_fake
-def _(x, weight, bias, padding, stride, dilation, groups, act):
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups).contiguous(memory_format=torch.channels_last)
-
-
-@register_flop_formula(torch.ops.subquad.onednn_linear_fwd)
-def _(x, weight, bias, act, out_shape=None, **kwargs) -> int:
-    return 2 * torch.Size(x).numel() * weight[0]
-
-
-@register_flop_formula(torch.ops.subquad.onednn_convolution_fwd)
-def _(x, weight, *args, out_shape=None, **kwargs) -> int:
-    batch, _, height, width = out_shape
-    return 2 * batch * height * width * torch.Size(weight).numel()
 
 
 # ---- the four-stage skeleton and its mixers
@@ -384,11 +243,18 @@ def fold_norm(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def prepare_mlp(layer: Mlp) -> Mlp:
+    """Move the activation into the linear layer before it, on a CPU."""
+    if join(layer.fc1, layer.act):
+        layer.act = nn.Identity()
+    return layer
+
+
 def prepare_feed_forward(layer: FeedForward) -> FeedForward:
     """Move GELU from the depthwise convolution into the linear layer before it, on a CPU."""
     if join(layer.fc1, nn.GELU()):
         layer.dwconv.gelu = False
-    return join_linears(layer)
+    return layer
 
 
 def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
@@ -398,46 +264,15 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
     mixer.__class__ = HeadsInPlaceMixer
     if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h', 'rmt'):
         NativeMixer.convert(mixer)
-    return join_linears(mixer)
-
-
-def prepare_tree(mixer: TreeMixer) -> TreeMixer:
-    """Join the layers of a mixer on a CPU, in place, and return the mixer."""
-    return join_linears(NativeTreeMixer.convert(mixer))
+    return mixer
 
 
 def prepare_eos(mixer: EosMixer) -> EosMixer:
     """Choose the form of a mixer, in place, and return it."""
-    return join_linears(NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer)
+    return NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer
 
 
 # ---- MobileViTv2
-
-def pack(conv: nn.Conv2d, *rows: slice) -> None:
-    """Keep the weights of a 1 x 1 convolution in the order of the native product, too; `rows`: of these outputs."""
-    weight, bias = conv.weight.flatten(1), conv.bias
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
-    weight, bias = (torch.cat([x[part] for part in rows or (slice(None),)]) for x in (weight, bias))
-    conv.register_buffer('packed_weight', packed_weight(weight))
-    conv.register_buffer('packed_bias', packed_bias(bias))
-
-
-def apply_packed(conv: nn.Conv2d, x: Tensor, **options) -> Tensor:
-    """Map tokens (B, H, W, C) by a 1 x 1 convolution with packed weights."""
-    return product(x, conv.packed_weight, conv.packed_bias, len(conv.weight), **options)[0]
-
-
-def runs_natively(x: Tensor) -> bool:
-    """True if the native product can take the place of layers on x: it is float32 only, and has no gradient."""
-    return (x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
-            and chosen_backend('separable_attention', 'auto', x) == 'native')
-
-
-def is_packable(*layers: nn.Module) -> bool:
-    """True if the layers are convolutions without adapters, and norms that are folded into them."""
-    plain = all(type(layer) in (nn.Conv2d, JoinedConv2d, nn.GroupNorm, nn.Identity) for layer in layers)
-    return NATIVE is not None and plain and all(x.is_cpu for layer in layers for x in layer.parameters())
-
 
 def norm_options(norm: nn.GroupNorm) -> Dict[str, object]:
     return dict(norm_weight=norm.weight, norm_bias=norm.bias, eps=norm.eps)
@@ -466,7 +301,7 @@ class NativeResidual(InvertedResidual):
         if not runs_natively(x):
             return super().forward(x)
         x = x.permute(0, 2, 3, 1)
-        y = apply_packed(self.conv1_1x1.conv, x, act=True)
+        y = apply_packed(self.conv1_1x1.conv, x, act='silu')
         y = convolve_before_act(self.conv2_kxk, y.permute(0, 3, 1, 2))
         y = apply_packed(self.conv3_1x1.conv, y, act_before=True, residual=x if self.residual else None)
         return y.permute(0, 3, 1, 2)
@@ -507,7 +342,7 @@ class NativeLayer(TransformerLayer):
         y = native_separable(query, x, value, self.key_weight, self.key_bias,
                              patch('patch_size', attn.patch_size), attn.sampling, statistics)
         x = apply_packed(attn.out_proj, y, residual=x)
-        y = apply_packed(mlp.fc1, x, act=True, **norm_options(self.norm2))
+        y = apply_packed(mlp.fc1, x, act='silu', **norm_options(self.norm2))
         return apply_packed(mlp.fc2, y, residual=x).permute(0, 3, 1, 2)
 
 
@@ -577,7 +412,7 @@ def prepare_depthwise(mixer: DepthwiseMixer) -> DepthwiseMixer:
     """Let the linear layers of a mixer run on oneDNN, the first one with GELU, in place, and return the mixer."""
     if join(mixer.value, mixer.act):
         mixer.act = nn.Identity()
-    return join_linears(mixer)
+    return mixer
 
 
 def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
@@ -591,16 +426,16 @@ def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
 REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     ConvNorm: fold_norm,
     ConvNormAct: fold_norm,
-    mambavision.ConvNorm: fold_norm,
     DepthwiseMixer: prepare_depthwise,
     EosMixer: prepare_eos,
     FeedForward: prepare_feed_forward,
     InvertedResidual: NativeResidual.convert,
+    Mlp: prepare_mlp,
     MobileStem: fold_norm,
     MobileViTv2Block: NativeBlock.convert,
     PolylineMixer: prepare_polyline,
     SeparableMixer: prepare_separable,
     SeparableSelfAttention: prepare_separable,
     TransformerLayer: prepare_layer,
-    TreeMixer: prepare_tree,
+    TreeMixer: NativeTreeMixer.convert,
 }

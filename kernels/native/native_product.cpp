@@ -1,4 +1,4 @@
-// A product of tokens with a matrix: GroupNorm or SiLU before it, SiLU or a sum after it, in the same pass.
+// A product of tokens with a matrix: GroupNorm or SiLU before it, SiLU, GELU or a sum after it, in the same pass.
 #include <cmath>
 #include "parallel.h"
 #include "vectors.h"
@@ -13,10 +13,11 @@ struct Product {
   const float *residual;                             // as y, or null
   float *y;                                          // (batch, tokens, out)
   float *statistics;                                 // (batch, 2): mean and 1 / deviation of images, with norm_weight
-  int64_t batch, tokens, in, out, silu_before, silu_after, threads;
+  int64_t batch, tokens, in, out, silu_before, act, threads;
   double eps;
 };
 
+enum Activation { NONE, SILU, GELU };
 constexpr int64_t PANEL = 16;                        // channels of y whose weights lie side by side
 constexpr int VECTORS = PANEL / LANES;
 constexpr int ROWS = LANES == 16 ? 14 : 6;           // tokens whose sums fill the registers
@@ -36,9 +37,9 @@ void multiply(const Product& s, const float* x, int64_t panel, const float* resi
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++) acc[r][v] += x[r * s.in + k] * w[v];
   }
-  if (s.silu_after)
+  if (s.act)
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] = silu(acc[r][v]);
+      for (int v = 0; v < VECTORS; v++) acc[r][v] = s.act == SILU ? silu(acc[r][v]) : gelu(acc[r][v]);
   const int64_t count = std::min(PANEL, s.out - panel * PANEL);
   for (int r = 0; r < R; r++) {
     const int64_t at = r * s.out + panel * PANEL;
@@ -98,7 +99,8 @@ void measure(const Product& s, float* means, float* squares, int64_t chunks) {
 
 extern "C" int SUBQUAD_NAME(product)(const Product* arguments) {
   const Product& s = *arguments;
-  const int64_t tiles = (s.tokens + TILE - 1) / TILE, rows = round_up((s.tokens + tiles - 1) / tiles, ROWS);
+  const int64_t tiles = std::max<int64_t>(1, (s.tokens + TILE - 1) / TILE);
+  const int64_t rows = round_up((s.tokens + tiles - 1) / tiles, ROWS);
   const int64_t panels = (s.out + PANEL - 1) / PANEL, chunks = (s.tokens * s.in + CHUNK - 1) / CHUNK;
   // Few tokens: threads share their panels.
   const int64_t tasks = s.threads > 1 ? 4 * s.threads : 1;

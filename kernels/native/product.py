@@ -9,8 +9,8 @@ from torch import Tensor
 from ..common.declare import node
 from . import DONE, function
 
-# `struct Product` of native_product.cpp, and the channels whose weights lie side by side.
-_ARGUMENTS, PANEL = Struct('8Q7qd'), 16
+# `struct Product` and `enum Activation` of native_product.cpp, and the channels whose weights lie side by side.
+_ARGUMENTS, PANEL, ACTIVATIONS = Struct('8Q7qd'), 16, ('none', 'silu', 'gelu')
 
 
 def packed_weight(weight: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def packed_bias(bias: Tensor) -> Tensor:
     return F.pad(bias, (0, -len(bias) % PANEL))
 
 
-def _run(x, weight, bias, channels, act=False, act_before=False, norm_weight=None, norm_bias=None, eps=1e-5,
+def _run(x, weight, bias, channels, act='none', act_before=False, norm_weight=None, norm_bias=None, eps=1e-5,
          residual=None):
     batch, height, width, dim = x.shape
     x = x.contiguous()
@@ -33,8 +33,8 @@ def _run(x, weight, bias, channels, act=False, act_before=False, norm_weight=Non
     arguments = _ARGUMENTS.pack(
         x.data_ptr(), weight.data_ptr(), bias.data_ptr(), 0 if norm_weight is None else norm_weight.data_ptr(),
         0 if norm_bias is None else norm_bias.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        y.data_ptr(), statistics.data_ptr(), batch, height * width, dim, channels, act_before, act,
-        torch.get_num_threads(), eps)
+        y.data_ptr(), statistics.data_ptr(), batch, height * width, dim, channels, act_before,
+        ACTIVATIONS.index(act), torch.get_num_threads(), eps)
     if function('product')(arguments) != DONE:
         raise MemoryError('no memory for a tile of a product')
     return y, statistics
@@ -45,19 +45,19 @@ def _flops(x: Sequence[int], weight: Any, bias: Any, channels: int, *_: Any) -> 
 
 
 @node('product_native_fwd', _run, _flops)
-def product(x: Tensor, weight: Tensor, bias: Tensor, channels: int, act: bool = False, act_before: bool = False,
+def product(x: Tensor, weight: Tensor, bias: Tensor, channels: int, act: str = 'none', act_before: bool = False,
             norm_weight: Optional[Tensor] = None, norm_bias: Optional[Tensor] = None, eps: float = 1e-5,
             residual: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """Return y = residual + act(f(x) weight' + bias), and the mean and 1 / deviation (B, 2) of images if f normalizes.
 
-    f is GroupNorm with one group, SiLU or nothing, and act is SiLU or nothing. All tensors are float32, without
+    f is GroupNorm with one group, SiLU or nothing. All tensors are float32, without
     gradients.
 
     Args:
         x: (B, H, W, C).
         weight, bias: of a map to D channels, packed.
         channels: D.
-        act: whether SiLU follows.
+        act: one of `ACTIVATIONS`.
         act_before: whether f is SiLU.
         norm_weight, norm_bias, eps: of GroupNorm; (C,) each.
         residual: (B, H, W, D), or None.

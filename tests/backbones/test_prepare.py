@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad
-from subquad.backbones import blocks
+from subquad.backbones import blocks, joined
 from subquad.backbones import prepare as forms
 from subquad.backbones.mixers import PolylineMixer
 from subquad.backbones.mobilevitv2 import ConvNormAct
@@ -37,7 +37,8 @@ def _model(name, **options):
 
 @pytest.mark.parametrize('name, options', [
     ('test_ppma', {}), ('test_ppma', dict(attention='linear')), ('test_ppma', dict(paths='none')),
-    ('test_rmt', {}), ('test_myo', {}), ('test_lcsm', {}), ('test_lcsm', dict(mixer='mamba')),
+    *((f'test_{family}', {}) for family in ('rmt', 'mlla', 'vmamba', 'vim', 'mambavision', 'myo', 'lcsm')),
+    ('test_lcsm', dict(mixer='mamba')),
     ('test_mobilevitv2', {}), ('test_mobilevitv2', dict(num_latent_tokens=3, sampling='patch')),
     ('test_mobilevitv2', dict(attention='mha')), ('test_mobilevitv2', dict(exact_size=True)),
     ('test_ppma', dict(mixers=('separable', 'depthwise', 'separable', 'depthwise')))], ids=str)
@@ -114,7 +115,7 @@ def test_a_prepared_model_is_neither_trained_nor_saved(tmp_path):
 def test_preparing_twice_changes_nothing():
     prepared = subquad.prepare(_model('test_ppma'))
     before = str(prepared)
-    assert 'JoinedLinear' in before or not forms._ONEDNN
+    assert 'JoinedLinear' in before or not joined._ONEDNN
     assert str(subquad.prepare(prepared)) == before
 
 
@@ -144,7 +145,7 @@ def test_hooks_and_adapters_keep_their_modules(monkeypatch):
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize('autocast', [False, True])
 def test_values_of_joined_layers(act, dtype, tolerance, autocast, monkeypatch):
-    monkeypatch.setattr(forms, '_ONEDNN', True)           # also where they are not chosen
+    monkeypatch.setattr(joined, '_ONEDNN', True)           # also where they are not chosen
     if (autocast or dtype == torch.bfloat16) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip('oneDNN has no bfloat16 on this CPU')
     torch.manual_seed(0)
@@ -153,7 +154,7 @@ def test_values_of_joined_layers(act, dtype, tolerance, autocast, monkeypatch):
     with torch.inference_mode():
         expected = act(layer(x)), act(conv(x.permute(0, 3, 1, 2)))
         layer, conv, x = layer.to(kept), conv.to(kept), x.to(kept)
-        assert forms.join(layer, act) and forms.join(conv, act)
+        assert joined.join(layer, act) and joined.join(conv, act)
         with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
             outputs = layer(x), conv(x.permute(0, 3, 1, 2))
     for actual, wanted in zip(outputs, expected):
@@ -161,18 +162,23 @@ def test_values_of_joined_layers(act, dtype, tolerance, autocast, monkeypatch):
         assert relative_error(actual.float(), wanted) <= (2e-2 if autocast else tolerance)
 
 
-@NEEDS_ONEDNN
-def test_joined_layers_run_in_every_mode(monkeypatch):
-    monkeypatch.setattr(forms, '_ONEDNN', True)
+@pytest.mark.parametrize('kind', [
+    pytest.param('onednn', marks=NEEDS_ONEDNN),
+    pytest.param('native', marks=pytest.mark.skipif(forms.NATIVE is None, reason='the native operators are not built')),
+])
+def test_joined_layers_run_in_every_mode(kind, monkeypatch):
+    monkeypatch.setattr(joined, '_ONEDNN', kind == 'onednn')
+    monkeypatch.setattr(joined, '_PACKED', True)
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     expected = F.gelu(layer(x)).detach()
-    assert not forms.join(layer, nn.GELU('tanh')) and not forms.join(layer, nn.ReLU())
-    assert forms.join(layer, nn.GELU())
+    assert not joined.join(layer, nn.GELU('tanh')) and not joined.join(layer, nn.ReLU())
+    assert joined.join(layer, nn.GELU())
     layer(x).sum().backward()
     assert layer.weight.grad is not None
     with torch.no_grad():
         torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
-        assert layer(x[:0]).shape == (0, 4)
+        torch.testing.assert_close(layer(x), expected)
+        assert layer(x[:0]).shape == (0, 4) and layer(x[0]).shape == (4,)
         torch.testing.assert_close(copy.deepcopy(layer).double()(x.double()).float(), expected)
 
 
@@ -184,9 +190,9 @@ def test_one_product_for_queries_keys_values_and_decay(options):
     mixer.decay_scale = 2.0
     with torch.no_grad():
         expected = mixer(x)
-        joined = forms.OneProductMixer.convert(mixer)
-        assert joined.joined.out_features % 16 == 0
-        assert relative_error(joined(x), expected) <= 1e-5
+        mixer = forms.OneProductMixer.convert(mixer)
+        assert mixer.joined.out_features % 16 == 0
+        assert relative_error(mixer(x), expected) <= 1e-5
 
 
 def test_layers_of_mobilevitv2_with_hooks_and_adapters_stay():

@@ -129,7 +129,7 @@ def _normalized(x, weight, bias, eps):
 
 
 @pairwise('grid, batch, channels, before, act, residual, strided', [(5, 7), (1, 1), (1, 9), (14, 14)], [0, 1, 3],
-          [(8, 16), (3, 1), (20, 33), (70, 48)], ['', 'norm', 'silu'], *[[False, True]] * 3)
+          [(8, 16), (3, 1), (20, 33), (70, 48)], ['', 'norm', 'silu'], ['none', 'silu', 'gelu'], *[[False, True]] * 2)
 def test_product_values(grid, batch, channels, before, act, residual, strided):
     g = torch.Generator().manual_seed(sum(channels))
     dim, out = channels
@@ -143,7 +143,7 @@ def test_product_values(grid, batch, channels, before, act, residual, strided):
         options.update(norm_weight=norm[0], norm_bias=norm[1], eps=1e-3)
         z = _normalized(z, *norm, 1e-3)
     expected = F.linear(F.silu(z) if before == 'silu' else z, weight.double(), bias.double())
-    expected = (F.silu(expected) if act else expected) + (extra if residual else 0)
+    expected = {'none': expected, 'silu': F.silu(expected), 'gelu': F.gelu(expected)}[act] + (extra if residual else 0)
     with torch.no_grad():
         y, statistics = product(x, packed_weight(weight), packed_bias(bias), out, **options)
     assert y.shape == expected.shape and len(statistics) == (batch if before == 'norm' else 0)
@@ -184,7 +184,7 @@ def test_product_numbers_that_are_not_finite():
 def test_product_registration():
     x, weight, norm = torch.randn(2, 3, 4, 5), torch.randn(6, 5), torch.ones(5)
     torch.library.opcheck(torch.ops.subquad.product_native_fwd, (
-        x, packed_weight(weight), packed_bias(torch.zeros(6)), 6, True, False, norm, norm, 1e-5, None),
+        x, packed_weight(weight), packed_bias(torch.zeros(6)), 6, 'silu', False, norm, norm, 1e-5, None),
         test_utils=('test_schema', 'test_faketensor', 'test_aot_dispatch_dynamic'))
     with FlopCounterMode(display=False) as counter:
         product(x, packed_weight(weight), packed_bias(torch.zeros(6)), 6)
