@@ -18,7 +18,7 @@ ROOTS = tuple(f'{Path(package.__file__).resolve().parent}/' for package in (timm
     ('test_myo', 600, 14),
     ('test_lcsm', 600, 14),
     ('test_rmt', 500, 14),
-    ('test_mlla', 400, 14),
+    ('test_mlla', 420, 14),
     ('test_vmamba', 500, 14),
     ('test_vim', 600, 14),
     ('test_mambavision', 250, 12),
