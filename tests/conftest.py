@@ -17,6 +17,8 @@ if not torch.cuda.is_available() and 'triton' not in sys.modules:
 
 import subquad  # noqa: F401  (before timm: it works around a mismatched torchvision)
 
+pytest.register_assert_rewrite('golden_networks')
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):

@@ -1,87 +1,104 @@
-"""Test MambaVision against the published network: parameters, MACs, outputs, gradients, slips and weight files."""
-import argparse
+"""Test MambaVision against the published network: slips, windows and weight files."""
 import json
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from helpers import DATA, assert_close, relative_error
-from pairwise import slow
+from golden_networks import PublishedNetwork, assert_same, load_golden, logits_error
+from helpers import assert_close
 from safetensors import safe_open
 from torch import nn
 
 import subquad
-from subquad import kernels
 from subquad.backbones.mambavision import ARCHS, MambaVision
 from subquad.backbones.mixers.window import MambaVisionMixer
-from subquad.backbones.weights import WeightsError, checkpoint_filter_fn, download, load_weights
+from subquad.backbones.weights import WeightsError, download, load_weights
 from subquad.backbones.weights.registry import find, of_arch
 from subquad.tools import weights
 from subquad.tools.engine.classification.published_protocol import describe
 from subquad.tools.engine.classification.weight_files import published_transform
-from subquad.tools.engine.counting.counts import count
-
-GOLDEN = sorted(path.name for path in DATA.glob('mambavision_*.safetensors'))
-# Parameters, and GMACs at 224 without the scans and the products of attention.
-PUBLISHED = {'mambavision_tiny': (31_794_248, 4.460), 'mambavision_tiny2': (35_104_008, 5.106),
-             'mambavision_small': (50_140_584, 7.482), 'mambavision_base': (97_685_288, 14.956),
-             'mambavision_large': (227_961_048, 34.843), 'mambavision_large2': (241_554_824, 37.503),
-             'mambavision_large2_512': (241_554_824, None), 'mambavision_large3_256': (739_570_472, None),
-             'mambavision_large3_512': (739_570_472, None)}
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_parameters_equal_the_published_ones(name):
-    model = timm.create_model(name, device='meta')
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name][0]
+def _build(config, **options):
+    options = {'window_size': config['window_size'][2:], **options}
+    return MambaVision(dim=config['dim'], in_dim=config['in_dim'], depths=config['depths'],
+                       num_heads=config['num_heads'][2:], mlp_ratio=config['mlp_ratio'],
+                       layer_scale=config.get('layer_scale'), num_classes=config['num_classes'],
+                       output_norms=True, **options)
 
 
-@pytest.mark.parametrize('name', ['mambavision_tiny', *slow(*[name for name, (_, macs) in PUBLISHED.items() if macs
-                                                              and name != 'mambavision_tiny'])])
-def test_macs_equal_the_published_ones(name):
-    assert count(name, 224, 224)['macs_without_attention'] / 1e9 == pytest.approx(PUBLISHED[name][1], rel=0.01)
+def _batch_norm(name, dim):
+    return {**{f'{name}.{part}': (dim,) for part in ('weight', 'bias', 'running_mean', 'running_var')},
+            f'{name}.num_batches_tracked': ()}
 
 
-def _golden(name):
-    with safe_open(DATA / name, 'pt') as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()['config'])
+def _linear(name, rows, columns, bias=True):
+    return {f'{name}.weight': (rows, columns), **({f'{name}.bias': (rows,)} if bias else {})}
 
 
-def _part(golden, prefix):
-    return {key.removeprefix(prefix): value for key, value in golden.items() if key.startswith(prefix)}
+def _scan(name, dim):
+    """The mixer of one block: 8 states, and steps of rank dim / 16."""
+    half, rank = dim // 2, -(-dim // 16)
+    return {f'{name}.A_log': (half, 8), f'{name}.D': (half,), **_linear(f'{name}.in_proj', dim, dim, False),
+            **_linear(f'{name}.x_proj', rank + 16, half, False), **_linear(f'{name}.dt_proj', half, rank),
+            f'{name}.conv1d_x.weight': (half, 1, 3), f'{name}.conv1d_z.weight': (half, 1, 3),
+            **_linear(f'{name}.out_proj', dim, dim, False)}
 
 
-def _network(golden, config, **options):
-    model = MambaVision(dim=config['dim'], in_dim=config['in_dim'], depths=config['depths'],
-                        num_heads=config['num_heads'][2:], mlp_ratio=config['mlp_ratio'],
-                        layer_scale=config.get('layer_scale'), num_classes=config['num_classes'], output_norms=True,
-                        **{'window_size': config['window_size'][2:], **options}).eval()
-    model.load_state_dict(_part(golden, 'state/'))
-    return model
+def _authors_shapes(dim, in_dim=64, depths=(), layer_scale=None, **_):
+    """Keys and shapes of the authors' file, written down from their network and not from this package's key table."""
+    found = {'patch_embed.conv_down.0.weight': (in_dim, 3, 3, 3), **_batch_norm('patch_embed.conv_down.1', in_dim),
+             'patch_embed.conv_down.3.weight': (dim, in_dim, 3, 3), **_batch_norm('patch_embed.conv_down.4', dim)}
+    for stage, depth in enumerate(depths):
+        chs = dim << stage
+        for number in range(depth):
+            block = f'levels.{stage}.blocks.{number}'
+            for part in (1, 2):
+                if stage < 2:
+                    found.update({f'{block}.conv{part}.weight': (chs, chs, 3, 3), f'{block}.conv{part}.bias': (chs,),
+                                  **_batch_norm(f'{block}.norm{part}', chs)})
+                else:
+                    found.update({f'{block}.norm{part}.{name}': (chs,) for name in ('weight', 'bias')})
+                    found.update({f'{block}.gamma_{part}': (chs,)} if layer_scale else {})
+            if stage >= 2:
+                found.update({**_linear(f'{block}.mlp.fc1', 4 * chs, chs), **_linear(f'{block}.mlp.fc2', chs, 4 * chs)})
+                found.update(_scan(f'{block}.mixer', chs) if number < (depth + 1) // 2 else {
+                    **_linear(f'{block}.mixer.qkv', 3 * chs, chs), **_linear(f'{block}.mixer.proj', chs, chs)})
+        if stage < 3:
+            found[f'levels.{stage}.downsample.reduction.0.weight'] = (2 * chs, chs, 3, 3)
+    return {**found, **_batch_norm('norm', 8 * dim), **_linear('head', 1000, 8 * dim)}
 
 
-@pytest.mark.parametrize('backend', ['auto', 'reference', 'portable', 'export'])
-@pytest.mark.parametrize('name', GOLDEN)
-def test_outputs_and_gradients_equal_those_of_the_published_network(name, backend):
-    golden, config = _golden(name)
-    model, image = _network(golden, config), golden['input'].requires_grad_()
-    with kernels.use_backend(backend):
-        _, stages = model.forward_intermediates(image)
-        _, normed = model.forward_intermediates(image, norm=True)
-        logits = model(image)
-        (logits * golden['cotangent']).sum().backward()
-    for n in range(4):
-        assert_close(stages[n], golden[f'stage{n + 1}'], 2e-5, f'stage{n + 1}')
-        assert_close(normed[n], golden[f'outnorm{n}'], 2e-5, f'outnorm{n}')
-    assert_close(logits, golden['logits'], 2e-5, 'logits')
-    gradients = _part(golden, 'grad/')
-    assert_close(image.grad, gradients.pop('input'), 5e-5, 'input')
-    parameters = {key: value for key, value in model.named_parameters() if not key.startswith('output_norms.')}
-    expected = checkpoint_filter_fn(gradients, model)
-    assert parameters.keys() == expected.keys()
-    for key, value in parameters.items():
-        assert_close(value.grad, expected[key], 5e-5, key)
+def _authors_state(arch='test', device='cpu'):
+    """A file of the authors with random values."""
+    return {key: torch.randn(shape, device=device) if shape else torch.tensor(3, device=device)
+            for key, shape in _authors_shapes(**ARCHS[arch]).items()}
+
+
+class TestPublishedNetwork(PublishedNetwork):
+    family, complete, reported = 'mambavision', {}, [({}, 'averaged')]
+    build = staticmethod(_build)
+    parameters = dict(
+        mambavision_tiny=31_794_248, mambavision_tiny2=35_104_008, mambavision_small=50_140_584,
+        mambavision_base=97_685_288, mambavision_large=227_961_048, mambavision_large2=241_554_824,
+        mambavision_large2_512=241_554_824, mambavision_large3_256=739_570_472,
+        mambavision_large3_512=739_570_472)
+    gmacs = dict(mambavision_tiny=4.460, mambavision_tiny2=5.106, mambavision_small=7.482,
+                 mambavision_base=14.956, mambavision_large=34.843, mambavision_large2=37.503)
+    missing = {'levels.2.blocks.2.mixer.qkv.bias': 'stages.2.blocks.2.mixer.qkv.bias',
+               'levels.2.blocks.0.mixer.conv1d_z.weight': 'stages.2.blocks.0.mixer.conv.weight'}
+    containers = {'transformers': lambda state, _: {f'model.{key}': x for key, x in state.items()}}
+
+    def authors_state(self, model):
+        """Other than those of `published`, with which its names and shapes are compared."""
+        return model.published_state(model.state_dict())
+
+    def published(self, name, model):
+        return _authors_state(name.replace('_mambavision', '').replace('mambavision_', ''), 'meta')
+
+    def macs(self, name, row):
+        return row['macs_without_attention']
 
 
 @pytest.mark.parametrize('size', [(33, 45), (64, 64), (70, 50)])
@@ -126,12 +143,10 @@ class _Cumulative(nn.Module):
 
 # ---- slips between the paper and the code, and choices that both make
 
-def _error(golden_name='mambavision_odd.safetensors', change=lambda model: None, **options):
-    golden, config = _golden(golden_name)
-    model = _network(golden, config, **options)
+def _error(change=lambda model: None, **options):
+    golden, model = load_golden('mambavision_odd', _build, **options)
     change(model)
-    with torch.no_grad():
-        return relative_error(model(golden['input']), golden['logits'])
+    return logits_error(golden, model)
 
 
 def _scans(model):
@@ -183,97 +198,8 @@ def test_heads_must_divide_the_channels():
 
 # ---- weight files
 
-def _batch_norm(name, dim):
-    return {**{f'{name}.{part}': (dim,) for part in ('weight', 'bias', 'running_mean', 'running_var')},
-            f'{name}.num_batches_tracked': ()}
-
-
-def _linear(name, rows, columns, bias=True):
-    return {f'{name}.weight': (rows, columns), **({f'{name}.bias': (rows,)} if bias else {})}
-
-
-def _scan(name, dim):
-    """The mixer of one block: 8 states, and steps of rank dim / 16."""
-    half, rank = dim // 2, -(-dim // 16)
-    return {f'{name}.A_log': (half, 8), f'{name}.D': (half,), **_linear(f'{name}.in_proj', dim, dim, False),
-            **_linear(f'{name}.x_proj', rank + 16, half, False), **_linear(f'{name}.dt_proj', half, rank),
-            f'{name}.conv1d_x.weight': (half, 1, 3), f'{name}.conv1d_z.weight': (half, 1, 3),
-            **_linear(f'{name}.out_proj', dim, dim, False)}
-
-
-def _authors_shapes(dim, in_dim=64, depths=(), layer_scale=None, **_):
-    """Keys and shapes of the authors' file, written down from their network and not from this package's key table."""
-    found = {'patch_embed.conv_down.0.weight': (in_dim, 3, 3, 3), **_batch_norm('patch_embed.conv_down.1', in_dim),
-             'patch_embed.conv_down.3.weight': (dim, in_dim, 3, 3), **_batch_norm('patch_embed.conv_down.4', dim)}
-    for stage, depth in enumerate(depths):
-        chs = dim << stage
-        for number in range(depth):
-            block = f'levels.{stage}.blocks.{number}'
-            for part in (1, 2):
-                if stage < 2:
-                    found.update({f'{block}.conv{part}.weight': (chs, chs, 3, 3), f'{block}.conv{part}.bias': (chs,),
-                                  **_batch_norm(f'{block}.norm{part}', chs)})
-                else:
-                    found.update({f'{block}.norm{part}.{name}': (chs,) for name in ('weight', 'bias')})
-                    found.update({f'{block}.gamma_{part}': (chs,)} if layer_scale else {})
-            if stage >= 2:
-                found.update({**_linear(f'{block}.mlp.fc1', 4 * chs, chs), **_linear(f'{block}.mlp.fc2', chs, 4 * chs)})
-                found.update(_scan(f'{block}.mixer', chs) if number < (depth + 1) // 2 else {
-                    **_linear(f'{block}.mixer.qkv', 3 * chs, chs), **_linear(f'{block}.mixer.proj', chs, chs)})
-        if stage < 3:
-            found[f'levels.{stage}.downsample.reduction.0.weight'] = (2 * chs, chs, 3, 3)
-    return {**found, **_batch_norm('norm', 8 * dim), **_linear('head', 1000, 8 * dim)}
-
-
-def _authors_state():
-    """A small file of the authors with random values."""
-    return {key: torch.randn(shape) if shape else torch.tensor(3)
-            for key, shape in _authors_shapes(**ARCHS['test']).items()}
-
-
-@pytest.mark.parametrize('arch', ARCHS)
-def test_every_key_has_one_published_name(arch):
-    model = timm.create_model(f'mambavision_{arch}' if arch != 'test' else 'test_mambavision', device='meta')
-    theirs = {key: torch.empty(shape, device='meta') for key, shape in _authors_shapes(**ARCHS[arch]).items()}
-    model.load_state_dict(theirs)                        # strictly
-    back = model.published_state(model.state_dict())
-    assert {key: value.shape for key, value in back.items()} == {key: value.shape for key, value in theirs.items()}
-
-
-@pytest.mark.parametrize('name', GOLDEN)
-def test_golden_names_come_back(name):
-    golden, config = _golden(name)
-    theirs = _part(golden, 'state/')
-    back = _network(golden, config).published_state(_network(golden, config).state_dict())
-    assert back.keys() == theirs.keys() and all(torch.equal(back[key], value) for key, value in theirs.items())
-
-
-@pytest.mark.parametrize('wrap', [
-    lambda state: state,
-    lambda state: {'state_dict': {f'module.{key}': value for key, value in state.items()}, 'epoch': 309,
-                   'args': argparse.Namespace(lr=5e-3)},
-    lambda state: {'model': state},
-    lambda state: {'model_ema': state},
-    lambda state: {f'model.{key}': value for key, value in state.items()},
-    lambda state: {'state_dict': {f'backbone.{key}': value for key, value in state.items()}}],
-    ids=['bare', 'module', 'model', 'model_ema', 'transformers', 'backbone'])
-def test_published_files_load_strictly(wrap, tmp_path):
-    state = _authors_state()
-    torch.save(wrap(state), tmp_path / 'mambavision.pth.tar')
-    model = timm.create_model('test_mambavision')
-    load_weights(model, tmp_path / 'mambavision.pth.tar')
-    back = model.published_state(model.state_dict())
-    assert back.keys() == state.keys() and all(torch.equal(back[key], value) for key, value in state.items())
-    for key, missing in (('levels.2.blocks.2.mixer.qkv.bias', 'stages.2.blocks.2.mixer.qkv.bias'),
-                         ('levels.2.blocks.0.mixer.conv1d_z.weight', 'stages.2.blocks.0.mixer.conv.weight')):
-        torch.save(wrap({name: value for name, value in state.items() if name != key}), tmp_path / 'less.pth')
-        with pytest.raises(WeightsError, match=f'1 keys missing .{missing}'):
-            load_weights(model, tmp_path / 'less.pth')
-
-
 def test_a_file_of_another_variant_is_refused_in_a_sentence(tmp_path):
-    state = _authors_state()
-    torch.save(state, tmp_path / 'test.pth')
+    torch.save(_authors_state(), tmp_path / 'test.pth')
     for options, words in ((dict(depths=(1, 1, 5, 2)), '32 keys missing .*stages.2.blocks.2.mixer.in_proj'),
                            (dict(dim=20), 'shapes differ'),
                            (dict(layer_scale=1e-5), '10 keys missing .stages.2.blocks.0.ls1.gamma')):
@@ -292,7 +218,7 @@ def test_convert_finds_the_network_and_writes_the_authors_names(tmp_path, monkey
         assert json.loads(file.metadata()['subquad'])['model'] == 'test_mambavision'
     assert weights.main(['convert', 'ours.safetensors', '--to', 'mambavision', '--out', 'back.pth']) == 0
     back = torch.load('back.pth', weights_only=True)['model']
-    assert back.keys() == state.keys() and all(torch.equal(back[key], value) for key, value in state.items())
+    assert_same(back, state)
 
 
 def test_weights_say_that_they_are_non_commercial_before_the_download(capsys, monkeypatch, tmp_path):

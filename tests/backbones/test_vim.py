@@ -1,76 +1,70 @@
-"""Test Vim against the published network: parameters, MACs, outputs, gradients, image sizes, weight files and slips."""
-import argparse
-import json
+"""Test Vim against the published network: image sizes, slips and weight files."""
 import warnings
 
 import pytest
 import timm
 import torch
-from helpers import DATA, assert_close, relative_error
-from pairwise import slow
-from safetensors import safe_open
+from golden_networks import PublishedNetwork, load_golden, logits_error, randomize
+from helpers import assert_close, relative_error
 
-from subquad import kernels
 from subquad.backbones.vim import Vim, put_in_middle, resize_pos_embed, take_from_middle
 from subquad.backbones.weights import WeightsError, load_state_dict, load_weights
-from subquad.tools.engine.counting.counts import count
+from subquad.backbones.weights.registry import find, of_arch
 
-GOLDEN = sorted(path.name for path in DATA.glob('vim_*.safetensors'))
-PARAMETERS = {'vim_tiny': 7_148_008, 'vim_tiny_stride8': 7_250_344, 'vim_small': 25_796_584,
-              'vim_small_stride8': 26_001_256, 'vim_base': 97_598_440}
-GMACS = {'vim_tiny': 1.293, 'vim_tiny_stride8': 4.790, 'vim_small': 4.852, 'vim_small_stride8': 17.977,
-         'vim_base': 18.767}
 # Tokens x channels x directions x states of all layers.
 ELEMENTS = {'vim_tiny': 58.1e6, 'vim_tiny_stride8': 215e6, 'vim_small': 116e6, 'vim_small_stride8': 431e6,
             'vim_base': 232e6}
 
 
-@pytest.mark.parametrize('name', ['vim_tiny', *slow('vim_tiny_stride8', 'vim_small', 'vim_small_stride8', 'vim_base')])
-def test_parameters_and_macs_equal_the_published_ones(name):
-    row = count(name, 224, 224)
-    assert row['parameters'] == PARAMETERS[name]
-    # A scan is counted with three products for each token, channel, direction and state.
-    assert (row['macs'] - 3 * ELEMENTS[name]) / 1e9 == pytest.approx(GMACS[name], rel=0.01)
+def _build(config):
+    return Vim(dim=config['embed_dim'], depth=config['depth'], patch_size=config['patch_size'],
+               stride=config['stride'], class_token=config['if_cls_token'],
+               img_size=config['img_size'], num_classes=config['num_classes'])
 
 
-def _golden(name):
-    with safe_open(DATA / name, 'pt') as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()['config'])
+_PARTS = {'right.conv': 'conv1d', 'left.conv': 'conv1d_b', 'right.scan.x_proj': 'x_proj',
+          'left.scan.x_proj': 'x_proj_b', 'right.scan.dt_proj': 'dt_proj', 'left.scan.dt_proj': 'dt_proj_b'}
+_OWN = {'right.scan.A_log': 'A_log', 'left.scan.A_log': 'A_b_log', 'right.scan.D': 'D', 'left.scan.D': 'D_b',
+        'right.scan.dt_bias': 'dt_proj.bias', 'left.scan.dt_bias': 'dt_proj_b.bias'}
 
 
-def _part(golden, prefix):
-    return {key.removeprefix(prefix): value for key, value in golden.items() if key.startswith(prefix)}
+def _authors_state(model):
+    """The state dict as the authors' files have it, written down from their code, not from our key map."""
+    state = {}
+    for key, value in model.state_dict().items():
+        part, _, rest = key.partition('.')
+        if part == 'stages':
+            layer, _, rest = rest.partition('.')
+            inside = rest.removeprefix('mixer.')
+            module, _, leaf = inside.rpartition('.')
+            name = _OWN.get(inside) or f'{_PARTS.get(module, module)}.{leaf}'
+            value = value.squeeze(0) if '.scan.' in key and 'x_proj' not in key else value
+            state[f"layers.{layer}.{'mixer.' if rest.startswith('mixer.') else ''}{name}"] = value
+        else:
+            name = {'stem.proj': 'patch_embed.proj', 'norm': 'norm_f', 'head.fc': 'head', 'stem': ''}[
+                key.rpartition('.')[0]]
+            state[f"{name}.{key.rpartition('.')[2]}".lstrip('.')] = value
+    return state
 
 
-def _network(golden, config, **kwargs):
-    options = dict(dim=config['embed_dim'], depth=config['depth'], patch_size=config['patch_size'],
-                   stride=config['stride'], class_token=config['if_cls_token'], img_size=config['img_size'],
-                   num_classes=config['num_classes'])
-    model = Vim(**{**options, **kwargs}).eval()
-    model.load_state_dict(_part(golden, 'state/'))
-    return model
+class TestPublishedNetwork(PublishedNetwork):
+    family, gradients, complete = 'vim', 1e-4, {}
+    build, authors_state = staticmethod(_build), staticmethod(_authors_state)
+    parameters = dict(vim_tiny=7_148_008, vim_tiny_stride8=7_250_344, vim_small=25_796_584,
+                      vim_small_stride8=26_001_256, vim_base=97_598_440)
+    gmacs = dict(vim_tiny=1.293, vim_tiny_stride8=4.790, vim_small=4.852,
+                 vim_small_stride8=17.977, vim_base=18.767)
+    keys = {**dict.fromkeys(parameters, 415), 'test_vim': 75}
+    missing = {'layers.1.mixer.A_b_log': 'stages.1.mixer.left.scan.A_log'}
 
+    def macs(self, name, row):
+        return row['macs'] - 3 * ELEMENTS[name]      # a scan counts three products per element
 
-@pytest.mark.parametrize('backend', ['reference', 'portable', 'export'])
-@pytest.mark.parametrize('name', GOLDEN)
-def test_outputs_and_gradients_equal_those_of_the_published_network(name, backend):
-    golden, config = _golden(name)
-    model, image = _network(golden, config), golden['input'].requires_grad_()
-    with kernels.use_backend(backend):
+    def intermediates(self, golden, model, image):
         features, layers = model.forward_intermediates(image, output_fmt='NLC', return_prefix_tokens=True)
-        logits = model(image)
-        (logits * golden['cotangent']).sum().backward()
-    for n, layer in enumerate(layers, 1):
-        tokens = put_in_middle(*layer) if config['if_cls_token'] else layer
-        assert_close(tokens, golden[f'hidden{n}'] + golden[f'residual{n}'], 2e-5, f'layer {n}')
-    assert_close(features, golden['features'], 2e-5, 'features')
-    assert_close(logits, golden['logits'], 2e-5, 'logits')
-    gradients = _part(golden, 'grad/')
-    assert_close(image.grad, gradients.pop('input'), 1e-4, 'input')
-    expected, parameters = model.translate_checkpoint(gradients), dict(model.named_parameters())
-    assert parameters.keys() == expected.keys()
-    for key, value in parameters.items():
-        assert_close(value.grad, expected[key], 1e-4, key)
+        tokens = [put_in_middle(*layer) if model.class_token else layer for layer in layers]
+        return [(features, golden['features']), *(
+            (x, golden[f'hidden{n}'] + golden[f'residual{n}']) for n, x in enumerate(tokens, 1))]
 
 
 # ---- image sizes
@@ -131,8 +125,7 @@ def test_pooling():
 
 @pytest.mark.parametrize('wrong', ['swapped', 'causal', 'first'])
 def test_swapped_directions_and_another_place_of_the_class_token_are_far_off(wrong, monkeypatch):
-    golden, config = _golden('vim_stride8_nonsquare.safetensors')
-    model = _network(golden, config)
+    golden, model = load_golden('vim_stride8_nonsquare', _build)
     for layer in model.stages:
         if wrong == 'swapped':
             layer.mixer.right, layer.mixer.left = layer.mixer.left, layer.mixer.right
@@ -142,8 +135,7 @@ def test_swapped_directions_and_another_place_of_the_class_token_are_far_off(wro
             layer.mixer.left.conv.reverse = False
     if wrong == 'first':
         monkeypatch.setattr('subquad.backbones.vim.put_in_middle', lambda x, row: torch.cat([row, x], 1))
-    with torch.no_grad():
-        assert relative_error(model(golden['input']), golden['logits']) > 0.05
+    assert logits_error(golden, model) > 0.05
 
 
 def test_steps_of_the_second_direction_start_at_ln_2():
@@ -170,97 +162,6 @@ def test_states_and_the_sum_of_layers_are_float32_in_a_bfloat16_network():
 
 # ---- weight files
 
-_PARTS = {'right.conv': 'conv1d', 'left.conv': 'conv1d_b', 'right.scan.x_proj': 'x_proj',
-          'left.scan.x_proj': 'x_proj_b', 'right.scan.dt_proj': 'dt_proj', 'left.scan.dt_proj': 'dt_proj_b'}
-_OWN = {'right.scan.A_log': 'A_log', 'left.scan.A_log': 'A_b_log', 'right.scan.D': 'D', 'left.scan.D': 'D_b',
-        'right.scan.dt_bias': 'dt_proj.bias', 'left.scan.dt_bias': 'dt_proj_b.bias'}
-
-
-def _authors_state(model):
-    """The state dict as the authors' files have it, written down from their code, not from our key map."""
-    state = {}
-    for key, value in model.state_dict().items():
-        part, _, rest = key.partition('.')
-        if part == 'stages':
-            layer, _, rest = rest.partition('.')
-            inside = rest.removeprefix('mixer.')
-            module, _, leaf = inside.rpartition('.')
-            name = _OWN.get(inside) or f'{_PARTS.get(module, module)}.{leaf}'
-            value = value.squeeze(0) if '.scan.' in key and 'x_proj' not in key else value
-            state[f"layers.{layer}.{'mixer.' if rest.startswith('mixer.') else ''}{name}"] = value
-        else:
-            name = {'stem.proj': 'patch_embed.proj', 'norm': 'norm_f', 'head.fc': 'head', 'stem': ''}[
-                key.rpartition('.')[0]]
-            state[f"{name}.{key.rpartition('.')[2]}".lstrip('.')] = value
-    return state
-
-
-def _random(name, **options):
-    """Build a network with random values for all weights."""
-    model = timm.create_model(name, **options)
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            value.normal_()
-    return model
-
-
-def _same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize('name', [*PARAMETERS, 'test_vim'])
-def test_every_key_has_one_published_name(name):
-    with torch.device('meta'):
-        model = timm.create_model(name)
-    theirs = _authors_state(model)
-    assert len(theirs) == (415 if name != 'test_vim' else 75)
-    shapes = {key: value.shape for key, value in model.published_state(model.state_dict()).items()}
-    assert shapes == {key: value.shape for key, value in theirs.items()}
-    back = model.translate_checkpoint(theirs)
-    assert {key: value.shape for key, value in back.items()} == {
-        key: value.shape for key, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize('name', GOLDEN)
-def test_golden_names_come_back(name):
-    golden, config = _golden(name)
-    theirs = _part(golden, 'state/')
-    model = _network(golden, config)
-    assert _same(model.published_state(model.state_dict()), theirs)
-
-
-@pytest.mark.parametrize('wrap', [
-    lambda state: state,
-    lambda state: {'model': state, 'epoch': 299, 'args': argparse.Namespace(lr=1e-3), 'lr_scheduler': {'t': 1},
-                   'optimizer': {'state': {}, 'param_groups': [{'lr': 1e-3}]}, 'scaler': {}},
-    lambda state: {'state_dict': {f'backbone.{key}': value for key, value in state.items()}},
-    lambda state: {'model': {f'module.{key}': value for key, value in state.items()}}],
-    ids=['bare', 'model', 'state_dict', 'module'])
-def test_published_files_load_strictly(wrap, tmp_path):
-    model = _random('test_vim', num_classes=5)
-    state = _authors_state(model)
-    torch.save(wrap(state), tmp_path / 'best.pth')
-    loaded = timm.create_model('test_vim', num_classes=5)
-    load_weights(loaded, tmp_path / 'best.pth')
-    assert _same(loaded.state_dict(), model.state_dict())
-    state.pop('layers.1.mixer.A_b_log')
-    torch.save(wrap(state), tmp_path / 'less.pth')
-    with pytest.raises(WeightsError, match='1 keys missing .stages.1.mixer.left.scan.A_log'):
-        load_weights(loaded, tmp_path / 'less.pth')
-
-
-def test_the_raw_weights_are_read_and_named(tmp_path):
-    """The authors keep the checkpoint in which the raw weights were best."""
-    models = {kind: _random('test_vim') for kind in ('raw', 'averaged')}
-    torch.save({'model': _authors_state(models['raw']), 'model_ema': _authors_state(models['averaged'])},
-               tmp_path / 'best.pth')
-    loaded = timm.create_model('test_vim')
-    for options, read in (({}, 'raw'), (dict(weights='averaged'), 'averaged')):
-        with pytest.warns(UserWarning, match=f'its {read} weights .* are read'):
-            load_weights(loaded, tmp_path / 'best.pth', **options)
-        assert _same(loaded.state_dict(), models[read].state_dict())
-
-
 def test_files_of_other_networks_are_refused_in_a_sentence():
     vim, ppma = timm.create_model('test_vim', img_size=224), timm.create_model('test_ppma')
     state = _authors_state(vim)
@@ -281,7 +182,7 @@ def test_files_of_other_networks_are_refused_in_a_sentence():
 
 @pytest.mark.parametrize('published', [True, False])
 def test_position_embeddings_of_a_file_are_resized_with_a_warning(published, tmp_path):
-    model = _random('test_vim', img_size=96)
+    model = randomize(timm.create_model('test_vim', img_size=96))
     state = _authors_state(model) if published else model.state_dict()
     torch.save(state, tmp_path / 'best.pth')
     larger = timm.create_model('test_vim', img_size=(64, 128))
@@ -295,19 +196,10 @@ def test_position_embeddings_of_a_file_are_resized_with_a_warning(published, tmp
         load_weights(timm.create_model('test_vim', img_size=96), tmp_path / 'best.pth')
 
 
-def test_published_files_are_listed_and_convert_both_ways(tmp_path):
-    from subquad.backbones.weights.convert import convert
-    from subquad.backbones.weights.registry import find, of_arch
+def test_published_files_are_listed():
     found = find('vim_small_stride8')
     assert found.name == 'vim_small_stride8.in1k' and found.reported == {'top1': 81.6, 'top5': 95.4}
     assert found.source == 'hf-hub:hustvl/Vim-small-midclstok@main/vim_s_midclstok_ft_81p6acc.pth'
-    assert all(len(of_arch(name)) == 1 and 'code: apache-2.0' in of_arch(name)[0].license for name in PARAMETERS)
+    for rows in map(of_arch, ELEMENTS):
+        assert len(rows) == 1 and 'code: apache-2.0' in rows[0].license
     assert timm.get_pretrained_cfg('vim_tiny').hf_hub_filename == 'vim_t_midclstok_76p1acc.pth'
-    model, average = _random('test_vim', num_classes=5), _random('test_vim', num_classes=5)
-    state = _authors_state(model)
-    torch.save({'model': state, 'model_ema': _authors_state(average)}, tmp_path / 'best.pth')
-    done = convert(tmp_path / 'best.pth', tmp_path / 'ours.safetensors', model)
-    assert done.metadata['provenance']['format'] == 'vim' and done.metadata['provenance']['weights'] == 'raw'
-    assert any('its raw weights' in note for note in done.notes)
-    convert(tmp_path / 'ours.safetensors', tmp_path / 'theirs.pth', model, to='vim')
-    assert _same(torch.load(tmp_path / 'theirs.pth', weights_only=True)['model'], state)
