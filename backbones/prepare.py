@@ -20,6 +20,7 @@ from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
 from ..kernels.eos_elementwise import native_axes
 from ..kernels.native import LIBRARY as NATIVE
+from ..kernels.native.linear_attention import linear_attention
 from ..kernels.native.product import product
 from ..kernels.polyline_attention import native_forward as native_polyline
 from ..kernels.quadtree_attention import native_forward as native_quadtree
@@ -30,6 +31,7 @@ from .joined import apply_packed, is_packable, is_plain, join, join_linears, pac
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mixers.eos_linear import TokenGates
+from .mixers.linear import EPS, LinearMixer, table_for
 from .mixers.separable import SeparableMixer, check_source
 from .mobilevitv2 import (
     ConvNormAct,
@@ -231,6 +233,25 @@ class NativeAxesMixer(EosMixer):
                                     len(self.recurrence.expand.weight) // self.num_heads, 1 / tau, self.norm.eps))
 
 
+@register_notrace_module
+class NativeLinearMixer(LinearMixer):
+    """LinearMixer on a CPU, where one native operator maps queries, keys and values to the heads."""
+
+    @staticmethod
+    def convert(mixer: LinearMixer) -> LinearMixer:
+        """Change the class of a mixer whose heads hold whole pairs of channels, in place, and return it."""
+        if NATIVE and mixer.out.in_features // mixer.num_heads % 2 == 0:
+            mixer.__class__ = NativeLinearMixer
+        return mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not runs_natively(x):
+            return super().forward(x)
+        v = F.silu(self.conv(self.value(x)), inplace=True)
+        y = linear_attention(self.qk(v), v, table_for(v, *v.shape[1:]), self.num_heads, EPS)
+        return self.out(self.lepe(v, y) * F.silu(self.gate(x), inplace=True))
+
+
 def fold_norm(layer: nn.Module) -> nn.Module:
     """Fold the norm of a ConvNorm or ConvNormAct into its convolution, in place, and return the layer."""
     name = 'bn' if isinstance(layer, ConvNormAct) else 'norm'
@@ -430,6 +451,7 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     EosMixer: prepare_eos,
     FeedForward: prepare_feed_forward,
     InvertedResidual: NativeResidual.convert,
+    LinearMixer: NativeLinearMixer.convert,
     Mlp: prepare_mlp,
     MobileStem: fold_norm,
     MobileViTv2Block: NativeBlock.convert,

@@ -38,6 +38,12 @@ def kept_grid_table(*key) -> Tensor:
         return grid_table(*key)
 
 
+def table_for(x: Tensor, height: int, width: int, dim: int) -> Tensor:
+    """Return the table of a grid for tokens x, a kept one unless a graph records it."""
+    fresh = is_traced_or_wrapped(x) or x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return (grid_table if fresh else kept_grid_table)(height, width, dim, x.device, x.dtype)
+
+
 @register_notrace_module
 class LinearMixer(nn.Module):
     """Gated linear attention with a rotary embedding and LePE: (B, H, W, C) -> (B, H, W, C).
@@ -85,8 +91,7 @@ class LinearMixer(nn.Module):
             """(B, ..., C) -> (B, heads, N, D), a view."""
             return x.reshape(batch, tokens, self.num_heads, dim // self.num_heads).transpose(1, 2)
 
-        fresh = is_traced_or_wrapped(q) or q.is_cuda and torch.cuda.is_current_stream_capturing()
-        table = (grid_table if fresh else kept_grid_table)(height, width, dim, q.device, q.dtype)
+        table = table_for(q, height, width, dim)
         rotated = rotary_embedding(*(x.reshape(batch, 1, tokens, dim) for x in (q, k)), table)
         q, k, turned_q, turned_k, values = (split(x) for x in (q, k, *rotated, v.to(q.dtype)))
         with without_autocast(q):

@@ -1,4 +1,6 @@
 """Test MLLA against the published network, and by its definition; and its weight files."""
+import copy
+
 import pytest
 import timm
 import torch
@@ -9,8 +11,10 @@ from helpers import assert_close
 from subquad.backbones import mlla
 from subquad.backbones.mixers import linear
 from subquad.backbones.mlla import MLLA
+from subquad.backbones.prepare import NativeLinearMixer
 from subquad.backbones.weights import WeightsError
 from subquad.backbones.weights.registry import WEIGHTS
+from subquad.kernels import native
 
 
 def _build(config):
@@ -94,6 +98,32 @@ def test_the_mixer_equals_its_definition(heads, grid):
     mixer, x = linear.LinearMixer(24, heads).double(), torch.randn(2, *grid, 24, dtype=torch.float64)
     with torch.no_grad():
         assert_close(mixer(x), _by_definition(mixer, x), 1e-12)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason='the native operators are not built')
+@pytest.mark.parametrize('batch, dim, heads, grid', [
+    (2, 24, 1, (5, 7)), (1, 24, 6, (1, 9)), (3, 64, 2, (1, 1)), (0, 40, 2, (3, 3)), (1, 128, 4, (14, 15))])
+def test_the_native_mixer_equals_its_definition(batch, dim, heads, grid):
+    torch.manual_seed(0)
+    mixer, x = linear.LinearMixer(dim, heads), torch.randn(batch, *grid, dim)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    expected = _by_definition(copy.deepcopy(mixer).double(), x.double())
+    assert type(NativeLinearMixer.convert(mixer)) is NativeLinearMixer
+    gradients = mixer(x)
+    with torch.no_grad():
+        for y in (mixer(x), mixer(x.mT.contiguous().mT), gradients):
+            assert_close(y.double(), expected, 2e-6)
+    assert gradients.requires_grad
+    assert type(NativeLinearMixer.convert(linear.LinearMixer(12, 4))) is linear.LinearMixer
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason='the native operators are not built')
+def test_the_native_operator_is_registered():
+    table = linear.grid_table(2, 3, 8, torch.device('cpu'), torch.float32)
+    torch.library.opcheck(torch.ops.subquad.linear_attention_native_fwd, (
+        torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 8), table, 2, 1e-6),
+        test_utils=('test_schema', 'test_faketensor', 'test_aot_dispatch_dynamic'))
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
