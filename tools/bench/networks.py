@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ... import kernels
 from ...backbones.prepare import prepare
+from ...backbones.timm_interface import TimmInterface
 from ..common.cli import UserError
 from ..engine import zoo
 from .operators import OWN_BACKENDS
@@ -60,7 +61,7 @@ def model_call(text: str, images: Tensor, train: bool, weights: Optional[Dict[st
     half = subject.autocast or images.dtype != torch.float32
     if half and not train and not subject.autocast:
         network = network.to(images.dtype)
-    if not train:
+    if not train and isinstance(network, TimmInterface):            # models of timm run as their users run them
         network = prepare(network)
     run = torch.compile(network, dynamic=False) if subject.compile else network
     context = partial(torch.autocast, images.device.type, torch.bfloat16 if subject.autocast else images.dtype)
