@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..backbones.prepare import prepare
-from ..backbones.weights.registry import of_arch
+from ..backbones.weights.registry import WEIGHTS, of_arch
 from ..backbones.weights.resolve import published
-from .common.cli import UserError, quiet, shown, weight_errors
+from .common.cli import UserError, nearest, quiet, shown, weight_errors
 from .common.images import LeftOut, image_files
 from .common.output import dumps
 from .common.paths import writable_folder
+from .engine.config import known_configs
 
 Results = List[Dict[str, Any]]
 
@@ -50,6 +51,10 @@ def _take_config(args: argparse.Namespace) -> bool:
     try:
         # Files and published weights have a suffix, apart from the default weights of an architecture.
         if name.endswith('.py') or not (Path(name).suffix or '://' in name or of_arch(name) or Path(name).exists()):
+            if not name.endswith('.py') and name not in known_configs():
+                near = nearest(name, [*known_configs(), *{weights.arch for weights in WEIGHTS.values()}])
+                raise UserError(f'there is no file, config or published model {name!r}{near} (subquad configs and '
+                                'subquad weights list them)')
             args.config, args.checkpoint, args.images = name, args.images[0], args.images[1:]
         else:
             with weight_errors():
