@@ -26,6 +26,8 @@ def build_dataset(config: Dict[str, Any], name: str) -> Any:
         empty = next((f'no images found in the folder {path} ({pattern})' for path, pattern in files
                       if path.is_dir() and not any(path.rglob(pattern))), None)
         read = f" (reading {', '.join(str(path) for path, _ in files)})" if files else ''
+        if any('shapes' in path.parts for path, _ in files) and isinstance(error, FileNotFoundError):
+            read += '; `subquad make-dataset shapes` draws data/shapes'
         raise UserError(f'{name}: {empty or one_line(error) + read}') from error
 
 
