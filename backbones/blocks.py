@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..kernels import depthwise_conv
-from ..kernels.common.checks import exporting, readable
+from ..kernels.common.checks import is_traced_or_wrapped, readable
 from .options import MIN_SIZE
 
 
@@ -68,8 +68,7 @@ def forward_in_parts(module: nn.Module, forward: Callable[[Tensor], Tensor], x: 
         forward: maps (B, ...) to (B, ...), each image independently of the others.
         x: (B, ...).
     """
-    if (torch.is_grad_enabled() or module.training or torch.compiler.is_compiling() or exporting()
-            or type(x) is not Tensor or not x.is_cpu):
+    if torch.is_grad_enabled() or module.training or is_traced_or_wrapped(x) or not x.is_cpu:
         return forward(x)
     images = max(1, PART_BYTES // x[:1].nbytes) if x.numel() else len(x)
     if len(x) <= images or has_hooks(module):

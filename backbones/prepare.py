@@ -47,7 +47,8 @@ def prepare(model: nn.Module) -> nn.Module:
     """Replace modules by forms that are faster in inference, in place.
 
     Outputs change by rounding only. `print(model)` shows the new modules. To undo it, build the
-    model again: a prepared one refuses `train()` and `save_weights`, because its layers are joined.
+    model again: a prepared one refuses `train()`, other weights and `save_weights`, because its
+    layers are joined.
     Modules with hooks or adapters stay as they are. Hooks that layers get afterwards may not run,
     because a replaced module does not call the layers that it joined.
 
@@ -70,6 +71,7 @@ def prepare(model: nn.Module) -> nn.Module:
                     setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
         join_linears(model)
     model.prepared, model.train = True, partial(_train, model)
+    model.register_load_state_dict_pre_hook(_load)
     return model
 
 
@@ -77,6 +79,10 @@ def _train(model: nn.Module, mode: bool = True) -> nn.Module:
     if mode:
         raise ValueError('a prepared model is for inference: build the model again to train it')
     return type(model).train(model, mode)
+
+
+def _load(*_) -> None:
+    raise ValueError('a prepared model keeps its weights in other forms, too: load weights before subquad.prepare')
 
 
 # ---- the four-stage skeleton and its mixers

@@ -101,8 +101,11 @@ def test_training_mode_is_refused():
         subquad.prepare(timm.create_model('test_ppma').train())
 
 
-def test_a_prepared_model_is_neither_trained_nor_saved(tmp_path):
+def test_a_prepared_model_is_neither_trained_nor_saved_nor_loaded(tmp_path):
     prepared = subquad.prepare(_model('test_ppma'))
+    for model in (prepared, copy.deepcopy(prepared), torch.nn.Sequential(prepared)):
+        with pytest.raises(ValueError, match='load weights before subquad.prepare'):
+            model.load_state_dict(model.state_dict(), strict=False)
     assert copy.deepcopy(prepared).eval().training is False
     for model in (prepared, torch.nn.Sequential(prepared)):
         with pytest.raises(ValueError, match='build the model again'):
