@@ -14,7 +14,10 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from ..kernels import eos_elementwise
+from ..kernels.eos_scan import DecayGenerator
 from ..kernels.quadtree_solve.portable import quadtree_solve_maps
+from ..kernels.selective_scan import grid_paths
 from ..kernels.trees import Level, level_means_export, repeat_to_children, sibling_normalized
 from ..kernels.trees.edges import edge_biases
 from .mixers import SeparableSelfAttention, TreeMixer
@@ -187,29 +190,34 @@ class ExportTreeMixer(TreeMixer):
         return quadtree_solve_maps(values, edges, self.parametrization, levels, spread)[0]
 
 
-class SeparateScans(nn.Module):
-    """SelectiveScan with a module for each path, because runtimes of phones have no tensors of five dimensions."""
+@register_notrace_module
+class ExportScan(SelectiveScan):
+    """SelectiveScan whose paths are the heads of one recurrence.
 
-    def __init__(self, scan: SelectiveScan):
-        super().__init__()
-        count, dim, states = scan.A_log.shape
-        self.scans = nn.ModuleList()
-        for n, path in enumerate(scan.paths):
-            own = SelectiveScan(dim, states, scan.bounds[0], (path,), scan.bias_factor, scan.A_log.device)
-            own.load_state_dict({name: x.chunk(count)[n] for name, x in scan.state_dict().items()})
-            self.scans.append(own)
+    Tensors have four dimensions at most, and a graph unrolls one scan in place of one for each path."""
 
-    def forward(self, u: Tensor) -> Tensor:
-        y = self.scans[0](u)
-        for scan in self.scans[1:]:
-            y = y + scan(u)
-        return y
+    def forward(self, grid: Tensor) -> Tensor:
+        orders, dtype = [grid_paths.PATHS[path] for path in self.paths], self.A_log.dtype
+
+        def turned(x: Tensor, reverse: bool) -> Tensor:
+            return x.flip(2) if reverse else x
+
+        # Tokens in the order of each path, (B, P, T, C).
+        u = torch.cat([turned(grid_paths.to_lines(grid, columns), reverse) for columns, reverse in orders], 1)
+        weight = self.x_proj.weight.unflatten(0, (len(orders), -1))
+        r, b, c = (u @ weight.transpose(1, 2)).tensor_split(self.bounds, -1)
+        bias = (self.bias_factor * self.dt_bias).unsqueeze(1)
+        step = F.softplus((r @ self.dt_proj.weight.transpose(1, 2)).to(dtype) + bias)
+        rates = DecayGenerator(step, self.A_log.exp().transpose(1, 2), 'd', 'exponential')
+        y = eos_elementwise(step * u, b.to(dtype), c.to(dtype), generator=rates) + self.D.unsqueeze(1) * u
+        return sum(grid_paths.to_grid(turned(line, reverse), grid, columns)
+                   for line, (columns, reverse) in zip(y.split(1, 1), orders)).to(grid.dtype)
 
 
 def prepare_for_export(model: nn.Module) -> List[str]:
     """Replace modules of a finished model by their export form, in place.
 
-    These are MobileViTv2 blocks, quad-tree mixers, selective scans along several paths, and the DeepLabv3 head.
+    These are MobileViTv2 blocks, quad-tree mixers, selective scans, and the DeepLabv3 head.
 
     Blocks with another attention, with `exact_size`, or with modified layers (adapters, hooks) are kept: they can be
     exported as they are. A model without such blocks or mixers is not changed.
@@ -228,14 +236,14 @@ def prepare_for_export(model: nn.Module) -> List[str]:
     for module in model.modules():
         if type(module) in (TreeMixer, NativeTreeMixer):
             ExportTreeMixer.convert(module)
+        elif type(module) is SelectiveScan:
+            module.__class__ = ExportScan
         elif hasattr(module, 'export_form'):             # of a head for MMSegmentation, which need not be installed
             module.__class__ = module.export_form
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()) if not isinstance(parent, ExportBlock) else ():
             if isinstance(child, MobileViTv2Block) and _is_supported(child):
                 setattr(parent, name, ExportBlock(child).eval())
-            elif isinstance(child, SelectiveScan) and len(child.paths) > 1:
-                setattr(parent, name, SeparateScans(child).eval())
     return [name for name, module in model.named_modules() if isinstance(module, ExportBlock)]
 
 

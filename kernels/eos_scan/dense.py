@@ -18,6 +18,8 @@ from .problem import RealProblem
 SINGLE_CHUNK = 64
 # The sums of a chunk of 128 tokens are exact in float32 (128 * 80 * PARTS < 2^24), and fine ones are at most 2.
 PARTS = 32
+# Lines of more than SHORT tokens are joined in blocks.
+BLOCK, SHORT = 16, 32
 
 
 class Sums(NamedTuple):
@@ -124,8 +126,34 @@ def rank_one(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, T
     return _joined(outputs, reverse).unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
 
 
+def _doubled(o: Tensor, memory: Tensor) -> Tuple[Tensor, Tensor]:
+    """Return products of the decays up to each token and the memories, (G, T, K, D) each.
+
+    The lines that end at a token are joined with the lines before them, of 1, 2, 4, ... tokens."""
+    length, step = memory.shape[1], 1
+    while step < length:
+        # Before the first token nothing is added and nothing decays.
+        before, decay = (F.pad(y[:, :-step], (0, 0, 0, 0, step, 0), value=v) for y, v in ((memory, 0.0), (o, 1.0)))
+        memory, o = memory + o * before, o * decay
+        step *= 2
+    return o, memory
+
+
+def _memories(o: Tensor, memory: Tensor) -> Tensor:
+    """Return the memories of lines (G, T, K, D): first within blocks, then what enters each block."""
+    lines, length, *sizes = memory.shape
+    if length <= SHORT:
+        return _doubled(o, memory)[1]
+    o, memory = (F.pad(y, (0, 0, 0, 0, 0, -length % BLOCK)).reshape(-1, BLOCK, *sizes) for y in (o, memory))
+    o, memory = _doubled(o, memory)
+    count = -(-length // BLOCK)
+    ends = _memories(*(y[:, -1].reshape(-1, count, *sizes) for y in (o, memory)))
+    entering = F.pad(ends[:, :-1], (0, 0, 0, 0, 1, 0)).reshape(-1, 1, *sizes)
+    return (memory + o * entering).reshape(-1, count * BLOCK, *sizes)[:, :length]
+
+
 def full_rank(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, Tensor]:
-    """Compute y and the last memory in log2 T steps, which join lines of 1, 2, 4, ... tokens before each token.
+    """Compute y and the last memory in log2 T steps.
 
     This form has all memories of a line at once, (B H, T, K, D): it is for inference on short lines."""
     i, dtype = problem.i, compute_dtype(problem.i.dtype)
@@ -147,24 +175,15 @@ def full_rank(problem: RealProblem, reverse: bool, chunk: int) -> Tuple[Tensor, 
     for steps, axis in ((problem.log_k, -1), (problem.log_d, -2)):
         if steps is not None:
             log = log + _lines(steps, i).unsqueeze(axis)
-    o = log.exp().expand(batch * heads, length, e.shape[2], dim)
-    memory = e * x
+    o, memory = log.exp().expand(batch * heads, length, e.shape[2], dim), e * x
+    if reverse:
+        o, memory = o.flip(1), memory.flip(1)
     if problem.state is not None:
-        first = o[:, -1:] if reverse else o[:, :1]
-        entering = first * problem.state.to(dtype).flatten(0, 1).unsqueeze(1)
-        rest = torch.zeros_like(memory[:, 1:])
-        memory = memory + torch.cat([rest, entering] if reverse else [entering, rest], 1)
-    step = 1
-    while step < length:
-        # Before the first token nothing is added and nothing decays.
-        if reverse:
-            before, decay = (F.pad(y[:, step:], (0, 0, 0, 0, 0, step), value=v) for y, v in ((memory, 0.0), (o, 1.0)))
-        else:
-            before, decay = (F.pad(y[:, :-step], (0, 0, 0, 0, step, 0), value=v) for y, v in ((memory, 0.0), (o, 1.0)))
-        memory, o = memory + o * before, o * decay
-        step *= 2
-    y = (s * memory).sum(2)
-    state = memory[:, 0] if reverse else memory[:, -1]
+        entering = o[:, :1] * problem.state.to(dtype).flatten(0, 1).unsqueeze(1)
+        memory = memory + torch.cat([entering, torch.zeros_like(memory[:, 1:])], 1)
+    memory = _memories(o, memory)
+    state = memory[:, -1]
+    y = (s * (memory.flip(1) if reverse else memory)).sum(2)
     return y.unflatten(0, i.shape[:2]), state.unflatten(0, i.shape[:2])
 
 

@@ -86,11 +86,6 @@ def selective_scan(
         return run(u, delta, a, b, c, skip, bias, tuple(paths))
 
 
-def _of_path(x: Tensor, path: int, backend: str) -> Tensor:
-    """Return x (B, H, W, P, C) of one path. Runtimes of phones have no tensors of five dimensions."""
-    return x.flatten(3).narrow(3, path * x.shape[4], x.shape[4]) if backend == 'export' else x[..., path, :]
-
-
 def _by_lines(backend: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Optional[Tensor],
               bias: Optional[Tensor], paths: Sequence[str]) -> Tensor:
     """Run `eos_elementwise` on the lines of each path."""
@@ -99,7 +94,7 @@ def _by_lines(backend: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: T
     total = None
     for p, path in enumerate(paths):
         columns_first, reverse = PATHS[path]
-        step, e, s = (_of_path(y, p, backend) for y in (delta, b, c))
+        step, e, s = (y[..., p, :] for y in (delta, b, c))
         step = F.softplus(step if bias is None else step + bias[p].to(dtype))
         z, i, e, s = (to_lines(y, columns_first) for y in (step, step * x, e, s))
         # Decays of one state are of rank one, which most backends compute by products of chunks.

@@ -17,7 +17,7 @@ from pairwise import slow
 from timm.optim import param_groups_weight_decay
 from vmamba_files import authors_name, authors_state
 
-from subquad.backbones.export import SeparateScans, prepare_for_export
+from subquad.backbones.export import ExportScan, prepare_for_export
 from subquad.backbones.mixers import selective
 from subquad.backbones.vmamba import ARCHS, VMamba
 from subquad.backbones.weights import WeightsError, load_weights
@@ -101,12 +101,12 @@ def test_a_mean_of_the_paths_is_as_good_as_their_sum():
 
 
 @pytest.mark.parametrize('vanilla', [False, True])
-def test_the_export_form_scans_each_path_alone(vanilla):
+def test_the_export_form_scans_all_paths_at_once(vanilla):
     model, x = timm.create_model('test_vmamba', vanilla=vanilla).eval(), torch.randn(1, 3, 40, 32)
     with torch.no_grad():
         expected = model(x)
         prepare_for_export(model)
-        assert sum(isinstance(module, SeparateScans) for module in model.modules()) == 5
+        assert sum(isinstance(module, ExportScan) for module in model.modules()) == 5
         assert relative_error(model(x), expected) < 1e-5
 
 

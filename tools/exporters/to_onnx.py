@@ -2,11 +2,13 @@
 import json
 from pathlib import Path
 from typing import AbstractSet, Any, Callable, Dict, List
+from unittest import mock
 
 import onnx
 import onnxruntime
 import torch
 from onnx import ModelProto
+from onnxscript import rewriter
 from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
@@ -44,7 +46,9 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 def record(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> ModelProto:
     """Return a subject as an ONNX model in float32."""
-    with silence():
+    # A rule with several outputs compares each node with all others, and would take minutes for unrolled scans.
+    rules = tuple(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule._target_pattern.has_single_output_node)
+    with silence(), mock.patch.object(rewriter, '_DEFAULT_REWRITE_RULES', rules):
         exported = torch.onnx.export(
             export_program(subject, dynamic),
             dynamo=True,
