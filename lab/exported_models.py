@@ -13,7 +13,7 @@ from subquad.tools.bench.metrics import metric, speedup
 from subquad.tools.common.cli import UserError
 from subquad.tools.exporters import formats
 from subquad.tools.exporters.formats import Options
-from subquad.tools.exporters.pipeline import difference
+from subquad.tools.exporters.pipeline import difference, with_file_metadata
 from subquad.tools.exporters.subject import classifier_subject, fuse_norms, random_classifier
 
 from .export_matrix import randomize_norms
@@ -45,12 +45,10 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
     other = timm.create_model(baseline).eval()
     other.load_state_dict(read.model.state_dict())
     fuse_norms(other)
-    subject = classifier_subject(read, 'random')
+    subject = with_file_metadata(classifier_subject(read, 'random'), runtime)
     image = subject.example()
     with torch.no_grad():
         expected = subject.eager(image)[0]
-        # Outputs are part of the metadata that a loader checks.
-        subject.metadata['outputs'] = [{'name': 'logits', 'shape': list(expected.shape)}]
         with tempfile.TemporaryDirectory(prefix='subquad-bench-') as folder:
             own, path = Path(folder) / f'own{_SUFFIXES[runtime]}', Path(folder) / f'timm{_SUFFIXES[runtime]}'
             exporter = formats.exporter(runtime)

@@ -1,6 +1,6 @@
 """Classify image files, or all images in a folder, and print the top classes. With a detection or segmentation config
 before the checkpoint, or published weights of a detector or segmenter, draw the predictions and write boxes and masks
-as JSON."""
+as JSON. A file of subquad export runs on its own runtime."""
 import argparse
 import math
 from pathlib import Path
@@ -14,6 +14,7 @@ from .common.images import LeftOut, image_files
 from .common.output import dumps
 from .common.paths import writable_folder
 from .engine.config import known_configs
+from .exporters.formats import format_of
 
 Results = List[Dict[str, Any]]
 
@@ -21,8 +22,8 @@ Results = List[Dict[str, Any]]
 def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser = argparse.ArgumentParser('subquad predict', description=__doc__)
     parser.add_argument('checkpoint', metavar='[CONFIG] NAME_OR_FILE', help='weights of subquad train (.safetensors), '
-                        'published weights by name, such as ppma_tiny.in1k, or other weights with --model; or a '
-                        'detection or segmentation config and its weights')
+                        'published weights by name, such as ppma_tiny.in1k, other weights with --model, or a file of '
+                        'subquad export; or a detection or segmentation config and its weights')
     parser.add_argument('images', nargs='+', help='image files or folders')
     parser.add_argument('--model', metavar='NAME',
                         help='timm name of the model, for a checkpoint that does not contain it')
@@ -39,10 +40,23 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         raise UserError(f'--topk must be at least 1, got {args.topk}')
     if args.score is not None and not 0 <= args.score <= 1:
         raise UserError(f'--score must be from 0 to 1, got {args.score}')
-    results, code = (_predict_dense if _take_config(args) else _classify)(args)
+    if format_of(args.checkpoint):
+        args.exported = _exported(args)
+        dense = args.exported.metadata['task'] != 'classification'
+    else:
+        args.exported, dense = None, _take_config(args)
+    results, code = (_predict_dense if dense else _classify)(args)
     if args.json:
         print(dumps(results, indent=2))
     return code
+
+
+def _exported(args: argparse.Namespace) -> Any:
+    from .exporters.exported import ExportedModel
+    for name in ('model', 'allow_nonfinite'):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} is for weights; {args.checkpoint} is an exported file")
+    return ExportedModel(args.checkpoint)
 
 
 def _take_config(args: argparse.Namespace) -> bool:
@@ -75,8 +89,12 @@ def _classify(args: argparse.Namespace) -> Tuple[Results, int]:
                             f'--{name} {name.upper()}')
     files = image_files(args.images)
     left_out = LeftOut(len(files), args.strict)
-    model, transform, classes = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
-    results = classify(prepare(model), transform, classes, files, args.topk or 3, left_out=left_out)
+    if args.exported:
+        model, transform, classes = args.exported, args.exported.transform(), args.exported.classes()
+    else:
+        model, transform, classes = classifier_from_file(args.checkpoint, args.model, args.allow_nonfinite)
+        model = prepare(model)
+    results = classify(model, transform, classes, files, args.topk or 3, left_out=left_out)
     code = left_out.code()
     if not args.json:
         print_classes(results)
@@ -91,8 +109,8 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
         raise UserError('--model is for classifiers; a detection or segmentation config defines its model')
     if args.topk is not None:
         raise UserError('--topk is for classifiers; use --score to select objects')
-    config = load(args.config)
-    if is_classifier(config):
+    config = None if args.exported else load(args.config)
+    if config and is_classifier(config):
         raise UserError(f'{args.config} is a classification config; give the weights alone: '
                         'subquad predict NAME_OR_FILE IMAGES')
     if not args.images:
@@ -100,10 +118,16 @@ def _predict_dense(args: argparse.Namespace) -> Tuple[Results, int]:
     files = image_files(args.images)
     out = writable_folder(args.out or 'predictions')
     with quiet():                                  # for what MMDetection prints on import
-        from .engine.dense.prediction import predict, print_found
+        from .engine.dense.prediction import Predictor, predict, print_found
+
+    def predictor() -> Predictor:
+        if config:
+            return Predictor(config, args.checkpoint, allow_nonfinite=args.allow_nonfinite)
+        from .exporters.exported_dense import ExportedPredictor
+        return ExportedPredictor(args.exported)
+
     left_out = LeftOut(len(files), args.strict)
-    results = predict(config, args.checkpoint, files, out, 0.3 if args.score is None else args.score, left_out,
-                      args.allow_nonfinite)
+    results = predict(predictor, files, out, 0.3 if args.score is None else args.score, left_out)
     (out / 'predictions.json').write_text(dumps(results, indent=2))
     code = left_out.code()
     if not args.json:

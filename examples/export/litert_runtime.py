@@ -19,12 +19,10 @@ def load(path: str) -> Tuple[pictures.Metadata, pictures.Run]:
     with zipfile.ZipFile(path) as archive:
         metadata = json.loads(archive.read('subquad.json'))
     runner = Interpreter(path, num_threads=1).get_signature_runner()
-    image, = runner.get_input_details()
-    names = sorted(runner.get_output_details(), key=lambda name: (len(name), name))     # output_0, output_1, ...
 
     def run(pixels: np.ndarray) -> List[np.ndarray]:
-        outputs = runner(**{image: pixels})
-        return [outputs[name] for name in names]
+        outputs = runner(**{metadata['input']['name']: pixels})
+        return [outputs[output['name']] for output in metadata['outputs']]
     return metadata, run
 
 

@@ -22,16 +22,15 @@ def load(path: str) -> Tuple[pictures.Metadata, pictures.Run]:
     metadata = json.loads(side.read_text(encoding='utf-8'))
     net = ncnn.Net()
     net.opt.num_threads = 1
-    if metadata['precision'] == 'fp32':                 # ncnn computes with 16 bits where it can
-        net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
-        net.opt.use_bf16_storage = False
+    for name, value in metadata['runtime']['options'].items():         # ncnn computes with 16 bits where it can
+        setattr(net.opt, name, value)
     if net.load_param(path) or net.load_model(path.removesuffix('param') + 'bin'):
         raise ValueError('ncnn cannot read the .param or the .bin file')
 
     def run(pixels: np.ndarray) -> List[np.ndarray]:
         with net.create_extractor() as extractor:
-            extractor.input('in0', ncnn.Mat(pixels[0]).clone())
-            outputs = [extractor.extract(f'out{n}') for n in range(len(metadata['outputs']))]
+            extractor.input(metadata['input']['name'], ncnn.Mat(pixels[0]).clone())
+            outputs = [extractor.extract(output['name']) for output in metadata['outputs']]
         if any(code for code, _ in outputs):
             raise RuntimeError('ncnn has no memory or cannot run the model')
         return [np.array(output).reshape(item['shape']) for (_, output), item in zip(outputs, metadata['outputs'])]

@@ -116,13 +116,15 @@ def _margin(size: int, crop: int) -> int:
 
 # After the model.
 
-def top_classes(logits: np.ndarray, labels: Sequence[str], count: int) -> List[Tuple[str, float]]:
+def top_classes(logits: np.ndarray, labels: Sequence[str], count: int, kind: str = 'softmax'
+                ) -> List[Tuple[str, float]]:
     """Return the likeliest classes of logits (classes,) with their probabilities, the likeliest first.
 
-    A model without labels names its classes by their numbers.
+    A model without labels names its classes by their numbers. `kind` is 'sigmoid' for several classes in a picture.
     """
-    odds = np.exp(logits.astype(np.float64) - logits.max())
-    probabilities = odds / odds.sum()
+    logits = logits.astype(np.float64)
+    odds = np.exp(logits - logits.max())
+    probabilities = odds / odds.sum() if kind == 'softmax' else 1 / (1 + np.exp(-logits))
     order = np.argsort(-probabilities, kind='stable')[:count].tolist()
     return [(labels[n] if labels else str(n), float(probabilities[n])) for n in order]
 
@@ -248,7 +250,8 @@ def show(picture: Image.Image, metadata: Metadata, outputs: Dict[str, np.ndarray
          args: argparse.Namespace) -> None:
     """Print what the model has found, and write a picture of it if it is more than a class."""
     if metadata['task'] == 'classification':
-        for label, probability in top_classes(outputs['logits'][0], metadata['labels'], args.topk):
+        for label, probability in top_classes(outputs['logits'][0], metadata['labels'], args.topk,
+                                              metadata['postprocessing']['type']):
             print(f'{probability:7.2%}  {label}')
     elif metadata['task'] == 'detection':
         found = detections(outputs, metadata['postprocessing'])

@@ -95,7 +95,7 @@ def _three(value: Any) -> List[float]:
 
 
 def read_image(file: Path, metadata: Dict[str, Any]) -> PreparedImage:
-    """Read an image file and prepare it as the metadata of an exported file say, including the normalization."""
+    """Read an image file and prepare it as the metadata of an exported file say."""
     given = metadata['preprocessing']
     image = np.asarray(open_image(file))
     image = np.ascontiguousarray(image[..., ::-1] if metadata['input']['color'] == 'BGR' else image)
@@ -104,11 +104,13 @@ def read_image(file: Path, metadata: Dict[str, Any]) -> PreparedImage:
     if content != original:
         image = mmcv.imresize(image, content[::-1], interpolation=resize['interpolation'],
                               backend='pillow' if resize['antialias'] else 'cv2')
-    mean, std, border = (np.array(values, np.float32)
-                         for values in (given['mean'], given['std'], given['pad']['value']))
+    image = image.astype(np.float32)
+    if not given['normalize_in_graph']:
+        mean, std = (np.array(given[name], np.float32) for name in ('mean', 'std'))
+        image = (image * np.float32(given['scale']) - mean) / std
     canvas = np.empty((*given['pad']['to'], 3), np.float32)
-    canvas[:] = border
-    canvas[:content[0], :content[1]] = (image.astype(np.float32) * np.float32(given['scale']) - mean) / std
+    canvas[:] = np.array(given['pad']['value'], np.float32)
+    canvas[:content[0], :content[1]] = image
     return PreparedImage(torch.from_numpy(canvas.transpose(2, 0, 1).copy())[None], content, original)
 
 

@@ -19,7 +19,7 @@ from ..engine.dense.task import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools
 from .dense_preprocessing import input_size, preparation, read_image
-from .subject import Subject, describe, fuse_norms
+from .subject import Subject, describe, described, fuse_norms
 
 Size = Tuple[int, int]
 _STATIC = {
@@ -95,7 +95,7 @@ def dense_subject(
     entries = _postprocessing(eager, task, nms, labels)
     metadata = describe(name, task, Path(checkpoint).name if checkpoint else 'random', tuple(images.shape),
                         preprocessing, [] if features else classes, color, **entries)
-    metadata['outputs'] = _described(outputs, results, nms and task == 'detection')
+    metadata['outputs'] = _outputs(outputs, results, nms and task == 'detection')
     return Subject(name, task, module.eval(), reference, size, images.shape[1], outputs, metadata, _STATIC[task],
                    lambda file: read_image(file, metadata).images)
 
@@ -153,10 +153,9 @@ def _postprocessing(model: nn.Module, task: str, nms: bool, labels: bool) -> Dic
     return {}
 
 
-def _described(names: Sequence[str], results: Sequence[Tensor], nms: bool) -> List[Dict[str, Any]]:
-    """Return name, shape and dtype of the outputs of the file; a number of detections that varies is None."""
-    entries = [dict(name=name, shape=list(y.shape), dtype=str(y.dtype).removeprefix('torch.'))
-               for name, y in zip(names, results)]
+def _outputs(names: Sequence[str], results: Sequence[Tensor], nms: bool) -> List[Dict[str, Any]]:
+    """Describe the outputs of the file; a number of detections that varies is None."""
+    entries = described(names, results)
     if not nms:
         return entries
     selected = [dict(name='boxes', shape=[None, 4], dtype='float32'),

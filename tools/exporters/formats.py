@@ -2,8 +2,8 @@
 import importlib
 import importlib.util
 import sys
-from types import ModuleType
-from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from types import MappingProxyType, ModuleType
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -51,6 +51,8 @@ class Format(NamedTuple):
         distributions: what pip installs for them; an extra of this package has them.
         precisions: the precisions that it supports.
         dynamic: the dimensions that a file may leave open.
+        exact: options of the runtime without which files of fp32 lose digits, by their names in the runtime.
+        integers: dtype of outputs that are integers.
         runs: whether the command runs its files on a runtime. If not, the module has `check(path)` instead of `load`.
     """
     title: str
@@ -60,6 +62,8 @@ class Format(NamedTuple):
     distributions: Tuple[str, ...]
     precisions: Tuple[str, ...]
     dynamic: Tuple[str, ...]
+    exact: Mapping[str, Any] = MappingProxyType({})
+    integers: str = 'int64'
     runs: bool = True
 
 
@@ -71,12 +75,19 @@ FORMATS: Dict[str, Format] = {
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
                          ('executorch',), PRECISIONS, ('batch',)),
     'litert': Format('LiteRT', '.tflite', 'to_litert', ('litert_torch', 'ai_edge_litert'), ('litert-torch',),
-                     ('fp32', 'fp16'), ()),
-    'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), ()),
+                     ('fp32', 'fp16'), (), integers='int32'),
+    'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), (),
+                   dict.fromkeys(('use_fp16_packed', 'use_fp16_storage', 'use_fp16_arithmetic', 'use_bf16_storage'),
+                                 False)),
     # The converter writes height and width into reshapes.
     'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',), ('fp32', 'fp16'),
-                     ('batch',), runs=False),
+                     ('batch',), integers='int32', runs=False),
 }
+
+
+def format_of(name: str) -> Optional[str]:
+    """Return the format of an exported file by its suffix; None for other names."""
+    return next((key for key, form in FORMATS.items() if name.endswith(form.suffix)), None)
 
 
 def missing_packages(name: str) -> List[str]:

@@ -20,7 +20,7 @@ from ..common.cli import UserError, one_line, shown
 from ..common.output import add_row, print_table
 from ..common.paths import writable_folder
 from .formats import FORMATS, Conversion, Options, check_options, exporter
-from .subject import Subject
+from .subject import Subject, described
 
 # Largest relative error that passes. That of int8 only finds files that are wrong: the accuracy on images decides.
 TOLERANCES = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 1.0}
@@ -28,7 +28,14 @@ TOLERANCES = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 1.0}
 _UNEQUAL = 10
 # With fewer calibration images, a note asks for more.
 FEW = 16
+# Which file to take instead: (format, precision) -> sentence. Measured on x86; `.ort` lacks the blocked layout there.
+_ADVICE = {
+    ('onnx', 'fp16'): 'on x86, ONNX Runtime computes fp16 slower than fp32; fp16 is for GPUs and smaller files',
+    **{('ort', precision): 'ONNX Runtime cannot optimize an .ort file for the processor, so an .onnx file is faster '
+       'where a full ONNX Runtime fits' for precision in ('fp32', 'fp16', 'int8')},
+}
 Run = Callable[[Tensor], List[Tensor]]
+Latency = Dict[int, Tuple[float, float]]
 
 
 class Errors(NamedTuple):
@@ -66,7 +73,7 @@ class Report:
     conversion: Conversion
     errors: Optional[Errors]
     tolerance: float
-    latency: Dict[int, Tuple[float, float]]
+    latency: Latency
     notes: List[str]
 
     @property
@@ -112,11 +119,15 @@ def export(
     module, tolerance = exporter(name), TOLERANCES[options.precision] if tolerance is None else tolerance
     check_options(name, options)
     _check_dynamic(subject, options)
-    subject = _with_file_metadata(subject, name, options)
-    notes = []
+    subject = with_file_metadata(subject, name, options)
+    notes = [f'{_ADVICE[name, options.precision]}.'] if (name, options.precision) in _ADVICE else []
     if 'window' in subject.metadata:
         notes.append(f'{subject.name} is tested with sliding windows; the file computes one window of '
                      f'{" x ".join(map(str, subject.size))} pixels.')
+    if subject.metadata['preprocessing']['resize'].get('enlarge') is False:
+        notes.append(f'the config keeps the size of pictures; the file shrinks those of more than '
+                     f'{" x ".join(map(str, subject.size))} pixels, unlike `subquad predict` with the config: choose '
+                     '--size for your pictures.')
     folder = Path(tempfile.mkdtemp(dir=writable_folder(str(path.parent)), prefix=f'.{path.name}.'))
     temporary, errors, times = folder / path.name, None, {}
     try:
@@ -126,7 +137,10 @@ def export(
         if FORMATS[name].runs:
             run = module.load(temporary)
             errors = compare(run, subject, inputs_for(subject, options))
-            times = _latency(lambda threads: module.load(temporary, threads), subject, repeats)
+            times, share = _latency(lambda threads: module.load(temporary, threads), subject, repeats)
+            if share < 0.9:
+                notes.append(f'other programs kept the processor busy for {1 - share:.0%} of the time, so that the '
+                             'times are too long.')
             if options.calibration and subject.task == 'classification':
                 notes.append(_agreement(name, run, subject, options.calibration))
         else:
@@ -162,10 +176,12 @@ def _check_dynamic(subject: Subject, options: Options) -> None:
         raise UserError('a detector is exported for one image, so the batch cannot be dynamic')
 
 
-def _with_file_metadata(subject: Subject, name: str, options: Options) -> Subject:
+def with_file_metadata(subject: Subject, name: str, options: Options = Options()) -> Subject:      # noqa: B008  (a tuple)
     """Complete the metadata of a subject by what one file is."""
     metadata = copy.deepcopy(subject.metadata)
-    metadata.update(format=name, precision=options.precision)
+    exact = dict(FORMATS[name].exact) if options.precision == 'fp32' else {}
+    metadata.update(format=name, precision=options.precision,
+                    runtime=dict(name=FORMATS[name].title, options=exact))
     metadata['input']['dynamic'] = sorted(options.dynamic)
     if 'hw' in options.dynamic:
         metadata['input']['multiple_of'] = subject.sizes.multiple_of
@@ -173,8 +189,10 @@ def _with_file_metadata(subject: Subject, name: str, options: Options) -> Subjec
     if not metadata['outputs']:            # detectors describe what the file adds to the outputs of the graph
         with torch.inference_mode():
             outputs = subject.eager(subject.example())
-        metadata['outputs'] = [dict(name=output, shape=list(value.shape))
-                               for output, value in zip(subject.outputs, outputs)]
+        metadata['outputs'] = described(subject.outputs, outputs)
+    for output in metadata['outputs']:
+        if output['dtype'] == 'int64':
+            output['dtype'] = FORMATS[name].integers
     return replace(subject, metadata=metadata)
 
 
@@ -227,10 +245,12 @@ def compare(run: Run, subject: Subject, inputs: Sequence[Tensor]) -> Errors:
     for images in inputs:
         with torch.inference_mode():
             expected = subject.eager(images)
-        actual = run(images)
-        if len(actual) != len(expected):
-            raise UserError(f'the exported file has {len(actual)} outputs, the model has {len(expected)}')
-        for name, a, b in zip(subject.outputs, actual, expected):
+        outputs = run(images)
+        if len(outputs) != len(subject.metadata['outputs']):
+            raise UserError(f"the exported file has {len(outputs)} outputs, its metadata {subject.metadata['outputs']}")
+        by_name = dict(zip((output['name'] for output in subject.metadata['outputs']), outputs))
+        for name, b in zip(subject.outputs, expected):
+            a = by_name.get(f'raw_{name}', by_name[name])       # before the selection of detections
             if a.shape != b.shape:
                 raise UserError(f'the exported file gives {name} of shape {tuple(a.shape)} for images '
                                 f'{tuple(images.shape)}, the model {tuple(b.shape)}')
@@ -267,14 +287,14 @@ def _agreement(name: str, run: Run, subject: Subject, images: Sequence[Tensor]) 
             f"images{'; use a hundred images or more.' if len(images) < FEW else '.'}")
 
 
-def _latency(load: Callable[[int], Run], subject: Subject, repeats: int) -> Dict[int, Tuple[float, float]]:
+def _latency(load: Callable[[int], Run], subject: Subject, repeats: int) -> Tuple[Latency, float]:
     """Measure the file, which `load` opens for a number of threads, and the ordinary model in turn, `repeats` times.
 
     Returns:
         number of threads (one, and all that this process may use) -> (milliseconds of the file, of the ordinary
-        model), medians of the runs on one image.
+        model), medians of the runs on one image; and the share of the time of one thread in which it ran.
     """
-    image, before, medians = subject.example(), torch.get_num_threads(), {}
+    image, before, medians, share = subject.example(), torch.get_num_threads(), {}, 1.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     try:
         for threads in sorted({1, cores}) if repeats else ():
@@ -282,15 +302,19 @@ def _latency(load: Callable[[int], Run], subject: Subject, repeats: int) -> Dict
             torch.set_num_threads(threads)
             with torch.inference_mode():
                 for turn in range(repeats + 2):
+                    if turn == 2:                        # the first calls fill caches
+                        began, worked = time.perf_counter(), time.process_time()
                     for call, taken in zip((run, subject.eager), times):
                         start = time.perf_counter()
                         call(image)
-                        if turn >= 2:                    # the first calls fill caches
+                        if turn >= 2:
                             taken.append(1e3 * (time.perf_counter() - start))
+            if threads == 1:
+                share = (time.process_time() - worked) / (time.perf_counter() - began)
             medians[threads] = tuple(map(statistics.median, times))
     finally:
         torch.set_num_threads(before)
-    return medians
+    return medians, share
 
 
 # ---- reporting

@@ -174,7 +174,8 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
     task = 'features' if features else 'classification'
     description = preprocessing(transform)
     metadata = describe(read.name, task, weights, (1, channels, height, width), description,
-                        [] if features else read.classes)
+                        [] if features else read.classes, **({} if features else dict(postprocessing=dict(
+                            type='sigmoid' if read.metadata.get('multi_label') else 'softmax', in_graph=False))))
     reductions = [entry['reduction'] for entry in eager.feature_info] if features else []
     outputs, family = tuple(f'stride_{n}' for n in reductions) or ('logits',), type(eager).__name__
     subject = Subject(read.name, task, module, reference, (height, width), channels, outputs, metadata,
@@ -277,6 +278,12 @@ def describe(
         'labels': list(labels),
         **entries,
     }
+
+
+def described(names: Sequence[str], outputs: Sequence[Tensor]) -> List[Dict[str, Any]]:
+    """Return the entries of the metadata for outputs: name, shape and dtype of each."""
+    return [dict(name=name, shape=list(y.shape), dtype=str(y.dtype).removeprefix('torch.'))
+            for name, y in zip(names, outputs)]
 
 
 def random_classifier(name: str, size: Optional[Sequence[int]] = None, **options: Any) -> Classifier:

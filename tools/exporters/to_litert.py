@@ -5,10 +5,10 @@ import tempfile
 import zipfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.cli import UserError, one_line, shown
 from .formats import Conversion, Options
@@ -27,7 +27,9 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     export_program(subject)                                  # its checks hold for every format
     with silence():
         import litert_torch
-        litert_torch.convert(subject.module, (subject.example(),)).export(str(path))
+        named = _Named(subject.module, subject.outputs).eval()
+        litert_torch.convert(named, sample_kwargs={subject.metadata['input']['name']: subject.example()}).export(
+            str(path))
         if options.precision == 'fp16':
             _halve_weights(path)
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
@@ -35,19 +37,27 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     return Conversion(_operators(path))
 
 
+class _Named(nn.Module):
+    """A module whose argument and results have names, which the converter gives to the tensors of the file."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]):
+        super().__init__()
+        self.module, self.names = module, names
+
+    def forward(self, image: Tensor) -> Dict[str, Tensor]:
+        return dict(zip(self.names, self.module(image)))
+
+
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
-    run = _interpreter(path, threads).get_signature_runner()
-    # Names such as output_10.
-    inputs, outputs = list(run.get_input_details()), sorted(
-        run.get_output_details(), key=lambda name: int(''.join(filter(str.isdigit, name)) or 0))
-    shape = tuple(run.get_input_details()[inputs[0]]['shape'])
+    metadata, run = read_metadata(path), _interpreter(path, threads).get_signature_runner()
+    name, shape = metadata['input']['name'], tuple(metadata['input']['shape'])
 
     def infer(images: Tensor) -> List[Tensor]:
         if tuple(images.shape) != shape:
             raise UserError(f'{path.name} takes images of shape {shape}, got {tuple(images.shape)}')
-        results = run(**{inputs[0]: images.contiguous().numpy()})
-        results = [torch.from_numpy(results[name]) for name in outputs]
+        results = run(**{name: images.contiguous().numpy()})
+        results = [torch.from_numpy(results[output['name']]) for output in metadata['outputs']]
         return [result if result.is_floating_point() else result.long() for result in results]
     return infer
 

@@ -19,7 +19,6 @@ from .graph import export_program
 from .subject import Subject
 
 _SUFFIX = '.ncnn.param'
-_OPTIONS = ('use_fp16_packed', 'use_fp16_storage', 'use_fp16_arithmetic', 'use_bf16_storage')
 
 
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
@@ -33,12 +32,13 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         graph, weights = (Path(folder) / f'model.ncnn.{end}' for end in ('param', 'bin'))
         if not graph.is_file() or not weights.is_file():
             raise UserError(f'pnnx wrote no ncnn file for {subject.name}: {shown(said)}')
-        operators = _layers(graph.read_text())
+        text = _named(graph.read_text(), subject)
+        operators = _layers(text)
         # The names of operators that pnnx could not translate hold dots or colons.
         unknown = sorted(kind for kind in operators if not re.fullmatch(r'\w+', kind))
         if unknown:
             raise UserError(f'ncnn has no layers for these operators of {subject.name}: {", ".join(unknown)}')
-        shutil.copyfile(graph, path)
+        path.write_text(text)
         shutil.copyfile(weights, _beside(path, '.ncnn.bin'))
     _beside(path, '.json').write_text(json.dumps(subject.metadata, ensure_ascii=False), encoding='utf-8')
     return Conversion(operators)
@@ -50,24 +50,24 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     metadata = read_metadata(path)
     net = ncnn.Net()
     net.opt.num_threads, net.opt.use_vulkan_compute = threads, False
-    for option in _OPTIONS:
-        setattr(net.opt, option, False)
+    for option, value in metadata['runtime']['options'].items():
+        setattr(net.opt, option, value)
     weights = _beside(path, '.ncnn.bin')
     if not path.is_file() or not weights.is_file() or net.load_param(str(path)) or net.load_model(str(weights)):
         raise UserError(f'{path} and {weights.name} are not a network for ncnn')
-    shapes = [tuple(output['shape']) for output in metadata['outputs']]
+    outputs = [(output['name'], tuple(output['shape'])) for output in metadata['outputs']]
 
     def run(images: Tensor) -> List[Tensor]:
         if images.shape[0] != 1:
             raise UserError(f'ncnn files take one image at a time, got {images.shape[0]}')
         extractor = net.create_extractor()
-        extractor.input('in0', ncnn.Mat(np.ascontiguousarray(images[0].numpy())).clone())
+        extractor.input(metadata['input']['name'], ncnn.Mat(np.ascontiguousarray(images[0].numpy())).clone())
         results = []
-        for n, shape in enumerate(shapes):
-            code, blob = extractor.extract(f'out{n}')
+        for name, shape in outputs:
+            code, blob = extractor.extract(name)
             values = np.array(blob)
             if code or values.size != np.prod(shape):
-                raise UserError(f'ncnn gives output {n} of {path.name} as {values.shape} instead of {shape}')
+                raise UserError(f'ncnn gives {name} of {path.name} as {values.shape} instead of {shape}')
             results.append(torch.from_numpy(values).float().reshape(shape))
         return results
     return run
@@ -103,6 +103,12 @@ def _run_pnnx(program: torch.export.ExportedProgram, subject: Subject, half: boo
     if done.returncode:
         raise UserError(f'pnnx cannot convert {subject.name} (exit code {done.returncode}): {shown(said)}')
     return said
+
+
+def _named(text: str, subject: Subject) -> str:
+    """Give the blobs in0, out0, out1, ... of a `.param` file the names that the metadata have."""
+    names = {'in0': subject.metadata['input']['name'], **{f'out{n}': name for n, name in enumerate(subject.outputs)}}
+    return re.sub(r'\b(in0|out\d+)\b', lambda found: names[found[0]], text)
 
 
 def _layers(text: str) -> Dict[str, int]:

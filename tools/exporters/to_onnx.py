@@ -91,16 +91,11 @@ def _save_ort(model: ModelProto, precision: str, path: Path) -> Conversion:
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
-    """Return a function that runs a file of the format ONNX or ORT, with the outputs in the order of the file.
-
-    Those of a detector that selects its detections are the boxes and scores before.
-    """
+    """Return a function that runs a file of the format ONNX or ORT, with the outputs in the order of the file."""
     session = open_session(path, threads)
-    names = [output.name for output in session.get_outputs()]
-    names = [name for name in names if name.startswith('raw_')] or names
 
     def run(images: Tensor) -> List[Tensor]:
-        return [torch.from_numpy(output) for output in session.run(names, {INPUT: images.numpy()})]
+        return [torch.from_numpy(output) for output in session.run(None, {INPUT: images.numpy()})]
 
     return run
 

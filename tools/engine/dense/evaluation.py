@@ -1,10 +1,11 @@
 """Test a detector or segmenter: metrics of its config's evaluator, and pictures."""
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Union
 
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
+from mmengine.model import BaseModel
 
 from ....backbones.mm.checkpoints import load_checkpoint
 from ...common.cli import UserError, quiet, weight_errors
@@ -32,12 +33,12 @@ class PicturesHook(Hook):
             draw_sample(image, sample.cpu(), classes_of(dataset), palette_of(dataset), 0.3, annotations=True).save(path)
 
 
-def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tta: bool = False,
+def evaluate(config: Config, checkpoint: Union[str, BaseModel], show_dir: Optional[str] = None, tta: bool = False,
              allow_nonfinite: bool = False) -> Dict[str, float]:
     """Compute the metrics of a checkpoint on the config's test data, as the evaluator names and scales them.
 
-    `checkpoint` is a file or the name of published weights, `show_dir` an empty folder for pictures; `tta` tests with
-    the config's `tta_model` and `tta_pipeline`.
+    `checkpoint` is a file, the name of published weights, or a model in place of the config's; `show_dir` an empty
+    folder for pictures; `tta` tests with the config's `tta_model` and `tta_pipeline`.
     """
     if tta:
         if 'tta_model' not in config or 'tta_pipeline' not in config:
@@ -53,9 +54,12 @@ def evaluate(config: Config, checkpoint: str, show_dir: Optional[str] = None, tt
     with tempfile.TemporaryDirectory() as folder, quiet():
         runner = build_runner(config, folder, training=False, hooks=hooks)
         model = getattr(runner.model, 'module', runner.model)        # inside a distributed wrapper
-        with weight_errors('; --allow-nonfinite tests it anyway'):
-            load_checkpoint(getattr(model, 'module', model), checkpoint, classes_of(config.test_dataloader.dataset),
-                            allow_nonfinite, network_options(config))
+        if isinstance(checkpoint, BaseModel):
+            runner.model = checkpoint
+        else:
+            with weight_errors('; --allow-nonfinite tests it anyway'):
+                load_checkpoint(getattr(model, 'module', model), checkpoint,
+                                classes_of(config.test_dataloader.dataset), allow_nonfinite, network_options(config))
         made(lambda: runner.test_loop, 'test_evaluator')         # build it now, not after minutes
         metrics = runner.test()
         close_log(runner)

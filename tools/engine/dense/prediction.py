@@ -1,7 +1,7 @@
 """Detect or segment in image files: pictures, and results as dicts."""
 import colorsys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 import cv2
 import numpy as np
@@ -89,9 +89,12 @@ class Predictor:
 
 def palette_of(dataset: Dict[str, Any]) -> Sequence[Sequence[int]]:
     """Return the colors of a data set's classes (RGB, 0 to 255): its own palette, or hues at equal distances."""
-    count = len(classes_of(dataset))
-    return known_metainfo(dataset).get('palette') or [
-        tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / count, 0.8, 0.9)) for n in range(count)]
+    return known_metainfo(dataset).get('palette') or hues(len(classes_of(dataset)))
+
+
+def hues(count: int) -> Sequence[Sequence[int]]:
+    """Return colors (RGB, 0 to 255) of hues at equal distances."""
+    return [tuple(round(255 * part) for part in colorsys.hsv_to_rgb(n / count, 0.8, 0.9)) for n in range(count)]
 
 
 def _rle(mask: np.ndarray) -> Dict[str, Any]:
@@ -99,12 +102,12 @@ def _rle(mask: np.ndarray) -> Dict[str, Any]:
     return dict(size=[int(n) for n in code['size']], counts=code['counts'].decode('ascii'))
 
 
-def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, score: float,
-            left_out: Optional[LeftOut] = None, allow_nonfinite: bool = False) -> List[Dict[str, Any]]:
+def predict(make: Callable[[], Predictor], files: Sequence[Path], out: Path, score: float,
+            left_out: Optional[LeftOut] = None) -> List[Dict[str, Any]]:
     """Draw the predictions for every file into the folder `out`, and return them.
 
-    `score` is the least score of an object; `left_out` receives the errors of files that cannot be
-    read, which are raised without it. The other arguments are those of `Predictor`.
+    `make` returns the predictor; `score` is the least score of an object; `left_out` receives the errors of files that
+    cannot be read, which are raised without it.
 
     Returns:
         What `Predictor.describe` returns for each file, with the path of its picture.
@@ -116,7 +119,7 @@ def predict(config: Config, checkpoint: str, files: Sequence[Path], out: Path, s
         if picture.resolve() in inputs:
             raise UserError(f'--out: {shown(picture)} is one of the images; choose another folder')
     with quiet():                                   # the standard output may hold JSON
-        predictor = Predictor(config, checkpoint, allow_nonfinite=allow_nonfinite)
+        predictor = make()
     results = []
     for file, picture in progress(pictures, 'images'):
         try:
