@@ -25,6 +25,18 @@ _LARGEST_FILE = 2 ** 31 - 2 ** 20       # a protocol buffer holds less than 2 Gi
 
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write an ONNX file with its weights inside, or an ORT file if the name ends in `.ort`."""
+    model = build(subject, options)
+    model.producer_name, model.producer_version = METADATA, subject.metadata.get(METADATA, '')
+    onnx.helper.set_model_props(model, {METADATA: json.dumps(subject.metadata, ensure_ascii=False)})
+    if path.suffix == '.ort':
+        return _save_ort(model, options.precision, path)
+    onnx.save_model(model, str(path))
+    return Conversion(onnx_graph.count_operators([node.op_type for node in model.graph.node]))
+
+
+def build(subject: Subject, options: Options) -> ModelProto:
+    """Return a subject as a checked ONNX model without metadata; a detector's selects the detections if those say so.
+    """
     model = record(subject, options.dynamic)
     with silence():
         if options.precision == 'fp16':
@@ -36,12 +48,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         model = onnx_graph.append_nms(model, settings)
     onnx_graph.check_graph(model)
     onnx.checker.check_model(model, full_check=True)
-    model.producer_name, model.producer_version = METADATA, subject.metadata.get(METADATA, '')
-    onnx.helper.set_model_props(model, {METADATA: json.dumps(subject.metadata, ensure_ascii=False)})
-    if path.suffix == '.ort':
-        return _save_ort(model, options.precision, path)
-    onnx.save_model(model, str(path))
-    return Conversion(onnx_graph.count_operators([node.op_type for node in model.graph.node]))
+    return model
 
 
 def record(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> ModelProto:
