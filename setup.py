@@ -114,9 +114,11 @@ demo = [*train, 'scikit-learn>=1.4', 'matplotlib>=3.8', 'mlxtend>=0.23']
 mm = [*train, 'onedl-mmcv>=2.3', 'onedl-mmdetection>=3.5', 'onedl-mmsegmentation>=1.4', 'scikit-image>=0.24',
       'scikit-learn>=1.4']
 completion = ['argcomplete>=3']
+onnx = ['onnx>=1.23', 'onnxscript>=0.7.2', 'onnxruntime>=1.31']
 # One extra for each format of `subquad export`. LiteRT is not part of `export`: it brings JAX and Transformers, 1.1 GB.
 formats = {
-    'onnx': ['onnx>=1.23', 'onnxscript>=0.7.2', 'onnxruntime>=1.31'],
+    'onnx': onnx,
+    'openvino': [*onnx, 'openvino>=2026.4'],          # converted from the ONNX model
     'executorch': ['executorch>=1.5.1'],
     'ncnn': ['pnnx>=20261020', 'ncnn>=1.0.20261020'],
     'coreml': ['coremltools>=9.0'],

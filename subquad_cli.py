@@ -36,7 +36,7 @@ _CONTENTS = {
     'use': {
         'predict': 'run a classifier, detector or segmenter on images',
         'visualize': 'draw attention, decays, influences or class activations of images',
-        'export': 'export a model to ONNX, ONNX Runtime Mobile, ExecuTorch, LiteRT, ncnn or Core ML',
+        'export': 'export a model to ONNX, OpenVINO, PyTorch archives, ExecuTorch, LiteRT, ncnn or Core ML',
     },
     'this machine': {
         'kernels': 'show which operators run on Triton kernels here',

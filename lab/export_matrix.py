@@ -26,8 +26,9 @@ from .documents import RECORDS, ROOT, markdown
 
 FILE = 'exports.json'
 MODELS = ('subquad_mobilevitv2_050', 'test_ppma', 'ppma_tiny', 'test_myo', 'myo_tiny', 'test_lcsm')
-DISTRIBUTIONS = {'onnx': 'onnxruntime', 'ort': 'onnxruntime', 'executorch': 'executorch', 'litert': 'litert-torch',
-                 'ncnn': 'ncnn', 'coreml': 'coremltools'}
+DISTRIBUTIONS = {'onnx': 'onnxruntime', 'ort': 'onnxruntime', 'openvino': 'openvino', 'pt2': 'torch',
+                 'aoti': 'torch', 'executorch': 'executorch', 'litert': 'litert-torch', 'ncnn': 'ncnn',
+                 'coreml': 'coremltools'}
 # Precision and dynamic dimensions of each column; a format has the cells that it supports.
 VARIANTS = (('fp32', frozenset()), ('fp32', frozenset({'batch'})), ('fp32', frozenset({'hw'})),
             ('fp16', frozenset()))
@@ -133,7 +134,8 @@ def _records(root: Path) -> Dict[str, Dict[str, Any]]:
 def formats_table(root: Path) -> str:
     """The formats with their files, precisions and dynamic dimensions."""
     rows = [[f'`{name}`', form.title, f'`{form.suffix}`', ', '.join(form.precisions),
-             ', '.join(form.dynamic) or 'none', f"`{'onnx' if name == 'ort' else name}`"]
+             ', '.join(form.dynamic) or 'none',
+             f"`{'onnx' if name == 'ort' else name}`" if form.distributions else 'none']
             for name, form in FORMATS.items()]
     return markdown(['format', 'runtime', 'file', 'precisions', 'dynamic', 'extra'], rows)
 

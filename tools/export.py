@@ -1,4 +1,4 @@
-"""Export a model to ONNX, ONNX Runtime Mobile, ExecuTorch, LiteRT, ncnn or Core ML.
+"""Export a model to ONNX, ONNX Runtime Mobile, OpenVINO, PyTorch archives, ExecuTorch, LiteRT, ncnn or Core ML.
 
 The command converts the model's export form with BatchNorm fused, runs the file on the format's runtime and compares
 its outputs with the ordinary model. A file appears only if the largest relative error is within the tolerance: 1e-4 for
@@ -17,7 +17,7 @@ from .common.output import dumps
 from .common.paths import writable_folder
 from .engine.config import load
 from .engine.counting.counting_configs import is_config
-from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS, Options, chosen_formats
+from .exporters.formats import DYNAMIC, FORMATS, PRECISIONS, WITH_NMS, Options, chosen_formats
 from .exporters.pipeline import export, print_reports
 from .exporters.subject import classifier_from, classifier_subject, with_normalization
 
@@ -116,7 +116,7 @@ def _finder(args: argparse.Namespace) -> Callable[[str], Any]:
         return lambda name: subject
 
     def find(name: str) -> Any:
-        subject = dense_subject(config, checkpoint, size, nms=name in ('onnx', 'ort'), labels=name != 'ncnn',
+        subject = dense_subject(config, checkpoint, size, nms=name in WITH_NMS, labels=name != 'ncnn',
                                 features=args.features, allow_nonfinite=args.allow_nonfinite)
         return with_normalization(subject) if args.normalize else subject
     return find

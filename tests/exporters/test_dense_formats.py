@@ -13,7 +13,7 @@ from subquad.tools.engine.config import load
 from subquad.tools.engine.dense.prediction import Predictor
 from subquad.tools.exporters.dense_preprocessing import read_image
 from subquad.tools.exporters.dense_subject import dense_subject
-from subquad.tools.exporters.formats import FORMATS, Options, exporter, missing_packages
+from subquad.tools.exporters.formats import FORMATS, WITH_NMS, Options, exporter, missing_packages
 from subquad.tools.exporters.pipeline import export
 
 pytestmark = pytest.mark.usefixtures('metafiles_read_once')
@@ -21,7 +21,6 @@ SSDLITE, WEIGHTS = 'ssdlite_test-mobilevitv2_shapes', 'test_mobilevitv2.ssdlite_
 DEEPLAB, UPERNET = 'deeplabv3_test-mobilevitv2_shapes', 'upernet_test-ppma_shapes'
 SEGMENTERS = {DEEPLAB: 'test_mobilevitv2.deeplabv3_shapes', UPERNET: 'test_ppma.upernet_shapes'}
 PSPNET = 'pspnet_mobilevitv2-050_4xb4-120e_ade20k-512x512'
-WITH_NMS = ('onnx', 'ort')
 
 
 @pytest.fixture(scope='module')
@@ -45,6 +44,10 @@ def _export(name, folder, config, checkpoint, size=None, **options):
 
 def _detect(name, path, metadata, images):
     """Detect as a program does that has the file only: boxes in pixels of the input, scores, labels."""
+    if name == 'openvino':
+        import openvino
+        results = openvino.compile_model(path, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})(images.numpy())
+        return [results[output] for output in ('boxes', 'scores', 'labels')]
     if name in WITH_NMS:
         import onnxruntime
         session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
@@ -53,7 +56,7 @@ def _detect(name, path, metadata, images):
     return detections(*(y.numpy() for y in raw), metadata['postprocessing'])
 
 
-@pytest.mark.parametrize('name', ['ncnn', *slow('onnx', 'ort', 'executorch', 'litert')])
+@pytest.mark.parametrize('name', ['ncnn', *slow('onnx', 'ort', 'openvino', 'pt2', 'aoti', 'executorch', 'litert')])
 def test_ssdlite(name, images, tmp_path):
     config = load(SSDLITE)
     report, metadata = _export(name, tmp_path, config, WEIGHTS)
@@ -99,7 +102,7 @@ def _labels(name, path, metadata, prepared):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('config', [DEEPLAB, UPERNET])
-@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'ort', 'executorch', 'litert'])
+@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'ort', 'openvino', 'pt2', 'aoti', 'executorch', 'litert'])
 def test_segmenters(name, config, images, tmp_path):
     checkpoint, config = SEGMENTERS[config], load(config)
     report, metadata = _export(name, tmp_path, config, checkpoint, (128, 128))
@@ -113,7 +116,7 @@ def test_segmenters(name, config, images, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'executorch', 'litert', 'coreml'])
+@pytest.mark.parametrize('name', ['onnx', 'ncnn', 'openvino', 'pt2', 'executorch', 'litert', 'coreml'])
 @pytest.mark.parametrize('config, size', [(PSPNET, (128, 192)), ('ssdlite_mobilevitv2-100_coco-320', None)])
 def test_larger_networks(name, config, size, tmp_path):
     """The bins of this PSPNet are no multiples of its map's sides, which are 16 and 24."""

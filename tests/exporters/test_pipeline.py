@@ -157,6 +157,8 @@ def test_wrong_arguments_end_in_one_sentence(arguments, message, replace_format,
 def test_missing_runtime_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(formats.importlib.util, 'find_spec', lambda name: None)
     for name, form in FORMATS.items():
+        if not form.distributions:
+            continue
         with pytest.raises(UserError, match='pip install ' + ' '.join(form.distributions)):
             formats.exporter(name)
     with pytest.raises(UserError, match='no installed format'):
@@ -202,7 +204,7 @@ def test_every_format_has_an_extra_of_its_distributions():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for name, form in FORMATS.items():
-        extra = module.formats['onnx' if name == 'ort' else name]
+        extra = module.formats['onnx' if name == 'ort' else name] if form.distributions else []
         assert {requirement.partition('>=')[0] for requirement in extra} == set(form.distributions), name
     assert 'export' in subquad_cli.TOOLS
 

@@ -48,7 +48,7 @@ class Format(NamedTuple):
         module: module of this package with `convert(subject, options, path)`, `load(path, threads)` and
             `read_metadata(path)`.
         packages: modules that conversion and runtime import.
-        distributions: what pip installs for them; an extra of this package has them.
+        distributions: what pip installs for them; an extra of this package has them. Formats of PyTorch need none.
         precisions: the precisions that it supports.
         dynamic: the dimensions that a file may leave open.
         exact: options of the runtime without which files of fp32 lose digits, by their names in the runtime.
@@ -71,6 +71,10 @@ _ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 FORMATS: Dict[str, Format] = {
     'onnx': Format('ONNX Runtime', '.onnx', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
     'ort': Format('ONNX Runtime Mobile', '.ort', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
+    'openvino': Format('OpenVINO', '.xml', 'to_openvino', (*_ONNX, 'openvino'), (*_ONNX, 'openvino'), PRECISIONS,
+                       DYNAMIC),
+    'pt2': Format('PyTorch', '.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
+    'aoti': Format('PyTorch AOTInductor', '.aoti.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
     # XNNPACK cannot slice or reshape maps of unknown height and width.
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
                          ('executorch',), PRECISIONS, ('batch',)),
@@ -83,6 +87,8 @@ FORMATS: Dict[str, Format] = {
     'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',), ('fp32', 'fp16'),
                      ('batch',), integers='int32', runs=False),
 }
+# Their files select the detections of a detector; the others return all boxes and scores.
+WITH_NMS = ('onnx', 'ort', 'openvino')
 
 
 def format_of(name: str) -> Optional[str]:
@@ -100,13 +106,20 @@ def _check_installed(name: str) -> None:
     if missing:
         raise UserError(f'the format {name} needs {" and ".join(missing)}: '
                         f"pip install {' '.join(FORMATS[name].distributions)}")
+    if name == 'aoti':
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise UserError('the format aoti needs a C++ compiler, and none was found: install g++, or name a compiler '
+                            'in the environment variable CXX') from error
 
 
 def exporter(name: str) -> ModuleType:
     """Import the module of a format.
 
     Raises:
-        UserError: Packages of the format are not installed.
+        UserError: Packages or the compiler of the format are not installed.
     """
     _check_installed(name)
     return importlib.import_module(f'{__package__}.{FORMATS[name].module}')
