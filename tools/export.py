@@ -9,7 +9,7 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from ..backbones.weights.registry import SCHEME, WEIGHTS
 from .common.cli import UserError, parse_size, quiet
@@ -26,18 +26,18 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that temporary folders are removed
     args = _parser().parse_args(argv)
     _check(args)
-    options = Options(args.precision, frozenset(args.dynamic))
-    formats = chosen_formats(args.format, options)
+    formats = chosen_formats(args.format, Options(args.precision, frozenset(args.dynamic)))
+    _check_calibration(args, formats)
     find, folder = _finder(args), writable_folder(args.out)
     reports, failures = [], {}
-    for name in formats:                   # a format that fails does not stop the others
+    for name, options in formats.items():  # a format that fails does not stop the others
         try:
             print(f'exporting to {name}', file=sys.stderr, flush=True)
             subject = find(name)
-            if args.precision == 'int8':
+            if args.calibrate and FORMATS[name].calibrates:
                 options = options._replace(calibration=subject.calibration(args.calibrate, args.calibrate_images))
             parts = [Path(subject.name).stem, *(['features'] if args.features else []),
-                     *([args.precision] if args.precision != 'fp32' else [])]
+                     *([options.precision] if options.precision != 'fp32' else [])]
             reports.append(export(subject, name, folder / f"{'_'.join(parts)}{FORMATS[name].suffix}", options,
                                   args.tolerance, args.repeats))
         except UserError as error:
@@ -66,9 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--size', help="image size, one number or HEIGHTxWIDTH (default: the model's own)")
     parser.add_argument('--dynamic', nargs='+', choices=DYNAMIC, default=[], help='dimensions that the file leaves '
                         'open: the batch, or height and width')
-    parser.add_argument('--precision', choices=PRECISIONS, default='fp32', help='precision inside of the file '
-                        '(default: fp32); images and scores remain float32')
-    parser.add_argument('--calibrate', nargs='+', metavar='FOLDER', help='images from which int8 takes its ranges')
+    parser.add_argument('--precision', choices=PRECISIONS, help='precision inside of the file (default: '
+                        'fp32, and fp16 for coreml); palettes are for coreml; images and scores remain float32')
+    parser.add_argument('--calibrate', nargs='+', metavar='FOLDER', help='images from which int8 takes its ranges, '
+                        'except for coreml')
     parser.add_argument('--calibrate-images', type=int, default=100, metavar='N',
                         help='number of these images to use (default: %(default)s)')
     parser.add_argument('--features', action='store_true', help='export the feature maps of all stages, not the logits')
@@ -93,10 +94,18 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f'--repeats must be at least 0, got {args.repeats}')
     if args.calibrate_images < 1:
         raise UserError(f'--calibrate-images must be at least 1, got {args.calibrate_images}')
-    if (args.precision == 'int8') != bool(args.calibrate):
-        raise UserError('--precision int8 needs images that show the ranges of the values: --calibrate FOLDER'
-                        if args.precision == 'int8' else
-                        f'--calibrate is for --precision int8, not for {args.precision}')
+
+
+def _check_calibration(args: argparse.Namespace, formats: Dict[str, Options]) -> None:
+    """Refuse int8 without the images that a format needs, and images that no format uses."""
+    users = [name for name, options in formats.items() if options.precision == 'int8' and FORMATS[name].calibrates]
+    if users and not args.calibrate:
+        raise UserError(f'--precision int8 of {", ".join(users)} needs images that show the ranges of the values: '
+                        '--calibrate FOLDER')
+    if args.calibrate and not users:
+        allowed = [name for name, form in FORMATS.items() if form.calibrates and 'int8' in form.precisions]
+        given = [f'{options.precision} of {name}' for name, options in formats.items()]
+        raise UserError(f'--calibrate is for --precision int8 of {", ".join(allowed)}, not for {", ".join(given)}')
 
 
 def _finder(args: argparse.Namespace) -> Callable[[str], Any]:

@@ -133,12 +133,15 @@ def test_inputs_of_the_comparison(subject, dynamic, shapes):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    ('test_ppma --format onnx --precision int8', 'needs images'),
+    ('test_ppma --format onnx coreml --precision int8', '--precision int8 of onnx needs images'),
     ('test_ppma --format onnx --tolerance nan', 'above 0 and finite'),
     ('test_ppma --format onnx --size 31', 'sides from 32'),
     ('test_ppma --format onnx --repeats -1', 'at least 0'),
     ('test_ppma --format ncnn --dynamic batch', 'all shapes are static'),
-    ('test_ppma --format coreml --precision int8 --calibrate x', 'allowed are fp32, fp16'),
+    ('test_ppma --format coreml --precision int8 --calibrate x', 'of onnx, ort, executorch, not for int8 of coreml'),
+    ('test_ppma --format onnx coreml --calibrate x', 'not for fp32 of onnx, fp16 of coreml'),
+    ('test_ppma --format litert --precision int8 --calibrate x', 'allowed are fp32, fp16'),
+    ('test_ppma --format onnx --precision palette4', 'no precision palette4 here; allowed are fp32, fp16, int8'),
     ('test_myo --format onnx --dynamic hw', 'Myo builds its quad tree for one image size'),
     ('test_ppma.digits --format onnx --dynamic hw', 'multiples of 32 from 64 to 2048 for test_ppma, got 32x32'),
     ('test_ppma --format onnx --dynamic hw --size 97x64', 'got 97x64'),
@@ -194,6 +197,17 @@ def test_all_exports_what_is_possible(replace_format, tmp_path, capsys, monkeypa
     files = {path.name for path in tmp_path.iterdir() if not path.name.endswith('.side')}
     assert files == {f'test_ppma_fp16{form.suffix}' for name, form in FORMATS.items() if name != 'litert'}
     assert 'left out: litert is missing' in capsys.readouterr().err
+
+
+def test_formats_have_default_precisions(replace_format, tmp_path):
+    replace_format()
+    arguments = ['test_ppma.digits', '--format', 'onnx', 'coreml', '--repeats', '0', '--out', str(tmp_path)]
+    assert command.main(arguments) == 0
+    files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir() if not path.name.endswith('.side')}
+    assert {name: metadata['precision'] for name, metadata in files.items()} == {
+        'test_ppma.onnx': 'fp32', 'test_ppma_fp16.mlpackage': 'fp16'}
+    assert command.main([*arguments[:2], *arguments[3:], '--precision', 'int8']) == 0        # without images
+    assert (tmp_path / 'test_ppma_int8.mlpackage').exists()
 
 
 def test_every_format_has_an_extra_of_its_distributions():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common.cli import UserError
 
-PRECISIONS = ('fp32', 'fp16', 'int8')
+PRECISIONS = ('fp32', 'fp16', 'int8', 'palette6', 'palette4')
 DYNAMIC = ('batch', 'hw')
 
 
@@ -17,11 +17,12 @@ class Options(NamedTuple):
     """What a user asks of an export.
 
     Attributes:
-        precision: 'fp32', 'fp16' or 'int8'. Inputs and outputs of the file are float32 in any case.
+        precision: one of `PRECISIONS`; None lets `chosen_formats` take the format's own. Inputs and outputs of the file
+            do not depend on it.
         dynamic: the dimensions that the file leaves open: 'batch', and 'hw' for height and width.
         calibration: preprocessed images (1, C, H, W), float32, from which int8 quantization takes its ranges.
     """
-    precision: str = 'fp32'
+    precision: Optional[str] = 'fp32'
     dynamic: FrozenSet[str] = frozenset()
     calibration: Sequence[Tensor] = ()
 
@@ -49,11 +50,12 @@ class Format(NamedTuple):
             `read_metadata(path)`.
         packages: modules that conversion and runtime import.
         distributions: what pip installs for them; an extra of this package has them. Formats of PyTorch need none.
-        precisions: the precisions that it supports.
+        precisions: the precisions that it supports; the first is the default.
         dynamic: the dimensions that a file may leave open.
         exact: options of the runtime without which files of fp32 lose digits, by their names in the runtime.
         integers: dtype of outputs that are integers.
         runs: whether the command runs its files on a runtime. If not, the module has `check(path)` instead of `load`.
+        calibrates: whether int8 takes the ranges of values from images.
     """
     title: str
     suffix: str
@@ -65,27 +67,28 @@ class Format(NamedTuple):
     exact: Mapping[str, Any] = MappingProxyType({})
     integers: str = 'int64'
     runs: bool = True
+    calibrates: bool = True
 
 
-_ONNX = ('onnx', 'onnxscript', 'onnxruntime')
+_ONNX, _USUAL = ('onnx', 'onnxscript', 'onnxruntime'), PRECISIONS[:3]
 FORMATS: Dict[str, Format] = {
-    'onnx': Format('ONNX Runtime', '.onnx', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
-    'ort': Format('ONNX Runtime Mobile', '.ort', 'to_onnx', _ONNX, _ONNX, PRECISIONS, DYNAMIC),
-    'openvino': Format('OpenVINO', '.xml', 'to_openvino', (*_ONNX, 'openvino'), (*_ONNX, 'openvino'), PRECISIONS,
-                       DYNAMIC),
+    'onnx': Format('ONNX Runtime', '.onnx', 'to_onnx', _ONNX, _ONNX, _USUAL, DYNAMIC),
+    'ort': Format('ONNX Runtime Mobile', '.ort', 'to_onnx', _ONNX, _ONNX, _USUAL, DYNAMIC),
+    'openvino': Format('OpenVINO', '.xml', 'to_openvino', (*_ONNX, 'openvino'), (*_ONNX, 'openvino'), _USUAL, DYNAMIC,
+                       {'INFERENCE_PRECISION_HINT': 'f32'}),
     'pt2': Format('PyTorch', '.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
     'aoti': Format('PyTorch AOTInductor', '.aoti.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
     # XNNPACK cannot slice or reshape maps of unknown height and width.
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
-                         ('executorch',), PRECISIONS, ('batch',)),
+                         ('executorch',), _USUAL, ('batch',)),
     'litert': Format('LiteRT', '.tflite', 'to_litert', ('litert_torch', 'ai_edge_litert'), ('litert-torch',),
                      ('fp32', 'fp16'), (), integers='int32'),
     'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), (),
                    dict.fromkeys(('use_fp16_packed', 'use_fp16_storage', 'use_fp16_arithmetic', 'use_bf16_storage'),
                                  False)),
     # The converter writes height and width into reshapes.
-    'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',), ('fp32', 'fp16'),
-                     ('batch',), integers='int32', runs=False),
+    'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',),
+                     ('fp16', 'fp32', *PRECISIONS[2:]), ('batch',), integers='int32', runs=False, calibrates=False),
 }
 # Their files select the detections of a detector; the others return all boxes and scores.
 WITH_NMS = ('onnx', 'ort', 'openvino')
@@ -93,7 +96,8 @@ WITH_NMS = ('onnx', 'ort', 'openvino')
 
 def format_of(name: str) -> Optional[str]:
     """Return the format of an exported file by its suffix; None for other names."""
-    return next((key for key, form in FORMATS.items() if name.endswith(form.suffix)), None)
+    found = [key for key, form in FORMATS.items() if name.endswith(form.suffix)]
+    return max(found, key=lambda key: len(FORMATS[key].suffix), default=None)
 
 
 def missing_packages(name: str) -> List[str]:
@@ -141,25 +145,26 @@ def check_options(name: str, options: Options) -> None:
         raise UserError(f'the format {name} does not support --dynamic {" ".join(refused)}: {allowed}')
 
 
-def chosen_formats(names: Sequence[str], options: Options) -> List[str]:
-    """Return the formats to write; for 'all', those that are installed and support the options.
+def chosen_formats(names: Sequence[str], options: Options) -> Dict[str, Options]:
+    """Return the formats to write, with their options; for 'all', those that are installed and support the options.
 
     Formats that 'all' leaves out are named on stderr.
 
     Raises:
         UserError: A named format is not installed or does not support the options, or 'all' leaves none.
     """
-    chosen = []
+    chosen = {}
     for name in FORMATS if 'all' in names else dict.fromkeys(names):
+        own = options._replace(precision=options.precision or FORMATS[name].precisions[0])
         try:
-            check_options(name, options)
+            check_options(name, own)
             _check_installed(name)
         except UserError as error:
             if 'all' not in names:
                 raise
             print(f'left out: {error}', file=sys.stderr)
         else:
-            chosen.append(name)
+            chosen[name] = own
     if not chosen:
         raise UserError('no installed format supports these options (see above)')
     return chosen

@@ -119,7 +119,7 @@ class _Outputs(nn.Module):
         return (self.model(images),)
 
 
-class _Normalize(nn.Module):
+class Normalize(nn.Module):
     """Put the normalization before a model: images with values from 0 to 255 -> tuple of the model's outputs."""
 
     def __init__(self, model: nn.Module, transform: Dict[str, Any]):
@@ -204,8 +204,8 @@ def with_normalization(subject: Subject) -> Subject:
     mean, std = (torch.tensor(before[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))
     return replace(
         subject,
-        module=_Normalize(subject.module, before).eval(),
-        eager=_Normalize(subject.eager, before).eval(),
+        module=Normalize(subject.module, before).eval(),
+        eager=Normalize(subject.eager, before).eval(),
         metadata=metadata,
         prepare=lambda file: (prepare(file) * std + mean) / before['scale'],
     )

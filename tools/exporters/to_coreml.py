@@ -2,19 +2,22 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.cli import UserError, one_line
 from .formats import Conversion, Options
 from .graph import LARGEST_BATCH, LARGEST_RANK, export_program, silence
-from .subject import Subject
+from .subject import Normalize, Subject, with_normalization
 
 _KEY = 'subquad'                 # of the metadata
+_LABEL = 'label'                 # output of classifiers; coremltools appends _probs for the probabilities
+_BITS = {'palette6': 6, 'palette4': 4}
 # Operators that only pass their argument on. The converter does not know all of them.
 _PASSED_ON = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -22,38 +25,98 @@ _PASSED_ON = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.defau
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write an ML program for iOS 16 and macOS 13 or later.
 
-    With fp16, weights and arithmetic have half precision, except for cumulative sums; inputs and outputs are float32.
+    The input is an image. With a dynamic batch, it is a float32 tensor, since an image has no batch. A classifier that
+    takes an image returns the likeliest label and all probabilities, if it has labels and no two are equal. Other
+    outputs are tensors, float32 or int32.
+
+    The arithmetic has half precision, except for cumulative sums and with fp32. With int8, weights are 8-bit integers
+    with a scale for each output channel; with palettes, they are indices into 64 or 16 values for each tensor. Weights
+    of at most 2048 elements keep half precision.
     """
+    flexible, labels, steps = 'batch' in options.dynamic, [], {}
+    if not flexible:
+        subject, steps = _for_pixels(subject)
+        if subject.task == 'classification' and len(set(subject.metadata['labels'])) == len(subject.metadata['labels']):
+            labels = subject.metadata['labels']
+    if labels:
+        subject = replace(subject, module=_Probabilities(subject.module), outputs=('probabilities',))
     # The converter does not know the logarithm of a sigmoid.
     forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
-    if 'batch' in options.dynamic:             # the converter writes the batch of the example into group norms
+    if flexible:                               # the converter writes the batch of the example into group norms
         forms[torch.ops.aten.group_norm.default] = _norm_of_one_group
     program = export_program(subject, options.dynamic).run_decompositions(forms)
     for node in list(program.graph.nodes):
         if node.target in _PASSED_ON:
             node.replace_all_uses_with(node.args[0])
             program.graph.erase_node(node)
-    results = [node.meta['val'].is_floating_point() for node in program.graph.output_node().args[0]]
+    kinds = [np.float32 if node.meta['val'].is_floating_point() else np.int32
+             for node in program.graph.output_node().args[0]]
+    given = subject.metadata['input']
+    color = 'GRAYSCALE' if given['color'] == 'gray' else given['color']
     with silence():
         import coremltools as ct
-        batch = ct.RangeDim(1, LARGEST_BATCH, 1) if 'batch' in options.dynamic else 1
-        shape = ct.Shape((batch, subject.in_chans, *subject.size))
-        half = options.precision == 'fp16'
+        shape = (ct.RangeDim(1, LARGEST_BATCH, 1) if flexible else 1, subject.in_chans, *subject.size)
         model = ct.convert(
             program,
             convert_to='mlprogram',
-            inputs=[ct.TensorType(name=subject.metadata['input']['name'], shape=shape, dtype=np.float32)],
-            outputs=[ct.TensorType(name=name, dtype=np.float32 if floating else np.int32)
-                     for name, floating in zip(subject.outputs, results)],
-            compute_precision=ct.transform.FP16ComputePrecision(_takes_half) if half else ct.precision.FLOAT32,
+            inputs=[ct.TensorType(given['name'], shape, np.float32) if flexible else
+                    ct.ImageType(given['name'], shape, color_layout=ct.colorlayout[color], **steps)],
+            outputs=[ct.TensorType(name=name, dtype=kind) for name, kind in zip(subject.outputs, kinds)],
+            classifier_config=ct.ClassifierConfig(labels, _LABEL, *subject.outputs) if labels else None,
+            compute_precision=(ct.precision.FLOAT32 if options.precision == 'fp32' else
+                               ct.transform.FP16ComputePrecision(_takes_half)),
             minimum_deployment_target=ct.target.iOS16,
             skip_model_load=True,
         )
-        model.user_defined_metadata[_KEY] = json.dumps(subject.metadata, ensure_ascii=False)
+        model = _compressed(model, options.precision)
+        outputs = ([dict(name=_LABEL, shape=[], dtype='string'),
+                    dict(name=f'{_LABEL}_probs', shape=[len(labels)], dtype='dictionary')] if labels else
+                   [entry if kind is np.float32 else {**entry, 'dtype': 'int32'}
+                    for entry, kind in zip(subject.metadata['outputs'], kinds)])
+        model.user_defined_metadata[_KEY] = json.dumps({**subject.metadata, 'outputs': outputs}, ensure_ascii=False)
         model.short_description = f'{subject.name}: {subject.task}'
         model.save(str(path))
     operations = _operations(_reload(path))
-    return Conversion(dict(Counter(operation.type for operation in operations if operation.type != 'const')))
+    return Conversion(dict(Counter(operation.type for operation in operations
+                                   if not operation.type.startswith('const'))))
+
+
+class _Probabilities(nn.Module):
+    """Return the probabilities of a classifier instead of its logits, as a tuple."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tuple[Tensor]:
+        return (self.model(images)[0].softmax(1),)
+
+
+def _for_pixels(subject: Subject) -> Tuple[Subject, Dict[str, Any]]:
+    """Return the subject that takes pixels from 0 to 255, and the scale and bias of its Core ML input.
+
+    Core ML has one scale for all channels, so the graph multiplies by the quotients of the standard deviations. Scale
+    and bias are computed in float32 in any case.
+    """
+    steps = subject.metadata['preprocessing']
+    if steps['normalize_in_graph']:
+        return subject, {}
+    first, bias = steps['std'][0], [-mean / steps['std'][0] for mean in steps['mean']]
+    quotients = Normalize(subject.module, dict(scale=first, mean=[0.] * len(bias), std=steps['std']))
+    return (replace(with_normalization(subject), module=quotients.eval()),
+            dict(scale=steps['scale'] / first, bias=bias if len(bias) > 1 else bias[0]))
+
+
+def _compressed(model: Any, precision: str) -> Any:
+    """Return a model with weights of 8 bits or less, or the same model if the precision has more."""
+    import coremltools.optimize.coreml as compression
+    if precision == 'int8':
+        config = compression.OptimizationConfig(compression.OpLinearQuantizerConfig())
+        return compression.linear_quantize_weights(model, config)
+    if precision in _BITS:
+        config = compression.OptimizationConfig(compression.OpPalettizerConfig(nbits=_BITS[precision]))
+        return compression.palettize_weights(model, config)
+    return model
 
 
 def check(path: Path) -> None:
