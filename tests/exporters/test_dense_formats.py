@@ -126,8 +126,14 @@ def test_larger_networks(name, config, size, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('config', [SSDLITE, DEEPLAB, UPERNET])
 def test_core_ml(config, tmp_path):
-    _, metadata = _export('coreml', tmp_path, load(config), None, (128, 128))
-    assert metadata['model'] == config
+    report, metadata = _export('coreml', tmp_path, load(config), None, (128, 128))
+    assert metadata['model'] == config and metadata['input']['range'] == [0, 255]
+    description = exporter('coreml')._reload(report.path).get_spec().description
+    kinds = {65568: 'float32', 131104: 'int32'}
+    assert [(output['name'], output['shape'], output['dtype']) for output in metadata['outputs']] == [
+        (output.name, list(output.type.multiArrayType.shape), kinds[output.type.multiArrayType.dataType])
+        for output in description.output]
+    assert description.input[0].type.imageType.width == 128
 
 
 @pytest.mark.slow
