@@ -1,35 +1,21 @@
-// Classify pictures with an exported model. Model and pictures stay in the browser.
+// Show what an exported model finds in pictures: classes, objects or segments. Nothing is uploaded.
 import {readMetadata} from './metadata.js';
 import {prepare} from './preprocessing.js';
+import {TASKS} from './results.js';
+import {createModel, oneLine, Problem} from './runtime.js';
 
-const RUNTIME = './node_modules/onnxruntime-web/dist/ort.wasm.bundle.min.mjs';
 const MODEL = 'model.onnx';
-const TOP = 5;
 
 const element = (id) => document.getElementById(id);
-let runtime; // the module of ONNX Runtime
-let model; // {name, session, metadata}
+const address = new URLSearchParams(location.search);
+let model; // {name, metadata, and what createModel returns}
 let picture; // {name, data: ImageData}
+let camera; // a <video> while the camera runs
 let queue = Promise.resolve(); // one thing after the other
 let waiting = 0; // how many things are in the queue
 
-// An error whose message is one sentence for the reader.
-class Problem extends Error {}
-
-async function loadRuntime() {
-  if (runtime) return;
-  try {
-    const module = await import(RUNTIME);
-    module.env.wasm.numThreads = 1; // more threads need a server that sends cross-origin isolation headers
-    runtime = module;
-  } catch {
-    throw new Problem('onnxruntime-web is not installed; run “npm ci” in this folder and reload the page.');
-  }
-}
-
 // Load a model from its bytes, and keep the last one if it cannot be used.
 async function loadModel(name, bytes) {
-  await loadRuntime();
   let metadata;
   try {
     metadata = readMetadata(bytes);
@@ -39,76 +25,99 @@ async function loadModel(name, bytes) {
   if (!metadata?.preprocessing || !metadata.input || !metadata.labels) {
     throw new Problem(`${name} has no metadata of “subquad export”; export the model again.`);
   }
-  if (metadata.task !== 'classification') {
-    throw new Problem(`${name} is a model for ${metadata.task}, and this page only classifies.`);
+  const task = TASKS[metadata.task];
+  if (!task) {
+    throw new Problem(`${name} is a model for ${metadata.task}, and this page classifies, detects and segments.`);
   }
-  let session;
+  let created;
   try {
-    session = await runtime.InferenceSession.create(bytes, {executionProviders: ['wasm']});
+    created = await createModel(bytes, metadata.input.shape, address.get('device'));
   } catch (error) {
-    throw new Problem(`ONNX Runtime cannot load ${name}: ${oneLine(error)}`);
+    throw error instanceof Problem ? error : new Problem(`ONNX Runtime cannot load ${name}: ${oneLine(error)}`);
+  }
+  const missing = task.needs.find((output) => !created.session.outputNames.includes(output));
+  if (missing) {
+    await created.session.release();
+    throw new Problem(`${name} has no output “${missing}”; export the model again.`);
   }
   await model?.session.release();
-  model = {name, session, metadata};
+  model = {name, metadata, task, ...created};
   const [, , height, width] = metadata.input.shape;
   const weights = metadata.weights.startsWith(metadata.model) ? '' : `${metadata.model} · `;
   element('model').textContent = `${weights}${metadata.weights} · ${metadata.precision} · ` +
     `${height} × ${width} · ${(bytes.length / 1e6).toFixed(1)} MB`;
+  element('device').textContent = `Runs on ${model.device}${model.reason && `: ${model.reason}`}.`;
 }
 
-async function fetchModel() {
-  const response = await fetch(MODEL).catch(() => null);
-  if (!response?.ok) {
-    throw new Problem(`There is no ${MODEL} beside this page; choose or drop the .onnx file of a classifier.`);
+async function fetchFile(place, problem) {
+  const response = await fetch(place).catch(() => null);
+  if (!response?.ok) throw new Problem(problem);
+  return {name: decodeURIComponent(new URL(place, location).pathname.split('/').pop()), file: await response.blob()};
+}
+
+// Load what the address names: ?model=ADDRESS&image=ADDRESS. The device wasm or webgpu may be chosen by ?device=.
+async function openAddress() {
+  const cannot = (place) => `${place} cannot be fetched; is it there, and does its server let this page read it?`;
+  const place = address.get('model');
+  const {name, file} = await fetchFile(place ?? MODEL,
+    place ? cannot(place) : `There is no ${MODEL} beside this page; choose or drop an .onnx file.`);
+  await loadModel(name, new Uint8Array(await file.arrayBuffer()));
+  const image = address.get('image');
+  if (image) {
+    const found = await fetchFile(image, cannot(image));
+    await readPicture(found.name, found.file);
   }
-  await loadModel(MODEL, new Uint8Array(await response.arrayBuffer()));
 }
 
 // Decode an image file to opaque RGBA pixels, upright, on white.
-async function readPicture(file) {
+async function readPicture(name, file) {
   let bitmap;
   try {
     bitmap = await createImageBitmap(file, {colorSpaceConversion: 'none'});
   } catch {
-    throw new Problem(`${file.name} is not an image that this browser can read.`);
+    throw new Problem(`${name} is not an image that this browser can read.`);
   }
-  const canvas = element('picture');
-  [canvas.width, canvas.height] = [bitmap.width, bitmap.height];
-  const context = canvas.getContext('2d', {willReadFrequently: true});
-  context.fillStyle = 'white';
-  context.fillRect(0, 0, bitmap.width, bitmap.height);
-  context.drawImage(bitmap, 0, 0);
+  showPicture(name, bitmap, bitmap.width, bitmap.height);
   bitmap.close();
-  return {name: file.name, data: context.getImageData(0, 0, canvas.width, canvas.height)};
+  document.body.classList.remove('found');
 }
 
-async function classify() {
+function showPicture(name, source, width, height) {
+  const canvas = element('picture');
+  [canvas.width, canvas.height] = [width, height];
+  const context = canvas.getContext('2d', {willReadFrequently: true});
+  context.fillStyle = 'white';
+  context.fillRect(0, 0, width, height);
+  context.drawImage(source, 0, 0);
+  picture = {name, data: context.getImageData(0, 0, width, height)};
+  document.body.classList.add('shown');
+}
+
+async function find() {
+  if (!model) throw new Problem('Choose a model first: an .onnx file of “subquad export”.');
+  const {metadata, task} = model;
   const start = performance.now();
-  const {planes, input, shape} = prepare(picture.data, model.metadata);
+  const {planes, input, size} = prepare(picture.data, metadata);
   const prepared = performance.now();
-  const [name] = model.session.inputNames;
   let outputs;
   try {
-    outputs = await model.session.run({[name]: new runtime.Tensor('float32', input, shape)});
+    outputs = await model.run(input, task.needs.length ? task.needs : undefined);
   } catch (error) {
     throw new Problem(`${model.name} cannot be run: ${oneLine(error)}`);
   }
   const finished = performance.now();
-  const probabilities = softmax(outputs[model.session.outputNames[0]].data);
-  if (!probabilities.every(Number.isFinite)) throw new Problem(`${model.name} returns numbers that are not finite.`);
+  if (!Object.values(outputs).every(({type, data}) => type !== 'float32' || data.every(Number.isFinite))) {
+    throw new Problem(`${model.name} returns numbers that are not finite.`);
+  }
   showInput(planes);
-  showClasses(probabilities);
+  const canvas = element('overlay');
+  canvas.width = canvas.height = 0;
+  showRows(task.show(outputs, metadata, size, picture.data, canvas));
   element('time').textContent = `Prepared in ${(prepared - start).toFixed(1)} ms, ` +
-    `classified in ${(finished - prepared).toFixed(1)} ms on one thread`;
+    `${task.done} in ${(finished - prepared).toFixed(1)} ms`;
   element('name').textContent = `${picture.name} · ${picture.data.width} × ${picture.data.height}`;
-  document.body.classList.add('classified');
-}
-
-function softmax(logits) {
-  const most = logits.reduce((a, b) => Math.max(a, b), -Infinity);
-  const odds = Array.from(logits, (x) => Math.exp(x - most));
-  const sum = odds.reduce((a, b) => a + b, 0);
-  return odds.map((x) => x / sum);
+  document.body.dataset.task = metadata.task;
+  document.body.classList.add('found');
 }
 
 // Show the pixels that the model sees.
@@ -123,22 +132,17 @@ function showInput(planes) {
   canvas.getContext('2d').putImageData(new ImageData(data, width, height), 0, 0);
 }
 
-function showClasses(probabilities) {
-  const order = [...probabilities.keys()].sort((a, b) => probabilities[b] - probabilities[a]).slice(0, TOP);
-  element('classes').replaceChildren(...order.map((n) => {
+function showRows(rows) {
+  element('rows').replaceChildren(...rows.map(({label, value, color, box}) => {
     const row = element('row').content.firstElementChild.cloneNode(true);
-    const label = String(model.metadata.labels[n] ?? n);
-    row.dataset.label = label;
-    row.dataset.probability = probabilities[n];
+    Object.assign(row.dataset, {label, value, ...box && {box}});
     row.querySelector('.label').textContent = label;
-    row.querySelector('.percent').textContent = `${(100 * probabilities[n]).toFixed(1)} %`;
-    row.querySelector('.bar').style.width = `${100 * probabilities[n]}%`;
+    row.querySelector('.percent').textContent = `${(100 * value).toFixed(1)} %`;
+    row.querySelector('.bar').style.width = `${100 * value}%`;
+    if (color) row.style.setProperty('--accent', color);
     return row;
   }));
-}
-
-function oneLine(error) {
-  return String(error?.message ?? error).split('\n')[0].slice(0, 300);
+  element('none').hidden = rows.length > 0;
 }
 
 // Run an action after those before it, and show what went wrong.
@@ -150,7 +154,7 @@ function perform(status, action) {
     element('status').textContent = status;
     try {
       await action();
-      if (model && picture) await classify();
+      if (picture) await find();
     } catch (error) {
       element('problem').textContent = error instanceof Problem ? error.message : `Something failed: ${oneLine(error)}`;
       element('problem').hidden = false;
@@ -163,16 +167,39 @@ function perform(status, action) {
 
 function take(file) {
   if (!file) return;
-  if (/\.onnx$/i.test(file.name)) {
-    perform(`Loading ${file.name}`, async () => loadModel(file.name, new Uint8Array(await file.arrayBuffer())));
+  const {name} = file;
+  if (/\.onnx$/i.test(name)) {
+    perform(`Loading ${name}`, async () => loadModel(name, new Uint8Array(await file.arrayBuffer())));
   } else {
-    perform(`Reading ${file.name}`, async () => {
-      picture = await readPicture(file);
-      document.body.classList.remove('classified');
-      document.body.classList.add('shown');
-      if (!model) throw new Problem('Choose a model first: the .onnx file of a classifier.');
-    });
+    stopCamera();
+    perform(`Reading ${name}`, () => readPicture(name, file));
   }
+}
+
+// Show the pictures of a camera one after the other, each as soon as the model is done with the last one.
+async function startCamera() {
+  let stream;
+  try {
+    stream = await navigator.mediaDevices.getUserMedia({video: {facingMode: 'environment'}});
+  } catch (error) {
+    throw new Problem(`The camera cannot be used: ${oneLine(error)}`);
+  }
+  const video = Object.assign(document.createElement('video'), {srcObject: stream, muted: true, playsInline: true});
+  await video.play();
+  camera = video;
+  document.body.classList.add('live');
+  const next = () => {
+    if (camera !== video) return;
+    perform('', () => camera === video && showPicture('Camera', video, video.videoWidth, video.videoHeight));
+    queue.then(() => requestAnimationFrame(next));
+  };
+  requestAnimationFrame(next);
+}
+
+function stopCamera() {
+  camera?.srcObject.getTracks().forEach((track) => track.stop());
+  camera = undefined;
+  document.body.classList.remove('live');
 }
 
 for (const input of [element('choose-picture'), element('choose-model')]) {
@@ -193,4 +220,9 @@ document.addEventListener('drop', (event) => {
   document.body.classList.remove('dragged');
   take(event.dataTransfer.files[0]);
 });
-perform(`Loading ${MODEL}`, fetchModel);
+element('camera').hidden = !navigator.mediaDevices; // browsers hide it from pages without https
+element('camera').addEventListener('click', () => {
+  if (camera) stopCamera();
+  else perform('Starting the camera', startCamera);
+});
+perform(`Loading ${address.get('model') ?? MODEL}`, openAddress);

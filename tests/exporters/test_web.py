@@ -11,16 +11,24 @@ import pytest
 import timm
 import torch
 from browser import browser, missing_programs, served
+from dense_cases import make_shapes
+from dense_exports import pictures, unmatched
 from helpers import ROOT
 from PIL import Image
 
+from subquad.tools.engine.config import load
+from subquad.tools.engine.dense.prediction import Predictor
+from subquad.tools.exporters.dense_subject import dense_subject
 from subquad.tools.exporters.formats import Options, missing_packages
 from subquad.tools.exporters.pipeline import export
 from subquad.tools.exporters.subject import classifier_from, classifier_subject, describe, preprocessing
 
 WEB = ROOT / 'examples' / 'web'
-SOURCES = ('index.html', 'style.css', 'main.js', 'metadata.js', 'preprocessing.js', 'package.json', 'package-lock.json',
-           '.npmrc')
+SOURCES = ('index.html', 'style.css', 'main.js', 'metadata.js', 'preprocessing.js', 'results.js', 'runtime.js',
+           'package.json', 'package-lock.json', '.npmrc')
+PACKAGES = 'node_modules/onnxruntime-web/dist'
+WASM = ('ort.wasm.bundle.min.mjs', 'ort-wasm-simd-threaded.wasm')                # all that the page needs of them
+WEBGPU = ('ort.webgpu.bundle.min.mjs', 'ort-wasm-simd-threaded.asyncify.wasm')   # for browsers with WebGPU
 WEIGHTS = 'test_mobilevitv2.digits'
 OFFLINE = 'ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|ERR_SOCKET_TIMEOUT'
 IDLE, PROBLEM = "document.body.dataset.state === 'idle'", "!document.getElementById('problem').hidden"
@@ -118,6 +126,36 @@ def test_pictures_are_prepared_as_timm_does(transform, size):
     np.testing.assert_allclose(actual[0], expected.numpy(), rtol=0, atol=1e-6)
 
 
+RESIZES = {
+    'stretched': dict(size=[64, 96], keep_ratio=False, enlarge=True, interpolation='bilinear', antialias=False),
+    'averaged': dict(size=[64, 96], keep_ratio=False, enlarge=True, interpolation='bicubic', antialias=True),
+    'enlarged': dict(size=[80, 96], keep_ratio=True, enlarge=True, interpolation='bilinear', antialias=False),
+    'kept': dict(size=[80, 96], keep_ratio=True, enlarge=False, interpolation='bilinear', antialias=False),
+}
+
+
+@needs_node
+@pytest.mark.parametrize('size', [(160, 107), (125, 94), (31, 20)], ids=str)
+@pytest.mark.parametrize('name', RESIZES)
+def test_pictures_of_detectors_and_segmenters_are_prepared_as_in_python(name, size):
+    transform = dict(input_size=(3, 80, 96), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), crop_pct=1.0,
+                     interpolation='bilinear')
+    metadata = describe('model', 'detection', 'random', (1, 3, 80, 96), preprocessing(transform), color='BGR')
+    pad = dict(to=[80, 96], value=[7, 8, 9]) if RESIZES[name]['keep_ratio'] else None
+    metadata['preprocessing'].update(crop=None, pad=pad, resize=RESIZES[name])
+    expected, _ = pictures.prepare(_picture(*size), metadata)
+    actual = _prepare(_picture(*size), metadata)
+    assert actual.shape == expected.shape
+    # One step of 8 bits is 0.009 or more.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+
+
+@needs_node
+def test_colors_are_those_of_the_python_examples():
+    found = _node("import {palette} from './results.js';\nconsole.log(JSON.stringify(palette(data)));", 150)
+    np.testing.assert_allclose(found, pictures.palette(150), rtol=0, atol=1)
+
+
 def test_the_lock_file_names_one_version_and_no_registry():
     lock, package = (json.loads((WEB / name).read_text()) for name in ('package-lock.json', 'package.json'))
     wanted = package['dependencies']
@@ -180,14 +218,19 @@ def _open(chromium, address):
     chromium.wait(f'{IDLE}')
 
 
+def _rows(chromium):
+    """What the page lists, in order: (label, value, box)."""
+    chromium.wait(f"{PROBLEM} || document.body.classList.contains('found') && {IDLE}")
+    assert not chromium.run(f'return {PROBLEM}'), chromium.run('return document.body.innerText')
+    rows = chromium.run("return [...document.querySelectorAll('#rows li')].map("
+                        "({dataset, innerText}) => [dataset.label, Number(dataset.value), dataset.box, innerText])")
+    assert all(text.split() == [label, f'{100 * value:.1f}', '%'] for label, value, _, text in rows)
+    return [(label, value, box and [float(x) for x in box.split(',')]) for label, value, box, _ in rows]
+
+
 def _classes(chromium):
     """The labels on the page with their probabilities, in order."""
-    chromium.wait(f"{PROBLEM} || document.body.classList.contains('classified') && {IDLE}")
-    assert not chromium.run(f'return {PROBLEM}'), chromium.run('return document.body.innerText')
-    rows = chromium.run("return [...document.querySelectorAll('#classes li')].map("
-                        "(row) => [row.dataset.label, Number(row.dataset.probability), row.innerText])")
-    assert all(text.split() == [label, f'{100 * value:.1f}', '%'] for label, value, text in rows)
-    return {label: value for label, value, _ in rows}
+    return {label: value for label, value, _ in _rows(chromium)}
 
 
 def _problem(chromium):
@@ -253,6 +296,7 @@ def test_errors_are_one_sentence(chromium, site, digits, tmp_path):
         onnx.save(model, tmp_path / name)
         return tmp_path / name
     bare, detector = write('bare.onnx'), write('ssd.onnx', subquad=json.dumps(dict(metadata, task='detection')))
+    maps = write('maps.onnx', subquad=json.dumps(dict(metadata, task='features')))
     text, damaged = tmp_path / 'text.png', tmp_path / 'damaged.onnx'
     text.write_text('no picture')
     damaged.write_bytes((site / 'model.onnx').read_bytes()[:-100])
@@ -261,7 +305,9 @@ def test_errors_are_one_sentence(chromium, site, digits, tmp_path):
         for selector, file, sentence in (
                 ('#choose-picture', text, 'text.png is not an image that this browser can read.'),
                 ('#choose-model', bare, 'bare.onnx has no metadata of “subquad export”; export the model again.'),
-                ('#choose-model', detector, 'ssd.onnx is a model for detection, and this page only classifies.'),
+                ('#choose-model', detector, 'ssd.onnx has no output “boxes”; export the model again.'),
+                ('#choose-model', maps,
+                 'maps.onnx is a model for features, and this page classifies, detects and segments.'),
                 ('#choose-model', damaged, 'damaged.onnx is not an ONNX file, or it is damaged.')):
             chromium.choose(selector, file)
             chromium.wait(f'{PROBLEM} && {IDLE} && '
@@ -271,15 +317,21 @@ def test_errors_are_one_sentence(chromium, site, digits, tmp_path):
         assert next(iter(_classes(chromium))) == digits['exact'].label
 
 
+def _bare_site(site, folder, packages):
+    """The page without a model, with these files of its packages."""
+    folder = _copy(folder / 'site')
+    (folder / PACKAGES).mkdir(parents=True)
+    for name in packages:
+        (folder / PACKAGES / name).symlink_to(site / PACKAGES / name)
+    return folder
+
+
 def test_a_page_without_a_model_asks_for_one(chromium, site, digits, tmp_path):
-    folder, packages = _copy(tmp_path / 'site'), 'node_modules/onnxruntime-web/dist'
-    (folder / packages).mkdir(parents=True)
-    for name in ('ort.wasm.bundle.min.mjs', 'ort-wasm-simd-threaded.wasm'):         # all that the page needs
-        (folder / packages / name).symlink_to(site / packages / name)
+    folder = _bare_site(site, tmp_path, WASM)
     with served(folder) as address:
         _open(chromium, address)
         assert _problem(chromium) == \
-            'There is no model.onnx beside this page; choose or drop the .onnx file of a classifier.'
+            'There is no model.onnx beside this page; choose or drop an .onnx file.'
         chromium.choose('#choose-picture', digits['exact'].file)
         chromium.wait(f"{PROBLEM} && document.getElementById('problem').innerText.startsWith('Choose a model')")
         chromium.choose('#choose-model', site / 'model.onnx')
@@ -293,3 +345,100 @@ def test_a_page_without_its_packages_says_so(chromium, site, tmp_path):
         _open(chromium, address)
         assert _problem(chromium) == \
             'onnxruntime-web is not installed; run “npm ci” in this folder and reload the page.'
+
+
+def _dense_page(chromium, site, subject, file):
+    """Open the page with a detector or segmenter and a picture, both named by the address."""
+    path = site / f'{subject.task}.onnx'
+    assert export(subject, 'onnx', path, repeats=0).passed
+    shutil.copy(file, site / 'shapes.png')
+    chromium.log()                                      # those of other tests
+    with served(site) as address:
+        chromium.open(f'{address}/index.html?model={path.name}&image=shapes.png&device=wasm')
+        rows = _rows(chromium)
+        text = chromium.run('return document.body.innerText')
+    assert 'Runs on WebAssembly on one thread: the address asks for it.' in text and 'shapes.png · 128 × 128' in text
+    assert re.search(r'Prepared in [\d.]+ ms, (detected|segmented) in [\d.]+ ms', text)
+    assert [entry for entry in chromium.log() if entry['level'] == 'SEVERE'] == []
+    return rows
+
+
+@pytest.fixture(scope='module')
+def shapes(tmp_path_factory):
+    """A generated image of 128 x 128."""
+    folder = tmp_path_factory.mktemp('shapes')
+    make_shapes(folder, train=1, val=1, size=128)
+    return next((folder / 'images/val').iterdir())
+
+
+@pytest.mark.usefixtures('metafiles_read_once')
+def test_the_page_finds_the_objects_of_the_ordinary_model(chromium, site, shapes):
+    config, weights = load('ssdlite_test-mobilevitv2_shapes'), 'test_mobilevitv2.ssdlite_shapes'
+    config.test_dataloader.dataset.pipeline[1] = dict(type='Resize', scale=(192, 128), keep_ratio=False)
+    subject = dense_subject(config, weights, nms=True)
+    rows = _dense_page(chromium, site, subject, shapes)
+    sample = Predictor(config, weights)(shapes)
+    sample.pred_instances = sample.pred_instances[sample.pred_instances.scores >= 0.3]
+    assert len(sample.pred_instances) > 1
+    labels = [subject.metadata['labels'].index(label) for label, _, _ in rows]
+    assert unmatched(([np.array(box) for _, _, box in rows], [value for _, value, _ in rows], labels), sample) == 0
+    # A box is drawn along its border, on a canvas that is larger than this small picture.
+    x1, y1, x2, y2 = (round(x * 800 / 128) for x in rows[0][2])
+    alpha = chromium.run("return arguments[0].map(([x, y]) => document.getElementById('overlay').getContext('2d')"
+                         '.getImageData(x, y, 1, 1).data[3])', [[x2, (y1 + y2) // 2], [(x1 + x2) // 2, y2]])
+    assert alpha == [255, 255]
+
+
+@pytest.mark.usefixtures('metafiles_read_once')
+def test_the_page_segments_as_the_ordinary_model(chromium, site, shapes):
+    subject = dense_subject(load('deeplabv3_test-mobilevitv2_shapes'), 'test_mobilevitv2.deeplabv3_shapes', (192, 256))
+    rows = _dense_page(chromium, site, subject, shapes)
+    with torch.inference_mode():
+        expected = subject.eager(subject.prepare(shapes))[1][0, :128, :128].numpy()      # the rest is padding
+    shares = {subject.metadata['labels'][n]: (expected == n).mean() for n in np.unique(expected)}
+    assert len(shares) >= 2 and {label for label, _, _ in rows} <= set(shares)
+    assert all(shares[label] == pytest.approx(value, abs=1e-3) for label, value, _ in rows)
+    drawn = chromium.run("const canvas = document.getElementById('overlay');"
+                         "return [...canvas.getContext('2d').getImageData(0, 0, 128, 128).data];")
+    drawn = np.array(drawn).reshape(128, 128, 4)[..., :3]
+    colors = pictures.palette(len(subject.metadata['labels']))[expected]
+    assert (abs(drawn - colors) <= 1).all(2).mean() > 0.999
+
+
+def test_addresses_that_cannot_be_fetched_are_an_error(chromium, site):
+    with served(site) as address:
+        for name in ('model', 'image'):
+            chromium.open(f'{address}/index.html?{name}=missing.file')
+            assert _problem(chromium) == \
+                'missing.file cannot be fetched; is it there, and does its server let this page read it?'
+
+
+def test_pictures_of_the_camera_are_classified_until_it_stops(chromium, site):
+    with served(site) as address:
+        _open(chromium, address)
+        chromium.run("document.getElementById('camera').click()")
+        chromium.wait("document.body.innerText.includes('Camera · 640 × 480')")
+        chromium.wait("document.body.innerText.includes('Stop the camera')")
+        time = chromium.run("return document.getElementById('time').innerText")
+        chromium.wait(f"document.getElementById('time').innerText !== {json.dumps(time)}")      # the next picture
+        chromium.run("document.getElementById('camera').click()")
+        chromium.wait(f"{IDLE} && document.body.innerText.includes('Start the camera')")
+        assert len(_classes(chromium)) == 5
+
+
+@pytest.mark.slow
+def test_webgpu_finds_the_classes_of_the_ordinary_model(site, digits, tmp_path):
+    folder = _bare_site(site, tmp_path, WEBGPU)
+    shutil.copy(site / 'model.onnx', folder)
+    shutil.copy(digits['wide'].file, folder / 'wide.png')
+    flags = ('--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader', '--enable-features=Vulkan',
+             '--use-vulkan=swiftshader')
+    with served(folder) as address, browser(tmp_path / 'profile', *flags) as chromium:
+        chromium.open(f'{address}/index.html?device=wasm')
+        if not chromium.run('return navigator.gpu?.requestAdapter().then(Boolean) ?? false'):
+            pytest.skip('Chromium has no software renderer for WebGPU')
+        chromium.open(f'{address}/index.html?device=webgpu&image=wide.png')
+        chromium.wait(IDLE, 300)                        # a processor compiles and runs the shaders
+        assert 'Runs on WebGPU.' in chromium.run('return document.body.innerText')
+        for label, probability in _classes(chromium).items():
+            assert probability == pytest.approx(digits['wide'].probabilities[int(label)], abs=1e-3)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Iterator, Optional
 
 FLAGS = ('--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
-         '--disable-background-networking', '--disable-component-update', '--disable-sync', '--window-size=1100,900')
+         '--disable-background-networking', '--disable-component-update', '--disable-sync', '--window-size=1100,900',
+         '--use-fake-device-for-media-stream', '--use-fake-ui-for-media-stream')      # a camera, and leave to use it
 _ELEMENT = 'element-6066-11e4-a52e-4f735466cecf'        # the protocol's name of an element's key
 
 
@@ -31,11 +32,12 @@ class Browser:
     Args:
         address: Where chromedriver listens.
         profile: An empty folder.
+        flags: More flags of the command line.
     """
 
-    def __init__(self, address: str, profile: Path):
+    def __init__(self, address: str, profile: Path, *flags: str):
         self.address = address
-        options = {'binary': shutil.which('chromium'), 'args': [*FLAGS, f'--user-data-dir={profile}']}
+        options = {'binary': shutil.which('chromium'), 'args': [*FLAGS, *flags, f'--user-data-dir={profile}']}
         capabilities = {'alwaysMatch': {'browserName': 'chrome', 'goog:chromeOptions': options,
                                         'goog:loggingPrefs': {'browser': 'ALL'}}}
         self.session = ''
@@ -87,7 +89,7 @@ class Browser:
 
 
 @contextmanager
-def browser(profile: Path) -> Iterator[Browser]:
+def browser(profile: Path, *flags: str) -> Iterator[Browser]:
     """Start chromedriver and a session of Chromium; both end with the block."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
@@ -97,7 +99,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     session: Optional[Browser] = None
     try:
         _wait_for(port)
-        session = Browser(f'http://127.0.0.1:{port}', profile)
+        session = Browser(f'http://127.0.0.1:{port}', profile, *flags)
         yield session
     finally:
         if session:
