@@ -1,22 +1,29 @@
 // Dependency: org.pytorch:executorch-android, with the version of the Python package that wrote the file.
 import android.content.Context
-import android.graphics.Bitmap
 import java.io.File
 import org.json.JSONObject
+import org.pytorch.executorch.DType
 import org.pytorch.executorch.EValue
 import org.pytorch.executorch.Module
 import org.pytorch.executorch.Tensor
 
-fun classify(context: Context, picture: Bitmap): String {
-    val file = File(context.filesDir, "model.pte")
-    context.assets.open("model.pte").use { asset -> file.outputStream().use { asset.copyTo(it) } }
-    val module = Module.load(file.absolutePath)
-    try {
-        val metadata = JSONObject(module.execute("metadata")[0].toStr())
-        val input = Tensor.fromBlob(prepare(picture, metadata), inputShape(metadata))
-        val logits = module.forward(EValue.from(input))[0].toTensor().dataAsFloatArray
-        return topClass(logits, metadata)
-    } finally {
-        module.destroy()
+/** A model among the assets. ExecuTorch reads files, so it is copied to one. */
+class ExecuTorchModel(context: Context, asset: String = "model.pte") : Model {
+    private val module = File(context.filesDir, asset).let { file ->
+        context.assets.open(asset).use { stream -> file.outputStream().use { stream.copyTo(it) } }
+        Module.load(file.absolutePath)
     }
+    override val metadata = JSONObject(module.execute("metadata")[0].toStr())
+
+    override fun run(input: FloatArray): Map<String, FloatArray> {
+        val outputs = module.forward(EValue.from(Tensor.fromBlob(input, inputShape(metadata))))
+        return outputNames(metadata).zip(outputs.map { floats(it.toTensor()) }).toMap()
+    }
+
+    private fun floats(tensor: Tensor): FloatArray {
+        if (tensor.dtype() != DType.INT64) return tensor.dataAsFloatArray
+        return tensor.dataAsLongArray.let { labels -> FloatArray(labels.size) { labels[it].toFloat() } }
+    }
+
+    override fun close() = module.destroy()
 }

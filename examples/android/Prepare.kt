@@ -1,55 +1,158 @@
-// Preparation of a picture, shared by the programs of this folder. None of them was compiled or run.
-// For RGB classifiers whose resize.size is a number. The bitmap must have the configuration ARGB_8888.
+// Preparation of a picture for a model, shared by the programs of this folder: the steps of examples/export/pictures.py
+// with the same arithmetic. The bitmap must be opaque, with the configuration ARGB_8888.
 import android.graphics.Bitmap
-import android.graphics.Color
+import org.json.JSONArray
 import org.json.JSONObject
+import kotlin.math.abs
+import kotlin.math.floor
+import kotlin.math.max
 import kotlin.math.min
-import kotlin.math.roundToInt
+import kotlin.math.round
 
-/** Resize the shorter side, crop the center and normalize: planes of red, green and blue. */
-fun prepare(picture: Bitmap, metadata: JSONObject): FloatArray {
+/** What a model takes: planes of an image. [width] and [height] are the size of the resized picture in it. */
+class Input(val values: FloatArray, val width: Int, val height: Int)
+
+private class Plane(val width: Int, val height: Int, val pixels: IntArray) {
+    fun transposed() = Plane(height, width, IntArray(pixels.size) { pixels[it % height * width + it / height] })
+}
+
+/** Resize, crop, normalize and pad a picture as the metadata says. */
+fun prepare(picture: Bitmap, metadata: JSONObject): Input {
     val steps = metadata.getJSONObject("preprocessing")
-    val shorter = steps.getJSONObject("resize").getInt("size")
-    val height = steps.getJSONArray("crop").getInt(0)
-    val width = steps.getJSONArray("crop").getInt(1)
+    val input = metadata.getJSONObject("input")
+    var planes = split(picture, input.getString("color"))
+    steps.optJSONObject("resize")?.let { resize -> planes = planes.map { resized(it, resize) } }
+    val (width, height) = Pair(planes[0].width, planes[0].height)
+    steps.optJSONArray("crop")?.let { crop -> planes = planes.map { cropped(it, crop.getInt(1), crop.getInt(0)) } }
 
-    // createScaledBitmap looks at four pixels only: halve first, which averages over all of them.
-    var image = picture
-    while (min(image.width, image.height) >= 2 * shorter) {
-        image = Bitmap.createScaledBitmap(image, image.width / 2, image.height / 2, true)
-    }
-    val factor = shorter.toFloat() / min(image.width, image.height)
-    image = Bitmap.createScaledBitmap(
-        image, (image.width * factor).roundToInt(), (image.height * factor).roundToInt(), true)
-    val pixels = IntArray(width * height)
-    image.getPixels(pixels, 0, width, (image.width - width) / 2, (image.height - height) / 2, width, height)
-
-    val normalize = !steps.getBoolean("normalize_in_graph")
-    val scale = if (normalize) steps.getDouble("scale") else 1.0
-    val input = FloatArray(3 * pixels.size)
-    for (channel in 0 until 3) {
-        val mean = if (normalize) steps.getJSONArray("mean").getDouble(channel) else 0.0
-        val std = if (normalize) steps.getJSONArray("std").getDouble(channel) else 1.0
-        for ((n, pixel) in pixels.withIndex()) {
-            val value = when (channel) {
-                0 -> Color.red(pixel)
-                1 -> Color.green(pixel)
-                else -> Color.blue(pixel)
-            }
-            input[channel * pixels.size + n] = ((value * scale - mean) / std).toFloat()
+    val pad = steps.optJSONObject("pad")
+    val rows = pad?.getJSONArray("to")?.getInt(0) ?: planes[0].height
+    val columns = pad?.getJSONArray("to")?.getInt(1) ?: planes[0].width
+    val values = FloatArray(planes.size * rows * columns)
+    for ((channel, plane) in planes.withIndex()) {
+        val (scale, mean, std) = if (steps.getBoolean("normalize_in_graph")) {
+            Triple(input.getJSONArray("range").getDouble(1) / 255, 0.0, 1.0)
+        } else {
+            Triple(steps.getDouble("scale"), steps.getJSONArray("mean").getDouble(channel),
+                steps.getJSONArray("std").getDouble(channel))
+        }
+        val start = channel * rows * columns
+        pad?.let { values.fill(it.getJSONArray("value").getDouble(channel).toFloat(), start, start + rows * columns) }
+        for ((n, pixel) in plane.pixels.withIndex()) {
+            values[start + n / plane.width * columns + n % plane.width] = ((pixel * scale - mean) / std).toFloat()
         }
     }
-    return input
+    return Input(values, width, height)
 }
 
-/** Return the shape of the input, such as (1, 3, 256, 256). */
-fun inputShape(metadata: JSONObject): LongArray {
-    val shape = metadata.getJSONObject("input").getJSONArray("shape")
-    return LongArray(shape.length()) { shape.getLong(it) }
+private fun split(picture: Bitmap, color: String): List<Plane> {
+    val colors = IntArray(picture.width * picture.height)
+    picture.getPixels(colors, 0, picture.width, 0, 0, picture.width, picture.height)
+    fun plane(value: (Int) -> Int) = Plane(picture.width, picture.height, IntArray(colors.size) { value(colors[it]) })
+    val red = { argb: Int -> argb shr 16 and 255 }
+    val green = { argb: Int -> argb shr 8 and 255 }
+    val blue = { argb: Int -> argb and 255 }
+    return when (color) {
+        "gray" -> listOf(plane { (red(it) * 19595 + green(it) * 38470 + blue(it) * 7471 + 32768) shr 16 })
+        "BGR" -> listOf(plane(blue), plane(green), plane(red))
+        else -> listOf(plane(red), plane(green), plane(blue))
+    }
 }
 
-/** Return the label of the largest logit. */
-fun topClass(logits: FloatArray, metadata: JSONObject): String {
-    val best = logits.indices.maxByOrNull { logits[it] } ?: error("no logits")
-    return metadata.getJSONArray("labels").optString(best, best.toString())
+private fun resized(plane: Plane, resize: JSONObject): Plane {
+    val (width, height) = resizedSize(plane.width, plane.height, resize)
+    val filter = resize.getString("interpolation")
+    return when {
+        width == plane.width && height == plane.height -> plane
+        resize.optBoolean("antialias", true) -> averagedLines(
+            averagedLines(plane, width, filter).transposed(), height, filter).transposed()
+        filter == "bilinear" -> resizedLikeOpenCv(plane, width, height)
+        else -> error("this example cannot resize by OpenCV's $filter filter")
+    }
 }
+
+/** Return the width and height to which [resize] of the metadata takes a picture. */
+internal fun resizedSize(width: Int, height: Int, resize: JSONObject): Pair<Int, Int> {
+    val size = resize.get("size")
+    if (size !is JSONArray) {                                       // the shorter side
+        val shorter = resize.getInt("size")
+        val longer = (shorter.toLong() * max(width, height) / min(width, height)).toInt()
+        return if (width <= height) Pair(shorter, longer) else Pair(longer, shorter)
+    }
+    if (!resize.getBoolean("keep_ratio")) return Pair(size.getInt(1), size.getInt(0))
+    if (!resize.has("enlarge")) {                                   // a classifier's picture covers the size
+        val ratio = min(height / size.getDouble(0), width / size.getDouble(1))
+        return Pair(round(width / ratio).toInt(), round(height / ratio).toInt())
+    }
+    val fitting = min(size.getDouble(0) / height, size.getDouble(1) / width)
+    val factor = if (resize.getBoolean("enlarge")) fitting else min(fitting, 1.0)
+    return Pair(max(1, floor(width * factor + 0.5).toInt()), max(1, floor(height * factor + 0.5).toInt()))
+}
+
+/** Resize the lines of a plane to [width] pixels as Pillow does, which averages over all pixels. */
+private fun averagedLines(plane: Plane, width: Int, filter: String): Plane {
+    if (width == plane.width) return plane
+    val scale = plane.width / width.toDouble()
+    val stretch = max(scale, 1.0)
+    val support = stretch * if (filter == "bicubic") 2 else 1
+    val pixels = IntArray(width * plane.height)
+    for (x in 0 until width) {
+        val center = (x + 0.5) * scale
+        val first = max(0, (center - support + 0.5).toInt())
+        val end = min(plane.width, (center + support + 0.5).toInt())
+        val raw = List(end - first) { weight((first + it - center + 0.5) / stretch, filter) }
+        val weights = raw.map { it / raw.sum() * (1 shl 22) }.map { (if (it < 0) it - 0.5 else it + 0.5).toInt() }
+        for (y in 0 until plane.height) {
+            var sum = 1 shl 21
+            for ((k, weight) in weights.withIndex()) sum += plane.pixels[y * plane.width + first + k] * weight
+            pixels[y * width + x] = (sum shr 22).coerceIn(0, 255)
+        }
+    }
+    return Plane(width, plane.height, pixels)
+}
+
+private fun weight(distance: Double, filter: String): Double {
+    val x = abs(distance)
+    return when (filter) {
+        "bilinear" -> max(0.0, 1 - x)
+        "bicubic" -> if (x < 1) (1.5 * x - 2.5) * x * x + 1 else if (x < 2) ((2.5 - 0.5 * x) * x - 4) * x + 2 else 0.0
+        else -> error("this example cannot resize by the $filter filter")
+    }
+}
+
+/** Resize by two neighbors a side, with the integer arithmetic of OpenCV. */
+private fun resizedLikeOpenCv(plane: Plane, width: Int, height: Int): Plane {
+    val columns = List(width) { Neighbors(it, plane.width, width) }
+    val lines = List(height) { Neighbors(it, plane.height, height) }
+    fun fixed(weight: Double) = round(2048 * weight).toInt()
+    val pixels = IntArray(width * height)
+    for ((y, line) in lines.withIndex()) for ((x, column) in columns.withIndex()) {
+        fun mixed(start: Int) = (plane.pixels[start + column.first] * fixed(1 - column.weight) +
+            plane.pixels[start + column.second] * fixed(column.weight)) shr 4
+        val above = mixed(line.first * plane.width) * fixed(1 - line.weight) shr 16
+        val below = mixed(line.second * plane.width) * fixed(line.weight) shr 16
+        pixels[y * width + x] = above + below + 2 shr 2
+    }
+    return Plane(width, height, pixels)
+}
+
+/** Both neighbors of pixel [n] of [to] on a side of [size] pixels, and the weight of the second. */
+internal class Neighbors(n: Int, size: Int, to: Int, alignCorners: Boolean = false) {
+    private val place = (if (alignCorners) n * ((size - 1) / max(to - 1, 1).toDouble())
+        else (n + 0.5) * size / to - 0.5).toFloat()
+    private val before = floor(place).toInt()
+    val first = before.coerceIn(0, size - 1)                        // the pixels at the border repeat beyond it
+    val second = (before + 1).coerceIn(0, size - 1)
+    val weight = place.toDouble() - before
+}
+
+private fun cropped(plane: Plane, width: Int, height: Int): Plane {
+    val (left, top) = Pair(margin(plane.width, width), margin(plane.height, height))
+    return Plane(width, height, IntArray(width * height) {
+        val (x, y) = Pair(it % width + left, it / width + top)
+        if (x in 0 until plane.width && y in 0 until plane.height) plane.pixels[y * plane.width + x] else 0
+    })
+}
+
+private fun margin(size: Int, crop: Int) =
+    if (size >= crop) round((size - crop) / 2.0).toInt() else -((crop - size) / 2)

@@ -12,7 +12,7 @@ import timm
 import torch
 from browser import browser, missing_programs, served
 from dense_cases import make_shapes
-from dense_exports import pictures, unmatched
+from dense_exports import RESIZES, dense_metadata, noisy_picture, pictures, unmatched
 from helpers import ROOT
 from PIL import Image
 
@@ -85,14 +85,6 @@ def test_damaged_files_are_an_error():
     assert _read_metadata(_onnx_bytes(subquad='{'))[1] == 'SyntaxError'
 
 
-def _picture(width, height):
-    """Smooth colors with noise, of any size."""
-    generator = np.random.default_rng(0)
-    coarse = Image.fromarray(generator.integers(0, 256, (5, 7, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int64)
-    return Image.fromarray((smooth + generator.integers(-40, 40, smooth.shape)).clip(0, 255).astype(np.uint8))
-
-
 def _prepare(picture, metadata):
     """The input that preprocessing.js makes of a picture, (1, C, H, W)."""
     script = '''
@@ -116,7 +108,7 @@ def _prepare(picture, metadata):
     dict(input_size=(1, 32, 32), crop_pct=0.95, interpolation='bilinear'),
 ], ids=['bicubic', 'bilinear', 'squash', 'oblong', 'gray'])
 def test_pictures_are_prepared_as_timm_does(transform, size):
-    channels, picture = transform['input_size'][0], _picture(*size)
+    channels, picture = transform['input_size'][0], noisy_picture(*size)
     transform = dict(transform, mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels])
     metadata = describe('model', 'classification', 'random', (1, *transform['input_size']), preprocessing(transform))
     expected = timm.data.create_transform(**transform)(picture.convert('L') if channels == 1 else picture)
@@ -126,25 +118,13 @@ def test_pictures_are_prepared_as_timm_does(transform, size):
     np.testing.assert_allclose(actual[0], expected.numpy(), rtol=0, atol=1e-6)
 
 
-RESIZES = {
-    'stretched': dict(size=[64, 96], keep_ratio=False, enlarge=True, interpolation='bilinear', antialias=False),
-    'averaged': dict(size=[64, 96], keep_ratio=False, enlarge=True, interpolation='bicubic', antialias=True),
-    'enlarged': dict(size=[80, 96], keep_ratio=True, enlarge=True, interpolation='bilinear', antialias=False),
-    'kept': dict(size=[80, 96], keep_ratio=True, enlarge=False, interpolation='bilinear', antialias=False),
-}
-
-
 @needs_node
 @pytest.mark.parametrize('size', [(160, 107), (125, 94), (31, 20)], ids=str)
 @pytest.mark.parametrize('name', RESIZES)
 def test_pictures_of_detectors_and_segmenters_are_prepared_as_in_python(name, size):
-    transform = dict(input_size=(3, 80, 96), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), crop_pct=1.0,
-                     interpolation='bilinear')
-    metadata = describe('model', 'detection', 'random', (1, 3, 80, 96), preprocessing(transform), color='BGR')
-    pad = dict(to=[80, 96], value=[7, 8, 9]) if RESIZES[name]['keep_ratio'] else None
-    metadata['preprocessing'].update(crop=None, pad=pad, resize=RESIZES[name])
-    expected, _ = pictures.prepare(_picture(*size), metadata)
-    actual = _prepare(_picture(*size), metadata)
+    metadata = dense_metadata('detection', name)
+    expected, _ = pictures.prepare(noisy_picture(*size), metadata)
+    actual = _prepare(noisy_picture(*size), metadata)
     assert actual.shape == expected.shape
     # One step of 8 bits is 0.009 or more.
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)

@@ -3,8 +3,18 @@ import importlib.util
 
 import numpy as np
 from helpers import ROOT
+from PIL import Image
+
+from subquad.tools.exporters.subject import describe, preprocessing
 
 EXAMPLES = ROOT / 'examples' / 'export'
+LABELS = ['circle', 'ring', 'square', 'star']
+RESIZES = {
+    'stretched': dict(size=[80, 96], keep_ratio=False, enlarge=True, interpolation='bilinear', antialias=False),
+    'averaged': dict(size=[80, 96], keep_ratio=False, enlarge=True, interpolation='bicubic', antialias=True),
+    'enlarged': dict(size=[80, 96], keep_ratio=True, enlarge=True, interpolation='bilinear', antialias=False),
+    'kept': dict(size=[80, 96], keep_ratio=True, enlarge=False, interpolation='bilinear', antialias=False),
+}
 
 
 def _load(name):
@@ -48,3 +58,22 @@ def unmatched(found, sample, box=0.5, score=1e-3):
         for values in (boxes, scores, labels) if near else ():
             values.pop(near[0])
     return missed + len(boxes)
+
+
+def noisy_picture(width, height):
+    """Smooth colors with noise, of any size."""
+    generator = np.random.default_rng(0)
+    coarse = Image.fromarray(generator.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int64)
+    return Image.fromarray((smooth + generator.integers(-40, 40, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def dense_metadata(task, name, /, **postprocessing):
+    """Metadata of a detector or segmenter for BGR images of 80 x 96, with the resize of this name."""
+    transform = dict(input_size=(3, 80, 96), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), crop_pct=1.0,
+                     interpolation='bilinear')
+    metadata = describe('model', task, 'random', (1, 3, 80, 96), preprocessing(transform), LABELS, 'BGR',
+                        postprocessing=postprocessing)
+    pad = dict(to=[80, 96], value=[7, 8, 9]) if RESIZES[name]['keep_ratio'] else None
+    metadata['preprocessing'].update(crop=None, pad=pad, resize=RESIZES[name])
+    return metadata

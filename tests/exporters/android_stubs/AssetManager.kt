@@ -1,0 +1,7 @@
+package android.content.res
+
+import java.io.InputStream
+
+abstract class AssetManager {
+    abstract fun open(name: String): InputStream
+}
