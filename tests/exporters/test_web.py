@@ -406,6 +406,16 @@ def test_pictures_of_the_camera_are_classified_until_it_stops(chromium, site):
         assert len(_classes(chromium)) == 5
 
 
+def test_a_failure_of_webgpu_is_shown_and_the_processor_takes_over(chromium, site, digits):
+    with served(site) as address:
+        _open(chromium, address)
+        chromium.run('navigator.gpu.requestAdapter = async () => ({info: {}});')         # no such device works
+        chromium.choose('#choose-model', site / 'model.onnx')
+        chromium.choose('#choose-picture', digits['exact'].file)
+        assert next(iter(_classes(chromium))) == digits['exact'].label
+        assert 'Runs on WebAssembly on one thread: WebGPU fails: ' in chromium.run('return document.body.innerText')
+
+
 @pytest.mark.slow
 def test_webgpu_finds_the_classes_of_the_ordinary_model(site, digits, tmp_path):
     folder = _bare_site(site, tmp_path, WEBGPU)
