@@ -101,11 +101,12 @@ private fun averagedLines(plane: Plane, width: Int, filter: String): Plane {
         val first = max(0, (center - support + 0.5).toInt())
         val end = min(plane.width, (center + support + 0.5).toInt())
         val raw = List(end - first) { weight((first + it - center + 0.5) / stretch, filter) }
-        val weights = raw.map { it / raw.sum() * (1 shl 22) }.map { (if (it < 0) it - 0.5 else it + 0.5).toInt() }
+        val sum = raw.sum()
+        val weights = raw.map { it / sum * (1 shl 22) }.map { (if (it < 0) it - 0.5 else it + 0.5).toInt() }
         for (y in 0 until plane.height) {
-            var sum = 1 shl 21
-            for ((k, weight) in weights.withIndex()) sum += plane.pixels[y * plane.width + first + k] * weight
-            pixels[y * width + x] = (sum shr 22).coerceIn(0, 255)
+            var mixed = 1 shl 21
+            for ((k, weight) in weights.withIndex()) mixed += plane.pixels[y * plane.width + first + k] * weight
+            pixels[y * width + x] = (mixed shr 22).coerceIn(0, 255)
         }
     }
     return Plane(width, plane.height, pixels)
