@@ -39,7 +39,8 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         if subject.task == 'classification' and len(set(subject.metadata['labels'])) == len(subject.metadata['labels']):
             labels = subject.metadata['labels']
     if labels:
-        subject = replace(subject, module=_Probabilities(subject.module), outputs=('probabilities',))
+        several = subject.metadata['postprocessing']['type'] == 'sigmoid'
+        subject = replace(subject, module=_Probabilities(subject.module, several), outputs=('probabilities',))
     # The converter does not know the logarithm of a sigmoid.
     forms: Dict[Any, Any] = {torch.ops.aten.log_sigmoid.default: lambda x: -torch.nn.functional.softplus(-x)}
     if flexible:                               # the converter writes the batch of the example into group norms
@@ -69,11 +70,12 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
             skip_model_load=True,
         )
         model = _compressed(model, options.precision)
-        outputs = ([dict(name=_LABEL, shape=[], dtype='string'),
-                    dict(name=f'{_LABEL}_probs', shape=[len(labels)], dtype='dictionary')] if labels else
-                   [entry if kind is np.float32 else {**entry, 'dtype': 'int32'}
-                    for entry, kind in zip(subject.metadata['outputs'], kinds)])
-        model.user_defined_metadata[_KEY] = json.dumps({**subject.metadata, 'outputs': outputs}, ensure_ascii=False)
+        metadata = dict(subject.metadata)
+        if labels:
+            metadata['postprocessing'] = dict(metadata['postprocessing'], in_graph=True)
+            metadata['outputs'] = [dict(name=_LABEL, shape=[], dtype='string'),
+                                   dict(name=f'{_LABEL}_probs', shape=[len(labels)], dtype='dictionary')]
+        model.user_defined_metadata[_KEY] = json.dumps(metadata, ensure_ascii=False)
         model.short_description = f'{subject.name}: {subject.task}'
         model.save(str(path))
     operations = _operations(_reload(path))
@@ -84,12 +86,13 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 class _Probabilities(nn.Module):
     """Return the probabilities of a classifier instead of its logits, as a tuple."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, several: bool):
         super().__init__()
-        self.model = model
+        self.model, self.several = model, several
 
     def forward(self, images: Tensor) -> Tuple[Tensor]:
-        return (self.model(images)[0].softmax(1),)
+        logits = self.model(images)[0]
+        return (logits.sigmoid() if self.several else logits.softmax(1),)
 
 
 def _for_pixels(subject: Subject) -> Tuple[Subject, Dict[str, Any]]:

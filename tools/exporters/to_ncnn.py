@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.cli import UserError, shown
-from .formats import Conversion, Options
+from .formats import FORMATS, Conversion, Options
 from .graph import export_program
 from .subject import Subject
 
@@ -50,7 +50,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     metadata = read_metadata(path)
     net = ncnn.Net()
     net.opt.num_threads, net.opt.use_vulkan_compute = threads, False
-    for option, value in metadata['runtime']['options'].items():
+    for option, value in FORMATS['ncnn'].exact.items():
         setattr(net.opt, option, value)
     weights = _beside(path, '.ncnn.bin')
     if not path.is_file() or not weights.is_file() or net.load_param(str(path)) or net.load_model(str(weights)):

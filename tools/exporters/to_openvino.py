@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.cli import UserError, one_line, shown
 from . import to_onnx
-from .formats import Conversion, Options
+from .formats import FORMATS, Conversion, Options
 from .graph import silence
 from .subject import Subject
 
@@ -38,21 +38,14 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
-    """Return a function that runs the file on the CPU in float32, with the outputs in the order of the file.
-
-    Those of a detector that selects its detections are the boxes and scores before.
-    """
-    model = openvino.compile_model(_read(path), 'CPU', {
-        'INFERENCE_PRECISION_HINT': 'f32',         # by default, processors that have bfloat16 or float16 compute in it
-        'INFERENCE_NUM_THREADS': threads,
-        'NUM_STREAMS': 1,
-    })
-    names = [output.any_name for output in model.outputs]
-    names = [name for name in names if name.startswith('raw_')] or names
+    """Return a function that runs the file on the CPU in float32, with the outputs in the order of the file."""
+    # By default, processors that have bfloat16 or float16 compute in it.
+    options = dict(FORMATS['openvino'].exact, INFERENCE_NUM_THREADS=threads, NUM_STREAMS=1)
+    model = openvino.compile_model(_read(path), 'CPU', options)
 
     def run(images: Tensor) -> List[Tensor]:
         results = model(images.numpy())
-        return [torch.from_numpy(results[name]) for name in names]
+        return [torch.from_numpy(results[output]) for output in model.outputs]
 
     return run
 
