@@ -24,7 +24,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     half = options.precision == 'fp16'
     model = to_onnx.build(subject, options._replace(precision='fp32') if half else options)
     with silence():
-        # openvino.convert_model would report its use over the network.
+        # openvino.convert_model would also report the conversion over the network.
         model = openvino.Core().read_model(model.SerializeToString())
         if options.precision != 'int8':            # folding would turn weights in int8 into float32
             passes = Manager()
