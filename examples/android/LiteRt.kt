@@ -5,20 +5,19 @@ import com.google.ai.edge.litert.Accelerator
 import com.google.ai.edge.litert.CompiledModel
 import org.json.JSONObject
 
-/** A model among the assets. litert_torch names its input args_0, and its outputs output_0, output_1, ... */
+/** A model among the assets, whose tensors have the names that the metadata state. */
 class LiteRtModel(context: Context, asset: String = "model.tflite", metadataAsset: String = "subquad.json") : Model {
     private val model = CompiledModel.create(context.assets, asset, CompiledModel.Options(Accelerator.CPU))
     override val metadata = JSONObject(context.assets.open(metadataAsset).bufferedReader().use { it.readText() })
 
     override fun run(input: FloatArray): Map<String, FloatArray> {
-        val image = model.createInputBuffer("args_0").apply { writeFloat(input) }
-        val names = outputNames(metadata)
-        val buffers = names.indices.associate { "output_$it" to model.createOutputBuffer("output_$it") }
+        val name = metadata.getJSONObject("input").getString("name")
+        val image = model.createInputBuffer(name).apply { writeFloat(input) }
+        val buffers = outputNames(metadata).associateWith { model.createOutputBuffer(it) }
         try {
-            model.run(mapOf("args_0" to image), buffers)
+            model.run(mapOf(name to image), buffers)
             // Labels of a segmenter are integers; they follow from the logits.
-            return names.withIndex().filter { it.value != "labels" }
-                .associate { (n, name) -> name to buffers.getValue("output_$n").readFloat() }
+            return buffers.filterKeys { it != "labels" }.mapValues { it.value.readFloat() }
         } finally {
             (buffers.values + image).forEach { it.close() }
         }

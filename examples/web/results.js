@@ -34,9 +34,11 @@ function softmax(logits) {
   return odds.map((x) => x / sum);
 }
 
-function classes(outputs, {labels}) {
-  const [logits] = Object.values(outputs);
-  return descending(softmax(logits.data).map((value, n) => ({label: String(labels[n] ?? n), value}))).slice(0, TOP);
+const sigmoid = (logits) => Array.from(logits, (x) => 1 / (1 + Math.exp(-x)));
+
+function classes({logits}, {labels, postprocessing}) {
+  const probabilities = postprocessing.type === 'sigmoid' ? sigmoid : softmax;
+  return descending(probabilities(logits.data).map((value, n) => ({label: String(labels[n] ?? n), value}))).slice(0, TOP);
 }
 
 function objects({boxes, scores, labels}, metadata, size, picture, canvas) {

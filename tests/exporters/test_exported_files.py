@@ -105,8 +105,8 @@ def test_detectors_and_segmenters(config, name, shapes, tmp_path, capsys):
 def test_metadata_follow_the_schema(tmp_path):
     jsonschema = pytest.importorskip('jsonschema')
     schema = json.loads((ROOT / 'docs' / 'export-metadata.schema.json').read_text())
-    for n, subject in enumerate((digits_subject('test_mobilevitv2'), dense_subject(load(SSDLITE), size=(128, 128), nms=True),
-                                 dense_subject(load(UPERNET), size=(128, 128)))):
+    dense = (dense_subject(load(config), size=(128, 128), nms=config == SSDLITE) for config in WEIGHTS)
+    for n, subject in enumerate((digits_subject('test_mobilevitv2'), *dense)):
         (tmp_path / str(n)).mkdir()
         metadata = exporter('onnx').read_metadata(_file('onnx', subject, tmp_path / str(n)))
         jsonschema.validate(metadata, schema)
