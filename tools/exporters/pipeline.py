@@ -124,7 +124,7 @@ def export(
     if 'window' in subject.metadata:
         notes.append(f'{subject.name} is tested with sliding windows; the file computes one window of '
                      f'{" x ".join(map(str, subject.size))} pixels.')
-    if subject.metadata['preprocessing']['resize'].get('enlarge') is False:
+    if (subject.metadata['preprocessing']['resize'] or {}).get('enlarge') is False:
         notes.append(f'the config keeps the size of pictures; the file shrinks those of more than '
                      f'{" x ".join(map(str, subject.size))} pixels, unlike `subquad predict` with the config: choose '
                      '--size for your pictures.')
