@@ -67,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--dynamic', nargs='+', choices=DYNAMIC, default=[], help='dimensions that the file leaves '
                         'open: the batch, or height and width')
     parser.add_argument('--precision', choices=PRECISIONS, help='precision inside of the file (default: '
-                        'fp32, and fp16 for coreml); palettes are for coreml; images and scores remain float32')
+                        'fp32, and fp16 for coreml); palettes are for coreml, dynamic8 is for litert; images and '
+                        'scores remain float32')
     parser.add_argument('--calibrate', nargs='+', metavar='FOLDER', help='images from which int8 takes its ranges, '
                         'except for coreml')
     parser.add_argument('--calibrate-images', type=int, default=100, metavar='N',

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common.cli import UserError
 
-PRECISIONS = ('fp32', 'fp16', 'int8', 'palette6', 'palette4')
+PRECISIONS = ('fp32', 'fp16', 'int8', 'dynamic8', 'palette6', 'palette4')
 DYNAMIC = ('batch', 'hw')
 
 
@@ -82,13 +82,14 @@ FORMATS: Dict[str, Format] = {
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
                          ('executorch',), _USUAL, ('batch',)),
     'litert': Format('LiteRT', '.tflite', 'to_litert', ('litert_torch', 'ai_edge_litert'), ('litert-torch',),
-                     ('fp32', 'fp16'), (), integers='int32'),
+                     PRECISIONS[:4], (), integers='int32'),
     'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), (),
                    dict.fromkeys(('use_fp16_packed', 'use_fp16_storage', 'use_fp16_arithmetic', 'use_bf16_storage'),
                                  False)),
     # The converter writes height and width into reshapes.
     'coreml': Format('Core ML', '.mlpackage', 'to_coreml', ('coremltools',), ('coremltools',),
-                     ('fp16', 'fp32', *PRECISIONS[2:]), ('batch',), integers='int32', runs=False, calibrates=False),
+                     ('fp16', 'fp32', 'int8', 'palette6', 'palette4'), ('batch',), integers='int32', runs=False,
+                     calibrates=False),
 }
 # Their files select the detections of a detector; the others return all boxes and scores.
 WITH_NMS = ('onnx', 'ort', 'openvino')

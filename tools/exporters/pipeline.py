@@ -23,7 +23,7 @@ from .formats import FORMATS, Conversion, Options, check_options, exporter
 from .subject import Subject, described
 
 # Largest relative error that passes. With 8 bits and less, it only finds wrong files: the accuracy on images decides.
-TOLERANCES = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 1.0, 'palette6': 1.0, 'palette4': 1.0}
+TOLERANCES = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 1.0, 'dynamic8': 1.0, 'palette6': 1.0, 'palette4': 1.0}
 # Largest share of pixels with another label, per unit of the relative error that passes: 0.1 % for fp32, 10 % for fp16.
 _UNEQUAL = 10
 # With fewer calibration images, a note asks for more.

@@ -22,7 +22,9 @@ _DELEGATE = 'DELEGATE'           # the interpreter lists the delegate's calls am
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write a `.tflite` file with the metadata at its end.
 
-    With fp16, the weights of convolutions and linear layers have half precision, and the arithmetic is float32.
+    With fp16, the weights of convolutions and linear layers have half precision, and the arithmetic is float32. With
+    int8, these layers compute with 8-bit integers, whose ranges images give; with dynamic8, the weights are stored so,
+    and the values are rounded to the range of each image.
     """
     export_program(subject)                                  # its checks hold for every format
     with silence():
@@ -30,8 +32,8 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         named = _Named(subject.module, subject.outputs).eval()
         litert_torch.convert(named, sample_kwargs={subject.metadata['input']['name']: subject.example()}).export(
             str(path))
-        if options.precision == 'fp16':
-            _halve_weights(path)
+        if options.precision != 'fp32':
+            _requantize(path, options, subject.metadata['input']['name'])
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
         archive.writestr(_METADATA, json.dumps(subject.metadata, ensure_ascii=False))
     return Conversion(_operators(path))
@@ -50,7 +52,7 @@ class _Named(nn.Module):
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
-    metadata, run = read_metadata(path), _interpreter(path, threads).get_signature_runner()
+    run, metadata = _interpreter(path, threads).get_signature_runner(), read_metadata(path)
     name, shape = metadata['input']['name'], tuple(metadata['input']['shape'])
 
     def infer(images: Tensor) -> List[Tensor]:
@@ -94,22 +96,34 @@ def _operators(path: Path) -> Dict[str, int]:
     return {name: count for name, count in names.items() if name != _DELEGATE}
 
 
-def _halve_weights(path: Path) -> None:
-    """Store the weights of convolutions and linear layers in half precision."""
+# What is quantized. Norms, softmax and attention keep float32: their values span ranges that 8 bits do not cover.
+_QUANTIZED = ('CONV_2D', 'DEPTHWISE_CONV_2D', 'FULLY_CONNECTED')
+
+
+def _requantize(path: Path, options: Options, name: str) -> None:
+    """Change the precision of convolutions and linear layers in a file; `name` is that of its input."""
     from ai_edge_quantizer import qtyping, quantizer
     from ai_edge_quantizer.algorithm_manager import AlgorithmName
-    work = quantizer.Quantizer(str(path))
-    work.update_quantization_recipe(
-        regex='.*',
-        operation_name=qtyping.TFLOperationName.ALL_SUPPORTED,
-        op_config=qtyping.OpQuantizationConfig(
-            weight_tensor_config=qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT),
-            compute_precision=qtyping.ComputePrecision.FLOAT,
-            explicit_dequantize=True,
-        ),
-        algorithm_key=AlgorithmName.FLOAT_CASTING,
-    )
+    work, kinds = quantizer.Quantizer(str(path)), qtyping.TFLOperationName
+    if options.precision == 'fp16':
+        work.update_quantization_recipe(
+            regex='.*',
+            operation_name=kinds.ALL_SUPPORTED,
+            op_config=qtyping.OpQuantizationConfig(
+                weight_tensor_config=qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT),
+                compute_precision=qtyping.ComputePrecision.FLOAT,
+                explicit_dequantize=True,
+            ),
+            algorithm_key=AlgorithmName.FLOAT_CASTING,
+        )
+    for kind in _QUANTIZED if options.precision != 'fp16' else ():
+        if options.precision == 'int8':
+            work.add_static_config('.*', kinds[kind], activation_num_bits=8, weight_num_bits=8)
+        else:
+            work.add_dynamic_config('.*', kinds[kind], num_bits=8)
+    ranges = work.calibrate({'serving_default': [{name: image.numpy()} for image in options.calibration]}
+                            ) if options.calibration else None
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        halved = Path(folder) / path.name
-        work.quantize().export_model(str(halved))
-        os.replace(halved, path)
+        changed = Path(folder) / path.name
+        work.quantize(ranges).export_model(str(changed))
+        os.replace(changed, path)
