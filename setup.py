@@ -126,7 +126,7 @@ formats = {
 }
 export = [package for name, packages in formats.items() if name != 'litert' for package in packages]
 test = [*demo, *mm, *completion, *export, 'onedl-mmpretrain>=1.3', 'webdataset>=1', 'pytest>=8', 'pytest-xdist>=3.6',
-        'ruff>=0.6']
+        'jsonschema>=4', 'ruff>=0.6']
 docs = ['mkdocs>=1.6', 'mkdocs-material>=9.5', 'mkdocstrings[python]>=1.0']
 dev = [*test, *docs, 'pre-commit>=4']
 if __name__ == '__main__':           # as build backends run it; tests import the functions

@@ -61,7 +61,7 @@ def test_right_file_appears_with_its_side_files(subject, replace_format, tmp_pat
     assert report.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     metadata = json.loads((tmp_path / 'a.onnx').read_text())
     assert metadata['format'] == 'onnx' and metadata['precision'] == 'fp32' and metadata['input']['dynamic'] == []
-    assert metadata['outputs'] == [dict(name='logits', shape=[1, 1000])]
+    assert metadata['outputs'] == [dict(name='logits', shape=[1, 1000], dtype='float32')]
     assert all(0 < file and 0 < eager for file, eager in report.latency.values()) and 1 in report.latency
 
 
@@ -112,7 +112,7 @@ def test_quantized_files_are_compared_on_calibration_images(subject):
 
 def test_labels_may_differ_in_few_pixels(replace_format):
     labels = torch.arange(10_000).reshape(1, 100, 100)
-    subject = SimpleNamespace(eager=lambda x: (labels,), outputs=('labels',))
+    subject = SimpleNamespace(eager=lambda x: (labels,), outputs=('labels',), metadata=dict(outputs=[]))
     wrong = labels.clone()
     wrong[0, 0, :20] += 1
     errors = pipeline.compare(lambda x: [wrong], subject, [torch.zeros(1)])
@@ -138,9 +138,10 @@ def test_inputs_of_the_comparison(subject, dynamic, shapes):
     ('test_ppma --format onnx --size 31', 'sides from 32'),
     ('test_ppma --format onnx --repeats -1', 'at least 0'),
     ('test_ppma --format ncnn --dynamic batch', 'all shapes are static'),
-    ('test_ppma --format coreml --precision int8 --calibrate x', 'of onnx, ort, executorch, not for int8 of coreml'),
+    ('test_ppma --format coreml --precision int8 --calibrate x',
+     'of onnx, ort, openvino, executorch, litert, not for int8 of coreml'),
     ('test_ppma --format onnx coreml --calibrate x', 'not for fp32 of onnx, fp16 of coreml'),
-    ('test_ppma --format litert --precision int8 --calibrate x', 'allowed are fp32, fp16'),
+    ('test_ppma --format ncnn --precision int8 --calibrate x', 'allowed are fp32, fp16'),
     ('test_ppma --format onnx --precision palette4', 'no precision palette4 here; allowed are fp32, fp16, int8'),
     ('test_myo --format onnx --dynamic hw', 'Myo builds its quad tree for one image size'),
     ('test_ppma.digits --format onnx --dynamic hw', 'multiples of 32 from 64 to 2048 for test_ppma, got 32x32'),

@@ -94,7 +94,8 @@ def test_classifiers_with_labels(labels, dynamic, outputs, tmp_path):
         names = operations[-1].inputs['classes'].arguments[0].value.immediateValue.list.values
         assert [name.immediateValue.tensor.strings.values[0] for name in names] == labels
     else:
-        assert metadata['outputs'] == [dict(name='logits', shape=[1, 3])] and operations[-1].type != 'softmax'
+        assert metadata['outputs'] == [dict(name='logits', shape=[1, 3], dtype='float32')]
+        assert operations[-1].type != 'softmax'
 
 
 @pytest.mark.parametrize('precision, operator, bits, error', [

@@ -66,15 +66,10 @@ def test_threads_and_precision_of_the_runtime(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['test_ppma', *slow('test_mobilevitv2')])
-def test_dynamic_batch_height_and_width(name, tmp_path):
-    made, path = subject(name), tmp_path / 'a.xml'
-    step, options = made.sizes.multiple_of, Options(dynamic=frozenset({'batch', 'hw'}))
+def test_dynamic_batch(name, tmp_path):
+    made, path, options = subject(name), tmp_path / 'a.xml', Options(dynamic=frozenset({'batch'}))
     to_openvino.convert(made, options, path)
-    check_outputs(to_openvino, path, made, options, [(n, (h * step, w * step)) for n, h, w in ((1, 4, 3), (3, 3, 5))])
-    run = to_openvino.load(path)
-    for size in ((4 * step + 1, 4 * step), (4 * step, 4 * step + step // 2)):
-        with pytest.raises(RuntimeError, match='(?i)reshape'):
-            run(made.example(4, size))
+    check_outputs(to_openvino, path, made, options, [(1, None), (3, None)])
 
 
 @pytest.mark.slow

@@ -44,5 +44,6 @@ def small_classifier(color: str = 'RGB', mean: Sequence[float] = (0.5, 0.25, 0.1
     model, channels = Small(len(mean)).eval(), len(mean)
     transform = dict(resize=None, crop=[16, 24], scale=1 / 255, mean=list(mean), std=list(std),
                      normalize_in_graph=False)
-    metadata = describe('small', 'classification', 'random', (1, channels, 16, 24), transform, labels, color)
+    metadata = describe('small', 'classification', 'random', (1, channels, 16, 24), transform, labels, color,
+                        postprocessing=dict(type='softmax', in_graph=False))
     return Subject('small', 'classification', model, model, (16, 24), channels, ('logits',), metadata, 'fixed')

@@ -74,10 +74,12 @@ _ONNX, _USUAL = ('onnx', 'onnxscript', 'onnxruntime'), PRECISIONS[:3]
 FORMATS: Dict[str, Format] = {
     'onnx': Format('ONNX Runtime', '.onnx', 'to_onnx', _ONNX, _ONNX, _USUAL, DYNAMIC),
     'ort': Format('ONNX Runtime Mobile', '.ort', 'to_onnx', _ONNX, _ONNX, _USUAL, DYNAMIC),
-    'openvino': Format('OpenVINO', '.xml', 'to_openvino', (*_ONNX, 'openvino'), (*_ONNX, 'openvino'), _USUAL, DYNAMIC,
-                       {'INFERENCE_PRECISION_HINT': 'f32'}),
+    # Its optimizer removes the check of height and width.
+    'openvino': Format('OpenVINO', '.xml', 'to_openvino', (*_ONNX, 'openvino'), (*_ONNX, 'openvino'), _USUAL,
+                       ('batch',), {'INFERENCE_PRECISION_HINT': 'f32'}),
     'pt2': Format('PyTorch', '.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
-    'aoti': Format('PyTorch AOTInductor', '.aoti.pt2', 'to_pt2', (), (), ('fp32',), DYNAMIC),
+    # Compiled programs do not check sizes.
+    'aoti': Format('PyTorch AOTInductor', '.aoti.pt2', 'to_pt2', (), (), ('fp32',), ('batch',)),
     # XNNPACK cannot slice or reshape maps of unknown height and width.
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
                          ('executorch',), _USUAL, ('batch',)),

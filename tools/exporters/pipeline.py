@@ -242,13 +242,14 @@ def compare(run: Run, subject: Subject, inputs: Sequence[Tensor]) -> Errors:
         UserError: The number or a shape of the outputs differs, or an output of the ordinary model is not finite.
     """
     worst = Errors(output=subject.outputs[0])
+    names = [output['name'] for output in subject.metadata['outputs']] or subject.outputs
     for images in inputs:
         with torch.inference_mode():
             expected = subject.eager(images)
         outputs = run(images)
-        if len(outputs) != len(subject.metadata['outputs']):
-            raise UserError(f"the exported file has {len(outputs)} outputs, its metadata {subject.metadata['outputs']}")
-        by_name = dict(zip((output['name'] for output in subject.metadata['outputs']), outputs))
+        if len(outputs) != len(names):
+            raise UserError(f"the exported file has {len(outputs)} outputs, the model has {', '.join(names)}")
+        by_name = dict(zip(names, outputs))
         for name, b in zip(subject.outputs, expected):
             a = by_name.get(f'raw_{name}', by_name[name])       # before the selection of detections
             if a.shape != b.shape:
