@@ -66,8 +66,9 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor, backend: st
 
 
 def _rotary(q: Tensor, k: Tensor, backend: str) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    table = rotary_table(q.shape[2], q.shape[3], q.device, dtype)
+    # Of float32 in the reference, too: its rounding is not the kernel's.
+    table = rotary_table(q.shape[2], q.shape[3], q.device, torch.float32)
+    table = table.double() if q.dtype == torch.float64 else table
     return torch.stack(kernels.rotary_embedding(q, k, table, 0.5, backend=backend))
 
 
@@ -85,7 +86,9 @@ def _case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim
                                  *((batch, *grid, 4, 8),) * 2, (4, dim), (4, dim))}
     if op in shapes:
         return Case(name, {'depthwise_conv': _depthwise, 'rotary_embedding': _rotary, 'selective_scan': _selective}[op],
-                    [torch.randn(shape, device=device, dtype=dtype) for shape in shapes[op]])
+                    # Rates stay in float32, as in networks: their gradients are sums over all tokens.
+                    [torch.randn(shape, device=device, dtype=torch.float32 if op == 'selective_scan' and n == 2 else dtype)
+                     for n, shape in enumerate(shapes[op])])
     return Case(name, ops.OPERATORS[op].call, ops.OPERATORS[op].inputs(batch, heads, grid, dim, dtype, device))
 
 

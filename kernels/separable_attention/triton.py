@@ -39,10 +39,10 @@ def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, P
     """Return a group's place, which is its first row and column, their steps and its columns (at least 1, a divisor),
     and the number of its tokens.
 
-    Without a height the tokens of the image are one group in one row, and columns are None: no token's place takes a
-    division."""
+    Without a height the tokens of the image are one group in one row, and its place is the row alone: no token's place
+    takes a division."""
     if height is None:
-        row, column, row_step, column_step, columns, count = 0, 0, 1, 1, None, width
+        place, count = (0,), width
     else:
         i, j = group // PATCH_W, group % PATCH_W
         if PIXEL:
@@ -53,17 +53,17 @@ def _group(group, height, width, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, P
             row, column, row_step, column_step = i * side_h, j * side_w, 1, 1
             rows = tl.maximum(tl.minimum(side_h, height - row), 0)
             columns = tl.maximum(tl.minimum(side_w, width - column), 0)
-        columns, count = tl.maximum(columns, 1), rows * columns
-    return (row, column, row_step, column_step, columns), count
+        place, count = (row, column, row_step, column_step, tl.maximum(columns, 1)), rows * columns
+    return place, count
 
 
 @triton.jit
 def _offset(n, place, stride_h, stride_w):
     """Return the offset of token n of a group."""
-    row, column, row_step, column_step, columns = place
-    if columns is None:
+    if len(place) == 1:
         offset = n * stride_w
     else:
+        row, column, row_step, column_step, columns = place
         offset = (row + n // columns * row_step) * stride_h + (column + n % columns * column_step) * stride_w
     return offset
 
