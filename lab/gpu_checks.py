@@ -85,10 +85,10 @@ def _case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim
               'selective_scan': ((batch, *grid, dim), (batch, *grid, 4, dim), (4, dim, 8),
                                  *((batch, *grid, 4, 8),) * 2, (4, dim), (4, dim))}
     if op in shapes:
+        # Rates (the third input) stay in float32, as in networks: their gradients are sums over all tokens.
+        dtypes = [torch.float32 if op == 'selective_scan' and n == 2 else dtype for n in range(len(shapes[op]))]
         return Case(name, {'depthwise_conv': _depthwise, 'rotary_embedding': _rotary, 'selective_scan': _selective}[op],
-                    # Rates stay in float32, as in networks: their gradients are sums over all tokens.
-                    [torch.randn(shape, device=device, dtype=torch.float32 if op == 'selective_scan' and n == 2 else dtype)
-                     for n, shape in enumerate(shapes[op])])
+                    [torch.randn(shape, device=device, dtype=each) for shape, each in zip(shapes[op], dtypes)])
     return Case(name, ops.OPERATORS[op].call, ops.OPERATORS[op].inputs(batch, heads, grid, dim, dtype, device))
 
 

@@ -41,6 +41,6 @@ def quadtree_solve(values: Sequence[Tensor], edges: Sequence[Tensor], parametriz
     height, width = values[0].shape[2:4]
     matrix = quadtree_matrix([x.double() for x in edges], height, width, parametrization, shift)
     flat = torch.cat([x.double().flatten(2, 3) for x in values], 2)
-    x = solve_each(matrix, flat)
+    x = solve_each(matrix.to(flat.device), flat)             # that of a single level has no edges to tell its device
     sizes = [level.height * level.width for level in quadtree_levels(height, width, len(values), shift)]
     return [part.reshape(like.shape).to(like.dtype) for part, like in zip(x.split(sizes, 2), values)]

@@ -1,4 +1,6 @@
 """Timing by captured graphs, without a GPU: capturing and the clock are replaced. No test asserts a time."""
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
@@ -82,3 +84,14 @@ def test_an_operator_is_captured_on_a_gpu():
                               names=('triton', 'portable'))
     assert record['graphs']['triton'].startswith('captured')
     assert record['times_ms']['triton']['p50'] <= record['eager_ms']['triton']['p50']
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_a_graph_holds_every_call(count, monkeypatch):
+    """Two calls before the capture compile and allocate; the third is the graph's."""
+    cuda, inside, captured = MagicMock(), [], []
+    cuda.graph.return_value.__enter__.side_effect = lambda *_: inside.append(True)
+    cuda.graph.return_value.__exit__.side_effect = lambda *_: inside.clear()
+    monkeypatch.setattr(graphs.torch, 'cuda', cuda)
+    graphs.capture([lambda n=n: captured.append(n) if inside else None for n in range(count)])
+    assert captured == list(range(count))

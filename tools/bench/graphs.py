@@ -81,8 +81,10 @@ def capture(calls: Sequence[Call]) -> Call:
     graph, results = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
+            result = call()
             # Without rotation a network's output may be large, and its memory is free for the next call.
-            results.append(call() if len(calls) > 1 else None)
+            results.append(result if len(calls) > 1 else None)
+            del result
     graph.replay()
     torch.cuda.synchronize()
 
