@@ -1,8 +1,9 @@
-"""Export models to every format, and record the errors and sizes for the table of docs/export.md.
+"""Export models to every format, and record the errors and sizes for the tables of exports.
 
-`python -m lab.export_matrix` exports each model with random weights and randomized norms, as
-classifier and, in fp32 with static sizes, as feature pyramid. Formats whose packages are not installed keep their
-records, so that LiteRT can be recorded in an environment of its own. The files are removed.
+`python -m lab.export_matrix` exports a classifier of each family with random weights and randomized norms, in fp32
+with static sizes also as feature pyramid, and the detector and the segmenters of the shapes with their weights. Formats
+whose packages are not installed keep their records, so that LiteRT can be recorded in an environment of its own. The
+files are removed.
 """
 import argparse
 import datetime
@@ -12,35 +13,41 @@ import tempfile
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
 
 from subquad.tools.common.cli import UserError
-from subquad.tools.exporters.formats import FORMATS, Options, missing_packages
+from subquad.tools.exporters.formats import FORMATS, PRECISIONS, WITH_NMS, Options, missing_packages
 from subquad.tools.exporters.pipeline import TOLERANCES, export
-from subquad.tools.exporters.subject import classifier_subject, random_classifier
+from subquad.tools.exporters.subject import Subject, classifier_subject, random_classifier
 
 from .documents import RECORDS, ROOT, markdown
 
 FILE = 'exports.json'
-MODELS = ('subquad_mobilevitv2_050', 'test_ppma', 'ppma_tiny', 'test_myo', 'myo_tiny', 'test_lcsm')
+MODELS = ('subquad_mobilevitv2_050', 'test_ppma', 'test_myo', 'test_lcsm', 'test_rmt', 'test_mlla', 'test_vmamba',
+          'test_vim', 'test_mambavision')
+# Weights of detectors and segmenters, and their configs.
+DENSE = {'test_mobilevitv2.ssdlite_shapes': 'ssdlite_test-mobilevitv2_shapes',
+         'test_mobilevitv2.deeplabv3_shapes': 'deeplabv3_test-mobilevitv2_shapes',
+         'test_ppma.upernet_shapes': 'upernet_test-ppma_shapes'}
 DISTRIBUTIONS = {'onnx': 'onnxruntime', 'ort': 'onnxruntime', 'openvino': 'openvino', 'pt2': 'torch',
                  'aoti': 'torch', 'executorch': 'executorch', 'litert': 'litert-torch', 'ncnn': 'ncnn',
                  'coreml': 'coremltools'}
 # Precision and dynamic dimensions of each column; a format has the cells that it supports.
 VARIANTS = (('fp32', frozenset()), ('fp32', frozenset({'batch'})), ('fp32', frozenset({'hw'})),
-            ('fp16', frozenset()))
+            *((precision, frozenset()) for precision in PRECISIONS[1:]))
+CALIBRATION = 16            # random images
 
 
 _DYNAMIC = {'batch': 'dynamic batch', 'hw': 'dynamic height and width'}
 
 
 class Cell(NamedTuple):
-    """One export of the matrix."""
+    """One export of the matrix; `task` is 'classification', 'features' or 'dense'."""
     model: str
-    features: bool
+    task: str
     format: str
     precision: str
     dynamic: FrozenSet[str]
@@ -48,17 +55,17 @@ class Cell(NamedTuple):
     @property
     def key(self) -> str:
         """The name of its record."""
-        task = 'features' if self.features else 'classification'
-        return ' '.join([self.model, task, self.format, self.precision, *sorted(self.dynamic)])
+        return ' '.join([self.model, self.task, self.format, self.precision, *sorted(self.dynamic)])
 
 
 def cells() -> Iterator[Cell]:
     """All exports of the matrix."""
-    for model, features, name, (precision, dynamic) in product(MODELS, (False, True), FORMATS, VARIANTS):
+    subjects = [*product(MODELS, ('classification', 'features')), *product(DENSE, ('dense',))]
+    for (model, task), name, (precision, dynamic) in product(subjects, FORMATS, VARIANTS):
         form = FORMATS[name]
-        plain = precision == 'fp32' and not dynamic
-        if precision in form.precisions and dynamic <= set(form.dynamic) and (plain or not features):
-            yield Cell(model, features, name, precision, dynamic)
+        only_fp32 = task == 'features' and (precision != 'fp32' or dynamic) or task == 'dense' and dynamic
+        if precision in form.precisions and dynamic <= set(form.dynamic) and not only_fp32:
+            yield Cell(model, task, name, precision, dynamic)
 
 
 def randomize_norms(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -81,17 +88,15 @@ def randomize_norms(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def record(cell: Cell, folder: Path) -> Dict[str, Any]:
     """Export one cell into a folder, and return its record; an export that fails has an entry `error`."""
-    known = dict(model=cell.model, task='features' if cell.features else 'classification', format=cell.format,
+    known = dict(model=cell.model, task=cell.task, format=cell.format,
                  precision=cell.precision, dynamic=sorted(cell.dynamic), tolerance=TOLERANCES[cell.precision],
                  runtime=f'{DISTRIBUTIONS[cell.format]} {version(DISTRIBUTIONS[cell.format])}',
                  torch=torch.__version__, date=str(datetime.date.today()))
-    torch.manual_seed(0)
-    read = random_classifier(cell.model)
-    randomize_norms(read.model)
     try:
-        report = export(classifier_subject(read, 'random', features=cell.features), cell.format,
-                        folder / f'model{FORMATS[cell.format].suffix}', Options(cell.precision, cell.dynamic),
-                        repeats=0)
+        subject = _subject(cell)
+        images = [subject.example(seed=seed) for seed in range(CALIBRATION)] if cell.precision == 'int8' else ()
+        report = export(subject, cell.format, folder / f'model{FORMATS[cell.format].suffix}',
+                        Options(cell.precision, cell.dynamic, images), repeats=0)
     except UserError as error:
         return dict(known, error=str(error))
     return dict(known, bytes=report.bytes, operators=sum(report.conversion.operators.values()),
@@ -99,17 +104,38 @@ def record(cell: Cell, folder: Path) -> Dict[str, Any]:
                 relative_error=report.errors and report.errors.relative, passed=report.passed)
 
 
+def _subject(cell: Cell) -> Subject:
+    if cell.task == 'dense':
+        from subquad.tools.engine.config import load
+        from subquad.tools.exporters.dense_subject import dense_subject
+        return dense_subject(load(DENSE[cell.model]), cell.model, (128, 128), nms=cell.format in WITH_NMS,
+                             labels=cell.format != 'ncnn')
+    torch.manual_seed(0)
+    read = random_classifier(cell.model)
+    randomize_norms(read.model)
+    return classifier_subject(read, 'random', features=cell.task == 'features')
+
+
 def exports_table(root: Path) -> str:
-    """The largest relative errors of exported models: a row for each kind of file, a column for each model."""
+    """The largest relative errors of exported classifiers: a row for each kind of file, a column for each model."""
+    return _errors(root, MODELS, ('classification', 'features'))
+
+
+def dense_exports_table(root: Path) -> str:
+    """The largest relative errors of exported detectors and segmenters, as `exports_table` has those of classifiers."""
+    return _errors(root, DENSE, ('dense',))
+
+
+def _errors(root: Path, models: Iterable[str], tasks: Sequence[str]) -> str:
     records = _records(root)
-    kinds = dict.fromkeys((cell.features, *cell[2:]) for cell in cells())
-    rows = [[_described(*kind), *(_shown(records.get(Cell(model, *kind).key)) for model in MODELS)]
+    kinds = dict.fromkeys(cell[1:] for cell in cells() if cell.task in tasks)
+    rows = [[_described(*kind), *(_shown(records.get(Cell(model, *kind).key)) for model in models)]
             for kind in sorted(kinds, key=lambda kind: list(FORMATS).index(kind[1]))]
-    return markdown(['file', *(f'`{model}`' for model in MODELS)], rows)
+    return markdown(['file', *(f'`{model}`' for model in models)], rows)
 
 
-def _described(features: bool, name: str, precision: str, dynamic: FrozenSet[str]) -> str:
-    words = [*([] if precision == 'fp32' else [precision]), *(['feature maps'] if features else []),
+def _described(task: str, name: str, precision: str, dynamic: FrozenSet[str]) -> str:
+    words = [*([] if precision == 'fp32' else [precision]), *(['feature maps'] if task == 'features' else []),
              *(_DYNAMIC[axis] for axis in sorted(dynamic))]
     return ', '.join([f'`{name}`', *words])
 
@@ -118,7 +144,7 @@ def exports_summary_table(root: Path) -> str:
     """Size and error of one model in each format."""
     rows = []
     for name, form in FORMATS.items():
-        entry = _records(root).get(Cell(MODELS[0], False, name, 'fp32', frozenset()).key)
+        entry = _records(root).get(Cell(MODELS[0], 'classification', name, 'fp32', frozenset()).key)
         size = f"{entry['bytes'] / 1e6:.2f}" if entry and 'bytes' in entry else '-'
         rows.append([f'`{name}`', form.title, size, _shown(entry)])
     return markdown(['format', 'runtime', 'MB', 'largest relative error'], rows)
@@ -156,7 +182,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
     parser.add_argument('words', nargs='*', help='record only the cells whose key has all of these words')
     args = parser.parse_args(argv)
     path = ROOT / RECORDS / FILE
-    failed = 0
+    records = json.loads(path.read_text()) if path.exists() else {}
+    kept, failed = {cell.key for cell in cells()}, 0
     for cell in cells():
         if missing_packages(cell.format) or not set(args.words) <= set(cell.key.split()):
             continue
@@ -164,8 +191,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
             entry = record(cell, Path(folder))
         failed += not entry.get('passed', False)
         print(cell.key, entry.get('error') or entry['relative_error'], file=sys.stderr, flush=True)
-        records = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**records, cell.key: entry}, indent=1, sort_keys=True) + '\n')
+        records[cell.key] = entry
+        path.write_text(json.dumps({key: records[key] for key in sorted(records) if key in kept}, indent=1) + '\n')
     return int(failed > 0)
 
 
