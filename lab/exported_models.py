@@ -1,18 +1,22 @@
 """Latency of exported models against timm's implementation with the same weights, in the same runtime."""
+import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+import numpy as np
 import timm
 import torch
+from timm.layers import set_exportable
 from torch import Tensor, nn
 
 from subquad.tools.bench.measure import time_interleaved
 from subquad.tools.bench.metrics import metric, speedup
 from subquad.tools.common.cli import UserError
 from subquad.tools.exporters import formats
-from subquad.tools.exporters.formats import Options
+from subquad.tools.exporters.formats import FORMATS, Options
+from subquad.tools.exporters.graph import silence
 from subquad.tools.exporters.pipeline import difference, with_file_metadata
 from subquad.tools.exporters.subject import classifier_subject, fuse_norms, random_classifier
 
@@ -25,14 +29,14 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
                     tolerance: float = 1e-4) -> Dict[str, Any]:
     """Export a model with `subquad export`'s functions and timm's model as timm's users do, and time both files.
 
-    BatchNorm is fused in both. timm's model is exported by PyTorch's exporter or ExecuTorch's lowering to XNNPACK,
-    without further rewriting.
+    BatchNorm is fused in both. timm's model is converted as the runtime's documentation says, without further
+    rewriting. Both files run with the same options.
 
     Args:
         repeats: Rounds of timing, with one thread and one image.
         name: The model.
         baseline: timm's model, which takes the weights of the model.
-        runtime: 'onnx' or 'executorch'.
+        runtime: 'onnx', 'openvino', 'executorch', 'litert' or 'ncnn'.
         max_ratio: Target: median time over that of the baseline.
         aim: A lower ratio, shown as a second target.
         tolerance: Largest error of both files, relative to the largest output.
@@ -42,7 +46,8 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
     """
     read = random_classifier(name)
     randomize_norms(read.model)
-    other = timm.create_model(baseline).eval()
+    with set_exportable(runtime == 'ncnn'):                # its usual form has reshapes that pnnx cannot convert
+        other = timm.create_model(baseline).eval()
     other.load_state_dict(read.model.state_dict())
     fuse_norms(other)
     subject = with_file_metadata(classifier_subject(read, 'random'), runtime)
@@ -50,10 +55,11 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
     with torch.no_grad():
         expected = subject.eager(image)[0]
         with tempfile.TemporaryDirectory(prefix='subquad-bench-') as folder:
-            own, path = Path(folder) / f'own{_SUFFIXES[runtime]}', Path(folder) / f'timm{_SUFFIXES[runtime]}'
+            own, path = (Path(folder) / f'{whose}{FORMATS[runtime].suffix}' for whose in ('own', 'timm'))
             exporter = formats.exporter(runtime)
             exporter.convert(subject, Options(), own)
-            _EXPORTS[runtime](other, image, path)
+            with silence():
+                _EXPORTS[runtime](other, image, path)
             calls: Dict[str, Run] = {name: exporter.load(own, 1), baseline: _LOADS[runtime](path)}
             for key, call in calls.items():
                 _, error = difference(torch.as_tensor(call(image)[0]), expected, 'logits')
@@ -68,15 +74,60 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
 
 
 def _export_onnx(model: nn.Module, image: Tensor, path: Path) -> None:
-    from subquad.tools.exporters.graph import silence
-    with silence():
-        torch.onnx.export(model, (image,), dynamo=True, verbose=False).save(str(path))
+    torch.onnx.export(model, (image,), dynamo=True, verbose=False).save(str(path))
 
 
 def _load_onnx(path: Path) -> Run:
     from subquad.tools.exporters.to_onnx import open_session
     session = open_session(path)
     return lambda image: session.run(None, {session.get_inputs()[0].name: image.numpy()})
+
+
+def _export_openvino(model: nn.Module, image: Tensor, path: Path) -> None:
+    import openvino
+    _export_onnx(model, image, path.with_suffix('.onnx'))
+    openvino.save_model(openvino.Core().read_model(path.with_suffix('.onnx')), path, compress_to_fp16=False)
+
+
+def _load_openvino(path: Path) -> Run:
+    import openvino
+    model = openvino.compile_model(path, 'CPU', dict(FORMATS['openvino'].exact, INFERENCE_NUM_THREADS=1, NUM_STREAMS=1))
+    return lambda image: list(model(image.numpy()).values())
+
+
+def _export_litert(model: nn.Module, image: Tensor, path: Path) -> None:
+    import litert_torch
+    litert_torch.convert(model, (image,)).export(str(path))
+
+
+def _load_litert(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+    run = Interpreter(str(path), num_threads=1).get_signature_runner()
+    return lambda image: list(run(args_0=image.numpy()).values())
+
+
+def _export_ncnn(model: nn.Module, image: Tensor, path: Path) -> None:
+    import pnnx
+    traced = path.with_name('timm.pt')
+    torch.jit.trace(model, image).save(str(traced))
+    shape = ','.join(map(str, image.shape))
+    subprocess.run([pnnx.EXEC_PATH, traced.name, f'inputshape=[{shape}]', 'fp16=0'], cwd=path.parent, check=True)
+
+
+def _load_ncnn(path: Path) -> Run:
+    import ncnn
+    net = ncnn.Net()
+    net.opt.num_threads, net.opt.use_vulkan_compute = 1, False
+    for option, value in FORMATS['ncnn'].exact.items():
+        setattr(net.opt, option, value)
+    net.load_param(str(path))
+    net.load_model(str(path.with_suffix('.bin')))
+
+    def run(image: Tensor) -> List[Any]:
+        extractor = net.create_extractor()
+        extractor.input('in0', ncnn.Mat(image[0].numpy()).clone())
+        return [np.array(extractor.extract('out0')[1])[None]]
+    return run
 
 
 def _export_executorch(model: nn.Module, image: Tensor, path: Path) -> None:
@@ -97,6 +148,7 @@ def _load_executorch(path: Path) -> Run:
     return run
 
 
-_SUFFIXES = {'onnx': '.onnx', 'executorch': '.pte'}
-_EXPORTS = {'onnx': _export_onnx, 'executorch': _export_executorch}
-_LOADS = {'onnx': _load_onnx, 'executorch': _load_executorch}
+_EXPORTS = {'onnx': _export_onnx, 'openvino': _export_openvino, 'executorch': _export_executorch,
+            'litert': _export_litert, 'ncnn': _export_ncnn}
+_LOADS = {'onnx': _load_onnx, 'openvino': _load_openvino, 'executorch': _load_executorch, 'litert': _load_litert,
+          'ncnn': _load_ncnn}

@@ -43,9 +43,9 @@ _OPERATOR_PRESETS = ('gpu-polyline_attention-50x80', 'gpu-polyline_scan-56x56', 
                      'gpu-polyline_attention-50x80-train',
                      *(f'gpu-{op}-{side}{train}' for op in ('eos_elementwise', 'eos_matmul')
                        for side in ('56x56', '28x28') for train in ('', '-train')))
-_MODEL_PRESETS = ('gpu-models-224', 'gpu-models-224-train', 'gpu-mobilevitv2_100-256', 'gpu-models-800x1280',
-                  'gpu-figure10', 'gpu-ppma_tiny-224', 'gpu-ppma_tiny-224-train', 'gpu-lcsm_tiny-224',
-                  'gpu-lcsm_tiny-224-train')
+_MODEL_PRESETS = ('gpu-graphs-224-batch128', 'gpu-graphs-224-batch1', 'gpu-models-224', 'gpu-models-224-train',
+                  'gpu-mobilevitv2_100-256', 'gpu-models-800x1280', 'gpu-figure10', 'gpu-ppma_tiny-224',
+                  'gpu-ppma_tiny-224-train', 'gpu-lcsm_tiny-224', 'gpu-lcsm_tiny-224-train')
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ _MOBILEVITV2 = [
              f'{title}, one 256 x 256 image, one thread', exported_models,
              dict(name=f'subquad_mobilevitv2_{width}', baseline=f'mobilevitv2_{width}', runtime=runtime),
              dict(max_ratio=1.03, aim=0.9), 40, 5, 'mobilevitv2')
-      for runtime, title in (('onnx', 'ONNX Runtime'), ('executorch', 'ExecuTorch'))
+      for runtime, title in (('onnx', 'ONNX Runtime'), ('openvino', 'OpenVINO'), ('executorch', 'ExecuTorch'),
+                             ('litert', 'LiteRT'), ('ncnn', 'ncnn'))
       for width in ('050', '100', '200')),
     *(_models('mobilevitv2', f'{mobilevit}-256',
               f"MobileViTv2 and a MobileViT (v1) of about its size, timm's {mobilevit}, one 256 x 256 image",
@@ -246,6 +247,10 @@ _GPU = [
               **_GPU_QUADTREE, backward=True),
     _with_kernels('ppma', 'PPMA-Tiny', 'ppma_tiny', 2, False),
     _with_kernels('ppma', 'PPMA-Tiny', 'ppma_tiny', 2, True),
+    *(_models('ppma', f'gpu-graphs-224-batch{batch}',
+              f'a tiny model of four families and timm models, not compiled, {batch} image(s) of 224 x 224, bfloat16',
+              ('ppma_tiny', 'vmamba_tiny_s1l8', 'myo_tiny', 'lcsm_tiny', _SWIN, _CONVNEXT, _VIT), (224, 224), batch, 10,
+              **_ON_GPU) for batch in (128, 1)),
     _models('ppma', 'gpu-models-224',
             'PPMA-Tiny and timm models of its size, compiled, 128 images of 224 x 224, bfloat16',
             _GPU_MODELS, (224, 224), 128, 20, _AHEAD_OF, **_ON_GPU),

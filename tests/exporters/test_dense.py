@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_image
 from subquad.tools.common.cli import UserError
 from subquad.tools.engine.config import load
 from subquad.tools.engine.dense.prediction import Predictor
-from subquad.tools.exporters.dense_heads import MatrixPool, replace_pools
+from subquad.tools.exporters.dense_heads import MatrixPool, SelectingDetector, replace_pools
 from subquad.tools.exporters.dense_preprocessing import input_size, preparation, read_image
 from subquad.tools.exporters.dense_subject import dense_subject
 from subquad.tools.exporters.subject import with_normalization
@@ -106,19 +106,37 @@ def _nms_graph(anchors, classes):
         }}''')
 
 
-@pytest.mark.parametrize('settings', [SETTINGS, {**SETTINGS, 'candidates_per_class': 2 ** 31 - 1},
-                                      {**SETTINGS, 'score_threshold': 0.9999}, {**SETTINGS, 'max_detections': 1000}])
-def test_nms_in_onnx(settings):
+def _selected_by_onnx(settings):
     append_nms = pytest.importorskip('subquad.tools.exporters.onnx_graph').append_nms
     runtime = pytest.importorskip('onnxruntime')
     model = append_nms(_nms_graph(200, 4), settings)
     session = runtime.InferenceSession(model.SerializeToString(), providers=['CPUExecutionProvider'])
     assert [output.name for output in session.get_outputs()] == ['boxes', 'scores', 'labels', 'raw_boxes', 'raw_scores']
-    counts = []
+    return lambda image: session.run(None, {'image': image})
+
+
+class _Cut(torch.nn.Module):
+    """The graph of `_nms_graph`."""
+
+    def forward(self, image):
+        return image[0, ..., :4].clone(), image[0, ..., 4:].clone()
+
+
+def _selected_by_pytorch(settings):
+    network = SelectingDetector(_Cut(), (200, 8), settings)
+    program = torch.export.export(network, (torch.zeros(1, 1, 200, 8),)).module()
+    return lambda image: [output.numpy() for output in program(torch.from_numpy(image))]
+
+
+@pytest.mark.parametrize('select', [_selected_by_onnx, _selected_by_pytorch])
+@pytest.mark.parametrize('settings', [SETTINGS, {**SETTINGS, 'candidates_per_class': 2 ** 31 - 1},
+                                      {**SETTINGS, 'score_threshold': 0.9999}, {**SETTINGS, 'max_detections': 1000}])
+def test_nms_in_the_graph(settings, select):
+    run, counts = select(settings), []
     for seed in range(5):
         raw = _random_raw(seed)
         image = np.concatenate(raw, -1)[None]
-        boxes, scores, labels, *same = session.run(None, {'image': image})
+        boxes, scores, labels, *same = run(image)
         expected = detections(*raw, settings)
         assert all(np.array_equal(*pair) for pair in zip(same, raw))
         assert np.array_equal(boxes, expected[0].clip(0, [8, 200, 8, 200]))         # the size of this image

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from dense_cases import make_shapes
-from dense_exports import EXAMPLES, pictures, unmatched
+from dense_exports import EXAMPLES, SCRIPTS, pictures, unmatched
 from pairwise import slow
 from PIL import Image
 
@@ -93,12 +93,18 @@ def _detected(lines, labels):
     return [(labels.index(row[2]), float(row[1]) / 100, *map(float, row.groups()[2:])) for row in rows]
 
 
-def test_the_example_detects_what_predict_detects(files, tmp_path):
-    if missing := missing_packages('onnx'):
+def _exported(subject, name, folder):
+    if missing := missing_packages(name):
         pytest.skip(f"not installed: {', '.join(missing)}")
+    path = folder / f'model{FORMATS[name].suffix}'
+    assert export(subject, name, path, repeats=0).passed
+    return path
+
+
+@pytest.mark.parametrize('name', ['onnx', *slow('openvino', 'pt2', 'aoti')])
+def test_the_example_detects_what_predict_detects(files, name, tmp_path):
     subject = dense_subject(load(SSDLITE), WEIGHTS, (448, 640), nms=True)
-    assert export(subject, 'onnx', tmp_path / 'ssdlite.onnx', repeats=0).passed
-    lines = _run('onnx_runtime.py', tmp_path / 'ssdlite.onnx', files[1], '--score', 0, cwd=tmp_path)
+    lines = _run(SCRIPTS[name], _exported(subject, name, tmp_path), files[1], '--score', 0, cwd=tmp_path)
     assert lines[-1] == 'see found.png'
     found, sample = _detected(lines, subject.metadata['labels']), Predictor(load(SSDLITE), WEIGHTS)(files[1])
     assert len(found) == len(sample.pred_instances) > 10
@@ -110,23 +116,20 @@ def test_the_example_detects_what_predict_detects(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['ncnn', 'executorch', 'litert'])
 def test_examples_select_detections_of_raw_outputs(files, name, tmp_path):
-    if missing := missing_packages(name):
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    subject, path = dense_subject(load(SSDLITE), WEIGHTS, (128, 128)), tmp_path / f'ssdlite{FORMATS[name].suffix}'
-    assert export(subject, name, path, repeats=0).passed
-    lines = _run(f'{name}_runtime.py', path, files[0], '--score', 0, cwd=tmp_path)
+    subject = dense_subject(load(SSDLITE), WEIGHTS, (128, 128))
+    lines = _run(SCRIPTS[name], _exported(subject, name, tmp_path), files[0], '--score', 0, cwd=tmp_path)
     found, sample = _detected(lines, subject.metadata['labels']), Predictor(load(SSDLITE), WEIGHTS)(files[0])
     assert len(found) == len(sample.pred_instances) > 10
     assert _unmatched(found, sample) == 0
 
 
 @pytest.mark.slow
-def test_the_example_segments_as_the_ordinary_model(files, tmp_path):
-    if missing := missing_packages('onnx'):
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    subject = dense_subject(load(SEGMENTER), 'test_mobilevitv2.deeplabv3_shapes', (192, 256))
-    assert export(subject, 'onnx', tmp_path / 'segmenter.onnx', repeats=0).passed
-    lines = _run('onnx_runtime.py', tmp_path / 'segmenter.onnx', files[0], '--out', 'colors.png', cwd=tmp_path)
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_examples_segment_as_the_ordinary_model(files, name, tmp_path):
+    subject, plain = (dense_subject(load(SEGMENTER), 'test_mobilevitv2.deeplabv3_shapes', (192, 256), labels=labels)
+                      for labels in (True, False))
+    path = _exported(plain if name == 'ncnn' else subject, name, tmp_path)
+    lines = _run(SCRIPTS[name], path, files[0], '--out', 'colors.png', cwd=tmp_path)
     with torch.inference_mode():
         labels = subject.eager(subject.prepare(files[0]))[1][0, :128, :128].numpy()
     shares = {subject.metadata['labels'][n]: float((labels == n).mean()) for n in np.unique(labels)}

@@ -48,6 +48,8 @@ def _detect(name, path, metadata, images):
         import openvino
         results = openvino.compile_model(path, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})(images.numpy())
         return [results[output] for output in ('boxes', 'scores', 'labels')]
+    if name in ('pt2', 'aoti'):
+        return [output.numpy() for output in exporter(name).load(path)(images)[:3]]
     if name in WITH_NMS:
         import onnxruntime
         session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])

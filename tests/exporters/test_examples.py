@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from dense_exports import EXAMPLES, pictures
+from dense_exports import EXAMPLES, SCRIPTS, pictures
+from pairwise import slow
 from PIL import Image, ImageDraw, ImageFont
 
 from subquad.tools.exporters.formats import FORMATS, missing_packages
 from subquad.tools.exporters.pipeline import export
 from subquad.tools.exporters.subject import Subject, classifier_from, classifier_subject, describe, preprocessing
 
-SCRIPTS = {'onnx': 'onnx_runtime.py', 'ort': 'onnx_runtime.py', 'executorch': 'executorch_runtime.py',
-           'litert': 'litert_runtime.py', 'ncnn': 'ncnn_runtime.py'}
 WEIGHTS = 'test_mobilevitv2.digits'
 TRANSFORMS = {
     'imagenet': dict(input_size=(3, 224, 224), crop_pct=0.875, interpolation='bicubic',
@@ -241,16 +240,15 @@ def exported(tmp_path_factory):
 
 def _classified(name, path, picture):
     """The first line that an example prints, and label -> probability."""
-    without = ('subquad', 'timm') if name == 'executorch' else ('subquad', 'timm', 'torch')
-    done = _run(SCRIPTS[name], path, picture, '--topk', 10, without=without)
+    runtime = () if name in ('executorch', 'pt2', 'aoti') else ('torch',)
+    done = _run(SCRIPTS[name], path, picture, '--topk', 10, without=('subquad', 'timm', *runtime))
     assert done.returncode == 0, done.stderr
     first, *rows = [line for line in done.stdout.splitlines() if line.strip()]
     return first, {row.split()[1]: float(row.split()[0].rstrip('%')) / 100 for row in rows}
 
 
-# The conversion to ExecuTorch takes half a minute, and .ort has the example of .onnx.
-@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.slow] * (name in ('executorch', 'ort')))
-                                  for name in SCRIPTS])
+# Some conversions take half a minute, and .ort has the example of .onnx.
+@pytest.mark.parametrize('name', ['onnx', 'openvino', 'pt2', 'litert', 'ncnn', *slow('ort', 'aoti', 'executorch')])
 def test_examples_classify_as_the_ordinary_model(name, digit, exported):
     first, shown = _classified(name, exported(name), digit.file)
     assert first.startswith('test_mobilevitv2 (fp32): ')

@@ -66,8 +66,8 @@ def test_classifiers(name, normalize, photos, tmp_path, capsys):
     assert metrics['latency/median'] > 0
 
 
-@pytest.mark.parametrize('model', ['test_mobilevitv2', *slow('test_ppma')])
-@pytest.mark.parametrize('name', ['onnx', *slow('ort', 'executorch')])
+@pytest.mark.parametrize('model', ['test_mobilevitv2', *slow('test_ppma', 'test_myo', 'test_lcsm')])
+@pytest.mark.parametrize('name', ['onnx', *slow('ort', 'openvino', 'executorch', 'litert')])
 def test_int8_is_within_a_point_of_float32(model, name, tmp_path, capsys):
     file = _file(name, digits_subject(model), tmp_path, precision='int8',
                  calibration=calibration_of(digits_subject(model), 'int8'))

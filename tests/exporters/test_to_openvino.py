@@ -65,7 +65,7 @@ def test_threads_and_precision_of_the_runtime(tmp_path, monkeypatch):
         assert 'f32' in kinds and not kinds & {'f16', 'bf16'}
 
 
-@pytest.mark.parametrize('name', ['test_ppma', *slow('test_mobilevitv2')])
+@pytest.mark.parametrize('name', ['test_mobilevitv2', *slow('test_ppma')])
 def test_dynamic_batch(name, tmp_path):
     made, path, options = subject(name), tmp_path / 'a.xml', Options(dynamic=frozenset({'batch'}))
     to_openvino.convert(made, options, path)

@@ -5,7 +5,7 @@ import zipfile
 import pytest
 import torch
 from digits_exports import check_accuracy, digits_subject
-from export_cases import subject_of
+from export_cases import small_classifier, subject_of
 from families import FAMILIES
 from onnx_exports import check_outputs
 
@@ -55,7 +55,7 @@ def test_a_classifier_with_a_dynamic_batch(name, tmp_path, capfd):
 @pytest.mark.parametrize('name', ['pt2', aoti])
 def test_threads(name, tmp_path, monkeypatch):
     """The files compute with the threads of PyTorch, and a call leaves their number as it was."""
-    made, path = subject_of('test_ppma'), tmp_path / f'a{FORMATS[name].suffix}'
+    made, path = small_classifier(), tmp_path / f'a{FORMATS[name].suffix}'
     to_pt2.convert(made, Options(), path)
     run, before, numbers = to_pt2.load(path, 2), torch.get_num_threads(), []
     change = torch.set_num_threads

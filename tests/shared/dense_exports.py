@@ -8,6 +8,9 @@ from PIL import Image
 from subquad.tools.exporters.subject import describe, preprocessing
 
 EXAMPLES = ROOT / 'examples' / 'export'
+SCRIPTS = {'onnx': 'onnx_runtime.py', 'ort': 'onnx_runtime.py', 'openvino': 'openvino_runtime.py',
+           'pt2': 'pytorch_runtime.py', 'aoti': 'pytorch_runtime.py', 'executorch': 'executorch_runtime.py',
+           'litert': 'litert_runtime.py', 'ncnn': 'ncnn_runtime.py'}
 LABELS = ['circle', 'ring', 'square', 'star']
 RESIZES = {
     'stretched': dict(size=[80, 96], keep_ratio=False, enlarge=True, interpolation='bilinear', antialias=False),

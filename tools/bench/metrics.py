@@ -97,7 +97,8 @@ def disturbed(record: Dict[str, Any]) -> bool:
 
 
 def _spread(times: Dict[str, float]) -> str:
-    return '{} ms ({} to {})'.format(*(number(times[p]) for p in ('p50', 'p20', 'p80')))
+    spread = f" ({number(times['p20'])} to {number(times['p80'])})" if 'p20' in times else ''
+    return f"{number(times['p50'])} ms{spread}"
 
 
 def time_rows(record: Dict[str, Any]) -> List[Tuple[str, str, str, str]]:

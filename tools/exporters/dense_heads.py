@@ -1,9 +1,10 @@
 """Export forms of detectors and segmenters: the whole network as one module from an image to tensors."""
-from typing import Sequence, Tuple
+from typing import Any, Dict, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 
 Size = Tuple[int, int]
 
@@ -51,6 +52,53 @@ class RawDetector(nn.Module):
         shifts, growths, logits = rows.split((2, 2, width - 4), -1)
         centers, halves = self.centers + shifts * self.steps, self.halves * (growths * self.rates).exp()
         return torch.cat((centers - halves, centers + halves), -1), logits.softmax(-1)[..., 1:]
+
+
+class SelectingDetector(nn.Module):
+    """A detector with non-maximum suppression: one image (1, C, H, W) -> boxes (n, 4), scores (n,), labels (n,), int64.
+
+    Boxes are clipped to the image, and scores descend. The boxes and scores of `raw`, a `RawDetector`, follow. Each
+    step takes the best box that is left, and removes those of its class that overlap it by more than the threshold.
+
+    Args:
+        raw: The detector without the selection.
+        size: Height and width of the image.
+        settings: The `postprocessing` of the metadata, see `onnx_graph.append_nms`.
+    """
+
+    def __init__(self, raw: nn.Module, size: Size, settings: Dict[str, Any]):
+        super().__init__()
+        self.raw, self.settings = raw, settings
+        self.register_buffer('limit', torch.tensor([size[1], size[0]] * 2, dtype=torch.float32))
+
+    def forward(self, images: Tensor) -> Tuple[Tensor, ...]:
+        raw_boxes, raw_scores = self.raw(images)
+        boxes, scores = raw_boxes[0], raw_scores[0].t()                                     # (N, 4), (classes, N)
+        classes, count = scores.shape
+        most = self.settings['max_detections']
+        best = scores.topk(min(self.settings['candidates_per_class'], count), 1)
+        scores = torch.zeros_like(scores).scatter(1, best.indices, best.values)
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+        def is_left(n: Tensor, left: Tensor, chosen: Tensor) -> Tensor:
+            return (n < most) & (left.max() > self.settings['score_threshold'])
+
+        def choose(n: Tensor, left: Tensor, chosen: Tensor) -> Tuple[Tensor, ...]:
+            flat = left.flatten().argmax()
+            label, index = flat // count, flat % count
+            box = boxes.index_select(0, index[None])
+            sides = boxes[:, 2:].minimum(box[:, 2:]) - boxes[:, :2].maximum(box[:, :2])
+            common = sides.clamp(min=0).prod(1)
+            overlap = common > self.settings['iou_threshold'] * (areas + areas.index_select(0, index[None]) - common)
+            overlap |= torch.arange(count) == index
+            left = left.masked_fill(overlap & (torch.arange(classes) == label)[:, None], 0)
+            return n + 1, left, chosen.where(torch.arange(most) != n, flat)
+
+        start = torch.zeros((), dtype=torch.int64), scores, torch.zeros(most, dtype=torch.int64)
+        n, _, chosen = while_loop(is_left, choose, start)
+        chosen = chosen[torch.arange(most) < n]
+        return (boxes[chosen % count].clamp(min=0).minimum(self.limit), scores.flatten()[chosen], chosen // count,
+                raw_boxes, raw_scores)
 
 
 class ReferenceDetector(nn.Module):

@@ -94,7 +94,7 @@ FORMATS: Dict[str, Format] = {
                      calibrates=False),
 }
 # Their files select the detections of a detector; the others return all boxes and scores.
-WITH_NMS = ('onnx', 'ort', 'openvino')
+WITH_NMS = ('onnx', 'ort', 'openvino', 'pt2', 'aoti')
 
 
 def format_of(name: str) -> Optional[str]:

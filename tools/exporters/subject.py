@@ -72,6 +72,12 @@ class Subject:
     sizes: Union[Sizes, str]
     prepare: Optional[Callable[[Path], Tensor]] = None
 
+    @property
+    def selection(self) -> Optional[Dict[str, Any]]:
+        """The settings of the non-maximum suppression that the file does; None if it does none."""
+        settings = self.metadata.get('postprocessing') or {}
+        return settings if settings.get('type') == 'nms' and settings['in_graph'] else None
+
     def example(self, batch: int = 1, size: Optional[Sequence[int]] = None, seed: int = 0) -> Tensor:
         """Return generated images (batch, in_chans, height, width), float32, normalized unless the graph does that.
 

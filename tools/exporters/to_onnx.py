@@ -43,9 +43,8 @@ def build(subject: Subject, options: Options) -> ModelProto:
             model = halve(model)
         elif options.precision == 'int8':
             model = quantize(model, [{INPUT: image.numpy()} for image in options.calibration])
-    settings = subject.metadata.get('postprocessing') or {}
-    if settings.get('type') == 'nms' and settings['in_graph']:
-        model = onnx_graph.append_nms(model, settings)
+    if subject.selection:
+        model = onnx_graph.append_nms(model, subject.selection)
     onnx_graph.check_graph(model)
     onnx.checker.check_model(model, full_check=True)
     return model

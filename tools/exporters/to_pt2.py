@@ -24,6 +24,11 @@ _SETTINGS = {'cpp.dynamic_threads': True}
 def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     """Write an archive with machine code for this kind of processor if the name ends in `.aoti.pt2`, else the graph."""
     program = export_program(subject, options.dynamic)
+    if subject.selection:
+        from .dense_heads import SelectingDetector
+        with torch.no_grad():
+            program = torch.export.export(SelectingDetector(subject.module, subject.size, subject.selection),
+                                          (subject.example(),))
     for node in program.graph.nodes:
         for note in _NOTES:
             node.meta.pop(note, None)
