@@ -1,6 +1,6 @@
-// Core ML is part of iOS 16 and macOS 13. This program was not compiled or run. Rename the package to
-// Model.mlpackage and add it to the Xcode project, which compiles it to Model.mlmodelc. The program is for RGB models,
-// and resizes with Core Graphics, so that probabilities differ somewhat from those of the Python examples.
+// Core ML is part of iOS 16 and macOS 13. Rename the package to Model.mlpackage and add it to the Xcode project, which
+// compiles it to Model.mlmodelc. The program is for files whose input is an image. It resizes with Core Graphics, so that
+// probabilities differ somewhat from those of the Python examples.
 import CoreGraphics
 import CoreML
 import Foundation
@@ -19,13 +19,10 @@ struct Metadata: Decodable {
             }
         }
     }
-    struct Input: Decodable { let name: String, shape: [Int], range: [Float] }
+    struct Input: Decodable { let name: String, shape: [Int] }
     struct Resize: Decodable { let size: Size, keep_ratio: Bool?, enlarge: Bool?, antialias: Bool? }
-    struct Pad: Decodable { let value: [Float] }
-    struct Preprocessing: Decodable {
-        let resize: Resize?, crop: [Int]?, pad: Pad?
-        let scale: Float, mean: [Float], std: [Float], normalize_in_graph: Bool
-    }
+    struct Pad: Decodable { let value: [CGFloat] }
+    struct Preprocessing: Decodable { let resize: Resize?, crop: [Int]?, pad: Pad? }
     struct Postprocessing: Decodable {
         let score_threshold: Float?, iou_threshold: Float?, candidates_per_class: Int?, max_detections: Int?
     }
@@ -40,37 +37,40 @@ final class CoreMLModel {
     private let model: MLModel
     private let metadata: Metadata
 
-    init() throws {
-        model = try MLModel(contentsOf: Bundle.main.url(forResource: "Model", withExtension: "mlmodelc")!)
+    init(_ file: URL = Bundle.main.url(forResource: "Model", withExtension: "mlmodelc")!) throws {
+        model = try MLModel(contentsOf: file)
         let entries = model.modelDescription.metadata[.creatorDefinedKey] as! [String: String]
         metadata = try JSONDecoder().decode(Metadata.self, from: Data(entries["subquad"]!.utf8))
     }
 
-    /// Return the label of the largest logit.
+    /// Return the likeliest label.
     func classify(_ picture: CGImage) throws -> String {
-        let logits = try floats("logits", of: run(prepare(picture, metadata).values))
+        let outputs = try run(prepare(picture, metadata).image)
+        if let found = outputs.featureValue(for: "label") { return found.stringValue }
+        let logits = floats("logits", of: outputs)                      // of a file without labels
         return label(logits.indices.max { logits[$0] < logits[$1] }!)
     }
 
     /// Return the objects with a score of at least `least`, the best first.
     func detect(_ picture: CGImage, least: Float = 0.3) throws -> [Detection] {
         let input = prepare(picture, metadata)
-        let outputs = try run(input.values)
+        let outputs = try run(input.image)
         let (boxes, scores) = (floats("boxes", of: outputs), floats("scores", of: outputs))
         let (x, y) = (CGFloat(picture.width) / input.size.width, CGFloat(picture.height) / input.size.height)
         return suppress(boxes, scores, metadata.postprocessing!).filter { $0.score >= least }.map { found in
-            let corner = (0..<4).map { CGFloat(boxes[4 * found.box + $0]) }
-            let box = CGRect(x: corner[0], y: corner[1], width: corner[2] - corner[0], height: corner[3] - corner[1])
-                .intersection(CGRect(origin: .zero, size: input.size))
+            let corner = (0..<4).map { n in         // of the picture's part of the input
+                min(max(CGFloat(boxes[4 * found.box + n]), 0), n % 2 == 0 ? input.size.width : input.size.height)
+            }
             return Detection(label: label(found.label), score: found.score,
-                             box: box.applying(CGAffineTransform(scaleX: x, y: y)))
+                             box: CGRect(x: corner[0] * x, y: corner[1] * y,
+                                         width: (corner[2] - corner[0]) * x, height: (corner[3] - corner[1]) * y))
         }
     }
 
     /// Return the class of each pixel of the picture, line by line: indices of the metadata's labels.
     func segment(_ picture: CGImage) throws -> [Int] {
         let input = prepare(picture, metadata)
-        let output = try run(input.values).featureValue(for: "labels")!.multiArrayValue!
+        let output = try run(input.image).featureValue(for: "labels")!.multiArrayValue!
         let labels = MLShapedArray<Int32>(converting: output).scalars   // of the model's input, which may be padded
         return (0..<picture.height).flatMap { y in
             (0..<picture.width).map { x in
@@ -83,10 +83,11 @@ final class CoreMLModel {
 
     private func label(_ n: Int) -> String { metadata.labels.isEmpty ? String(n) : metadata.labels[n] }
 
-    private func run(_ values: [Float]) throws -> MLFeatureProvider {
-        let pixels = MLShapedArray<Float>(scalars: values, shape: metadata.input.shape)
+    private func run(_ image: CGImage) throws -> MLFeatureProvider {
+        let name = metadata.input.name
+        let constraint = model.modelDescription.inputDescriptionsByName[name]!.imageConstraint!
         return try model.prediction(from: MLDictionaryFeatureProvider(
-            dictionary: [metadata.input.name: MLFeatureValue(shapedArray: pixels)]))
+            dictionary: [name: MLFeatureValue(cgImage: image, constraint: constraint, options: nil)]))
     }
 
     private func floats(_ name: String, of outputs: MLFeatureProvider) -> [Float] {
@@ -94,33 +95,24 @@ final class CoreMLModel {
     }
 }
 
-/// Resize, crop, normalize and pad: planes of red, green and blue, and the size of the resized picture in them.
-func prepare(_ picture: CGImage, _ metadata: Metadata) -> (values: [Float], size: CGSize) {
+/// Resize, crop and pad: the image for the model, and the size of the resized picture in it. The model normalizes.
+func prepare(_ picture: CGImage, _ metadata: Metadata) -> (image: CGImage, size: CGSize) {
     let steps = metadata.preprocessing
     let size = resizedSize(CGSize(width: picture.width, height: picture.height), steps.resize)
     let (height, width) = (metadata.input.shape[2], metadata.input.shape[3])
+    let context = CGContext(data: nil, width: width, height: height, bitsPerComponent: 8, bytesPerRow: 4 * width,
+                            space: CGColorSpace(name: CGColorSpace.sRGB)!,
+                            bitmapInfo: CGImageAlphaInfo.noneSkipLast.rawValue)!
+    if let pad = steps.pad?.value {
+        context.setFillColor(CGColor(srgbRed: pad[0] / 255, green: pad[1] / 255, blue: pad[2] / 255, alpha: 1))
+        context.fill(CGRect(x: 0, y: 0, width: width, height: height))
+    }
     // A crop takes the center; other pictures begin at the top left, which is (0, height) in Core Graphics.
     let origin = steps.crop == nil ? CGPoint(x: 0, y: CGFloat(height) - size.height)
         : CGPoint(x: (CGFloat(width) - size.width) / 2, y: (CGFloat(height) - size.height) / 2)
-    var bytes = [UInt8](repeating: 0, count: 4 * width * height)
-    bytes.withUnsafeMutableBytes { buffer in
-        let context = CGContext(data: buffer.baseAddress, width: width, height: height, bitsPerComponent: 8,
-                                bytesPerRow: 4 * width, space: CGColorSpace(name: CGColorSpace.sRGB)!,
-                                bitmapInfo: CGImageAlphaInfo.noneSkipLast.rawValue)!
-        context.interpolationQuality = steps.resize?.antialias ?? true ? .high : .low
-        context.draw(picture, in: CGRect(origin: origin, size: size))
-    }
-    let values = (0..<3).flatMap { channel in
-        (0..<width * height).map { n -> Float in
-            if let pad = steps.pad, n % width >= Int(size.width) || n / width >= Int(size.height) {
-                return pad.value[channel]
-            }
-            let value = Float(bytes[4 * n + channel])
-            return steps.normalize_in_graph ? value * metadata.input.range[1] / 255
-                : (value * steps.scale - steps.mean[channel]) / steps.std[channel]
-        }
-    }
-    return (values, size)
+    context.interpolationQuality = steps.resize?.antialias ?? true ? .high : .low
+    context.draw(picture, in: CGRect(origin: origin, size: size))
+    return (context.makeImage()!, size)
 }
 
 /// Return the size to which `resize` of the metadata takes a picture.

@@ -1,7 +1,8 @@
-"""The programs for Android compile, and prepare pictures and read outputs as the Python examples do."""
+"""The programs for Android and iOS compile, and prepare pictures and read outputs as the Python examples do."""
 import json
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from helpers import ROOT
 from subquad.tools.exporters.subject import describe, preprocessing
 
 ANDROID, STUBS = ROOT / 'examples' / 'android', ROOT / 'tests' / 'exporters' / 'android_stubs'
+IOS, IOS_STUBS = ROOT / 'examples' / 'ios' / 'CoreML.swift', ROOT / 'tests' / 'exporters' / 'ios_stubs'
 CLASSIFIERS = {
     'bicubic': dict(input_size=(3, 64, 64), crop_pct=0.875, interpolation='bicubic'),
     'bilinear': dict(input_size=(3, 64, 64), crop_pct=1.0, interpolation='bilinear'),
@@ -35,8 +37,23 @@ def program(tmp_path_factory):
     return path
 
 
-def _run(program, folder, picture, metadata, outputs):
-    """Run the program with a model that returns `outputs`: (what it prints, the input that the model got)."""
+@pytest.fixture(scope='module')
+def ios_program(tmp_path_factory):
+    """The program for iOS with stubs of Core ML and Core Graphics, which draw nothing."""
+    if not shutil.which('swiftc') or sys.platform == 'darwin':
+        pytest.skip('not installed: swiftc for Linux')
+    folder = tmp_path_factory.mktemp('ios')
+    for words in (
+            *(['-parse-as-library', '-emit-module', '-c', '-module-name', name, IOS_STUBS / f'{name}.swift']
+              for name in ('CoreGraphics', 'CoreML')),
+            [IOS_STUBS / 'main.swift', IOS, 'CoreGraphics.o', 'CoreML.o', '-o', 'example']):
+        done = subprocess.run(['swiftc', '-I', folder, *words], capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr + done.stdout
+    return folder / 'example'
+
+
+def _run(command, folder, picture, metadata, outputs):
+    """Run a program with a model that returns `outputs`, and return what it prints."""
     folder.mkdir()
     colors = np.asarray(picture.convert('RGBA'))[..., [3, 0, 1, 2]]
     (folder / 'picture.argb').write_bytes(colors.tobytes())
@@ -44,9 +61,18 @@ def _run(program, folder, picture, metadata, outputs):
     (folder / 'metadata.json').write_text(json.dumps(metadata))
     for name, output in outputs.items():
         (folder / f'{name}.f32').write_bytes(output.astype('>f4').tobytes())
-    done = subprocess.run(['java', '-cp', program, 'MainKt', folder], capture_output=True, text=True)
+    done = subprocess.run([*command, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), np.fromfile(folder / 'input.f32', '>f4').reshape(metadata['input']['shape'])
+    return json.loads(done.stdout)
+
+
+def _run_android(program, folder, picture, metadata, outputs):
+    """Run the program for Android, and compare its input of the model with that of the Python examples."""
+    found = _run(['java', '-cp', program, 'MainKt'], folder, picture, metadata, outputs)
+    actual = np.fromfile(folder / 'input.f32', '>f4').reshape(metadata['input']['shape'])
+    # One step of 8 bits is 0.017 or more.
+    np.testing.assert_allclose(actual, pictures.prepare(picture, metadata)[0], rtol=0, atol=2e-6)
+    return found
 
 
 @pytest.mark.parametrize('size', SIZES, ids=str)
@@ -57,17 +83,11 @@ def test_android_prepares_and_classifies_as_python(program, name, size, tmp_path
     metadata = describe('model', 'classification', 'random', (1, *transform['input_size']), preprocessing(transform),
                         LABELS)
     logits = dict(logits=np.array([[-1, 2, 7, 3]]))
-    label, actual = _run(program, tmp_path / 'case', noisy_picture(*size), metadata, logits)
-    expected, _ = pictures.prepare(noisy_picture(*size), metadata)
-    assert label == 'square'
-    # One step of 8 bits is 0.017 or more.
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+    assert _run_android(program, tmp_path / 'case', noisy_picture(*size), metadata, logits) == 'square'
 
 
-@pytest.mark.parametrize('size', SIZES, ids=str)
-@pytest.mark.parametrize('resize', RESIZES)
-@pytest.mark.parametrize('in_graph', [False, True], ids=['raw', 'selected'])
-def test_android_detects_as_python(program, in_graph, resize, size, tmp_path):
+def _detector(resize, in_graph):
+    """Metadata and outputs of a detector."""
     generator = np.random.default_rng(1)
     count, classes = 40, len(LABELS)
     start, sides = generator.uniform(-10, 60, (count, 2)), generator.uniform(10, 40, (count, 2))
@@ -76,11 +96,12 @@ def test_android_detects_as_python(program, in_graph, resize, size, tmp_path):
     outputs = dict(boxes=boxes[None], scores=scores[None])
     if in_graph:
         outputs = dict(boxes=boxes, scores=np.sort(scores[:, 0])[::-1], labels=np.arange(count) % classes)
-    metadata = dense_metadata('detection', resize, in_graph=in_graph, score_threshold=0.2, iou_threshold=0.3,
-                      candidates_per_class=25, max_detections=30)
-    found, actual = _run(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
-    pixels, inner = pictures.prepare(noisy_picture(*size), metadata)
-    np.testing.assert_allclose(actual, pixels, rtol=0, atol=2e-6)
+    return dense_metadata('detection', resize, in_graph=in_graph, score_threshold=0.2, iou_threshold=0.3,
+                          candidates_per_class=25, max_detections=30), outputs
+
+
+def _check_detections(found, size, metadata, outputs):
+    _, inner = pictures.prepare(noisy_picture(*size), metadata)
     expected = [row for row in zip(*pictures.detections(outputs, metadata['postprocessing'])) if row[1] >= 0.3]
     assert len(found) == len(expected) > 10
     for (label, score, *box), (corners, value, index) in zip(found, expected):
@@ -91,28 +112,58 @@ def test_android_detects_as_python(program, in_graph, resize, size, tmp_path):
 
 @pytest.mark.parametrize('size', SIZES, ids=str)
 @pytest.mark.parametrize('resize', RESIZES)
-@pytest.mark.parametrize('in_graph', [False, True], ids=['logits', 'labels'])
-def test_android_segments_as_python(program, in_graph, resize, size, tmp_path):
+@pytest.mark.parametrize('in_graph', [False, True], ids=['raw', 'selected'])
+def test_android_detects_as_python(program, in_graph, resize, size, tmp_path):
+    metadata, outputs = _detector(resize, in_graph)
+    found = _run_android(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
+    _check_detections(found, size, metadata, outputs)
+
+
+def _segmenter(resize, in_graph):
+    """Metadata and outputs of a segmenter."""
     generator = np.random.default_rng(2)
     outputs = dict(logits=generator.normal(size=(1, len(LABELS), 10, 12)).astype(np.float32))
     if in_graph:
         outputs['labels'] = generator.integers(0, len(LABELS), (1, 80, 96))
     metadata = dense_metadata('segmentation', resize, in_graph=in_graph, resize=dict(align_corners=resize == 'kept'))
     metadata['outputs'] = [dict(name=name, shape=list(output.shape)) for name, output in outputs.items()]
-    found, actual = _run(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
-    pixels, inner = pictures.prepare(noisy_picture(*size), metadata)
-    np.testing.assert_allclose(actual, pixels, rtol=0, atol=2e-6)
-    # Pillow takes the pixel before a boundary in the middle, and the program the one after it.
+    return metadata, outputs
+
+
+def _check_segments(found, size, metadata, outputs):
+    _, inner = pictures.prepare(noisy_picture(*size), metadata)
+    # Pillow takes the pixel before a boundary in the middle, and the programs the one after it.
     columns, lines = ((np.arange(to) + 0.5) * part // to for part, to in zip(inner, size))
     expected = pictures.segments(outputs, metadata, inner)[lines.astype(int)[:, None], columns.astype(int)]
     np.testing.assert_array_equal(np.array(found).reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('resize', RESIZES)
+@pytest.mark.parametrize('in_graph', [False, True], ids=['logits', 'labels'])
+def test_android_segments_as_python(program, in_graph, resize, size, tmp_path):
+    metadata, outputs = _segmenter(resize, in_graph)
+    found = _run_android(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
+    _check_segments(found, size, metadata, outputs)
+
+
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('resize', RESIZES)
+def test_ios_detects_and_segments_as_python(ios_program, resize, size, tmp_path):
+    """Core ML files leave the selection of detections to the program, and return the labels of pixels."""
+    for case, check in ((_detector(resize, False), _check_detections), (_segmenter(resize, True), _check_segments)):
+        found = _run([ios_program], tmp_path / check.__name__, noisy_picture(*size), *case)
+        check(found, size, *case)
+
+
+def test_ios_classifies_with_logits(ios_program, tmp_path):
+    transform = dict(CLASSIFIERS['bicubic'], mean=(0.5,) * 3, std=(0.5,) * 3)
+    metadata = describe('model', 'classification', 'random', (1, 3, 64, 64), preprocessing(transform), LABELS)
+    logits = dict(logits=np.array([[-1, 2, 7, 3]]))
+    assert _run([ios_program], tmp_path / 'case', noisy_picture(160, 107), metadata, logits) == 'square'
+
+
+@pytest.mark.skipif(sys.platform != 'darwin', reason='Core ML is part of macOS')
 def test_the_program_for_ios_compiles():
-    if not shutil.which('swiftc'):
-        pytest.skip('not installed: swiftc')
-    done = subprocess.run(['swiftc', '-typecheck', *(ROOT / 'examples' / 'ios').glob('*.swift')], capture_output=True,
-                          text=True)
-    if "no such module 'CoreML'" in done.stderr:
-        pytest.skip('this Swift compiler has no Core ML, which is part of macOS')
+    done = subprocess.run(['swiftc', '-typecheck', IOS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
