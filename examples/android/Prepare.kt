@@ -9,7 +9,7 @@ import kotlin.math.max
 import kotlin.math.min
 import kotlin.math.round
 
-/** What a model takes: planes of an image. [width] and [height] are the size of the resized picture in it. */
+/** What a model takes, in its layout. [width] and [height] are the size of the resized picture in it. */
 class Input(val values: FloatArray, val width: Int, val height: Int)
 
 private class Plane(val width: Int, val height: Int, val pixels: IntArray) {
@@ -29,6 +29,7 @@ fun prepare(picture: Bitmap, metadata: JSONObject): Input {
     val rows = pad?.getJSONArray("to")?.getInt(0) ?: planes[0].height
     val columns = pad?.getJSONArray("to")?.getInt(1) ?: planes[0].width
     val values = FloatArray(planes.size * rows * columns)
+    val last = input.getString("layout") == "NHWC"                  // channels beside each other, not planes
     for ((channel, plane) in planes.withIndex()) {
         val (scale, mean, std) = if (steps.getBoolean("normalize_in_graph")) {
             Triple(input.getJSONArray("range").getDouble(1) / 255, 0.0, 1.0)
@@ -36,10 +37,14 @@ fun prepare(picture: Bitmap, metadata: JSONObject): Input {
             Triple(steps.getDouble("scale"), steps.getJSONArray("mean").getDouble(channel),
                 steps.getJSONArray("std").getDouble(channel))
         }
-        val start = channel * rows * columns
-        pad?.let { values.fill(it.getJSONArray("value").getDouble(channel).toFloat(), start, start + rows * columns) }
+        val (start, step) = if (last) Pair(channel, planes.size) else Pair(channel * rows * columns, 1)
+        pad?.let {
+            val border = it.getJSONArray("value").getDouble(channel).toFloat()
+            for (n in 0 until rows * columns) values[start + n * step] = border
+        }
         for ((n, pixel) in plane.pixels.withIndex()) {
-            values[start + n / plane.width * columns + n % plane.width] = ((pixel * scale - mean) / std).toFloat()
+            val place = n / plane.width * columns + n % plane.width
+            values[start + place * step] = ((pixel * scale - mean) / std).toFloat()
         }
     }
     return Input(values, width, height)

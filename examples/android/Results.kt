@@ -19,6 +19,12 @@ fun inputShape(metadata: JSONObject): LongArray {
     return LongArray(shape.length()) { shape.getLong(it) }
 }
 
+/** Return the width and height of the input. */
+private fun inputSize(metadata: JSONObject): Pair<Int, Int> {
+    val layout = metadata.getJSONObject("input").getString("layout")
+    return inputShape(metadata).let { Pair(it[layout.indexOf('W')].toInt(), it[layout.indexOf('H')].toInt()) }
+}
+
 /** Return the names of the outputs in their order in the file. */
 fun outputNames(metadata: JSONObject): List<String> {
     val outputs = metadata.getJSONArray("outputs")
@@ -57,7 +63,7 @@ fun Model.detect(picture: Bitmap, least: Float = 0.3f): List<Detection> {
 fun Model.segment(picture: Bitmap): IntArray {
     val input = prepare(picture, metadata)
     val outputs = run(input.values)
-    val width = metadata.getJSONObject("input").getJSONArray("shape").getInt(3)
+    val (width, _) = inputSize(metadata)
     val labels = outputs["labels"]                                  // of the model's input, which may be padded
     val likeliest = if (labels == null) likeliest(outputs.getValue("logits"), metadata) else null
     return IntArray(picture.width * picture.height) {
@@ -79,10 +85,10 @@ private fun best(count: Int, value: (Int) -> Double): Int {
 private fun likeliest(logits: FloatArray, metadata: JSONObject): (Int, Int) -> Int {
     val output = metadata.getJSONArray("outputs").getJSONObject(outputNames(metadata).indexOf("logits"))
     val (classes, height, width) = List(3) { output.getJSONArray("shape").getInt(it + 1) }
-    val size = metadata.getJSONObject("input").getJSONArray("shape")
+    val (columnCount, lineCount) = inputSize(metadata)
     val aligned = metadata.getJSONObject("postprocessing").getJSONObject("resize").getBoolean("align_corners")
-    val lines = List(size.getInt(2)) { Neighbors(it, height, size.getInt(2), aligned) }
-    val columns = List(size.getInt(3)) { Neighbors(it, width, size.getInt(3), aligned) }
+    val lines = List(lineCount) { Neighbors(it, height, lineCount, aligned) }
+    val columns = List(columnCount) { Neighbors(it, width, columnCount, aligned) }
     return { x, y ->
         val (line, column) = Pair(lines[y], columns[x])
         best(classes) { n ->

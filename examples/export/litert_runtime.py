@@ -13,7 +13,7 @@ from ai_edge_litert.interpreter import Interpreter
 
 
 def load(path: str) -> Tuple[pictures.Metadata, pictures.Run]:
-    """Return the file's metadata and a function that runs the model on an array (1, C, H, W)."""
+    """Return the file's metadata and a function that runs the model on an array (1, H, W, C)."""
     if not zipfile.is_zipfile(path):                    # the metadata are a zip archive behind the model
         raise KeyError('subquad.json')
     with zipfile.ZipFile(path) as archive:

@@ -33,7 +33,10 @@ def open_picture(path: str) -> Image.Image:
 # Before the model: resize, crop, normalize and pad, as in training and evaluation.
 
 def prepare(picture: Image.Image, metadata: Metadata) -> Tuple[np.ndarray, Tuple[int, int]]:
-    """Return the model's input (1, C, H, W) float32, and the width and height to which the picture was resized."""
+    """Return the model's input, float32, and the width and height to which the picture was resized.
+
+    The input is (1, C, H, W), or (1, H, W, C) for a model whose layout is NHWC.
+    """
     steps, color = metadata['preprocessing'], metadata['input']['color']
     image = picture.convert('L') if color == 'gray' else picture
     if steps['resize']:
@@ -61,7 +64,14 @@ def prepare(picture: Image.Image, metadata: Metadata) -> Tuple[np.ndarray, Tuple
         page[:] = np.array(steps['pad']['value'], dtype=np.float32)[:, None, None]
         page[:, :pixels.shape[1], :pixels.shape[2]] = pixels
         pixels = page
-    return np.ascontiguousarray(pixels[None]), size
+    order = ['NCHW'.index(axis) for axis in metadata['input']['layout']]
+    return np.ascontiguousarray(pixels[None].transpose(order)), size
+
+
+def input_size(metadata: Metadata) -> Tuple[int, int]:
+    """Return the height and width of the model's input."""
+    sides = dict(zip(metadata['input']['layout'], metadata['input']['shape']))
+    return sides['H'], sides['W']
 
 
 def resized_size(width: int, height: int, resize: Metadata) -> Tuple[int, int]:
@@ -159,8 +169,7 @@ def segments(outputs: Dict[str, np.ndarray], metadata: Metadata, size: Tuple[int
     postprocessing = metadata['postprocessing']
     if postprocessing['in_graph']:
         return outputs['labels'][0, :size[1], :size[0]]
-    logits = resize_bilinear(outputs['logits'][0], *metadata['input']['shape'][2:],
-                             postprocessing['resize']['align_corners'])
+    logits = resize_bilinear(outputs['logits'][0], *input_size(metadata), postprocessing['resize']['align_corners'])
     return logits[:, :size[1], :size[0]].argmax(0)
 
 
@@ -206,8 +215,8 @@ def main(load: Callable[[str], Tuple[Metadata, Run]]) -> None:
     """Run an example: read the command line, load the model, run it on the picture and show what it finds.
 
     Args:
-        load: Returns a file's metadata, and a function from an array (1, C, H, W) to the model's outputs. A KeyError
-            means that the file has no metadata.
+        load: Returns a file's metadata, and a function from the array that `prepare` returns to the model's outputs. A
+            KeyError means that the file has no metadata.
     """
     parser = argparse.ArgumentParser(description='Classify a picture; detect or segment if the model does.')
     parser.add_argument('model', metavar='MODEL', help='file that `subquad export` has written')
@@ -237,7 +246,8 @@ def main(load: Callable[[str], Tuple[Metadata, Run]]) -> None:
     try:
         outputs = dict(zip([output['name'] for output in metadata['outputs']], run(pixels)))
     except Exception as error:                              # each runtime has its own kinds
-        sys.exit(f'error: {args.model} cannot run on an image of {pixels.shape[3]} x {pixels.shape[2]} pixels '
+        height, width = input_size(metadata)
+        sys.exit(f'error: {args.model} cannot run on an image of {width} x {height} pixels '
                  f'({str(error).splitlines()[0] if str(error) else error!r})')
     seconds = time.perf_counter() - start
     if not all(np.isfinite(output).all() for output in outputs.values()):

@@ -97,7 +97,7 @@ def _labels(name, path, metadata, prepared):
     height, width = prepared.content
     if metadata['postprocessing']['in_graph']:
         return outputs[1][0, :height, :width]
-    resized = F.interpolate(outputs[0], metadata['input']['shape'][2:], mode='bilinear',
+    resized = F.interpolate(outputs[0], prepared.images.shape[2:], mode='bilinear',
                             align_corners=metadata['postprocessing']['resize']['align_corners'])
     return resized[0, :, :height, :width].argmax(0)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from dense_exports import EXAMPLES, SCRIPTS, pictures
+from dense_exports import EXAMPLES, SCRIPTS, channels_last, pictures
 from pairwise import slow
 from PIL import Image, ImageDraw, ImageFont
 
@@ -53,6 +53,15 @@ def test_pictures_are_prepared_as_timm_does(name, size):
     actual, _ = pictures.prepare(picture, _metadata(transform))
     assert actual.dtype == np.float32 and actual.shape == (1, *transform['input_size'])
     np.testing.assert_array_equal(actual[0], expected.numpy())
+
+
+@pytest.mark.parametrize('name', ['oblong', 'gray'])
+def test_pictures_have_the_layout_of_the_model(name):
+    metadata, picture = _metadata(TRANSFORMS[name]), _picture(61, 40)
+    planes, size = pictures.prepare(picture, metadata)
+    pixels, same = pictures.prepare(picture, channels_last(metadata))
+    assert same == size and pixels.flags.c_contiguous
+    np.testing.assert_array_equal(pixels, planes.transpose(0, 2, 3, 1))
 
 
 def test_pictures_without_normalization_have_values_up_to_255():
@@ -184,14 +193,15 @@ def test_a_picture_that_cannot_be_written(tmp_path):
             pictures.save(Image.new('RGB', (2, 2)), str(path))
 
 
+@pytest.mark.parametrize('change', [dict, channels_last])
 @pytest.mark.parametrize('in_graph', [True, False])
-def test_segments_have_the_size_of_the_picture(in_graph, capsys):
+def test_segments_have_the_size_of_the_picture(in_graph, change, capsys):
     picture = Image.new('RGB', (60, 40))
     logits = np.zeros((1, 3, 8, 8), np.float32)
     logits[:, 1, :, :4] = logits[:, 0, :, 4:] = 5        # the left half is class 1, the rest class 0
     labels = np.repeat(np.repeat(logits.argmax(1), 4, 1), 4, 2)
-    metadata = dict(labels=['sky', 'sea', 'sand'], input=dict(shape=[1, 3, 32, 32]),
-                    postprocessing=dict(in_graph=in_graph, resize=dict(align_corners=False)))
+    metadata = change(dict(labels=['sky', 'sea', 'sand'], input=dict(shape=[1, 3, 32, 32], layout='NCHW'),
+                           postprocessing=dict(in_graph=in_graph, resize=dict(align_corners=False))))
     found = pictures.segments(dict(logits=logits, labels=labels), metadata, (32, 20))
     assert found.shape == (20, 32)
     drawn = np.asarray(pictures.show_segments(picture, metadata, found))

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from browser import missing_programs
-from dense_exports import LABELS, RESIZES, dense_metadata, noisy_picture, pictures
+from dense_exports import LABELS, RESIZES, channels_last, dense_metadata, noisy_picture, pictures
 from helpers import ROOT
 
 from subquad.tools.exporters.subject import describe, preprocessing
@@ -143,6 +143,14 @@ def _check_segments(found, size, metadata, outputs):
 @pytest.mark.parametrize('in_graph', [False, True], ids=['logits', 'labels'])
 def test_android_segments_as_python(program, in_graph, resize, size, tmp_path):
     metadata, outputs = _segmenter(resize, in_graph)
+    found = _run_android(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
+    _check_segments(found, size, metadata, outputs)
+
+
+@pytest.mark.parametrize('in_graph', [False, True], ids=['logits', 'labels'])
+def test_android_gives_a_model_its_layout(program, in_graph, tmp_path):
+    metadata, outputs = _segmenter('enlarged', in_graph)
+    metadata, size = channels_last(metadata), (125, 94)
     found = _run_android(program, tmp_path / 'case', noisy_picture(*size), metadata, outputs)
     _check_segments(found, size, metadata, outputs)
 

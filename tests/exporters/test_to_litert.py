@@ -5,6 +5,7 @@ import zipfile
 
 import pytest
 import torch
+from digits_exports import calibration_of, check_accuracy, digits_subject
 from export_cases import subject_of
 
 from subquad.tools.common.cli import UserError
@@ -19,6 +20,16 @@ def exported(folder, name, precision='fp32', **options):
     subject = subject_of(name, **options)
     images = [subject.example(seed=seed) for seed in range(16 if precision == 'int8' else 0)]
     return export(subject, 'litert', folder / f'{name}.tflite', Options(precision, calibration=images), repeats=0)
+
+
+@needs_litert
+@pytest.mark.parametrize('name, precision', [('test_mobilevitv2', 'int8')])
+def test_digits(name, precision, tmp_path):
+    subject = digits_subject(name)
+    options = Options(precision, calibration=calibration_of(subject, precision))
+    report = export(subject, 'litert', tmp_path / 'digits.tflite', options, repeats=0)
+    assert report.passed
+    check_accuracy(to_litert.load(report.path), subject, precision)
 
 
 @needs_litert
@@ -42,9 +53,17 @@ def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
     operators = report.conversion.operators
     assert operators['CONV_2D'] > 5 and 'DELEGATE' not in operators
     assert not any('custom' in kind.lower() or 'flex' in kind.lower() for kind in operators)
+    interpreter = to_litert._interpreter(report.path)
+    names = [output['name'] for output in metadata['outputs']]
+    assert interpreter.get_signature_list() == {'serving_default': dict(inputs=['image'], outputs=sorted(names))}
+    image, = interpreter.get_input_details()
+    assert image['shape'].tolist() == metadata['input']['shape'] and metadata['input']['layout'] == 'NHWC'
+    first, *_ = interpreter._get_ops_details()
+    assert first['op_name'] != 'TRANSPOSE'
     run = to_litert.load(report.path, threads=2)
-    with pytest.raises(UserError, match='takes images of shape'):
-        run(torch.zeros(2, *metadata['input']['shape'][1:]))
+    _, height, width, channels = metadata['input']['shape']
+    with pytest.raises(UserError, match=f'takes images of shape .1, {channels}, {height}, {width}., got'):
+        run(torch.zeros(1, height, width, channels))
 
 
 def test_metadata_is_a_zip_archive_behind_the_network(tmp_path):

@@ -63,6 +63,12 @@ def unmatched(found, sample, box=0.5, score=1e-3):
     return missed + len(boxes)
 
 
+def channels_last(metadata):
+    """The metadata of the same model whose input is (1, H, W, C)."""
+    batch, channels, height, width = metadata['input']['shape']
+    return {**metadata, 'input': {**metadata['input'], 'layout': 'NHWC', 'shape': [batch, height, width, channels]}}
+
+
 def noisy_picture(width, height):
     """Smooth colors with noise, of any size."""
     generator = np.random.default_rng(0)

@@ -54,6 +54,7 @@ class Format(NamedTuple):
         dynamic: the dimensions that a file may leave open.
         exact: options of the runtime without which files of fp32 lose digits, by their names in the runtime.
         integers: dtype of outputs that are integers.
+        layout: order of the dimensions of the input.
         runs: whether the command runs its files on a runtime. If not, the module has `check(path)` instead of `load`.
         calibrates: whether int8 takes the ranges of values from images.
     """
@@ -66,6 +67,7 @@ class Format(NamedTuple):
     dynamic: Tuple[str, ...]
     exact: Mapping[str, Any] = MappingProxyType({})
     integers: str = 'int64'
+    layout: str = 'NCHW'
     runs: bool = True
     calibrates: bool = True
 
@@ -84,7 +86,7 @@ FORMATS: Dict[str, Format] = {
     'executorch': Format('ExecuTorch with XNNPACK', '.pte', 'to_executorch', ('executorch', 'torchao'),
                          ('executorch',), _USUAL, ('batch',)),
     'litert': Format('LiteRT', '.tflite', 'to_litert', ('litert_torch', 'ai_edge_litert'), ('litert-torch',),
-                     PRECISIONS[:4], (), integers='int32'),
+                     PRECISIONS[:4], (), integers='int32', layout='NHWC'),
     'ncnn': Format('ncnn', '.ncnn.param', 'to_ncnn', ('pnnx', 'ncnn'), ('pnnx', 'ncnn'), ('fp32', 'fp16'), (),
                    dict.fromkeys(('use_fp16_packed', 'use_fp16_storage', 'use_fp16_arithmetic', 'use_bf16_storage'),
                                  False)),

@@ -182,7 +182,8 @@ def with_file_metadata(subject: Subject, name: str, options: Options = Options()
     exact = dict(FORMATS[name].exact) if options.precision == 'fp32' else {}
     metadata.update(format=name, precision=options.precision,
                     runtime=dict(name=FORMATS[name].title, options=exact))
-    metadata['input']['dynamic'] = sorted(options.dynamic)
+    layout, sides = FORMATS[name].layout, dict(zip('NCHW', metadata['input']['shape']))
+    metadata['input'].update(layout=layout, shape=[sides[axis] for axis in layout], dynamic=sorted(options.dynamic))
     if 'hw' in options.dynamic:
         metadata['input']['multiple_of'] = subject.sizes.multiple_of
         metadata['input']['smallest'], metadata['input']['largest'] = subject.sizes.smallest, subject.sizes.largest

@@ -260,7 +260,7 @@ def describe(
         color: Optional[str] = None,
         **entries: Any,
 ) -> Dict[str, Any]:
-    """Return the metadata of an exported model; the pipeline adds format, precision, dynamic shapes and outputs.
+    """Return the metadata of an exported model; the pipeline adds what depends on the format, and outputs.
 
     Args:
         model: Name of the model or config.
@@ -277,7 +277,7 @@ def describe(
         'model': model,
         'task': task,
         'weights': weights,
-        'input': {'name': 'image', 'shape': list(shape), 'dynamic': [], 'multiple_of': 1,
+        'input': {'name': 'image', 'shape': list(shape), 'layout': 'NCHW', 'dynamic': [], 'multiple_of': 1,
                   'color': color or ('gray' if shape[1] == 1 else 'RGB'), 'range': [0, 1]},
         'preprocessing': transform,
         'outputs': [],

@@ -1,4 +1,7 @@
-"""Write LiteRT (TFLite) files. The metadata is a zip archive at the end of the file, as TensorFlow Lite stores it."""
+"""Write LiteRT (TFLite) files, which take images (1, H, W, C) as TFLite's tools do.
+
+The metadata is in a zip archive at the end of the file, as TensorFlow Lite stores it.
+"""
 import json
 import os
 import tempfile
@@ -29,36 +32,41 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     export_program(subject)                                  # its checks hold for every format
     with silence():
         import litert_torch
-        named = _Named(subject.module, subject.outputs).eval()
-        litert_torch.convert(named, sample_kwargs={subject.metadata['input']['name']: subject.example()}).export(
-            str(path))
+        named, name = _Named(subject.module, subject.outputs).eval(), subject.metadata['input']['name']
+        litert_torch.convert(named, sample_kwargs={name: channels_last(subject.example())}).export(str(path))
         if options.precision != 'fp32':
-            _requantize(path, options, subject.metadata['input']['name'])
+            _requantize(path, options, name)
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
         archive.writestr(_METADATA, json.dumps(subject.metadata, ensure_ascii=False))
     return Conversion(_operators(path))
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """Return images (B, C, H, W) as (B, H, W, C)."""
+    return images.permute(0, 2, 3, 1).contiguous()
+
+
 class _Named(nn.Module):
-    """A module whose argument and results have names, which the converter gives to the tensors of the file."""
+    """A module on images (1, H, W, C) whose argument and results have the names of the file's tensors."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]):
         super().__init__()
         self.module, self.names = module, names
 
     def forward(self, image: Tensor) -> Dict[str, Tensor]:
-        return dict(zip(self.names, self.module(image)))
+        return dict(zip(self.names, self.module(image.permute(0, 3, 1, 2))))
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     """Return a function that runs the file on images (1, C, H, W), float32, and returns the list of its outputs."""
     run, metadata = _interpreter(path, threads).get_signature_runner(), read_metadata(path)
-    name, shape = metadata['input']['name'], tuple(metadata['input']['shape'])
+    name, (batch, height, width, channels) = metadata['input']['name'], metadata['input']['shape']
+    shape = (batch, channels, height, width)
 
     def infer(images: Tensor) -> List[Tensor]:
         if tuple(images.shape) != shape:
             raise UserError(f'{path.name} takes images of shape {shape}, got {tuple(images.shape)}')
-        results = run(**{name: images.contiguous().numpy()})
+        results = run(**{name: channels_last(images).numpy()})
         results = [torch.from_numpy(results[output['name']]) for output in metadata['outputs']]
         return [result if result.is_floating_point() else result.long() for result in results]
     return infer
@@ -121,7 +129,7 @@ def _requantize(path: Path, options: Options, name: str) -> None:
             work.add_static_config('.*', kinds[kind], activation_num_bits=8, weight_num_bits=8)
         else:
             work.add_dynamic_config('.*', kinds[kind], num_bits=8)
-    ranges = work.calibrate({'serving_default': [{name: image.numpy()} for image in options.calibration]}
+    ranges = work.calibrate({'serving_default': [{name: channels_last(image).numpy()} for image in options.calibration]}
                             ) if options.calibration else None
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         changed = Path(folder) / path.name
