@@ -23,8 +23,9 @@ def exported(folder, name, precision='fp32', **options):
 
 
 @needs_litert
-@pytest.mark.parametrize('name, precision', [('test_mobilevitv2', 'int8')])
+@pytest.mark.parametrize('name, precision', [('test_ppma', 'fp32'), ('test_mobilevitv2', 'int8')])
 def test_digits(name, precision, tmp_path):
+    """The last maps of this PPMA are 1 x 1."""
     subject = digits_subject(name)
     options = Options(precision, calibration=calibration_of(subject, precision))
     report = export(subject, 'litert', tmp_path / 'digits.tflite', options, repeats=0)

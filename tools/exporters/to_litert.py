@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..common.cli import UserError, one_line, shown
 from .formats import Conversion, Options
@@ -54,7 +56,19 @@ class _Named(nn.Module):
         self.module, self.names = module, names
 
     def forward(self, image: Tensor) -> Dict[str, Tensor]:
-        return dict(zip(self.names, self.module(image.permute(0, 3, 1, 2))))
+        with _Rows():
+            return dict(zip(self.names, self.module(image.permute(0, 3, 1, 2))))
+
+
+class _Rows(TorchFunctionMode):
+    """Let linear layers take a map of one token, (1, 1, 1, C), as a row (1, C): the converter fails on the map."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and args[0].numel() == args[0].shape[-1]:
+            x, *rest = args
+            return func(x.reshape(1, -1), *rest, **kwargs).reshape(*x.shape[:-1], -1)
+        return func(*args, **kwargs)
 
 
 def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
