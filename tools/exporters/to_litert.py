@@ -1,6 +1,6 @@
 """Write LiteRT (TFLite) files, which take images (1, H, W, C) as TFLite's tools do.
 
-The metadata is in a zip archive at the end of the file, as TensorFlow Lite stores it.
+The metadata is in a zip archive at the end of the file, as TensorFlow Lite stores it, and TFLite's own in the network.
 """
 import json
 import os
@@ -34,12 +34,17 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     export_program(subject)                                  # its checks hold for every format
     with silence():
         import litert_torch
+
+        from . import litert_metadata
         named, name = _Named(subject.module, subject.outputs).eval(), subject.metadata['input']['name']
         litert_torch.convert(named, sample_kwargs={name: channels_last(subject.example())}).export(str(path))
         if options.precision != 'fp32':
             _requantize(path, options, name)
+        litert_metadata.add_metadata(path, subject.metadata)
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
         archive.writestr(_METADATA, json.dumps(subject.metadata, ensure_ascii=False))
+        for name, text in litert_metadata.associated_files(subject.metadata).items():
+            archive.writestr(name, text)
     return Conversion(_operators(path))
 
 
