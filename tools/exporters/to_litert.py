@@ -37,7 +37,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
         from . import litert_metadata
         named, name = _Named(subject.module, subject.outputs).eval(), subject.metadata['input']['name']
-        litert_torch.convert(named, sample_kwargs={name: channels_last(subject.example())}).export(str(path))
+        litert_torch.convert(named, sample_kwargs={name: _channels_last(subject.example())}).export(str(path))
         if options.precision != 'fp32':
             _requantize(path, options, name)
         litert_metadata.add_metadata(path, subject.metadata)
@@ -48,7 +48,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
     return Conversion(_operators(path))
 
 
-def channels_last(images: Tensor) -> Tensor:
+def _channels_last(images: Tensor) -> Tensor:
     """Return images (B, C, H, W) as (B, H, W, C)."""
     return images.permute(0, 2, 3, 1).contiguous()
 
@@ -85,7 +85,7 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     def infer(images: Tensor) -> List[Tensor]:
         if tuple(images.shape) != shape:
             raise UserError(f'{path.name} takes images of shape {shape}, got {tuple(images.shape)}')
-        results = run(**{name: channels_last(images).numpy()})
+        results = run(**{name: _channels_last(images).numpy()})
         results = [torch.from_numpy(results[output['name']]) for output in metadata['outputs']]
         return [result if result.is_floating_point() else result.long() for result in results]
     return infer
@@ -148,8 +148,8 @@ def _requantize(path: Path, options: Options, name: str) -> None:
             work.add_static_config('.*', kinds[kind], activation_num_bits=8, weight_num_bits=8)
         else:
             work.add_dynamic_config('.*', kinds[kind], num_bits=8)
-    ranges = work.calibrate({'serving_default': [{name: channels_last(image).numpy()} for image in options.calibration]}
-                            ) if options.calibration else None
+    images = [{name: _channels_last(image).numpy()} for image in options.calibration]
+    ranges = work.calibrate({'serving_default': images}) if images else None
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         changed = Path(folder) / path.name
         work.quantize(ranges).export_model(str(changed))
