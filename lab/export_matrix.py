@@ -192,7 +192,8 @@ def main(argv: Optional[List[str]] = None) -> Optional[int]:
         failed += not entry.get('passed', False)
         print(cell.key, entry.get('error') or entry['relative_error'], file=sys.stderr, flush=True)
         records[cell.key] = entry
-        path.write_text(json.dumps({key: records[key] for key in sorted(records) if key in kept}, indent=1) + '\n')
+        kept_records = {key: entry for key, entry in records.items() if key in kept}
+        path.write_text(json.dumps(kept_records, indent=1, sort_keys=True) + '\n')
     return int(failed > 0)
 
 

@@ -36,7 +36,7 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
         repeats: Rounds of timing, with one thread and one image.
         name: The model.
         baseline: timm's model, which takes the weights of the model.
-        runtime: 'onnx', 'openvino', 'executorch', 'litert' or 'ncnn'.
+        runtime: 'onnx', 'openvino', 'executorch' or 'ncnn'. LiteRT's converter refuses timm's model.
         max_ratio: Target: median time over that of the baseline.
         aim: A lower ratio, shown as a second target.
         tolerance: Largest error of both files, relative to the largest output.
@@ -95,17 +95,6 @@ def _load_openvino(path: Path) -> Run:
     return lambda image: list(model(image.numpy()).values())
 
 
-def _export_litert(model: nn.Module, image: Tensor, path: Path) -> None:
-    import litert_torch
-    litert_torch.convert(model, (image,)).export(str(path))
-
-
-def _load_litert(path: Path) -> Run:
-    from ai_edge_litert.interpreter import Interpreter
-    run = Interpreter(str(path), num_threads=1).get_signature_runner()
-    return lambda image: list(run(args_0=image.numpy()).values())
-
-
 def _export_ncnn(model: nn.Module, image: Tensor, path: Path) -> None:
     import pnnx
     traced = path.with_name('timm.pt')
@@ -149,6 +138,6 @@ def _load_executorch(path: Path) -> Run:
 
 
 _EXPORTS = {'onnx': _export_onnx, 'openvino': _export_openvino, 'executorch': _export_executorch,
-            'litert': _export_litert, 'ncnn': _export_ncnn}
-_LOADS = {'onnx': _load_onnx, 'openvino': _load_openvino, 'executorch': _load_executorch, 'litert': _load_litert,
+            'ncnn': _export_ncnn}
+_LOADS = {'onnx': _load_onnx, 'openvino': _load_openvino, 'executorch': _load_executorch,
           'ncnn': _load_ncnn}

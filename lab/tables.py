@@ -46,6 +46,7 @@ TABLES: Dict[str, Callable[[Path], str]] = {
     'comparison_macs': mixers.macs_table,
     'formats': exports.formats_table,
     'exports': exports.exports_table,
+    'exports_dense': exports.dense_exports_table,
     'exports_summary': exports.exports_summary_table,
 }
 _TABLE = re.compile(r'(<!-- table: ([^\n]*?) -->\n)(.*?)(<!-- end of table -->)', re.DOTALL)

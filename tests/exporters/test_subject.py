@@ -158,3 +158,8 @@ def test_dynamic_sizes_of_myo_and_lcsm_are_refused():
         export_program(subject_of('test_myo', size=(64, 64)), {'hw'})
     with pytest.raises(UserError, match='LCSM unrolls its recurrences for one image size'):
         export_program(subject_of('test_lcsm', size=(64, 64)), {'hw'})
+
+
+def test_feature_maps_of_one_stride_have_numbers():
+    assert classifier_subject(random_classifier('test_vim'), 'random', features=True).outputs[:2] == ('map_0', 'map_1')
+    assert classifier_subject(random_classifier('test_ppma'), 'random', features=True).outputs[0] == 'stride_4'

@@ -6,6 +6,7 @@ import pytest
 import torch
 from digits_exports import check_accuracy, digits_subject
 from export_cases import subject_of
+from families import FAMILIES
 from pairwise import slow_cases
 from torch import nn
 
@@ -80,10 +81,13 @@ def test_broken_files(tmp_path):
         to_ncnn.load(path)
 
 
+def test_transposes_and_aliases_that_pnnx_does_not_know(tmp_path):
+    assert exported(tmp_path, 'test_mambavision').errors.relative < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('precision', ['fp32', 'fp16'])
 @pytest.mark.parametrize('features', [False, True])
-@pytest.mark.parametrize('name', ['ppma_tiny', 'myo_tiny', 'subquad_mobilevitv2_050', 'test_ppma', 'test_myo',
-                                  'test_mobilevitv2'])
+@pytest.mark.parametrize('name', ['ppma_tiny', 'myo_tiny', 'subquad_mobilevitv2_050', *FAMILIES])
 def test_every_family(name, features, precision, tmp_path):
     assert exported(tmp_path, name, precision, features=features).passed

@@ -19,7 +19,7 @@ from ..engine.dense.task import classes_of, network_options
 from ..engine.training.building import build
 from .dense_heads import Maps, RawDetector, ReferenceDetector, Segmenter, replace_pools
 from .dense_preprocessing import input_size, preparation, read_image
-from .subject import Subject, describe, described, fuse_norms
+from .subject import Subject, describe, described, fuse_norms, map_names
 
 Size = Tuple[int, int]
 _STATIC = {
@@ -90,8 +90,7 @@ def dense_subject(
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f'{name} does not accept images of {size[0]} x {size[1]}: {one_line(error)}') from error
     if task == 'features':
-        outputs = tuple(f'stride_{round(size[0] / y.shape[-2])}' for y in results)
-        outputs = outputs if len(set(outputs)) == len(outputs) else tuple(f'map_{n}' for n in range(len(results)))
+        outputs = map_names([round(size[0] / y.shape[-2]) for y in results])
     entries = _postprocessing(eager, task, nms, labels)
     metadata = describe(name, task, Path(checkpoint).name if checkpoint else 'random', tuple(images.shape),
                         preprocessing, [] if features else classes, color, **entries)

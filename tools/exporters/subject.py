@@ -182,8 +182,9 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
     metadata = describe(read.name, task, weights, (1, channels, height, width), description,
                         [] if features else read.classes, **({} if features else dict(postprocessing=dict(
                             type='sigmoid' if read.metadata.get('multi_label') else 'softmax', in_graph=False))))
-    reductions = [entry['reduction'] for entry in eager.feature_info] if features else []
-    outputs, family = tuple(f'stride_{n}' for n in reductions) or ('logits',), type(eager).__name__
+    outputs, family = ('logits',), type(eager).__name__
+    if features:
+        outputs = map_names([entry['reduction'] for entry in eager.feature_info])
     subject = Subject(read.name, task, module, reference, (height, width), channels, outputs, metadata,
                       _SIZES.get(family, f'height and width of {family} cannot be dynamic here'),
                       _reader(transform, channels))
@@ -195,6 +196,12 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
         raise UserError(f'{subject.name} does not accept images of {height} x {width}: '
                         f'{str(error).splitlines()[0]}') from error
     return subject
+
+
+def map_names(strides: Sequence[int]) -> Tuple[str, ...]:
+    """Return names of feature maps: `stride_N`, or `map_N` for maps of which several have one stride."""
+    distinct = len(set(strides)) == len(strides)
+    return tuple(f'stride_{stride}' if distinct else f'map_{n}' for n, stride in enumerate(strides))
 
 
 def with_normalization(subject: Subject) -> Subject:

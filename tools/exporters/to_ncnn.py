@@ -92,9 +92,17 @@ def _run_pnnx(program: torch.export.ExportedProgram, subject: Subject, half: boo
     The trace is one of the exported program, where shapes are constants: pnnx computes some of them wrongly."""
     import pnnx
     example = subject.example()
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.mT.default:                     # which pnnx does not know
+            node.target, node.args = torch.ops.aten.transpose.int, (*node.args, -2, -1)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter('ignore')                      # the tracer warns of every check of a shape
-        torch.jit.trace(program.module(check_guards=False), example, check_trace=False).save(str(folder / 'model.pt'))
+        traced = torch.jit.trace(program.module(check_guards=False), example, check_trace=False)
+        for module in filter(lambda module: module._c._has_method('forward'), traced.modules()):
+            for node in module.graph.findAllNodes('aten::alias'):        # without effect, and unknown to pnnx, too
+                node.output().replaceAllUsesWith(node.input())
+                node.destroy()
+        traced.save(str(folder / 'model.pt'))
     shape = ','.join(str(side) for side in example.shape)
     done = subprocess.run(
         [pnnx.EXEC_PATH, 'model.pt', f'inputshape=[{shape}]', f'fp16={int(half)}', 'device=cpu'],
