@@ -53,7 +53,7 @@ test-lowest:
 
 # The tests of LiteRT, in an environment of its own, because it brings JAX and Transformers.
 test-litert: $(VENV)-litert/.subquad-litert
-	$(VENV)-litert/bin/python -m pip install -q --disable-pip-version-check 'pytest>=8'
+	$(VENV)-litert/bin/python -m pip install -q --disable-pip-version-check 'pytest>=8' scikit-learn
 	OMP_NUM_THREADS=1 $(VENV)-litert/bin/python -m pytest -m 'not slow' tests/exporters/test_to_litert.py \
 		tests/exporters/test_examples.py -k litert
 
