@@ -127,6 +127,13 @@ def _solve(side: int, parametrization: str, dtype: torch.dtype, dim: int) -> Non
     _differentiated(kernels.quadtree_solve(values, edges, parametrization=parametrization))
 
 
+def _tree_attention(side: int, parametrization: str, dtype: torch.dtype, dim: int) -> None:
+    """Without gradients; with them, the kernels of `_solve` run."""
+    q, k, v = (_new(2, side, side, 4, n, dtype=dtype).permute(0, 3, 1, 2, 4) for n in (8, 8, dim))
+    with torch.no_grad():
+        kernels.quadtree_attention(q, k, v, _new(12, 2, 2, 4), parametrization=parametrization)
+
+
 def _convolution(window: int, fused: bool, dtype: torch.dtype, dim: int) -> None:
     """Fused with GELU and the residual, or with a sum."""
     shapes = (2, 14, 14, dim), (dim, 1, window, window), (dim,)
@@ -199,6 +206,8 @@ def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
     # Trees of one tile, and trees of tiles of either side.
     for side, form in ((7, 'symmetric'), (14, 'laplacian'), (28, 'skew'), (200, 'laplacian')):
         yield f'quadtree_solve, {form}, {side} x {side}', partial(_solve, side, form)
+    for side, form in ((7, 'skew'), (56, 'laplacian')):
+        yield f'quadtree_attention, {form}, {side} x {side}', partial(_tree_attention, side, form)
     yield 'depthwise_conv, 3 x 3, residual and GELU', partial(_convolution, 3, True)
     yield 'depthwise_conv, 5 x 5, sum', partial(_convolution, 5, False)
     yield 'rotary_embedding, 14 x 14', _rotary
@@ -237,6 +246,8 @@ ITEMS: Mapping[str, Tuple[str, Callable[[Mapping[str, int]], int]]] = {
     'separable_attention_fwd_softmax': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L']),
     'separable_attention_bwd_query': ('logit', lambda c: c['BLOCK_Q'] * c['BLOCK_L']),
     'quadtree_solve': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_D']),
+    'quadtree_means': ('element', lambda c: c['SIDE'] ** 2 * c['BLOCK_C']),
+    'quadtree_edges': ('edge', lambda c: c['BLOCK']),
     'eos_elementwise_fwd': ('token', lambda c: c['BLOCK']),
     'eos_elementwise_bwd': ('token', lambda c: c['BLOCK']),
     'eos_elementwise_memory': ('token', lambda c: c['BLOCK']),

@@ -9,6 +9,7 @@ import triton.language as tl
 from . import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float('inf'))
 
 
@@ -41,6 +42,14 @@ def dot(x, y, PRECISION: tl.constexpr):
 def index_sign(x, y):
     """Return sign(x - y) of indices in float32."""
     return (x > y).to(tl.float32) - (x < y).to(tl.float32)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), by log(1 + t) = t log(w) / (w - 1) with w = 1 + t rounded, which is exact for small t, too."""
+    t = tl.exp2(-tl.abs(x) * LOG2E)
+    w = 1 + t
+    return tl.maximum(x, 0.0) + tl.where(w == 1, t, tl.log2(w) * LN2 * (t / tl.where(w == 1, 1.0, w - 1)))
 
 
 @triton.jit

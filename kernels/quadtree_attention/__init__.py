@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import checks
-from ..common.declare import check_saved, node
+from ..common.declare import check_saved, late, node
 from ..common.launch import token_major
 from ..common.numerics import empty_result, needs_gradient
 from ..dispatch import OPERATORS, Operator, choose
@@ -201,8 +201,18 @@ def _native(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, m
 
 # --- Triton
 
+@node('quadtree_attention_fwd', late(__name__, 'triton.forward'),
+      lambda q, k, v, bias, parametrization, rho, shift, max_levels: 5 * _count(v, shift, max_levels))
+def _fused(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, parametrization: str, rho: float,
+           shift: List[int], max_levels: Optional[int]) -> Tensor:
+    """Return the operator's result without a mask in a few launches. It has no gradient."""
+    return token_major(v.shape, v)
+
+
 def _triton(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, mask: Optional[Tensor], options: Options
             ) -> Tensor:
+    if mask is None and v.numel() and not needs_gradient(q, k, v, bias):
+        return _fused(q, k, v, bias, *options)
     return composed(q, k, v, bias, mask, options.parametrization, options.levels(v),
                     partial(quadtree_solve, rho=options.rho, backend='triton'))
 

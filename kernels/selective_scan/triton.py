@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.numerics import STEP_LOG_MIN
-from ..common.tiles import LOG2E
+from ..common.tiles import LOG2E, softplus
 from ..eos_scan.chunks import SPACING
 from ..eos_scan.memory_tiles import load_vector, outer
 from .grid_paths import token_rows
@@ -31,7 +31,6 @@ STRIDES = ('u_b', 'u_t', 'delta_b', 'delta_t', 'delta_p', 'b_b', 'b_t', 'b_p', '
 TILE, LARGEST_COLUMNS = 256, 64
 # Programs of a backward kernel and numbers of their workspace at most.
 RESIDENT, WORKSPACE = 2112, 1 << 25
-LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(STEP_LOG_MIN * 1.4426950408889634)
 
 
@@ -40,14 +39,6 @@ def _place(n, height, width, columns_first, backwards):
     """Return where in the grid the n-th token of a path lies."""
     n = tl.where(backwards > 0, height * width - 1 - n, n)
     return tl.where(columns_first > 0, n % height * width + n // height, n).to(tl.int64)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + e^x), by log(1 + t) = t log(w) / (w - 1) with w = 1 + t rounded, which is exact for small t, too."""
-    t = tl.exp2(-tl.abs(x) * LOG2E)
-    w = 1 + t
-    return tl.maximum(x, 0.0) + tl.where(w == 1, t, tl.log2(w) * LN2 * (t / tl.where(w == 1, 1.0, w - 1)))
 
 
 @triton.jit
@@ -84,7 +75,7 @@ def _selective_scan_fwd_kernel(
         for n in range(chunk * SPACING, tl.minimum(chunk * SPACING + SPACING, length)):
             t = _place(n, height, width, down, back)
             x = load_vector(u + t * u_t, d, column)
-            step = _softplus(load_vector(delta + t * delta_t, d, column) + start)
+            step = softplus(load_vector(delta + t * delta_t, d, column) + start)
             decay = tl.exp2(tl.maximum(step[None, :] * rates, LEAST))
             memory = decay * memory + outer(load_vector(b + t * b_t, k, row), step * x)
             out = tl.sum(load_vector(c + t * c_t, k, row)[:, None] * memory, 0) + factor * x
@@ -130,7 +121,7 @@ def _selective_scan_bwd_kernel(
                 tl.store(workspace + n * (BLOCK_K * BLOCK_D) + place_of, memory)
                 t = _place(first + n, height, width, down, back)
                 x = load_vector(u + lead_u + t * u_t, d, column)
-                step = _softplus(load_vector(delta + lead_delta + t * delta_t, d, column) + start)
+                step = softplus(load_vector(delta + lead_delta + t * delta_t, d, column) + start)
                 decay = tl.exp2(tl.maximum(step[None, :] * rates * LOG2E, LEAST))
                 memory = decay * memory + outer(load_vector(b + lead_b + t * b_t, k, row), step * x)
             tl.debug_barrier()                           # other threads may read the memories than wrote them
@@ -139,7 +130,7 @@ def _selective_scan_bwd_kernel(
                 before = tl.load(workspace + (size - 1 - n) * (BLOCK_K * BLOCK_D) + place_of)
                 x, out = load_vector(u + lead_u + t * u_t, d, column), load_vector(dy + lead_dy + t * dy_t, d, column)
                 raw = load_vector(delta + lead_delta + t * delta_t, d, column) + start
-                step = _softplus(raw)
+                step = softplus(raw)
                 log = step[None, :] * rates * LOG2E
                 kept = tl.exp2(tl.maximum(log, LEAST)) * before
                 key = load_vector(b + lead_b + t * b_t, k, row)[:, None]

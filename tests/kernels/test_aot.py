@@ -36,11 +36,12 @@ EACH_KERNEL = (
     '1 latent, keys, 32 x 32, bfloat16, 128', '8 latent, mapped keys, 32 x 32, bfloat16, 128',
     'skew, 28 x 28, bfloat16, 32', '5 x 5, sum, bfloat16, 32', 'rotary_embedding, 14 x 14, bfloat16, 32',
     'eos_matmul, states, bfloat16, 32', 'selective_scan, four paths, bfloat16, 16',
-    'full rank, sigmoid, bfloat16, 32', 'rows, lines of 100, bfloat16, 32')
+    'full rank, sigmoid, bfloat16, 32', 'rows, lines of 100, bfloat16, 32',
+    'quadtree_attention, laplacian, 56 x 56, bfloat16, 32')
 
 
 def test_kernels_compile_without_spills(python):
-    cases = EACH_KERNEL[3], *EACH_KERNEL[9:12]
+    cases = EACH_KERNEL[3], *EACH_KERNEL[9:12], EACH_KERNEL[-1]
     _assert_compiled(_compiled(python, 'cuda:90', *cases), set())
 
 

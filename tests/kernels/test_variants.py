@@ -13,8 +13,8 @@ import torch, triton
 from triton.runtime.jit import compute_cache_key
 import subquad
 from lab import aot
-from subquad.kernels import (crisscross_attention, eos_elementwise, eos_matmul, polyline_attention, quadtree_solve,
-                             separable_attention)
+from subquad.kernels import (crisscross_attention, eos_elementwise, eos_matmul, polyline_attention, quadtree_attention,
+                             quadtree_solve, separable_attention)
 from subquad.kernels.eos_scan import DecayGenerator
 from subquad.kernels.trees.grid import quadtree_levels, third_of_coarsest_cell
 
@@ -57,6 +57,9 @@ def myo(height, width):
             values = [heads_first(*level[:2], heads, channels // heads) for level in levels]
             edges = [heads_first(*level[:2], heads, dtype=torch.float32) for level in levels[:-1]]
             yield quadtree_solve(values, edges, shift=shift)[0]
+            if not training:
+                q, k, v = (heads_first(*size, heads, n) for n in (8, 8, channels // heads))
+                yield quadtree_attention(q, k, v, new(12, 2, 2, heads), shift=shift)
 
 
 def mobilevitv2(height, width):
