@@ -2,7 +2,8 @@
 import importlib.util
 import os
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, NamedTuple, Optional, Union
+from functools import lru_cache
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -85,13 +86,14 @@ def choose(op: str, backend: str, *tensors: Tensor) -> Callable:
         ValueError: the backend is unknown, it is Triton and Triton cannot run these tensors, or it would drop the
             tangents of forward-mode differentiation.
     """
-    # First the common case: neither a graph nor a transform, on a CPU.
-    if backend == _active == 'auto' and tensors[0].is_cpu and not (
+    # First the common case: neither a graph nor a transform.
+    if backend == _active == 'auto' and (tensors[0].is_cpu or tensors[0].is_cuda) and not (
             torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
             or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
         implementations = OPERATORS[op].implementations
-        native = 'native' in implementations and native_objection(op, *tensors) is None
-        return implementations['native' if native else 'portable']
+        fastest = 'native' if tensors[0].is_cpu else 'triton'
+        objection = native_objection if tensors[0].is_cpu else _objection
+        return implementations[fastest if fastest in implementations and not objection(op, *tensors) else 'portable']
     backend = chosen_backend(op, backend, *tensors)
     if backend == 'triton':
         objection = _objection(op, *tensors)
@@ -175,6 +177,11 @@ def why_not(op: str, *tensors: Tensor) -> Optional[str]:
     return objection and f'{op} does not run on Triton: {objection}'
 
 
+@lru_cache(maxsize=64)                  # asking PyTorch takes longer than the rest of a choice
+def _capability(device: torch.device) -> Tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _objection(op: str, *tensors: Tensor) -> Optional[str]:
     """Return in one clause why no Triton kernel can run, even if the caller asks for it; None if one can."""
     own = OPERATORS[op].objection
@@ -186,7 +193,7 @@ def _objection(op: str, *tensors: Tensor) -> Optional[str]:
         return None
     first = tensors[0]
     if first.device.type == 'cuda' and torch.version.hip is None:
-        if torch.cuda.get_device_capability(first.device) < (7, 0):
+        if _capability(first.device) < (7, 0):
             return f'Triton needs compute capability 7.0, and {torch.cuda.get_device_name(first.device)} has less.'
     elif first.device.type not in ('cuda', 'meta') and not interpreted():       # meta: only shapes are computed
         return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'

@@ -126,9 +126,19 @@ def check_grid(*grids: Tensor, first: int = 1) -> None:
                              'the kernels do not address')
 
 
+def cdiv(count: int, size: int) -> int:
+    """Return count / size, rounded up. On the host, `triton.cdiv` takes several microseconds."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the least power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
 def padded_power_of_two(count: int) -> int:
     """Return the side of a tile for `count` channels or tokens: the next power of two, at least 16."""
-    return max(16, 1 << (count - 1).bit_length())
+    return max(16, next_power_of_2(count))
 
 
 def interpreted() -> bool:

@@ -39,6 +39,12 @@ def dot(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def gelu(x):
+    """Return x times the normal distribution function of x."""
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def index_sign(x, y):
     """Return sign(x - y) of indices in float32."""
     return (x > y).to(tl.float32) - (x < y).to(tl.float32)
@@ -96,7 +102,7 @@ def row_products(grad, first, mean=None):
     tokens, side, second = height * width, 32, int(mean is not None)
     result = torch.empty(1 + second, batch, heads, tokens, dtype=torch.float32, device=grad.device)
     # One kernel for heads of up to 32 channels, which all stages of a network have.
-    _row_products_kernel[launch.programs(batch * heads * triton.cdiv(tokens, side))](
+    _row_products_kernel[launch.programs(batch * heads * launch.cdiv(tokens, side))](
         grad, first, mean if second else grad, result, second, tokens, heads, dim,
         BLOCK_D=max(32, launch.padded_power_of_two(dim)), BLOCK=side, num_warps=2)
     return result

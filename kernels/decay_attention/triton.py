@@ -188,7 +188,7 @@ class Lines:
         long = f"decay_attention_long_{'fwd' if statistics is None else 'bwd'}"
         self.side = (launch.padded_power_of_two(length) if self.whole
                      else launch.largest_tile(long, q.dtype, dim, dim_v))
-        self.programs = launch.programs(batch * heads * lines * triton.cdiv(length, self.side))
+        self.programs = launch.programs(batch * heads * lines * launch.cdiv(length, self.side))
         self.sums, self.lse, self.statistics = self._sums(save, statistics)
         self.sizes = (heads, lines, length, *((1, width) if down else (width, 1)), *launch.strides(self.sums, down))
         self.strides = (*launch.strides(self.q, down), *launch.strides(self.k, down))

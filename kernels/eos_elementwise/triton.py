@@ -303,7 +303,7 @@ class Tiles(NamedTuple):
     @property
     def programs(self) -> Tuple[int]:
         """The launch grid of kernels with a program for each tile."""
-        return launch.programs(triton.cdiv(self.sizes[0] * self.sizes[1], self.block >> self.levels))
+        return launch.programs(launch.cdiv(self.sizes[0] * self.sizes[1], self.block >> self.levels))
 
 
 def tiles(i: Tensor, chunk: int, carry: bool) -> Tiles:
@@ -314,7 +314,7 @@ def tiles(i: Tensor, chunk: int, carry: bool) -> Tiles:
     levels = (min(length, chunk) - 1).bit_length()
     block = max(16, 1 << levels)
     levels = block.bit_length() - 1 if carry else levels
-    sizes = (batch * heads, triton.cdiv(length, 1 << levels), heads, length)
+    sizes = (batch * heads, launch.cdiv(length, 1 << levels), heads, length)
     launch.programs(sizes[0] * sizes[1])                                     # kernels count chunks in 32 bits
     return Tiles(sizes, levels, {'BLOCK': block, 'EXACT': i.dtype == torch.float32, **launch.numerics(i.dtype)})
 
@@ -345,7 +345,7 @@ def memories(i: Tensor, e: Tensor, log_k: Optional[Tensor], log_d: Optional[Tens
     query: e and i are shrink states and output gradients, of which the gradient of the memory is made."""
     keys, dim = e.shape[3], i.shape[3]
     block_k, block_d = block_of(e), block_of(i)
-    parts = triton.cdiv(keys, block_k) * triton.cdiv(dim, block_d)
+    parts = launch.cdiv(keys, block_k) * launch.cdiv(dim, block_d)
     _eos_elementwise_memory_kernel[launch.programs(tile.sizes[0] * parts)](
         i, e, log_k, log_d, dense(first), out, *tile.sizes,
         *strides(i, e), *broadcast_strides(log_k, 4), *broadcast_strides(log_d, 4), KEYS=keys, DIM=dim,

@@ -215,7 +215,7 @@ def _axis(q: Tensor, k: Tensor, log: Optional[Tensor], other_q: Tensor, other_k:
     narrow = other_log is not None or log is not None and (q.itemsize == 2 or other <= 32)
     block_x = 16 if narrow else block_of(other_q)
     dk, dlog = launch.token_order(k), None if log is None else k.new_empty(k.shape, dtype=torch.float32)
-    _eos_elementwise_bwd_kernel[launch.programs(tile.programs[0] * triton.cdiv(dim, block_c))](
+    _eos_elementwise_bwd_kernel[launch.programs(tile.programs[0] * launch.cdiv(dim, block_c))](
         q, k, log, other_q, other_k, other_log, memory, adjoint, dq, dk, dlog, *tile.sizes, *strides(q, k),
         *broadcast_strides(log, 4), *strides(other_q, other_k), *broadcast_strides(other_log, 4),
         DIM=dim, OTHER=other, BLOCK_C=block_c, BLOCK_X=block_x, COLUMNS=columns, LEVELS=tile.levels,

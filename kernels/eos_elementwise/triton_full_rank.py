@@ -309,7 +309,7 @@ def forward(problem: RealProblem, direction: str, save: bool, last: bool) -> Tup
     keys = keys_of(problem.e.shape)
     run = Lines('eos_elementwise_full_fwd', i, keys, direction)
     y = run.columns(i, torch.float32 if run.directions > 1 else i.dtype)
-    shape, stored = (*i.shape[:2], keys, i.shape[3]), triton.cdiv(i.shape[2], SPACING)
+    shape, stored = (*i.shape[:2], keys, i.shape[3]), launch.cdiv(i.shape[2], SPACING)
     states = i.new_empty((run.directions, *shape[:2], stored, *shape[2:]) if save else 0, dtype=torch.float32)
     final = i.new_empty(shape if last else 0, dtype=torch.float32)
     _eos_elementwise_full_fwd_kernel[run.programs](

@@ -258,7 +258,7 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
     """Return the gradients of i, e, s, a, b, gk and state; empty for those not given."""
     dy, i, e, s, a, b = map(launch.unit_stride, (dy, i, e, s, a, b))
     batch, heads, length, keys = e.shape
-    run, chunks = Lines('eos_matmul_bwd', i, keys, direction, COLUMNS), triton.cdiv(length, CHUNK)
+    run, chunks = Lines('eos_matmul_bwd', i, keys, direction, COLUMNS), launch.cdiv(length, CHUNK)
     options = {'DECAY': gk is not None, 'CARRY': gk is not None and (chunks > 1 or dfinal is not None)}
     di, back, (de, db, ds, da) = run.columns(i), run.columns(i), (run.rows(i) for _ in range(4))
     dstate = i.new_empty(0 if state is None else state.shape, dtype=torch.float32)
@@ -273,7 +273,7 @@ def backward(dy: Tensor, dfinal: Optional[Tensor], i: Tensor, e: Tensor, s: Tens
         *broadcast_strides(gk, 4), chunks, *run.sizes, CHUNK=CHUNK, STATE=state is not None, **options, **run.constants)
     sums = [launch.dense_like(x) for x in (e, s, a, b)]
     dgk = di.new_empty(0 if gk is None else e.shape)
-    _eos_matmul_bwd_sum_kernel[launch.programs(run.lines * chunks * triton.cdiv(keys, SUM_ROWS))](
+    _eos_matmul_bwd_sum_kernel[launch.programs(run.lines * chunks * launch.cdiv(keys, SUM_ROWS))](
         e, s, a, b, de, ds, da, db, seeds, *sums, dgk, *strides(e, s, a, b), chunks, run.lines, heads, length, keys,
         run.parts, run.sizes[-1], BLOCK=CHUNK, BLOCK_K=SUM_ROWS, DIRECTIONS=run.directions, **options,
         **launch.options('eos_matmul_bwd_sum', e.dtype, CHUNK, SUM_ROWS))

@@ -47,7 +47,7 @@ class Lines:
         block_k = launch.padded_power_of_two(keys)
         # Sums over the rows of a tile in one warp need no barrier.
         block_d = min(columns or max(16, 512 // block_k), launch.padded_power_of_two(self.dim))
-        self.parts = triton.cdiv(self.dim, block_d)
+        self.parts = launch.cdiv(self.dim, block_d)
         self.programs = launch.programs(self.directions * self.lines * self.parts)
         # In the order of SIZES.
         self.sizes = (self.lines, heads, self.length, keys, self.dim, self.parts, int(DIRECTIONS[direction][0]))

@@ -254,9 +254,9 @@ class _Lines:
         smaller = min(x.dtype, other, key=lambda dtype: dtype.itemsize)
         size = smaller.itemsize
         block_d = min(WIDEST[kernel][size][0 if block == 64 else 2 - one_tile], launch.padded_power_of_two(channels))
-        self.parts = triton.cdiv(channels, block_d)
+        self.parts = launch.cdiv(channels, block_d)
         self.programs = launch.programs(self.lines * self.parts)
-        self.tiles = triton.cdiv(self.length, block)
+        self.tiles = launch.cdiv(self.length, block)
         self.constants = {'DIM': channels, 'BLOCK': block, 'BLOCK_D': block_d, 'ONE_TILE': one_tile,
                           'EXACT': size == 4, 'TF32': backend == 'cuda' and int(arch) >= 80,
                           **launch.options(kernel, smaller, block, block_d)}

@@ -152,7 +152,7 @@ def _tile(levels: int, block: int) -> Tuple[int, int]:
     heights = {side: side.bit_length() - 1 for side in SIDES if side ** 2 * block <= MAX_TILE_ELEMENTS}
     most = max(heights.values())
     side = next(side for side, height in heights.items()
-                if triton.cdiv(levels - 1 - height, most) < triton.cdiv(levels - 1, most))
+                if launch.cdiv(levels - 1 - height, most) < launch.cdiv(levels - 1, most))
     return side, min(levels, heights[side] + 1)
 
 
@@ -283,7 +283,7 @@ class _Solve(NamedTuple):
                            of_out.empty(like, shape)[0])
         else:
             roots = _Roots(*[like.new_empty(0, dtype=torch.float32)] * 3)      # of the right type, but never accessed
-        programs = launch.programs(batch * heads * _tiles(tree.levels[0], side) * triton.cdiv(dim, block))
+        programs = launch.programs(batch * heads * _tiles(tree.levels[0], side) * launch.cdiv(dim, block))
         return programs, roots, {'KIND': self.kind, 'SIDE': side, 'BLOCK_D': block, 'V_ORDER': of_values.dims,
                                  'E_ORDER': of_edges.dims}
 
@@ -307,7 +307,7 @@ def _start(values: Sequence[Tensor], edges: Sequence[Tensor], out: Sequence[Tens
     solution, of_solution = _ordered(solution) if solution else (solution, of_values)
     found, of_out = _ordered(out)                    # other tensors than `out` if those have no order in common
     # The gradient of an edge is a sum over channels. Blocks of channels write partial sums one behind the other.
-    blocks = triton.cdiv(values[0].shape[-1], block)
+    blocks = launch.cdiv(values[0].shape[-1], block)
     direct = blocks == 1 and all(of_edges.fits(x) for x in edge_grads)
     parts = edge_grads if direct else [of_edges.empty(x, x.shape, blocks) for x in edge_grads]
     solve = _Solve(kind, block, bool(solution), (of_values, of_edges, of_solution, of_out))
@@ -326,7 +326,7 @@ def forward(values: List[Tensor], edges: List[Tensor], parametrization: str, shi
         return [x.clone() for x in values]
     out = [torch.empty_like(x) for x in values]
     if out[0].numel():
-        block = min(LARGEST_BLOCK[0], triton.next_power_of_2(out[0].shape[-1]))
+        block = min(LARGEST_BLOCK[0], launch.next_power_of_2(out[0].shape[-1]))
         _start(values, edges, out, (), (), parametrization, shift, block)
     return out
 
@@ -340,6 +340,6 @@ def backward(grads: List[Tensor], solution: List[Tensor], edges: List[Tensor], p
     if not out[0].numel():
         return out, [torch.zeros_like(x) for x in edges]
     edge_grads = [torch.empty_like(x) for x in edges]
-    block = min(LARGEST_BLOCK[1], triton.next_power_of_2(out[0].shape[-1]))
+    block = min(LARGEST_BLOCK[1], launch.next_power_of_2(out[0].shape[-1]))
     _start(grads, edges, out, solution, edge_grads, parametrization, shift, block)
     return out, edge_grads

@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, table: Tensor, scale: float, inverse: bool) ->
     q, k = launch.unit_stride(q), launch.unit_stride(k)
     batch, heads, tokens, dim = q.shape
     q_out, k_out = launch.token_order(q), launch.token_order(k)
-    programs = batch * triton.cdiv(tokens, BLOCK_N) * triton.cdiv(heads * dim, BLOCK_C)
+    programs = batch * launch.cdiv(tokens, BLOCK_N) * launch.cdiv(heads * dim, BLOCK_C)
     _rotary_embedding_fwd_kernel[launch.programs(programs)](
         q, k, table, q_out, k_out, scale, tokens, heads, *q.stride()[:3], *k.stride()[:3], DIM=dim, INVERSE=inverse,
         BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=WARPS)

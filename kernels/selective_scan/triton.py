@@ -160,7 +160,7 @@ def _arguments(kernel: str, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: T
     paths, channels, states = a.shape
     block_k = 1 << (states - 1).bit_length()
     block_d = min(LARGEST_COLUMNS, max(16, TILE // block_k), launch.padded_power_of_two(channels))
-    sizes = [*u.shape[1:], states, triton.cdiv(channels, block_d), paths]
+    sizes = [*u.shape[1:], states, launch.cdiv(channels, block_d), paths]
     constants = {'BLOCK_K': block_k, 'BLOCK_D': block_d, 'SPACING': SPACING,
                  **launch.options(kernel, u.dtype, block_d, max(16, block_k))}
     dense = [x.float().contiguous() for x in (a.mT, skip, bias)]
@@ -172,7 +172,7 @@ def forward(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Ten
     """Return the output and, with `save`, the states before every SPACING tokens: (B, P, chunks, N, D)."""
     tensors, strides, sizes, constants = _arguments('selective_scan_fwd', u, delta, a, b, c, skip, bias)
     batch, (height, width, channels, states, parts, paths) = u.shape[0], sizes
-    chunks = triton.cdiv(height * width, SPACING)
+    chunks = launch.cdiv(height * width, SPACING)
     y = u.new_empty((batch, paths, height, width, channels), dtype=torch.float32 if paths > 1 else u.dtype)
     kept = u.new_empty((batch, paths, chunks, states, channels) if save else 0, dtype=torch.float32)
     _selective_scan_fwd_kernel[launch.programs(batch * paths * parts)](

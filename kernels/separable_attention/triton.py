@@ -247,10 +247,10 @@ class _Problem:
         self.groups = len(query) * self.places
         self.patch = {'PATCH_H': patch[0], 'PATCH_W': patch[1], 'PIXEL': sampling == 'pixel'}
         latents = query.shape[3]
-        self.latents = {'L': latents, 'BLOCK_L': triton.next_power_of_2(latents)}
+        self.latents = {'L': latents, 'BLOCK_L': launch.next_power_of_2(latents)}
         self.largest_keys, self.largest_values = (
             -(-x.shape[1] // patch[0]) * -(-x.shape[2] // patch[1]) for x in (query, values[0]))
-        self.key_chunks, self.value_chunks = (triton.cdiv(n, CHUNK) for n in (self.largest_keys, self.largest_values))
+        self.key_chunks, self.value_chunks = (launch.cdiv(n, CHUNK) for n in (self.largest_keys, self.largest_values))
 
     def logits(self) -> dict:
         """Constants of a kernel that reads all logits of a group, fewer tokens at a time for more latents."""
@@ -262,7 +262,7 @@ class _Problem:
 
 
 def _blocks(dim: int) -> int:
-    return triton.cdiv(dim, min(BLOCK_D, launch.padded_power_of_two(dim)))
+    return launch.cdiv(dim, min(BLOCK_D, launch.padded_power_of_two(dim)))
 
 
 def _context(summed: Tensor, key_weight: Optional[Tensor], key_bias: Optional[Tensor]) -> Tensor:
