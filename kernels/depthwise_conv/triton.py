@@ -18,12 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
+from ..common.tiles import gelu
 
-# By size of the window: columns of a strip, and elements of a block for each thread. 7 divides the sides of all maps of
-# a 224 x 224 image; larger windows hold fewer columns and channels.
-STRIPS: Dict[int, Tuple[int, int]] = {1: (4, 4), 3: (7, 4), 5: (7, 2), 7: (4, 2)}
+# By size of the window: columns of a strip, elements of a block for each thread, and rows that are loaded while earlier
+# ones are added. 7 divides the sides of all maps of a 224 x 224 image; larger windows hold fewer columns and channels.
+# They were found by timing ten choices on an H100.
+STRIPS: Dict[int, Tuple[int, int, int]] = {1: (4, 4, 2), 3: (7, 2, 3), 5: (7, 2, 2), 7: (4, 2, 2)}
 # Rows of a strip: many, so that few tokens are loaded by two strips, unless that leaves few programs.
-STRIP_ROWS, FEW_ROWS = 14, 4
+STRIP_ROWS = (14, 7, 2)
 # For the gradient of the window: rows and columns of a patch of outputs, elements of a block for each thread, and how
 # many rows of the window a program sums.
 WEIGHT_PATCHES: Dict[int, Tuple[int, int, int, int]] = {1: (1, 4, 4, 1), 3: (1, 4, 4, 3), 5: (1, 4, 2, 5),
@@ -32,11 +34,6 @@ WARPS = 4
 # Enough programs to fill a GPU: two on each of 132 multiprocessors.
 MANY_PROGRAMS = 264
 _CHANNEL_BLOCKS = (64, 32, 16)
-
-
-@triton.jit
-def _gelu(x):
-    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
@@ -56,7 +53,7 @@ def _places(patch, count, height, width, rows, COLUMNS: tl.constexpr):
 def _load_token(pointer, offset, mask, GELU: tl.constexpr):
     """Load the tokens at `offset` (patches, 1), and zeros where `mask` is false: (patches, channels), float32."""
     x = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
-    return _gelu(x) if GELU else x
+    return gelu(x) if GELU else x
 
 
 @triton.jit
@@ -70,7 +67,7 @@ def _depthwise_conv_fwd_kernel(
         x, weight, bias, add, before, out, x_b, x_h, x_w, a_b, a_h, a_w, g_b, g_h, g_w, height, width, channels, count,
         rows, KERNEL: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
         TURNED: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-        DERIVATIVE: tl.constexpr):
+        DERIVATIVE: tl.constexpr, STAGES: tl.constexpr):
     """Convolve BLOCK_C channels of BLOCK_P strips of `rows` x COLUMNS outputs per program. TURNED turns the window by a
     half-turn; DERIVATIVE multiplies the result by GELU'(before)."""
     PAD: tl.constexpr = KERNEL // 2
@@ -100,7 +97,7 @@ def _depthwise_conv_fwd_kernel(
     sums = ()                                            # of the LAST output rows that have begun, the oldest first
     for _ in tl.static_range(LAST * COLUMNS):
         sums = sums + (start,)
-    for t in range(rows + LAST):
+    for t in tl.range(0, rows + LAST, num_stages=STAGES):
         row, tokens, updated = top + (t - PAD), (), ()
         first, inside = (row * x_h + (left - PAD) * x_w)[:, None], _inside(row, height)
         for s in tl.static_range(COLUMNS + LAST):
@@ -177,12 +174,12 @@ def _depthwise_conv_bwd_kernel(
 def _tiles(shape, rows: int, columns: int, elements: int) -> Tuple[int, int, int, Dict[str, int]]:
     """Return the number of patches, of blocks of patches and of blocks of channels, and constants of the kernels."""
     batch, height, width, channels = shape
-    block_c = min(_CHANNEL_BLOCKS, key=lambda block: (triton.cdiv(channels, block) * block, -block))
+    block_c = min(_CHANNEL_BLOCKS, key=lambda block: (launch.cdiv(channels, block) * block, -block))
     block_p = max(1, 32 * WARPS * elements // block_c)
-    count = batch * triton.cdiv(height, rows) * triton.cdiv(width, columns)
+    count = batch * launch.cdiv(height, rows) * launch.cdiv(width, columns)
     if launch.interpreted():                     # the interpreter takes as long for a small block as for a large one
-        block_p, block_c = min(1024, triton.next_power_of_2(count)), launch.padded_power_of_two(channels)
-    return count, triton.cdiv(count, block_p), triton.cdiv(channels, block_c), {
+        block_p, block_c = min(1024, launch.next_power_of_2(count)), launch.padded_power_of_two(channels)
+    return count, launch.cdiv(count, block_p), launch.cdiv(channels, block_c), {
         'COLUMNS': columns, 'BLOCK_P': block_p, 'BLOCK_C': block_c}
 
 
@@ -198,16 +195,17 @@ def _convolve(x: Tensor, weight: Tensor, bias: Optional[Tensor], add: Optional[T
     add, before, bias = (None if tensor is None else launch.unit_stride(tensor) for tensor in (add, before, bias))
     launch.check_grid(*(tensor for tensor in (x, add, before, out) if tensor is not None))
     side, height = weight.shape[-1], x.shape[1]
-    for most in (STRIP_ROWS, FEW_ROWS):
-        rows = triton.cdiv(height, triton.cdiv(height, most))                # strips of about equal height
-        count, blocks, channel_blocks, constants = _tiles(x.shape, rows, *STRIPS[side])
+    *strip, stages = STRIPS[side]
+    for most in STRIP_ROWS:
+        rows = launch.cdiv(height, launch.cdiv(height, most))                # strips of about equal height
+        count, blocks, channel_blocks, constants = _tiles(x.shape, rows, *strip)
         if blocks * channel_blocks >= MANY_PROGRAMS:
             break
     strides = [stride for tensor in (x, add, before) for stride in (x if tensor is None else tensor).stride()[:3]]
     _depthwise_conv_fwd_kernel[launch.programs(blocks * channel_blocks)](
         x, weight, bias, add, before, out, *strides, *x.shape[1:], count, rows, KERNEL=side, TURNED=turned, GELU=gelu,
-        RESIDUAL=residual, ADD=add is not None, BIAS=bias is not None, DERIVATIVE=before is not None, **constants,
-        **_options())
+        RESIDUAL=residual, ADD=add is not None, BIAS=bias is not None, DERIVATIVE=before is not None, STAGES=stages,
+        **constants, **_options())
     return out
 
 
@@ -229,7 +227,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, gelu: bool, residual: bool
     *patch, tap_rows = WEIGHT_PATCHES[side]
     count, blocks, channel_blocks, constants = _tiles(x.shape, *patch)
     chunk = max(1, blocks * channel_blocks // MANY_PROGRAMS)
-    parts = triton.cdiv(blocks, chunk)
+    parts = launch.cdiv(blocks, chunk)
     partial = torch.empty(parts, side * side + 1, x.shape[3], dtype=torch.float32, device=x.device)
     _depthwise_conv_bwd_kernel[launch.programs(parts * (side // tap_rows) * channel_blocks)](
         x, grad, partial, *x.stride()[:3], *grad.stride()[:3], *x.shape[1:], count, chunk, KERNEL=side,
