@@ -14,7 +14,7 @@ from ..kernels.native import INSTRUCTION_SET
 from ..kernels.native import LIBRARY as NATIVE
 from ..kernels.native.product import packed_bias, packed_weight, product
 
-_ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'silu'}
+ACTIVATIONS = {nn.Identity: 'none', nn.GELU: 'gelu', nn.SiLU: 'silu'}
 # On CPUs without AVX-512, oneDNN has no bfloat16, and its float32 layers take longer than PyTorch's.
 _ONEDNN = platform.machine().lower() in ('x86_64', 'amd64') and all(
     hasattr(torch.ops.mkldnn, name) for name in ('_linear_pointwise', '_convolution_pointwise')
@@ -44,7 +44,7 @@ class _JoinedLayer:
 
 
 def _onednn_name(act: nn.Module) -> str:
-    return 'swish' if type(act) is nn.SiLU else _ACTIVATIONS[type(act)]
+    return 'swish' if type(act) is nn.SiLU else ACTIVATIONS[type(act)]
 
 
 def _is_unseen(x: Tensor) -> bool:
@@ -94,7 +94,7 @@ class PackedLinear(nn.Linear):
         if not runs_natively(x):
             return self.act(super().forward(x))
         rows = x.reshape(1, 1, x.numel() // x.shape[-1], x.shape[-1])
-        return apply_packed(self, rows, act=_ACTIVATIONS[type(self.act)]).reshape(*x.shape[:-1], len(self.weight))
+        return apply_packed(self, rows, act=ACTIVATIONS[type(self.act)]).reshape(*x.shape[:-1], len(self.weight))
 
 
 def join(layer: nn.Module, act: nn.Module) -> bool:
@@ -102,7 +102,7 @@ def join(layer: nn.Module, act: nn.Module) -> bool:
 
     Layers with adapters and layers on other devices stay as they are.
     """
-    if not (type(act) in _ACTIVATIONS and getattr(act, 'approximate', 'none') == 'none' and is_plain(layer)
+    if not (type(act) in ACTIVATIONS and getattr(act, 'approximate', 'none') == 'none' and is_plain(layer)
             and layer.weight.is_cpu):
         return False
     linear = type(layer) is nn.Linear
@@ -206,3 +206,11 @@ def is_packable(*layers: nn.Module) -> bool:
 def is_plain(*layers: Optional[nn.Module]) -> bool:
     """True if the layers are PyTorch's own, without adapter or parametrization: their weights may be used directly."""
     return all(type(layer) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) for layer in layers)
+
+
+def linear_of(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Return a layer with weight (C', C) and bias (C',)."""
+    layer = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=weight.device, dtype=weight.dtype)
+    layer.weight.copy_(weight)
+    layer.bias.copy_(bias)
+    return layer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from ..kernels import separable_attention
-from ..kernels.common.numerics import cast_for_autocast, packed
+from ..kernels.common.numerics import cast_for_autocast, needs_gradient, packed
 from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
@@ -26,8 +26,8 @@ from ..kernels.polyline_attention import native_forward as native_polyline
 from ..kernels.quadtree_attention import native_forward as native_quadtree
 from ..kernels.rotary_embedding.angles import kept_table, rotary_table
 from ..kernels.separable_attention.native import native_attention as native_separable
-from .blocks import ConvNorm, FeedForward, has_hooks
-from .joined import apply_packed, is_packable, is_plain, join, join_linears, pack, runs_natively
+from .blocks import Block, ConvNorm, FeedForward, has_hooks
+from .joined import apply_packed, is_packable, is_plain, join, join_linears, linear_of, pack, runs_natively
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.depthwise import DepthwiseMixer
 from .mixers.eos_linear import TokenGates
@@ -40,6 +40,17 @@ from .mobilevitv2 import (
     MobileViTv2Block,
     TransformerLayer,
     to_even_size,
+)
+from .prepare_gpu import (
+    FusedBlock,
+    FusedConv,
+    FusedLayer,
+    FusedNorm,
+    ImageNorm,
+    OneProductAxesMixer,
+    OneProductMixer,
+    OneProductTreeMixer,
+    is_on_gpu,
 )
 
 
@@ -70,6 +81,7 @@ def prepare(model: nn.Module) -> nn.Module:
                 if type(child) in REPLACEMENTS and not child.training and not has_hooks(child):
                     setattr(parent, name, REPLACEMENTS[type(child)](child).eval())
         join_linears(model)
+        FusedConv.convert_all(model)
     model.prepared, model.train = True, partial(_train, model)
     model.register_load_state_dict_pre_hook(_load)
     return model
@@ -96,56 +108,6 @@ class HeadsInPlaceMixer(PolylineMixer):
         y = self.attend(q, k, v, *self.decay_logs(x)).transpose(1, 2)             # (B, N, heads, D)
         y = self.lepe(v).reshape(y.shape) + packed(y)
         return self.out(y.reshape(x.shape))
-
-
-def linear_of(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """Return a layer with weight (C', C) and bias (C',)."""
-    layer = nn.utils.skip_init(nn.Linear, *weight.T.shape, device=weight.device, dtype=weight.dtype)
-    layer.weight.copy_(weight)
-    layer.bias.copy_(bias)
-    return layer
-
-
-@register_notrace_module
-class OneProductMixer(PolylineMixer):
-    """PolylineMixer on a GPU, where one product gives q, k, v and the decay.
-
-    The heads of the decay are rows of the product. Its width is padded to a multiple of 16, so that
-    kernels load whole vectors.
-    """
-
-    @staticmethod
-    def convert(mixer: PolylineMixer) -> PolylineMixer:
-        """Join the layers of a mixer, in place, and return it."""
-        layers, decay = [mixer.q, mixer.k, mixer.v], mixer.decay
-        if not is_plain(*layers) or decay is not None and not is_plain(decay.proj):
-            return mixer
-        weights, biases = [[getattr(layer, name) for layer in layers] for name in ('weight', 'bias')]
-        like = weights[0]
-        if decay is not None:
-            heads = torch.eye(mixer.num_heads, device=like.device, dtype=like.dtype)
-            weights += [torch.kron(heads, row[None]) for row in decay.proj.weight]    # (heads, C) each
-            biases += [decay.dt_bias] * len(decay.proj.weight)
-        rows = -sum(map(len, weights)) % 16
-        weights, biases = [*weights, like.new_zeros(rows, like.shape[1])], [*biases, like.new_zeros(rows)]
-        mixer.__class__ = OneProductMixer
-        mixer.joined = linear_of(torch.cat(weights), torch.cat(biases))
-        return mixer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, dim = self.joined(x), x.shape[3]
-        q, k, v = y[..., :3 * dim].split(dim, -1)
-        y = self.attend(q, k, v, *self.logs(x, y[..., 3 * dim:])).transpose(1, 2)
-        return self.out(self.lepe(v, y.reshape(x.shape)))
-
-    def logs(self, x: Tensor, steps: Tensor) -> Tuple[Tensor, Tensor]:
-        """Return the step logs (B, heads, H, W) from the last channels of the product."""
-        if self.decay is None:
-            return self.decay_logs(x)
-        directions = len(self.decay.proj.weight)
-        steps = F.softplus(steps[..., :directions * self.num_heads]) * -self.decay.A_log.exp().repeat(directions)
-        steps = steps.permute(0, 3, 1, 2)
-        return self.scaled(steps[:, :self.num_heads], steps[:, -self.num_heads:])
 
 
 @register_notrace_module
@@ -183,31 +145,25 @@ class NativeMixer(OneProductMixer, HeadsInPlaceMixer):
 
 
 @register_notrace_module
-class NativeTreeMixer(TreeMixer):
+class NativeTreeMixer(OneProductTreeMixer):
     """TreeMixer on a CPU, where one product gives value, gate, query and key, and one native operator does the rest."""
 
     @staticmethod
     def convert(mixer: TreeMixer) -> TreeMixer:
         """Join the layers of a mixer, in place, and return it."""
-        layers = [layer for layer in (mixer.value, mixer.gate, mixer.query, mixer.key) if layer is not None]
-        if not (NATIVE and is_plain(*layers) and mixer.value.weight.is_cpu):
-            return mixer
-        biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
-        mixer.joined = linear_of(torch.cat([layer.weight for layer in layers]), torch.cat(biases))
-        mixer.__class__ = NativeTreeMixer
+        if NATIVE and mixer.value.weight.is_cpu and type(OneProductTreeMixer.convert(mixer)) is OneProductTreeMixer:
+            mixer.__class__ = NativeTreeMixer
         return mixer
 
     def forward(self, x: Tensor, mask: Optional[Tensor] = None, depth: Optional[int] = None,
                 shift: Optional[Tuple[int, int]] = None) -> Tensor:
-        y, dim = self.joined(x), x.shape[3]
-        if y.requires_grad or mask is not None or chosen_backend('quadtree_attention', 'auto', y) != 'native':
+        if needs_gradient(x, *self.joined.parameters()) or mask is not None or chosen_backend(
+                'quadtree_attention', 'auto', x) != 'native':
             return super().forward(x, mask, depth, shift)
-        value, gate = (self._split_heads(part) for part in y[..., :2 * dim].split(dim, -1))
-        edges = y[..., 2 * dim:].chunk(2, -1) if self.query is not None else ()
-        q, k = (self._split_heads(part) for part in edges) if edges else (None, None)
+        value, gate, q, k = self.parts(x)
         mixed = native_quadtree(
             q, k, value, self._biases(), None, self.parametrization, self.rho, self.levels(*x.shape[1:3])[0][2:],
-            self._max_levels(), gate)
+            self._max_levels(), self._split_heads(gate))
         return self.out(mixed.permute(0, 2, 3, 1, 4).reshape(x.shape))
 
 
@@ -225,7 +181,7 @@ class NativeAxesMixer(EosMixer):
             return mixer
         layers = [mixer.value, mixer.gate, found.expand, found.shrink, gates.gate_k]
         if is_plain(*layers):
-            mixer.__class__ = NativeAxesMixer
+            mixer.__class__ = NativeAxesMixer if mixer.value.weight.is_cpu else OneProductAxesMixer
             mixer.joined = linear_of(*(torch.cat([getattr(layer, name) for layer in layers])
                                        for name in ('weight', 'bias')))
         return mixer
@@ -265,7 +221,7 @@ def fold_norm(layer: nn.Module) -> nn.Module:
     if is_plain(layer.conv, norm):
         layer.conv = fuse_conv_bn_eval(layer.conv, norm).to(memory_format=torch.channels_last)
         setattr(layer, name, nn.Identity())
-        if join(layer.conv, layer.act):
+        if join(layer.conv, layer.act) or FusedConv.convert(layer.conv, layer.act):
             layer.act = nn.Identity()
     return layer
 
@@ -286,7 +242,7 @@ def prepare_feed_forward(layer: FeedForward) -> FeedForward:
 
 def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
     """Choose the form of a mixer for its device, in place, and return the mixer."""
-    if mixer.q.weight.is_cuda:
+    if is_on_gpu(mixer.q):
         return OneProductMixer.convert(mixer)
     mixer.__class__ = HeadsInPlaceMixer
     if NATIVE and mixer.attention in NativeMixer.OPERATORS and mixer.paths in ('both', 'v2h', 'rmt'):
@@ -295,8 +251,18 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
 
 
 def prepare_eos(mixer: EosMixer) -> EosMixer:
-    """Choose the form of a mixer, in place, and return it."""
-    return NativeAxesMixer.convert(mixer) if NATIVE and mixer.value.weight.is_cpu else mixer
+    """Choose the form of a mixer for its device, in place, and return it."""
+    return NativeAxesMixer.convert(mixer) if NATIVE or is_on_gpu(mixer.value) else mixer
+
+
+def prepare_tree(mixer: TreeMixer) -> TreeMixer:
+    """Choose the form of a mixer for its device, in place, and return it."""
+    return (OneProductTreeMixer if is_on_gpu(mixer.value) else NativeTreeMixer).convert(mixer)
+
+
+def for_gpu(convert: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Return a replacement that leaves modules on other devices as they are."""
+    return lambda module: convert(module) if is_on_gpu(module) else module
 
 
 # ---- MobileViTv2
@@ -443,7 +409,9 @@ def prepare_depthwise(mixer: DepthwiseMixer) -> DepthwiseMixer:
 
 
 def prepare_layer(layer: TransformerLayer) -> TransformerLayer:
-    """Let convolutions of a layer apply norms, SiLU and sums, in place, and return the layer."""
+    """Let convolutions or norms of a layer apply SiLU and sums, in place, and return the layer."""
+    if is_on_gpu(layer):
+        return FusedLayer.convert(layer)
     if join(layer.mlp.fc1, layer.mlp.act):
         layer.mlp.act = nn.Identity()
     return NativeLayer.convert(layer)
@@ -465,5 +433,8 @@ REPLACEMENTS: Dict[Type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     SeparableMixer: prepare_separable,
     SeparableSelfAttention: prepare_separable,
     TransformerLayer: prepare_layer,
-    TreeMixer: NativeTreeMixer.convert,
+    TreeMixer: prepare_tree,
+    Block: for_gpu(FusedBlock.convert),
+    nn.GroupNorm: for_gpu(ImageNorm.convert),
+    nn.LayerNorm: for_gpu(FusedNorm.convert),
 }

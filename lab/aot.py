@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subquad import kernels
+from subquad.kernels.bias_act import ACTIVATIONS, bias_act
 from subquad.kernels.common.checks import MASK_MODES
 from subquad.kernels.common.launch import interpreted
 from subquad.kernels.eos_scan import DecayGenerator
+from subquad.kernels.group_norm import group_norm
+from subquad.kernels.layer_norm import layer_norm
+from subquad.kernels.path_sums import path_sums
 from subquad.kernels.trees import quadtree_levels
 
 _TARGET = re.compile(r'cuda:(7[0-9]|8[0-9]|9[0-9]|1[0-2][0-9])|hip:gfx(9|10|11|12)[0-9a-f]{2}')
@@ -147,6 +151,22 @@ def _rotary(dtype: torch.dtype, dim: int) -> None:
     _differentiated(kernels.rotary_embedding(q, k, _new(196, dim // 2, 2).detach(), 0.25))
 
 
+def _prepared(op: str, dtype: torch.dtype, dim: int) -> None:
+    """Operators of prepared networks, which have no gradient."""
+    x = _new(2, 14, 14, dim, dtype=dtype).detach()
+    weight = x[0, 0, 0]
+    if op == 'path_sums':
+        for sums in (False, True):
+            path_sums(x, weight[:dim // 2], 1.0, sums)
+        return
+    if op == 'bias_act':
+        for act in ACTIVATIONS:
+            bias_act(x, weight, act)
+        return
+    for given in ((), (x, weight)):
+        (layer_norm if op == 'layer_norm' else group_norm)(x, weight, weight, 1e-6, *given)
+
+
 def _delta_rule(form: str, dtype: torch.dtype, keys: int) -> None:
     i, state = _new(2, 4, 56, max(32, keys), dtype=dtype), form == 'states'
     e, s, a, b = (_new(2, 4, 56, keys, dtype=dtype) for _ in range(4))
@@ -211,6 +231,8 @@ def _calls(lengths: Sequence[int]) -> Iterator[Tuple[str, Callable]]:
     yield 'depthwise_conv, 3 x 3, residual and GELU', partial(_convolution, 3, True)
     yield 'depthwise_conv, 5 x 5, sum', partial(_convolution, 5, False)
     yield 'rotary_embedding, 14 x 14', _rotary
+    for op in ('bias_act', 'layer_norm', 'group_norm', 'path_sums'):
+        yield f'{op}, 14 x 14', partial(_prepared, op)
     for form in ('no step logs', 'states', 'both directions'):
         yield f'eos_matmul, {form}', partial(_delta_rule, form)
     for form in ('sigmoid', 'exponential', 'constant'):

@@ -108,7 +108,7 @@ native_forward, _native = native_attention(
 
 
 @node('crisscross_attention_fwd', late(__name__, 'triton.forward'), _flops)
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
+def triton_forward(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str,
                     save: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
     shapes = [statistics_shape(q, v, axis, save) for axis in ('row', 'column')]
@@ -139,14 +139,14 @@ def _kept(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 differentiate(
-    _triton_forward,
+    triton_forward,
     lambda grad, *saved: _triton_backward(grad, saved[:5], saved[5:-2], *saved[-2:]), _kept)
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
     if v.numel() == 0:
         return empty_result(v, q, k, log_alpha, log_beta)
-    return _triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,
+    return triton_forward(q, k, v, log_alpha, log_beta, mask_mode, paths,
                            needs_gradient(q, k, v, log_alpha, log_beta))[0]
 
 

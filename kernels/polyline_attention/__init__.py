@@ -124,7 +124,7 @@ native_forward, _native = native_attention('polyline_attention', portable, _port
 
 
 @node('polyline_attention_fwd', late(__name__, 'triton.forward'), _flops)
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str, save: bool
+def triton_forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: str, paths: str, save: bool
                     ) -> Tuple[Tensor, Tensor, Tensor]:
     """The output and, with `save`, what the backward pass needs (see `triton.forward`)."""
     two = mask_mode == 'additive' and paths == 'both'
@@ -141,7 +141,7 @@ def _triton_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, 
             *(torch.empty_like(x) for x in (sa, sb)))
 
 
-differentiate(_triton_forward, _triton_backward, kept=lambda outputs: outputs)
+differentiate(triton_forward, _triton_backward, kept=lambda outputs: outputs)
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor, mask_mode: str, paths: str) -> Tensor:
@@ -149,7 +149,7 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, log_beta: Tensor
         return empty_result(v, q, k, log_alpha, log_beta)
     sums = rounded_sums(log_alpha, -1), rounded_sums(log_beta, -2)
     save = needs_gradient(q, k, v, log_alpha, log_beta)
-    return _triton_forward(q, k, v, *sums, mask_mode, paths, save)[0]
+    return triton_forward(q, k, v, *sums, mask_mode, paths, save)[0]
 
 
 OPERATORS['polyline_attention'] = Operator(

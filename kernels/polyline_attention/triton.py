@@ -234,7 +234,7 @@ class _Grid:
         # One side where nearly all programs return at once: another would be another kernel to compile.
         largest = launch.largest_tile(kernel, q.dtype, dim, v.shape[-1])
         self.running_side = largest if self.own_reference else launch.tile(width, largest)
-        self.columns = triton.cdiv(width, self.side or self.running_side)
+        self.columns = launch.cdiv(width, self.side or self.running_side)
         self.running_options = launch.options(kernel, q.dtype, self.running_side,
                                               launch.padded_power_of_two(max(dim, v.shape[-1])))
 
@@ -271,12 +271,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tensor, mask_mode: 
     flags, count = lse, 0
     if grid.own_reference:
         options = grid.options('polyline_attention_fwd')
-        count = triton.cdiv(grid.height, options['ROWS']) * triton.cdiv(grid.width, options['COLS'])
+        count = launch.cdiv(grid.height, options['ROWS']) * launch.cdiv(grid.width, options['COLS'])
         flags = sa.new_empty(grid.groups * count)
         _polyline_attention_fwd_kernel[launch.programs(grid.groups * count)](
             *grid.tensors, out, first, lse, flags, *grid.sizes, TOTALS=8 if q.dtype.itemsize == 2 else 0, SAVE=save,
             **grid.constants, **options)
-    parts, together = grid.parts(grid.height * triton.cdiv(grid.width, grid.running_side))
+    parts, together = grid.parts(grid.height * launch.cdiv(grid.width, grid.running_side))
     triton_running._polyline_attention_running_fwd_kernel[launch.programs(parts * together)](
         *grid.tensors, out, first, lse, flags, count, grid.groups, parts, together, *grid.sizes,
         BLOCK=grid.running_side, SAVE=save, FLAGGED=grid.own_reference, **grid.constants, **grid.running_options)
@@ -300,11 +300,11 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sa: Tensor, sb: Tens
             for kernel, name, outputs in ((_polyline_attention_bwd_query_kernel, 'query', (dq,)),
                                           (_polyline_attention_bwd_key_kernel, 'key', (dk, dv))):
                 options = grid.options(f'polyline_attention_bwd_{name}')
-                kernel[launch.programs(grid.groups * triton.cdiv(grid.height, options['ROWS']) * tiles)](
+                kernel[launch.programs(grid.groups * launch.cdiv(grid.height, options['ROWS']) * tiles)](
                     *grid.tensors, grad, lse, delta, flags, *outputs, sums, first_tile, tiles, tiles, *grid.sizes,
                     **grid.constants, **options)
         # Tiles of the running-maximum kernel are no narrower, so that its slices are no more.
-        blocks = min(tiles, triton.cdiv(grid.width, grid.running_side) - first_tile)
+        blocks = min(tiles, launch.cdiv(grid.width, grid.running_side) - first_tile)
         if blocks > 0:
             parts, together = grid.parts(grid.height * blocks)
             triton_running._polyline_attention_running_bwd_kernel[launch.programs(parts * together)](

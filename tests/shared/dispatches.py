@@ -1,0 +1,29 @@
+"""Count the operators that reach a device: each is a launch or a few."""
+from collections import Counter
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FREE = ('empty', 'empty_like', 'empty_strided', 'new_empty', '_unsafe_view', 'detach', 'promote_types')
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts operators, without views and allocations, in the block.
+
+    Attributes:
+        names: how often each operator was called.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        schema = operator._schema
+        view = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
+        if not view and schema.name.removeprefix('aten::') not in _FREE:
+            self.names[schema.name] += 1
+        return operator(*args, **(kwargs or {}))
+
+    @property
+    def count(self):
+        return sum(self.names.values())
