@@ -19,7 +19,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --duratio
 # A short spin has no measurable cost on an idle machine.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo export mm test test-more test-slow test-network test-lowest test-litert test-timm docs dev lint clean
+.PHONY: help demo export mm test test-more test-slow test-network test-lowest test-litert test-timm sanitize docs dev lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -64,6 +64,10 @@ $(VENV)-litert/.subquad-litert: setup.py constraints.txt .ci/setup
 # timm's own test suite, from its source distribution, on the models of this package.
 test-timm: $(VENV)/.subquad-test
 	.ci/timm-suite $(PY)
+
+# Faults of memory in all Triton kernels, found in Triton's interpreter. `make test` runs a short form.
+sanitize: $(VENV)/.subquad-test
+	OMP_NUM_THREADS=1 $(PY) -W ignore -m lab.sanitize
 
 docs: $(VENV)/.subquad-docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict

@@ -76,7 +76,7 @@ def _selective(u: Tensor, delta: Tensor, a: Tensor, *others: Tensor, backend: st
     return kernels.selective_scan(u, delta, -a.abs(), *others, paths=('right', 'down', 'left', 'up'), backend=backend)
 
 
-def _case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim: int, dtype: torch.dtype,
+def random_case(op: str, name: str, batch: int, heads: int, grid: Tuple[int, int], dim: int, dtype: torch.dtype,
           device: str) -> Case:
     """A case with random inputs. Operators that are not attentions or solves are not among those of the benchmarks."""
     shapes = {'depthwise_conv': ((batch, *grid, heads * dim), (heads * dim, 1, 5, 5), (heads * dim,),
@@ -100,7 +100,7 @@ def cases(op: str, device: str, small: bool = False) -> Iterator[Case]:
         for dtype in types[:1] if small else types:
             for dim in (16,) if small else (16, 32):
                 name = '{}, {} x {}, {} channels, {}'.format(op, *grid, dim, str(dtype).removeprefix('torch.'))
-                yield _case(op, name, 1 if small else 2, 1 if small else 2, grid, dim, dtype, device)
+                yield random_case(op, name, 1 if small else 2, 1 if small else 2, grid, dim, dtype, device)
             if op == 'quadtree_solve' and not small:
                 name = '{}, {} x {}, shifted, skew, {}'.format(op, *grid, str(dtype).removeprefix('torch.'))
                 yield Case(name, _shifted, _shifted_inputs(grid, dtype, device))
@@ -119,7 +119,7 @@ def poisoned() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def _run(case: Case, backend: str, dtype: Optional[torch.dtype] = None) -> List[Optional[Tensor]]:
+def results(case: Case, backend: str, dtype: Optional[torch.dtype] = None) -> List[Optional[Tensor]]:
     """The output and the gradients of its weighted sum."""
     inputs = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in case.inputs]
     y = case.call(*inputs, backend=backend)
@@ -127,7 +127,7 @@ def _run(case: Case, backend: str, dtype: Optional[torch.dtype] = None) -> List[
     return [y.detach(), *torch.autograd.grad((y.double() * weights).sum(), inputs, allow_unused=True)]
 
 
-def _fault(actual: Sequence[Optional[Tensor]], expected: Sequence[Optional[Tensor]], dtype: torch.dtype
+def fault_of(actual: Sequence[Optional[Tensor]], expected: Sequence[Optional[Tensor]], dtype: torch.dtype
            ) -> Tuple[str, float]:
     """What is wrong with a result, '' for nothing, and its largest error relative to the tolerance."""
     largest = max(float(y.abs().max()) for y in expected if y is not None)
@@ -153,16 +153,16 @@ def check(case: Case) -> Dict[str, Any]:
     `with_one_warp` is the fault with one warp and one stage, None if that was not tried.
     """
     result: Dict[str, Any] = {'case': case.name, 'fault': '', 'error': None, 'repeats': None, 'with_one_warp': None}
-    expected = _run(case, 'reference', torch.float64)
+    expected = results(case, 'reference', torch.float64)
 
     def attempt() -> str:
         try:
             with poisoned():
-                first, second = _run(case, 'triton'), _run(case, 'triton')
+                first, second = results(case, 'triton'), results(case, 'triton')
         except Exception as error:                       # compilers and CUDA raise anything
             return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
         result['repeats'] = all(x is y or torch.equal(x, y) for x, y in zip(first, second))
-        fault, result['error'] = _fault(first, expected, case.inputs[0].dtype)
+        fault, result['error'] = fault_of(first, expected, case.inputs[0].dtype)
         return fault or ('' if result['repeats'] else 'two runs differ')
     with launch_table.looking_up() as rows:
         result['fault'] = attempt()
