@@ -144,7 +144,7 @@ CALLS: Dict[str, Call] = {
     'eos-both': Call(partial(_eos, chunk=16, bidirectional=True),
                      lambda: _lines(34, _steps(3, 3, 34, 3), _steps(3, 3, 34, 16)), (0, 1), (2,)),
     'eos-full': Call(_full, lambda: _lines(5, _tokens(3, 3, 5, 3)), (0, 1, 2), (3,)),
-    'eos-full-states': Call(_full_states, lambda: _lines(19, _tokens(3, 3, 3, 16)), (0, 1, 2), (3,)),
+    'eos-full-states': Call(_full_states, lambda: _lines(19, _tokens(3, 3, 3, 16)), (0, 1, 2), ()),
     'matmul': Call(_matmul, lambda: [*_products(5), _steps(3, 3, 5, 3)], (0, 1, 2), ()),
     'matmul-both': Call(partial(_matmul, bidirectional=True, chunk=16),
                         lambda: [*_products(19), _steps(3, 3, 19, 3)], (0, 1, 2), ()),
