@@ -34,8 +34,8 @@ PARTS = {'1': 'correctness', '2': 'tables and profile', '3': 'models'}
 # Test files that run on a GPU.
 TESTS = ('tests/kernels/test_*triton*.py', 'tests/kernels/test_separable_attention.py',
          'tests/kernels/test_depthwise_conv.py', 'tests/kernels/test_rotary_embedding.py',
-         'tests/kernels/test_quadtree.py', 'tests/kernels/test_backends.py', 'tests/backbones/test_ppma.py',
-         'tests/backbones/test_mobilevitv2.py',
+         'tests/kernels/test_quadtree.py', 'tests/kernels/test_backends.py', 'tests/backbones/test_prepare_gpu.py',
+         'tests/backbones/test_ppma.py', 'tests/backbones/test_mobilevitv2.py',
          'tests/backbones/test_mobilevitv2_options.py', 'tests/backbones/test_myo.py', 'tests/backbones/test_lcsm.py')
 _TEST_PROCESSES = 12
 _OPERATOR_PRESETS = ('gpu-polyline_attention-50x80', 'gpu-polyline_scan-56x56', 'gpu-separable_attention-32x32',
@@ -43,9 +43,9 @@ _OPERATOR_PRESETS = ('gpu-polyline_attention-50x80', 'gpu-polyline_scan-56x56', 
                      'gpu-polyline_attention-50x80-train',
                      *(f'gpu-{op}-{side}{train}' for op in ('eos_elementwise', 'eos_matmul')
                        for side in ('56x56', '28x28') for train in ('', '-train')))
-_MODEL_PRESETS = ('gpu-graphs-224-batch128', 'gpu-graphs-224-batch1', 'gpu-models-224', 'gpu-models-224-train',
-                  'gpu-mobilevitv2_100-256', 'gpu-models-800x1280', 'gpu-figure10', 'gpu-ppma_tiny-224',
-                  'gpu-ppma_tiny-224-train', 'gpu-lcsm_tiny-224', 'gpu-lcsm_tiny-224-train')
+_MODEL_PRESETS = ('gpu-graphs-224-batch128', 'gpu-graphs-224-batch1', 'gpu-graphs-published-224', 'gpu-models-224',
+                  'gpu-models-224-train', 'gpu-mobilevitv2_100-256', 'gpu-models-800x1280', 'gpu-figure10',
+                  'gpu-ppma_tiny-224', 'gpu-ppma_tiny-224-train', 'gpu-lcsm_tiny-224', 'gpu-lcsm_tiny-224-train')
 
 
 @dataclass(frozen=True)

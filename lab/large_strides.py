@@ -7,10 +7,15 @@ from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import kernels
+from subquad.kernels.bias_act import bias_act
 from subquad.kernels.eos_scan import DecayGenerator
+from subquad.kernels.group_norm import group_norm
+from subquad.kernels.layer_norm import layer_norm
+from subquad.kernels.path_sums import path_sums
 from subquad.kernels.trees import quadtree_levels
 
 _MAP_NORESERVE = 0x4000                     # `mmap` has it since Python 3.13
@@ -115,6 +120,41 @@ def _paths(height, width):
     return [_tokens(3, height, width, 20), *(_tokens(3, height, width, 4, n) for n in (20, 3, 3))]
 
 
+# Operators of prepared networks have neither a gradient nor a backend.
+
+@torch.no_grad()
+def _layer_norm(x, add, weight, bias, backend):
+    if backend == 'triton':
+        return torch.cat(layer_norm(x, weight, bias, 1e-5, add, bias))
+    return torch.cat([F.layer_norm(x + add, bias.shape, weight, bias, 1e-5), x + add + bias])
+
+
+@torch.no_grad()
+def _group_norm(x, add, weight, bias, backend):
+    if backend == 'triton':
+        return torch.cat(group_norm(x, weight, bias, 1e-5, add, bias))
+    y = F.group_norm((x + add).permute(0, 3, 1, 2), 1, weight, bias, 1e-5)
+    return torch.cat([y.permute(0, 2, 3, 1), x + add + bias])
+
+
+@torch.no_grad()
+def _bias_act(x, bias, backend):
+    return bias_act(x, bias, 'gelu') if backend == 'triton' else F.gelu(x + bias)
+
+
+@torch.no_grad()
+def _path_sums(z, a_log, backend):
+    if backend == 'triton':
+        return path_sums(z, a_log, 2.0, True)
+    alpha, beta = -a_log.exp() / 2 * F.softplus(z).unflatten(3, (2, -1)).permute(3, 0, 1, 2, 4)
+    return torch.stack([alpha.cumsum(2), beta.cumsum(1)]).permute(0, 1, 4, 2, 3)
+
+
+@torch.no_grad()
+def _quadtree_attention(q, k, v, bias, backend):
+    return kernels.quadtree_attention(q, k, v, bias, backend=backend)
+
+
 CALLS: Dict[str, Call] = {
     'polyline': Call(kernels.polyline_attention, _attention, (0, 1, 2), (3,)),
     'polyline-multiplicative': Call(partial(kernels.polyline_attention, mask_mode='multiplicative', paths='v2h'),
@@ -151,6 +191,12 @@ CALLS: Dict[str, Call] = {
     'matmul-states': Call(_matmul_states, lambda: [*_products(19), _tokens(3, 3, 3, 16)], (0, 1, 2), ()),
     'selective': Call(_selective, lambda: _paths(3, 5), (0,), ()),
     'selective-long': Call(_selective, lambda: _paths(5, 9), (0,), ()),
+    'layer-norm': Call(_layer_norm, lambda: [*_grids(20, 20), _tokens(20), _tokens(20)], (0, 1, 2), ()),
+    'group-norm': Call(_group_norm, lambda: [*_grids(90, 90, width=7), _tokens(90), _tokens(90)], (0, 1, 2), ()),
+    'bias-act': Call(_bias_act, lambda: [*_grids(20), _tokens(20)], (0, 1, 2), ()),
+    'path-sums': Call(_path_sums, lambda: [*_grids(6, height=20, width=67), _tokens(3)], (0,), (1, 2)),
+    'quadtree-attention': Call(_quadtree_attention, lambda: [*(_tokens(3, 2, 5, 9, n) for n in (8, 8, 20)),
+                                                             _tokens(3, 2, 2, 2)], (0,), ()),
 }
 
 
@@ -177,7 +223,7 @@ def spread(tensors: Sequence[Tensor], dims: Sequence[int], memory: Tensor) -> Li
 def _run(call: Call, args: Sequence[Tensor], grad: Tensor, backend: str) -> List[Tensor]:
     args = [x.detach().requires_grad_() for x in args]
     y = call.operator(*args, backend=backend)
-    return [y.detach(), *torch.autograd.grad(y, args, grad)]
+    return [y.detach(), *(torch.autograd.grad(y, args, grad) if y.requires_grad else ())]
 
 
 def check(call: Call, memory: Tensor) -> None:

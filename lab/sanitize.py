@@ -10,7 +10,6 @@ The interpreter runs one program after the other, so faults between the threads 
 """
 import argparse
 import dataclasses
-import os
 import re
 import sys
 from contextlib import contextmanager
@@ -24,10 +23,12 @@ import torch
 from torch import Tensor
 
 from subquad import kernels
+from subquad.kernels.common.launch import interpreted
 from subquad.tools.common.cli import one_line
 
 from . import large_strides
 from .gpu_checks import GRIDS, Case, fault_of, poisoned, random_case, results
+from .gpu_plan import run_interpreted
 
 Order = Callable[[int], Sequence[int]]       # from the number of programs to the order in which they run
 # The reverse and three random ones.
@@ -36,7 +37,8 @@ ORDERS: Dict[str, Order] = {
     **{f'random {seed}': lambda count, seed=seed: np.random.default_rng(seed).permutation(count) for seed in range(3)}}
 # Calls that launch each kernel once, for --short.
 SHORT = ('polyline', 'decay', 'crisscross', 'crisscross-long', 'scan', 'separable', 'separable-chunks',
-         'quadtree-tiles', 'rotary', 'conv-weight', 'eos-chunks', 'eos-full', 'matmul', 'selective')
+         'quadtree-tiles', 'rotary', 'conv-weight', 'eos-chunks', 'eos-full', 'matmul', 'selective', 'layer-norm',
+         'group-norm', 'bias-act', 'path-sums', 'quadtree-attention')
 _GRID = (3, 5)                               # of the calls in bfloat16
 # Addresses have 47 bits. The bits above hold the number of the tensor that a pointer was computed from.
 _TAG = 48
@@ -236,7 +238,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--short', action='store_true', help='a call for each kernel, in float32 and two orders')
     short = parser.parse_args(argv).short
-    os.environ['TRITON_INTERPRET'] = '1'                       # before the first import of Triton
+    if not interpreted():
+        return run_interpreted('lab.sanitize', *(['--short'] if short else []))
     torch.manual_seed(0)
     left, failed = kernel_names(), 0
     for name, run in checks(short):

@@ -14,7 +14,8 @@ from ..common import launch
 from ..common.numerics import STEP_LOG_MIN
 from ..common.tiles import softplus
 
-LINES, BLOCK, WARPS = 16, 64, 4
+# Lines of a program, the most tokens of a piece, and warps.
+LINES, LARGEST_BLOCK, WARPS = 16, 64, 4
 LEAST_STEP = tl.constexpr(STEP_LOG_MIN)
 
 
@@ -62,5 +63,5 @@ def forward(z: Tensor, a_log: Tensor, scale: float, sums: bool) -> Tensor:
     if out.numel():
         _path_sums_fwd_kernel[launch.programs(2 * batch * heads * blocks)](
             z, a_log, out, 1 / scale, heads, height, width, channels - heads, *z.stride()[:3], SUMS=sums, LINES=LINES,
-            BLOCK=BLOCK, num_warps=WARPS)
+            BLOCK=min(LARGEST_BLOCK, launch.padded_power_of_two(max(height, width))), num_warps=WARPS)
     return out
