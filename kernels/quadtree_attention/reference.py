@@ -53,5 +53,6 @@ def quadtree_attention(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias
     split = [x.height * x.width for x in levels[:-1]]
     maps = [x.unflatten(2, level[:2]) for x, level in zip(weights.split(split, 2) if split else [], levels)]
     matrix = quadtree_matrix(maps, height, width, options.parametrization, options.shift)
+    matrix = matrix.to(v.device)                            # that of a single level has no edges to tell its device
     x = solve_each(matrix, means @ _rows(v, mask))
     return x[:, :, :leaves].unflatten(2, (height, width)).to(v.dtype)

@@ -73,6 +73,7 @@ def test_what_fails_or_computes_something_else_does_not_win():
     assert reasons[tuple(broken)] == 'RuntimeError: out of resource: shared memory'
     assert reasons[tuple(wrong)] == 'wrong result: error 1 of values up to 1'
     assert all(trial['ms'] is None for trial in found.trials if trial['why'])
+    assert tuning._differ([torch.ones(2), torch.empty(0)], [torch.ones(2), torch.empty(0)]) is None
 
 
 def test_a_row_that_fails_itself_is_replaced_and_a_problem_that_fails_is_recorded():
