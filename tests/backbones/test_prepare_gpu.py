@@ -74,6 +74,16 @@ def test_other_scales_of_the_decay():
             assert relative_error(prepared(x), expected) <= 3e-6
 
 
+@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_myo'])
+def test_padding_knows_the_forms(name):
+    model, prepared = _models(name)
+    images = [torch.randn(3, 32, width, device=DEVICE) for width in (32, 64)]
+    with torch.no_grad():
+        single = torch.cat([model(image[None]) for image in images])
+        with kernels.use_backend('triton'):
+            assert relative_error(subquad.forward_padded(prepared, images), single) <= 1e-5
+
+
 def test_gradients_and_autocast_take_the_equation():
     model, prepared = _models('test_ppma')
     images = [torch.randn(1, 3, 32, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
