@@ -25,6 +25,7 @@ from .mixers.selective import SelectiveScan
 from .mixers.tree import EDGE_DIM
 from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
 from .prepare import NativeTreeMixer, has_hooks, is_plain
+from .prepare_gpu import OneProductTreeMixer
 
 GROUPS = PATCH[0] * PATCH[1]
 
@@ -234,7 +235,7 @@ def prepare_for_export(model: nn.Module) -> List[str]:
     if any(isinstance(module, (MobileViTv2Block, TreeMixer)) and module.training for module in model.modules()):
         raise ValueError('the export form is for evaluation mode only; call model.eval() first')
     for module in model.modules():
-        if type(module) in (TreeMixer, NativeTreeMixer):
+        if type(module) in (TreeMixer, OneProductTreeMixer, NativeTreeMixer):
             ExportTreeMixer.convert(module)
         elif type(module) is SelectiveScan:
             module.__class__ = ExportScan

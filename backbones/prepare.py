@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from ..kernels import separable_attention
-from ..kernels.common.numerics import cast_for_autocast, needs_gradient, packed
+from ..kernels.common.numerics import cast_for_autocast, packed
 from ..kernels.common.patches import patch
 from ..kernels.crisscross_attention import native_forward as native_crisscross
 from ..kernels.dispatch import chosen_backend
@@ -157,10 +157,9 @@ class NativeTreeMixer(OneProductTreeMixer):
 
     def forward(self, x: Tensor, mask: Optional[Tensor] = None, depth: Optional[int] = None,
                 shift: Optional[Tuple[int, int]] = None) -> Tensor:
-        if needs_gradient(x, *self.joined.parameters()) or mask is not None or chosen_backend(
-                'quadtree_attention', 'auto', x) != 'native':
-            return super().forward(x, mask, depth, shift)
         value, gate, q, k = self.parts(x)
+        if value.requires_grad or mask is not None or chosen_backend('quadtree_attention', 'auto', value) != 'native':
+            return super().forward(x, mask, depth, shift)
         mixed = native_quadtree(
             q, k, value, self._biases(), None, self.parametrization, self.rho, self.levels(*x.shape[1:3])[0][2:],
             self._max_levels(), self._split_heads(gate))
@@ -252,7 +251,8 @@ def prepare_polyline(mixer: PolylineMixer) -> PolylineMixer:
 
 def prepare_eos(mixer: EosMixer) -> EosMixer:
     """Choose the form of a mixer for its device, in place, and return it."""
-    return NativeAxesMixer.convert(mixer) if NATIVE or is_on_gpu(mixer.value) else mixer
+    native = NATIVE and mixer.value.weight.is_cpu
+    return NativeAxesMixer.convert(mixer) if native or is_on_gpu(mixer.value) else mixer
 
 
 def prepare_tree(mixer: TreeMixer) -> TreeMixer:

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..kernels import quadtree_attention, separable_attention
-from ..kernels.bias_act import bias_act
+from ..kernels import dispatch, quadtree_attention, separable_attention
 from ..kernels.common.launch import LARGEST_HEAD
 from ..kernels.crisscross_attention import triton_forward as crisscross
-from ..kernels.dispatch import chosen_backend
-from ..kernels.group_norm import group_norm
-from ..kernels.layer_norm import layer_norm
-from ..kernels.path_sums import path_sums
+from ..kernels.dispatch import choose
 from ..kernels.polyline_attention import triton_forward as polyline
-from .blocks import Block, FeedForward
+from ..kernels.prepared import bias_act, group_norm, layer_norm, path_sums
+from .blocks import Block, FeedForward, has_hooks
 from .joined import ACTIVATIONS, is_plain, linear_of
 from .mixers import EosMixer, PolylineMixer, SeparableSelfAttention, TreeMixer
 from .mixers.eos_linear import gate_log
@@ -27,6 +24,7 @@ from .mobilevitv2 import TransformerLayer
 
 # Operators by the option `attention`. The first one takes sums of step logs, and the other one step logs.
 OPERATORS = {'full': polyline, 'crisscross': crisscross}
+_ROTATE = dispatch.OPERATORS['rotary_embedding'].implementations['triton']        # it has no objection of its own
 
 
 def is_on_gpu(layer: nn.Module) -> bool:
@@ -37,12 +35,12 @@ def is_on_gpu(layer: nn.Module) -> bool:
 def on_triton(x: Tensor) -> bool:
     """True if operators without a gradient may take the place of others on x, which Triton's kernels can read."""
     return (not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled('cuda')
-            and chosen_backend('rotary_embedding', 'auto', x) == 'triton')
+            and choose('rotary_embedding', 'auto', x) is _ROTATE)
 
 
 @register_notrace_module
 class FusedNorm(nn.LayerNorm):
-    """LayerNorm over the channels by `kernels.layer_norm`: (..., C) to the same shape."""
+    """LayerNorm over the channels by `kernels.prepared`: (..., C) to the same shape."""
 
     @staticmethod
     def convert(norm: nn.LayerNorm) -> nn.LayerNorm:
@@ -52,7 +50,8 @@ class FusedNorm(nn.LayerNorm):
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)[0] if on_triton(x) else super().forward(x)
+        known = x.shape[-1:] == self.normalized_shape and (self.weight is None or self.weight.dtype == x.dtype)
+        return layer_norm(x, self.weight, self.bias, self.eps)[0] if known and on_triton(x) else super().forward(x)
 
 
 @register_notrace_module
@@ -110,7 +109,7 @@ class OneProductMixer(PolylineMixer):
         steps = y[..., 3 * dim:]
         if self.decay is not None:
             steps = steps[..., :len(self.decay.proj.weight) * self.num_heads]
-        if self.fused and on_triton(x):
+        if self.fused and x.numel() and on_triton(x):
             y = self.attended(q, k, v, steps)
         else:
             y = self.attend(q, k, v, *self.logs(x, steps)).transpose(1, 2).reshape(x.shape)
@@ -184,7 +183,7 @@ class OneProductAxesMixer(EosMixer):
 class FusedConv(nn.Conv2d):
     """act(conv(x)): (B, C, H, W) -> (B, C', H', W'), channels-last.
 
-    A 1 x 1 convolution is a product, which adds the bias. Others leave bias and activation to `kernels.bias_act`.
+    A 1 x 1 convolution is a product, which adds the bias. Others leave bias and activation to `kernels.prepared`.
 
     Attributes:
         act: 'none', 'gelu' or 'silu'.
@@ -206,18 +205,16 @@ class FusedConv(nn.Conv2d):
     def convert_all(model: nn.Module) -> None:
         """Convert all plain convolutions of a model."""
         for conv in model.modules():
-            if type(conv) is nn.Conv2d:
+            if type(conv) is nn.Conv2d and not has_hooks(conv):
                 FusedConv.convert(conv, nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or not (x.is_contiguous(memory_format=torch.channels_last) and on_triton(x)):
+            return _APPLY[self.act](super().forward(x))
         if self.pointwise:
-            y = map_tokens(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        elif on_triton(x):
-            y = self._conv_forward(x, self.weight, None).permute(0, 2, 3, 1)
-            return bias_act(y, self.bias, self.act).permute(0, 3, 1, 2)
-        else:
-            y = super().forward(x)
-        return _APPLY[self.act](y)
+            return _APPLY[self.act](map_tokens(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        y = self._conv_forward(x, self.weight, None).permute(0, 2, 3, 1)
+        return bias_act(y, self.bias, self.act).permute(0, 3, 1, 2)
 
 
 _APPLY = {'none': lambda x: x, 'gelu': F.gelu, 'silu': F.silu}
@@ -230,7 +227,7 @@ def map_tokens(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 @register_notrace_module
 class ImageNorm(nn.GroupNorm):
-    """GroupNorm of one group by `kernels.group_norm`: (B, C, H, W) to the same shape, channels-last."""
+    """GroupNorm of one group by `kernels.prepared`: (B, C, H, W) to the same shape, channels-last."""
 
     @staticmethod
     def convert(norm: nn.GroupNorm) -> nn.GroupNorm:
@@ -240,7 +237,7 @@ class ImageNorm(nn.GroupNorm):
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
-        if not on_triton(x):
+        if x.ndim != 4 or not on_triton(x):
             return super().forward(x)
         return group_norm(x.permute(0, 2, 3, 1), self.weight, self.bias, self.eps)[0].permute(0, 3, 1, 2)
 
@@ -253,8 +250,8 @@ class FusedLayer(TransformerLayer):
     def convert(layer: TransformerLayer) -> TransformerLayer:
         """Join the queries and values of a layer, in place, and return it."""
         attn = layer.attn
-        if isinstance(attn, SeparableSelfAttention) and is_plain(attn.qkv_proj, attn.out_proj, layer.mlp.fc1,
-                                                                 layer.mlp.fc2):
+        layers = attn.qkv_proj, attn.out_proj, layer.mlp.fc1, layer.mlp.fc2
+        if isinstance(attn, SeparableSelfAttention) and is_plain(*layers) and type(layer.mlp.act) is nn.SiLU:
             count, dim = attn.num_latent_tokens, attn.out_proj.in_channels
             layer.query_value = linear_of(*(torch.cat([x[:count], x[count + dim:]]) for x in (
                 attn.qkv_proj.weight.flatten(1), attn.qkv_proj.bias)))

@@ -193,7 +193,8 @@ def _objection(op: str, *tensors: Tensor) -> Optional[str]:
         return None
     first = tensors[0]
     if first.device.type == 'cuda' and torch.version.hip is None:
-        if _capability(first.device) < (7, 0):
+        known = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
+        if known(first.device) < (7, 0):
             return f'Triton needs compute capability 7.0, and {torch.cuda.get_device_name(first.device)} has less.'
     elif first.device.type not in ('cuda', 'meta') and not interpreted():       # meta: only shapes are computed
         return f'the arguments are on {first.device}, and Triton runs on a GPU or with TRITON_INTERPRET=1.'

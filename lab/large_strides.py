@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import kernels
-from subquad.kernels.bias_act import bias_act
 from subquad.kernels.eos_scan import DecayGenerator
-from subquad.kernels.group_norm import group_norm
-from subquad.kernels.layer_norm import layer_norm
-from subquad.kernels.path_sums import path_sums
+from subquad.kernels.prepared import bias_act, group_norm, layer_norm, path_sums
 from subquad.kernels.trees import quadtree_levels
 
 _MAP_NORESERVE = 0x4000                     # `mmap` has it since Python 3.13

@@ -12,7 +12,7 @@ OPERATOR_FILES = {'__init__', 'reference', 'portable'}
 MORE_KERNELS = {'native', 'triton', 'triton_backward', 'triton_full_rank', 'triton_running', 'triton_tiles'}
 # Layers of kernels/, lowest first; a folder that is not named here is an operator's.
 KERNEL_LAYERS = {'kernels.common': 0, 'kernels.native': 1, 'kernels.dispatch': 2, 'kernels.trees': 3,
-                 'kernels.eos_scan': 3, 'kernels.tiling': 5}
+                 'kernels.eos_scan': 3, 'kernels.prepared': 3, 'kernels.tiling': 5}
 OPERATOR_LAYER, TOP_LAYER = 4, 5
 # Layers of tools/, lowest first. The commands are above them; engine and data do not import each other.
 TOOL_LAYERS = {'tools.common': 0, 'tools.engine': 1, 'tools.data': 1, 'tools.exporters': 2, 'tools.bench': 3}

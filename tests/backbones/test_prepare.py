@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import subquad
 from subquad.backbones import blocks, joined
 from subquad.backbones import prepare as forms
-from subquad.backbones.mixers import PolylineMixer
+from subquad.backbones.mixers import PolylineMixer, TreeMixer
 from subquad.backbones.mobilevitv2 import ConvNormAct
 from subquad.backbones.weights import save_weights
 
@@ -60,6 +60,13 @@ def test_outputs_stay(name, options, monkeypatch):
     y = prepared(x)                                                   # with gradients
     y.sum().backward()
     assert relative_error(y.detach(), expected) <= exact
+
+
+def test_float16_autocast_of_a_tree_reads_its_own_numbers():
+    mixer, x = TreeMixer(16, 2).eval(), torch.randn(1, 2, 2, 16)
+    prepared = subquad.prepare(nn.Sequential(copy.deepcopy(mixer)).eval())
+    with torch.no_grad(), torch.autocast('cpu', torch.float16):
+        assert relative_error(prepared(x).float(), mixer(x).float()) <= 1e-2
 
 
 @pytest.mark.parametrize('name', [*SKELETON, 'test_mobilevitv2'])

@@ -16,11 +16,9 @@ import subquad
 from subquad import kernels
 from subquad.backbones import prepare as forms
 from subquad.backbones import prepare_gpu
+from subquad.backbones.export import prepare_for_export
 from subquad.backbones.joined import ACTIVATIONS
-from subquad.kernels.bias_act import bias_act
-from subquad.kernels.group_norm import group_norm
-from subquad.kernels.layer_norm import layer_norm
-from subquad.kernels.path_sums import path_sums
+from subquad.kernels.prepared import bias_act, group_norm, layer_norm, path_sums
 
 skip_without_triton()
 
@@ -35,7 +33,7 @@ def _on_gpu(monkeypatch):
         monkeypatch.setattr(module, 'is_on_gpu', lambda layer: True)
 
 
-def _models(name, dtype=torch.float32, **options):
+def _models(name, **options):
     """A network whose norms are no identities, and a prepared copy."""
     torch.manual_seed(0)
     if name != 'test_mobilevitv2':
@@ -45,7 +43,7 @@ def _models(name, dtype=torch.float32, **options):
         if isinstance(norm, (nn.GroupNorm, nn.LayerNorm)) and norm.weight is not None:
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             nn.init.normal_(norm.bias, std=0.3)
-    model = model.to(DEVICE, dtype)
+    model = model.to(DEVICE)
     return model, subquad.prepare(copy.deepcopy(model))
 
 
@@ -84,15 +82,60 @@ def test_padding_knows_the_forms(name):
             assert relative_error(subquad.forward_padded(prepared, images), single) <= 1e-5
 
 
-def test_gradients_and_autocast_take_the_equation():
+def test_what_needs_a_gradient_autocast_or_a_graph_takes_the_equation():
+    x = torch.ones(1, device=DEVICE)
+    with kernels.use_backend('triton'):
+        assert not prepare_gpu.on_triton(x)
+        with torch.no_grad():
+            assert prepare_gpu.on_triton(x)
+            torch.set_autocast_enabled('cuda', True)
+            try:
+                assert not prepare_gpu.on_triton(x)
+            finally:
+                torch.set_autocast_enabled('cuda', False)
+            with pytest.raises(ValueError, match='float64'):
+                prepare_gpu.on_triton(x.double())
     model, prepared = _models('test_ppma')
     images = [torch.randn(1, 3, 32, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
     images[1].data.copy_(images[0].data)
     for network, x in zip((model, prepared), images):
         network(x).square().sum().backward()
     assert relative_error(images[1].grad, images[0].grad) <= 1e-4
-    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
-        assert relative_error(prepared(images[0]).float(), model(images[0]).float()) <= 3e-2
+
+
+def test_an_empty_batch_and_bfloat16():
+    for name in ('test_ppma', 'test_mobilevitv2'):
+        model, prepared = _models(name)
+        x = torch.randn(1, 3, 32, 32, device=DEVICE)
+        with torch.inference_mode():
+            expected = model(x)
+            with kernels.use_backend('triton'):
+                assert prepared(x[:0]).shape == (0, 7)
+                half = prepared.bfloat16()(x.bfloat16())
+        assert half.dtype == torch.bfloat16 and relative_error(half.float(), expected) <= 3e-2
+
+
+def test_modules_of_other_models_take_other_shapes_and_layouts():
+    norms = nn.ModuleList([nn.GroupNorm(1, 8), nn.LayerNorm(8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1)])
+    prepared = subquad.prepare(copy.deepcopy(norms).eval()).to(DEVICE)
+    norms.to(DEVICE)
+    shapes = [(2, 8), (2, 8, 5), (2, 3, 8)], [(2, 8, 5, 5), (8, 5, 5)]
+    with torch.no_grad(), kernels.use_backend('triton'):
+        for module, form, inputs in zip(norms, prepared, (shapes[0][:2], shapes[0][::2], shapes[1], shapes[1])):
+            assert type(form) is not type(module)
+            for shape in inputs:
+                x = torch.randn(shape, device=DEVICE)
+                y, expected = form(x), module(x)
+                assert y.stride() == expected.stride() and relative_error(y, expected) <= 1e-6
+        with pytest.raises(RuntimeError):
+            prepared[1](torch.randn(2, 16, device=DEVICE))
+
+
+def test_a_tree_has_its_export_form():
+    _, prepared = _models('test_myo')
+    assert any(type(module) is prepare_gpu.OneProductTreeMixer for module in prepared.modules())
+    prepare_for_export(prepared)
+    assert not any(type(module) is prepare_gpu.OneProductTreeMixer for module in prepared.modules())
 
 
 @pytest.mark.parametrize('name', MOST_OPERATORS)
@@ -137,7 +180,7 @@ def test_bias_act(act):
 
 @pytest.mark.parametrize('shape', [(3, 5, 7, 20), (1, 40, 43, 96), (2, 1, 1, 8), (0, 4, 4, 8)], ids=str)
 def test_group_norm(shape, monkeypatch):
-    monkeypatch.setattr(importlib.import_module('subquad.kernels.group_norm.triton'), 'PARTS', 16)
+    monkeypatch.setattr(importlib.import_module('subquad.kernels.prepared.triton_group_norm'), 'PARTS', 16)
     x, add = 3 + torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
     weight, bias, ahead = (torch.randn(shape[-1], device=DEVICE) for _ in range(3))
     total = x.double() + add.double()

@@ -45,7 +45,7 @@ def _layer_norm_fwd_kernel(
 def forward(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float,
             add: Optional[Tensor] = None, ahead: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """Return the norm of the sum and, with `add`, the sum plus `ahead`."""
-    x, add = x.contiguous(), None if add is None else add.contiguous()
+    x, weight, bias, add, ahead = (None if z is None else z.contiguous() for z in (x, weight, bias, add, ahead))
     y, total = x.new_empty(x.shape), x.new_empty(x.shape if add is not None else 0)
     dim = x.shape[-1]
     block_c = launch.padded_power_of_two(dim)

@@ -54,7 +54,7 @@ def _path_sums_fwd_kernel(z, a_log, out, per_scale, heads, height, width, vertic
 
 def forward(z: Tensor, a_log: Tensor, scale: float, sums: bool) -> Tensor:
     """Return horizontal and vertical step logs or sums, (2, B, heads, H, W) in float32."""
-    z = launch.unit_stride(z)
+    z, a_log = launch.unit_stride(z), a_log.contiguous()
     batch, height, width, channels = z.shape
     heads = len(a_log)
     launch.check_grid(z)

@@ -28,7 +28,7 @@ def _bias_act_fwd_kernel(x, bias, out, size, DIM: tl.constexpr, ACT: tl.constexp
 
 def forward(x: Tensor, bias: Tensor, act: str) -> Tensor:
     """Return act(x + bias), dense."""
-    x = x.contiguous()
+    x, bias = x.contiguous(), bias.contiguous()
     out = x.new_empty(x.shape)
     if size := x.numel():
         _bias_act_fwd_kernel[launch.programs(launch.cdiv(size, BLOCK))](

@@ -75,7 +75,7 @@ def _group_norm_fwd_kernel(x, add, weight, bias, partial, y, images, size, parts
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Optional[Tensor] = None,
             ahead: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """Return the norm of the sum and, with `add`, the sum plus `ahead`."""
-    x, add = x.contiguous(), None if add is None else add.contiguous()
+    x, weight, bias, add, ahead = (None if z is None else z.contiguous() for z in (x, weight, bias, add, ahead))
     y, total = x.new_empty(x.shape), x.new_empty(x.shape if add is not None else 0)
     if not x.numel():
         return y, total
