@@ -156,7 +156,7 @@ def _write_means(xs: Sequence[Tensor], means: Sequence[Tensor], levels: Sequence
     """Write the means of tensors (B, heads, H, W, D) at the inner levels, which start after `starts` nodes."""
     batch, leaves, first = xs[0].shape[0], levels[0], 0
     channels = tuple(x.shape[1] * x.shape[4] for x in xs)
-    blocks = sum(-(-n // BLOCK_C) for n in channels)
+    blocks = sum(launch.cdiv(n, BLOCK_C) for n in channels)
     strides = tuple(_token_strides(x) for x in xs)
     sums = means[-1:] * len(xs)                        # float32 with queries, but not accessed
     while first < len(levels) - 1:
@@ -194,9 +194,9 @@ def forward(q: Optional[Tensor], k: Optional[Tensor], v: Tensor, bias: Tensor, p
     edges = v.new_empty((starts[-1] + nodes[0] - nodes[-1]) * heads, dtype=torch.float32)
     _write_means((v, *products), means, levels, starts)
     edge_dim = products[0].shape[4] if products else 0
-    block_e = 1 << max(edge_dim - 1, 0).bit_length()
+    block_e = launch.next_power_of_2(max(edge_dim, 1))
     block = max(QUERIES // block_e, 16)
-    programs = batch * sum(-(-level.height * level.width * heads // block) for level in levels[:-1])
+    programs = batch * sum(launch.cdiv(level.height * level.width * heads, block) for level in levels[:-1])
     query, query_means, key_means = (products[0], *means[1:]) if products else (v, edges, edges)
     _quadtree_edges_fwd_kernel[launch.programs(programs)](
         query, _token_strides(query), query_means, key_means, bias.contiguous(), edges, batch, heads, *levels[0],
