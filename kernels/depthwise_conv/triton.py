@@ -50,16 +50,16 @@ def _places(patch, count, height, width, rows, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_token(pointer, offset, mask, GELU: tl.constexpr):
-    """Load the tokens at `offset` (patches, 1), and zeros where `mask` is false: (patches, channels), float32."""
-    x = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
+def _load_token(pointer, mask, GELU: tl.constexpr):
+    """Load a token of each patch, and zeros where `mask` is false, as float32: (patches, channels)."""
+    x = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     return gelu(x) if GELU else x
 
 
 @triton.jit
 def _inside(index, size):
-    """Return whether rows or columns lie on the grid: (patches, 1)."""
-    return ((index >= 0) & (index < size))[:, None]
+    """Return whether 0 <= index < size, for rows or columns: (patches, 1). Negative indices are large unsigned ones."""
+    return (index.to(tl.uint32, bitcast=True) < size)[:, None]
 
 
 @triton.jit(do_not_specialize=['height', 'width', 'count', 'rows'])
@@ -83,43 +83,49 @@ def _depthwise_conv_fwd_kernel(
         add += image[:, None] * a_b + c[None, :]
     if DERIVATIVE:
         before += image[:, None] * g_b + c[None, :]
-    taps = ()
+    taps, masks, owned = (), (), (c < channels)[None, :]
+    weight += c[None, :] * (KERNEL * KERNEL)
     for n in tl.static_range(KERNEL * KERNEL):
-        tap = tl.load(weight + c * (KERNEL * KERNEL) + (KERNEL * KERNEL - 1 - n if TURNED else n), mask=c < channels,
-                      other=0.0).to(tl.float32)[None, :]
+        tap = _load_token(weight + (KERNEL * KERNEL - 1 - n if TURNED else n), owned, False)
         taps = taps + (tap + 1.0 if RESIDUAL and n == KERNEL * KERNEL // 2 else tap,)
-    masks, owned = (), (c < channels)[None, :]
     for s in tl.static_range(COLUMNS + LAST):
         masks = masks + (_inside(left + (s - PAD), width) & owned,)
     start = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     if BIAS:
-        start += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        start += _load_token(bias + c[None, :], owned, False)
     sums = ()                                            # of the LAST output rows that have begun, the oldest first
     for _ in tl.static_range(LAST * COLUMNS):
         sums = sums + (start,)
     for t in tl.range(0, rows + LAST, num_stages=STAGES):
         row, tokens, updated = top + (t - PAD), (), ()
-        first, inside = (row * x_h + (left - PAD) * x_w)[:, None], _inside(row, height)
+        line, inside = x + (row * x_h + (left - PAD) * x_w)[:, None], _inside(row, height)
         for s in tl.static_range(COLUMNS + LAST):
-            tokens = tokens + (_load_token(x, first + s * x_w, inside & masks[s], GELU),)
+            tokens = tokens + (_load_token(line, inside & masks[s], GELU),)
+            line += x_w
         for n in tl.static_range(KERNEL * COLUMNS):                      # output row t - LAST + n // COLUMNS
             y = start
             if n < LAST * COLUMNS:
                 y = sums[n]
             for place in tl.static_range(KERNEL):
-                y += taps[(LAST - n // COLUMNS) * KERNEL + place] * tokens[n % COLUMNS + place]
+                y = tl.fma(tokens[n % COLUMNS + place], taps[(LAST - n // COLUMNS) * KERNEL + place], y)
             updated = updated + (y,)
         row = top + (t - LAST)
         inside = ((row >= top) & (row < bottom))[:, None]
+        written = out + ((row * width + left) * channels)[:, None]
+        if ADD:
+            added = add + (row * a_h + left * a_w)[:, None]
+        if DERIVATIVE:
+            derived = before + (row * g_h + left * g_w)[:, None]
         for s in tl.static_range(COLUMNS):
-            column, mask = left + s, inside & masks[s + PAD]
-            y = updated[s]
+            mask, y = inside & masks[s + PAD], updated[s]
             if ADD:
-                y += tl.load(add + (row * a_h + column * a_w)[:, None], mask=mask, other=0.0).to(tl.float32)
+                y += _load_token(added, mask, False)
+                added += a_w
             if DERIVATIVE:
-                y *= _gelu_derivative(tl.load(before + (row * g_h + column * g_w)[:, None], mask=mask,
-                                              other=0.0).to(tl.float32))
-            tl.store(out + ((row * width + column) * channels)[:, None], y.to(out.dtype.element_ty), mask=mask)
+                y *= _gelu_derivative(_load_token(derived, mask, False))
+                derived += g_w
+            tl.store(written, y.to(out.dtype.element_ty), mask=mask)
+            written += channels
         sums = updated[COLUMNS:]
 
 
@@ -144,22 +150,27 @@ def _depthwise_conv_bwd_kernel(
     for step in range(chunk):
         patch = (part * chunk + step) * BLOCK_P + tl.arange(0, BLOCK_P)
         image, top, left = _places(patch, count, height, width, ROWS, COLUMNS)
-        gradients, window, updated = (), (), ()
-        line = grad + image[:, None] * g_b + c[None, :]
-        for n in tl.static_range(ROWS * COLUMNS):
-            row, column = top + n // COLUMNS, left + n % COLUMNS
-            gradients = gradients + (_load_token(line, (row * g_h + column * g_w)[:, None],
-                                                 _inside(row, height) & _inside(column, width) & owned, False),)
-        line = x + image[:, None] * x_b + c[None, :]
-        for n in tl.static_range((ROWS + TAP_ROWS - 1) * SPAN):
-            row, column = top + first_row + (n // SPAN - PAD), left + (n % SPAN - PAD)
-            window = window + (_load_token(line, (row * x_h + column * x_w)[:, None],
-                                           _inside(row, height) & _inside(column, width) & owned, GELU),)
+        of_x, of_grad = x + image[:, None] * x_b + c[None, :], grad + image[:, None] * g_b + c[None, :]
+        gradients, window, masks, updated = (), (), (), ()
+        for n in tl.static_range(SPAN):
+            masks = masks + (_inside(left + (n - PAD), width),)
+        for m in tl.static_range(ROWS):
+            row = top + m
+            line, inside = of_grad + (row * g_h + left * g_w)[:, None], _inside(row, height) & owned
+            for n in tl.static_range(COLUMNS):
+                gradients = gradients + (_load_token(line, inside & masks[n + PAD], False),)
+                line += g_w
+        for m in tl.static_range(ROWS + TAP_ROWS - 1):
+            row = top + first_row + (m - PAD)
+            line, inside = of_x + (row * x_h + (left - PAD) * x_w)[:, None], _inside(row, height) & owned
+            for n in tl.static_range(SPAN):
+                window = window + (_load_token(line, inside & masks[n], GELU),)
+                line += x_w
         for n in tl.static_range(TAPS):
             total = sums[n]
             for place in tl.static_range(ROWS * COLUMNS):
-                total += gradients[place] * window[(place // COLUMNS + n // KERNEL) * SPAN + place % COLUMNS
-                                                   + n % KERNEL]
+                total = tl.fma(gradients[place], window[(place // COLUMNS + n // KERNEL) * SPAN + place % COLUMNS
+                                                        + n % KERNEL], total)
             updated = updated + (total,)
         total = sums[TAPS]
         for place in tl.static_range(ROWS * COLUMNS):
