@@ -4,7 +4,8 @@ Exporters take the models as they are, because operators choose their export for
 gives faster graphs, with fewer operators that ExecuTorch cannot delegate to XNNPACK. It changes results by rounding
 only.
 
-MobileViTv2's blocks become linear layers on tokens in rows, with all weights rewritten beforehand.
+MobileViTv2's blocks become linear layers on tokens in rows, with all weights rewritten beforehand. `compose_linear`
+makes one of two linear maps in a row of its classifiers.
 """
 from typing import List, Optional, Sequence, Tuple
 
@@ -23,7 +24,7 @@ from ..kernels.trees.edges import edge_biases
 from .mixers import SeparableSelfAttention, TreeMixer
 from .mixers.selective import SelectiveScan
 from .mixers.tree import EDGE_DIM
-from .mobilevitv2 import PATCH, MobileViTv2Block, TransformerLayer, to_even_size
+from .mobilevitv2 import PATCH, InvertedResidual, MobileViTv2, MobileViTv2Block, TransformerLayer, to_even_size
 from .prepare import NativeTreeMixer, has_hooks, is_plain
 from .prepare_gpu import OneProductTreeMixer
 
@@ -99,9 +100,11 @@ class ExportBlock(nn.Module):
             layer.attn.patch_size = (GROUPS, 1)              # every row of tokens is a group
         self.transformer = nn.ModuleList(map(ExportLayer, block.transformer))
         self.norm = ImageNorm(block.norm)
-        conv, norm = block.conv_proj.conv, block.conv_proj.bn
-        conv = fuse_conv_bn_eval(conv, norm) if isinstance(norm, nn.BatchNorm2d) else conv
-        self.proj = _linear(*_fold_affine(block.norm, conv))
+        self.proj: nn.Module = nn.Identity()
+        if not isinstance(block.conv_proj, nn.Identity):
+            conv, norm = block.conv_proj.conv, block.conv_proj.bn
+            conv = fuse_conv_bn_eval(conv, norm) if isinstance(norm, nn.BatchNorm2d) else conv
+            self.proj = _linear(*_fold_affine(block.norm, conv))
 
     def forward(self, x: Tensor) -> Tensor:
         if not all(isinstance(side, int) for side in x.shape[2:]):
@@ -215,6 +218,40 @@ class ExportScan(SelectiveScan):
                    for line, (columns, reverse) in zip(y.split(1, 1), orders)).to(grid.dtype)
 
 
+@torch.no_grad()
+def compose_linear(model: nn.Module) -> None:
+    """Make one of two linear maps in a row wherever MobileViTv2 then takes fewer products, in place.
+
+    A stage can end with a 1 x 1 convolution without activation, and the next one, or the classifier behind the average,
+    begins with another linear map. The map between them is lost, so the model has no feature maps of its stages any
+    more. BatchNorm must have been fused. Other models are not changed.
+    """
+    if not isinstance(model, MobileViTv2):
+        return
+    blocks = [block for stage in model.stages for block in stage]
+    firsts = [block.conv1_1x1.conv if type(block) is InvertedResidual and not block.residual else None
+              for block in blocks[1:]]
+    firsts.append(model.head.fc if model.head.global_pool.pool_type == 'avg' else None)
+    for block, first in zip(blocks, firsts):
+        if first is None or getattr(block, 'residual', False):
+            continue
+        name = 'conv3_1x1' if isinstance(block, InvertedResidual) else 'conv_proj'
+        last = getattr(block, name).conv
+        (rows, middle), columns = first.weight.shape[:2], last.weight.shape[1]
+        if not _bypass(last, first) or rows * columns > middle * (rows + columns):
+            continue
+        weight, bias = last.weight.flatten(1), last.bias
+        if isinstance(block, MobileViTv2Block):
+            weight, bias = _fold_affine(block.norm, last)
+            nn.init.ones_(block.norm.weight)
+            nn.init.zeros_(block.norm.bias)
+        outer = first.weight.double().flatten(1)
+        first.bias += outer @ bias.double()
+        first.weight = nn.Parameter((outer @ weight.double()).to(weight).unflatten(1, (-1, *first.weight.shape[2:])))
+        setattr(first, 'in_features' if isinstance(first, nn.Linear) else 'in_channels', columns)
+        setattr(block, name, nn.Identity())
+
+
 def prepare_for_export(model: nn.Module) -> List[str]:
     """Replace modules of a finished model by their export form, in place.
 
@@ -249,7 +286,7 @@ def prepare_for_export(model: nn.Module) -> List[str]:
 
 
 def _is_supported(block: MobileViTv2Block) -> bool:
-    if block.exact_size or not _bypass(block.conv_proj.conv):
+    if block.exact_size or not (isinstance(block.conv_proj, nn.Identity) or _bypass(block.conv_proj.conv)):
         return False
     return all(
         type(layer) is TransformerLayer and type(layer.attn) is SeparableSelfAttention

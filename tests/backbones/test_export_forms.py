@@ -5,12 +5,17 @@ import pytest
 import torch
 from helpers import assert_close
 from pairwise import pairwise
+from timm import create_model
+from torch import nn
 
-from subquad.backbones.export import prepare_for_export
+from lab.export_matrix import randomize_norms
+from subquad.backbones.export import compose_linear, prepare_for_export
 from subquad.backbones.mixers import PolylineMixer, TreeMixer
+from subquad.backbones.mobilevitv2 import ConvNormAct
 from subquad.kernels import rotary_embedding
 from subquad.kernels.rotary_embedding.angles import _frequencies, rotary_angles, rotate_flat
 from subquad.kernels.trees import level_means, level_means_export, quadtree_levels
+from subquad.tools.exporters.subject import fuse_norms
 
 
 def pair(mixer, *args, **options):
@@ -77,3 +82,23 @@ def test_rotation_of_many_tokens():
     q, k = torch.randn(2, 1, 2, 3136, 16)
     for actual, expected in zip(rotate_flat(q, k, 0.25), rotary_embedding(q, k, scale=0.25)):
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize('size', [(64, 96), (70, 70)])
+@pytest.mark.parametrize('pool, last', [('avg', ['stages.4.1.conv_proj']), ('max', [])])
+def test_composed_linear_maps(pool, last, size):
+    """Linear maps in a row become one, also before the classifier unless the pooling between is not linear."""
+    torch.manual_seed(0)
+    model = randomize_norms(create_model('subquad_mobilevitv2_050', global_pool=pool).eval())
+    composed = fuse_norms(copy.deepcopy(model))
+    compose_linear(composed)
+    exportable = copy.deepcopy(composed)
+    prepare_for_export(exportable)
+    x = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        expected = model(x)
+        assert_close(composed(x), expected, 1e-5)
+        assert_close(exportable(x), expected, 1e-5)
+    gone = [name for name, module in composed.named_modules() if type(module) is nn.Identity
+            and type(model.get_submodule(name)) is ConvNormAct]
+    assert gone == ['stages.0.0.conv3_1x1', 'stages.2.1.conv_proj', 'stages.3.1.conv_proj', *last]

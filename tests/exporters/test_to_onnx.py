@@ -70,7 +70,7 @@ def test_a_classifier_with_a_fixed_size(name, tmp_path, capfd):
     assert sum(conversion.operators.values()) == len(model.graph.node)
     weights = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
     parameters = sum(p.numel() for p in made.eager.parameters())
-    assert 0.9 * parameters < weights < 1.3 * parameters
+    assert 0.85 * parameters < weights < 1.3 * parameters          # MobileViTv2's linear maps in a row become one
 
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
     assert json.loads(session.get_modelmeta().custom_metadata_map['subquad']) == made.metadata

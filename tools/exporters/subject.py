@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ... import __version__
 from ...backbones.blocks import ProjectionHead
-from ...backbones.export import prepare_for_export
+from ...backbones.export import compose_linear, prepare_for_export
 from ..common.cli import UserError, one_line
 from ..common.images import LeftOut, image_files, open_image
 from ..common.output import progress
@@ -175,7 +175,10 @@ def classifier_subject(read: Classifier, weights: str, size: Optional[Sequence[i
     height, width = transform['input_size'][-2:]
     export_form = create(read.name, exportable=True, **{**size_options(read.name, (height, width)), **read.options})
     export_form.load_state_dict(eager.state_dict())
-    prepare_for_export(fuse_norms(export_form.eval()))
+    fuse_norms(export_form.eval())
+    if not features:
+        compose_linear(export_form)
+    prepare_for_export(export_form)
     module, reference = _Outputs(export_form, features), _Outputs(eager, features)
     task = 'features' if features else 'classification'
     description = preprocessing(transform)
