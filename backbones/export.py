@@ -223,17 +223,18 @@ def compose_linear(model: nn.Module) -> None:
     """Make one of two linear maps in a row wherever MobileViTv2 then takes fewer products, in place.
 
     A stage can end with a 1 x 1 convolution without activation, and the next one, or the classifier behind the average,
-    begins with another linear map. The map between them is lost, so the model has no feature maps of its stages any
-    more. BatchNorm must have been fused. Other models are not changed.
+    begins with another linear map. The map between them is lost, so nothing can be made of it but the logits, or the
+    maps in `out_indices`. BatchNorm must have been fused. Other models are not changed.
     """
     if not isinstance(model, MobileViTv2):
         return
     blocks = [block for stage in model.stages for block in stage]
+    kept = [model.stages[n][-1] for n in getattr(model, 'out_indices', ())]
     firsts = [block.conv1_1x1.conv if type(block) is InvertedResidual and not block.residual else None
               for block in blocks[1:]]
-    firsts.append(model.head.fc if model.head.global_pool.pool_type == 'avg' else None)
+    firsts.append(model.head.fc if not kept and model.head.global_pool.pool_type == 'avg' else None)
     for block, first in zip(blocks, firsts):
-        if first is None or getattr(block, 'residual', False):
+        if first is None or block in kept or getattr(block, 'residual', False):
             continue
         name = 'conv3_1x1' if isinstance(block, InvertedResidual) else 'conv_proj'
         last = getattr(block, name).conv

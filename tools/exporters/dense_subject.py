@@ -10,7 +10,7 @@ from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from timm.layers import set_exportable
 from torch import Tensor, nn
 
-from ...backbones.export import prepare_for_export
+from ...backbones.export import compose_linear, prepare_for_export
 from ...backbones.mm.checkpoints import load_checkpoint
 from ...backbones.mm.ssdlite import SSDLiteJointHead
 from ..common.cli import UserError, one_line, quiet, weight_errors
@@ -74,7 +74,8 @@ def dense_subject(
     preprocessing, color = preparation(config, size)
     for target, source in zip(module.state_dict().values(), eager.state_dict().values()):
         target.copy_(source)
-    prepare_for_export(fuse_norms(module))
+    compose_linear(fuse_norms(module).backbone)
+    prepare_for_export(module)
     images = torch.zeros(1, eager.backbone.in_chans, *size)
     try:
         if task == 'detection':
