@@ -1,4 +1,6 @@
 """int8 and half-precision ExecuTorch files: accuracy on handwritten digits, and refusals."""
+from dataclasses import replace
+
 import pytest
 import torch
 from digits_exports import POINTS, calibration_of, check_accuracy, digits_subject
@@ -42,6 +44,26 @@ def test_quantized_convolutions_and_linear_layers(subject, tmp_path):
     images, path = [subject.example(seed=n) for n in range(8)], tmp_path / 'int8.pte'
     assert executorch.convert(subject, Options('int8', calibration=images), path).delegated_macs == 1.0
     assert 1e-5 < compare(executorch.load(path), subject, images).relative < 0.05    # computed with 8 bits
+
+
+class Labels(nn.Sequential):
+    """Logits, and the labels of their resized map, as segmenters have them."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        resized = nn.functional.interpolate(logits, (32, 32), mode='bilinear', align_corners=False)
+        return logits, resized.argmax(1)
+
+
+def test_quantized_logits_that_are_resized_and_an_output(subject, tmp_path):
+    model = Labels(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 5, 1)).eval()
+    subject = replace(subject, module=model, eager=model, outputs=('logits', 'labels'))
+    images, path = [subject.example(seed=n) for n in range(8)], tmp_path / 'int8.pte'
+    executorch.convert(subject, Options('int8', calibration=images), path)
+    logits, labels = executorch.load(path)(images[0])
+    expected = model(images[0])
+    assert (logits - expected[0]).abs().max() < 0.05 * expected[0].abs().max()
+    assert (labels == expected[1]).float().mean() > 0.9
 
 
 @pytest.mark.slow
