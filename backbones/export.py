@@ -214,8 +214,9 @@ class ExportScan(SelectiveScan):
         step = F.softplus((r @ self.dt_proj.weight.transpose(1, 2)).to(dtype) + bias)
         rates = DecayGenerator(step, self.A_log.exp().transpose(1, 2), 'd', 'exponential')
         y = eos_elementwise(step * u, b.to(dtype), c.to(dtype), generator=rates) + self.D.unsqueeze(1) * u
-        return sum(grid_paths.to_grid(turned(line, reverse), grid, columns)
-                   for line, (columns, reverse) in zip(y.split(1, 1), orders)).to(grid.dtype)
+        # By slices, because LiteRT has no split into one part, which MambaVision's single path would be.
+        return sum(grid_paths.to_grid(turned(y[:, n:n + 1], reverse), grid, columns)
+                   for n, (columns, reverse) in enumerate(orders)).to(grid.dtype)
 
 
 @torch.no_grad()
