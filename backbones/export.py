@@ -5,7 +5,7 @@ gives faster graphs, with fewer operators that ExecuTorch cannot delegate to XNN
 only.
 
 MobileViTv2's blocks become linear layers on tokens in rows, with all weights rewritten beforehand. `compose_linear`
-makes one of two linear maps in a row of its classifiers.
+makes one of two linear maps in a row.
 """
 from typing import List, Optional, Sequence, Tuple
 
