@@ -37,8 +37,6 @@ class SS2D(nn.Module):
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        u, *gate = self.in_proj(x).chunk(1 + self.gated, -1)
+        u, z = self.in_proj(x).chunk(2, -1) if self.gated else (self.in_proj(x), None)
         y = self.norm(self.scan(F.silu(self.conv(u))))
-        for z in gate:
-            y = y * F.silu(z)
-        return self.out_proj(y)
+        return self.out_proj(y if z is None else y * F.silu(z))

@@ -16,19 +16,21 @@ executorch = pytest.importorskip('subquad.tools.exporters.to_executorch')
 
 
 class Small(nn.Module):
-    """Convolutions, one with a weight that is computed, cumulative sums, and a linear layer."""
+    """Convolutions, one with a weight that is computed, cumulative sums, a pad, a concatenation, and a linear layer."""
 
     def __init__(self):
         super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 16, 3, 2, 1), nn.Linear(16, 5)
+        self.stem, self.side, self.head = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(24, 5)
         self.weight = nn.Parameter(torch.randn(16, 1, 3, 3) / 3)
 
     def forward(self, images):
-        y = self.stem(images).relu()
+        x, side = self.stem(images), self.side(images)
+        y = x.relu()
         weight = self.weight + nn.functional.pad(torch.ones(16, 1, 1, 1), [1] * 4)
         y = nn.functional.conv2d(y, weight, padding=1, groups=16)
         y = y + 0.1 * y.cumsum(2).flatten(2).relu().unflatten(2, (8, 8))        # a view of the sums, as in PPMA
-        return (self.head(y.mean((2, 3))),)
+        x = nn.functional.avg_pool2d(nn.functional.pad(x, [1] * 4), 2).mean((2, 3), keepdim=True)        # as in Myo
+        return (self.head(torch.cat([x + y, side], 1).mean((2, 3))),)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class Small(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(3, 17, 3, 2, 1)
+        self.conv, self.point = nn.Conv2d(3, 17, 3, 2, 1), nn.Conv2d(8, 8, 1)
         self.group_norm, self.layer_norm = nn.GroupNorm(1, 8), nn.LayerNorm(8)
         self.head = nn.Linear(8, 5)
 
@@ -34,7 +34,7 @@ class Small(nn.Module):
         query, key, value = self.conv(images).split([1, 8, 8], 1)
         context = (key * query.flatten(2)[:, :, None].softmax(-1).reshape(query.shape)).sum(-1, keepdim=True)
         y = self.group_norm(F.silu(value) * context) + query.softmax(-1)
-        y = y + F.interpolate(F.avg_pool2d(y, 2), scale_factor=2., mode='nearest')
+        y = self.point(y) + F.interpolate(F.avg_pool2d(y, 2), scale_factor=2., mode='nearest')
         tokens = F.gelu(self.layer_norm(y.permute(0, 2, 3, 1)))
         decay = F.softplus(tokens.mean(-1)).cumsum(-1)[..., None]
         return self.head((tokens / (1 + decay)).permute(0, 3, 1, 2).mean((2, 3))), y
@@ -244,7 +244,7 @@ def test_models_in_half_precision(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo'])
+@pytest.mark.parametrize('name', ['test_mobilevitv2', 'test_ppma', 'test_myo', 'test_rmt'])
 def test_models_with_a_dynamic_batch(name, tmp_path):
     subject, options = model_subject(name), Options(dynamic=frozenset(['batch']))
     subject.metadata['input']['dynamic'] = ['batch']

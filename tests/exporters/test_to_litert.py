@@ -169,6 +169,6 @@ def test_broken_files(tmp_path):
 @pytest.mark.parametrize('precision', ['fp32', 'fp16'])
 @pytest.mark.parametrize('features', [False, True])
 @pytest.mark.parametrize('name', ['ppma_tiny', 'myo_tiny', 'subquad_mobilevitv2_050', 'test_ppma', 'test_myo',
-                                  'test_mobilevitv2', 'test_mambavision'])
+                                  'test_mobilevitv2', 'test_mambavision', 'test_vmamba'])
 def test_every_family(name, features, precision, tmp_path):
     assert exported(tmp_path, name, precision, features=features).passed

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..common.cli import UserError, one_line, shown
 from .formats import Conversion, Options
@@ -70,14 +71,21 @@ def _quantized(program: torch.export.ExportedProgram, images: Sequence[Tensor]) 
 
 
 def _with_own_inputs(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Multiply by 1 where a bilinear resize reads what others read, too, as for the labels of a segmenter.
+    """Multiply by 1 what pads and concatenations read from a quantized layer, and bilinear resizes that others share.
 
-    ExecuTorch 1.5 reads a quantized input of both in the wrong layout; the product belongs to the resize alone.
+    ExecuTorch 1.5 pads and concatenates quantized values together with those of float32, and cannot load the file. A
+    quantized value that a resize and others read has the wrong layout there.
     """
-    for node in model.graph.find_nodes(op='call_function', target=torch.ops.aten.upsample_bilinear2d.vec):
-        if len(node.args[0].users) > 1:
+    for node in model.graph.nodes:
+        if node.target in (torch.ops.aten.pad.default, torch.ops.aten.cat.default):
+            shared = [value for value in node.all_input_nodes if 'dequantize' in value.name]
+        elif node.target is torch.ops.aten.upsample_bilinear2d.vec:
+            shared = [value for value in node.all_input_nodes if len(value.users) > 1]
+        else:
+            continue
+        for value in shared:
             with model.graph.inserting_before(node):
-                node.update_arg(0, model.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], 1.0)))
+                node.replace_input_with(value, model.graph.call_function(torch.ops.aten.mul.Tensor, (value, 1.0)))
     model.recompile()
     return model
 
@@ -281,4 +289,6 @@ def remove_copies(graph: Graph) -> None:
 
 def _same(node: Node, source: Node) -> bool:
     after, before = node.meta['val'], source.meta['val']
-    return isinstance(before, torch.Tensor) and (after.shape, after.dtype) == (before.shape, before.dtype)
+    return (isinstance(before, torch.Tensor) and (after.ndim, after.dtype) == (before.ndim, before.dtype)
+            # Comparing directly would fix a dynamic batch to the size of the example.
+            and all(statically_known_true(size == other) for size, other in zip(after.shape, before.shape)))
