@@ -7,6 +7,7 @@ only.
 MobileViTv2's blocks become linear layers on tokens in rows, with all weights rewritten beforehand. `compose_linear`
 makes one of two linear maps in a row.
 """
+import copy
 from typing import List, Optional, Sequence, Tuple
 
 import torch
@@ -119,6 +120,55 @@ class ExportBlock(nn.Module):
         x = to_grid(x.reshape(-1, tokens, x.shape[1]), sampling, height, width)
         # Without a dense copy, PyTorch's average pooling would export a view by strides, for this size only.
         return x.permute(0, 3, 1, 2).contiguous()
+
+
+class MapLayer(nn.Module):
+    """ExportLayer on maps (B, C, groups, tokens of a group)."""
+
+    def __init__(self, layer: ExportLayer):
+        super().__init__()
+        self.eps = layer.norm1.eps
+        for name in ('query', 'key', 'value', 'out', 'fc1', 'fc2'):
+            setattr(self, name, _conv(getattr(layer, name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(x, 1, eps=self.eps)
+        scores = self.query(y).softmax(-1)
+        scores = scores if scores.shape[1] == 1 else scores.mean(1, keepdim=True)
+        context = self.key((y * scores).sum(-1, keepdim=True))                          # (B, C, groups, 1)
+        x = x + self.out(self.value(y).relu() * context)
+        return x + self.fc2(F.silu(self.fc1(F.group_norm(x, 1, eps=self.eps))))
+
+
+class MapBlock(nn.Module):
+    """ExportBlock for ncnn, which stores eight channels of a map side by side, but eight rows of a matrix.
+
+    Tokens stay maps here, so that the norms, which mix all tokens, need no change of layout.
+    """
+
+    def __init__(self, block: ExportBlock):
+        super().__init__()
+        self.convs = nn.Sequential(block.ordinary.conv_kxk, block.ordinary.conv_1x1)
+        self.transformer = nn.Sequential(*map(MapLayer, block.transformer))
+        self.eps = block.norm.eps
+        self.proj = _conv(block.proj) if isinstance(block.proj, nn.Linear) else block.proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convs(to_even_size(x))
+        height, width = (side // step for side, step in zip(x.shape[2:], PATCH))
+        x = F.pixel_unshuffle(x, PATCH[0]).reshape(-1, x.shape[1], GROUPS, height * width)
+        x = self.proj(F.group_norm(self.transformer(x), 1, eps=self.eps))
+        return F.pixel_shuffle(x.reshape(-1, GROUPS * x.shape[1], height, width), PATCH[0])
+
+
+def with_maps(model: nn.Module) -> nn.Module:
+    """Return a copy of an export form for ncnn: MobileViTv2's blocks work on maps in place of matrices."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, block in list(parent.named_children()):
+            if isinstance(block, ExportBlock) and block.ordinary.sampling == 'pixel':
+                setattr(parent, name, MapBlock(block).eval())
+    return model
 
 
 def to_groups(x: Tensor, sampling: str) -> Tensor:
@@ -312,3 +362,11 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
                                 dtype=weight.dtype)
     linear.load_state_dict({'weight': weight} if bias is None else {'weight': weight, 'bias': bias})
     return linear
+
+
+def _conv(linear: nn.Linear) -> nn.Conv2d:
+    """Return the 1 x 1 convolution that does with channels what a linear layer does."""
+    conv = nn.utils.skip_init(nn.Conv2d, linear.in_features, linear.out_features, 1, bias=linear.bias is not None,
+                              device=linear.weight.device, dtype=linear.weight.dtype)
+    conv.load_state_dict({**linear.state_dict(), 'weight': linear.weight[:, :, None, None]})
+    return conv

@@ -66,26 +66,25 @@ def _quantized(program: torch.export.ExportedProgram, images: Sequence[Tensor]) 
         prepared = prepare_pt2e(program.module(check_guards=False), quantizer)
         for image in images:
             prepared(image)
-        return torch.export.export(_with_own_inputs(convert_pt2e(prepared)), (program.example_inputs[0][0],),
+        return torch.export.export(_leaving_once(convert_pt2e(prepared)), (program.example_inputs[0][0],),
                                    dynamic_shapes=_dynamic_shapes(program))
 
 
-def _with_own_inputs(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Multiply by 1 what pads and concatenations read from a quantized layer, and bilinear resizes that others share.
+def _leaving_once(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Multiply quantized values by 1 where several operators of float32, a pad, or a concatenation read them.
 
-    ExecuTorch 1.5 pads and concatenates quantized values together with those of float32, and cannot load the file. A
-    quantized value that a resize and others read has the wrong layout there.
+    ExecuTorch 1.5 gives these readers quantized values in a wrong layout, or together with float32, and cannot load or
+    run the file.
     """
-    for node in model.graph.nodes:
-        if node.target in (torch.ops.aten.pad.default, torch.ops.aten.cat.default):
-            shared = [value for value in node.all_input_nodes if 'dequantize' in value.name]
-        elif node.target is torch.ops.aten.upsample_bilinear2d.vec:
-            shared = [value for value in node.all_input_nodes if len(value.users) > 1]
-        else:
-            continue
-        for value in shared:
-            with model.graph.inserting_before(node):
-                node.replace_input_with(value, model.graph.call_function(torch.ops.aten.mul.Tensor, (value, 1.0)))
+    for value in model.graph.find_nodes(op='call_function',
+                                        target=torch.ops.quantized_decomposed.dequantize_per_tensor.default):
+        readers = [node for node in value.users if node.target not in _QUANTIZED]
+        if len(value.users) > 1 or readers[:1] and readers[0].target in (torch.ops.aten.pad.default,
+                                                                         torch.ops.aten.cat.default):
+            with model.graph.inserting_after(value):
+                product = model.graph.call_function(torch.ops.aten.mul.Tensor, (value, 1.0))
+            for node in readers:
+                node.replace_input_with(value, product)
     model.recompile()
     return model
 

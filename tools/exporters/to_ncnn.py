@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...backbones.export import with_maps
 from ..common.cli import UserError, shown
 from .formats import FORMATS, Conversion, Options
 from .graph import export_program
@@ -26,7 +28,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
     With fp16 the weights are stored in half precision; the arithmetic is float32 on processors without half precision.
     """
-    program = export_program(subject)
+    program = export_program(replace(subject, module=with_maps(subject.module)))
     with tempfile.TemporaryDirectory(prefix='subquad-ncnn-') as folder:
         said = _run_pnnx(program, subject, options.precision == 'fp16', Path(folder))
         graph, weights = (Path(folder) / f'model.ncnn.{end}' for end in ('param', 'bin'))
