@@ -41,7 +41,7 @@ def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) ->
         height, width = (max(3 * step, -(-side // step) * step) for side in size)
         size = (height, width + step if width == height else width)
     # Of less than 16 images, a converter that chooses PyTorch's fastest convolution would take 15 for the limit.
-    example = subject.example(batch=LARGEST_BATCH if 'batch' in dynamic else 1, size=size)
+    example = torch.zeros(LARGEST_BATCH if 'batch' in dynamic else 1, subject.in_chans, *size)
     try:
         with torch.no_grad():
             program = torch.export.export(subject.module, (example,), dynamic_shapes=(dims,) if dims else None)

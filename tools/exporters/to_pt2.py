@@ -37,6 +37,7 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
         if path.name.endswith(_COMPILED):
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs={**_SETTINGS})
         else:
+            program.example_inputs = None                      # the archive would hold them
             torch.export.save(program, str(path))
     with zipfile.ZipFile(path, 'a', zipfile.ZIP_STORED) as archive:
         folder = archive.namelist()[0].partition('/')[0]
