@@ -20,10 +20,11 @@ LARGEST_BATCH = 64
 LARGEST_RANK = 4                # of tensors that runtimes compute with
 
 
-def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) -> torch.export.ExportedProgram:
+def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset(), batch: int = 2
+                   ) -> torch.export.ExportedProgram:
     """Record the graph of a subject, not decomposed, and check it.
 
-    `dynamic` has 'batch' and 'hw' for the dimensions that the graph leaves open.
+    `dynamic` has 'batch' and 'hw' for the dimensions that the graph leaves open; `batch` is that of the example.
     """
     if 'hw' in dynamic and isinstance(subject.sizes, str):
         raise UserError(subject.sizes)
@@ -40,8 +41,7 @@ def export_program(subject: Subject, dynamic: AbstractSet[str] = frozenset()) ->
     if 'hw' in dynamic:
         height, width = (max(3 * step, -(-side // step) * step) for side in size)
         size = (height, width + step if width == height else width)
-    # Of less than 16 images, a converter that chooses PyTorch's fastest convolution would take 15 for the limit.
-    example = torch.zeros(LARGEST_BATCH if 'batch' in dynamic else 1, subject.in_chans, *size)
+    example = torch.zeros(batch if 'batch' in dynamic else 1, subject.in_chans, *size)
     try:
         with torch.no_grad():
             program = torch.export.export(subject.module, (example,), dynamic_shapes=(dims,) if dims else None)

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..common.cli import UserError, one_line, shown
 from .formats import Conversion, Options
-from .graph import LARGEST_RANK, export_program, silence
+from .graph import LARGEST_BATCH, LARGEST_RANK, export_program, silence
 from .subject import Subject
 from .xnnpack_forms import fold_constants, halved, rewrite
 
@@ -38,9 +38,11 @@ def convert(subject: Subject, options: Options, path: Path) -> Conversion:
 
 def _program(subject: Subject, options: Options) -> torch.export.ExportedProgram:
     """Return the graph in the precision that was asked for, with operators that XNNPACK takes."""
+    # PyTorch chooses a convolution by whether there are 16 images: an example of fewer would make 15 the limit.
+    program = export_program(subject, options.dynamic, LARGEST_BATCH)
     if options.precision == 'int8':
-        return rewrite(_quantized(fold_constants(export_program(subject, options.dynamic)), options.calibration))
-    program = rewrite(export_program(subject, options.dynamic))
+        return rewrite(_quantized(fold_constants(program), options.calibration))
+    program = rewrite(program)
     return halved(program) if options.precision == 'fp16' else program
 
 
