@@ -81,8 +81,8 @@ def _leaving_once(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for value in model.graph.find_nodes(op='call_function',
                                         target=torch.ops.quantized_decomposed.dequantize_per_tensor.default):
         readers = [node for node in value.users if node.target not in _QUANTIZED]
-        if len(value.users) > 1 or readers[:1] and readers[0].target in (torch.ops.aten.pad.default,
-                                                                         torch.ops.aten.cat.default):
+        if len(readers) > 1 or readers and readers[0].target in (torch.ops.aten.pad.default,
+                                                                 torch.ops.aten.cat.default):
             with model.graph.inserting_after(value):
                 product = model.graph.call_function(torch.ops.aten.mul.Tensor, (value, 1.0))
             for node in readers:
