@@ -51,7 +51,8 @@ def test_networks_run_as_the_ordinary_model(name, precision, options, tmp_path):
     assert report.conversion.operators['Convolution'] > 5
     if subject.metadata['weights'] != 'random':
         check_accuracy(to_ncnn.load(report.path), subject, precision)
-    run = to_ncnn.load(report.path, threads=2)
+    run, image = to_ncnn.load(report.path, threads=2), subject.example()
+    assert all(map(torch.equal, run(image.contiguous(memory_format=torch.channels_last)), run(image)))
     with pytest.raises(UserError, match='one image at a time, got 2'):
         run(torch.zeros(2, *metadata['input']['shape'][1:]))
 

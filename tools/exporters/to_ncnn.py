@@ -62,8 +62,9 @@ def load(path: Path, threads: int = 1) -> Callable[[Tensor], List[Tensor]]:
     def run(images: Tensor) -> List[Tensor]:
         if images.shape[0] != 1:
             raise UserError(f'ncnn files take one image at a time, got {images.shape[0]}')
+        pixels = np.ascontiguousarray(images[0].numpy())            # `Mat` does not own the memory
         extractor = net.create_extractor()
-        extractor.input(metadata['input']['name'], ncnn.Mat(np.ascontiguousarray(images[0].numpy())).clone())
+        extractor.input(metadata['input']['name'], ncnn.Mat(pixels).clone())
         results = []
         for name, shape in outputs:
             code, blob = extractor.extract(name)
