@@ -1,9 +1,10 @@
-"""Exported classifiers of handwritten digits, with bundled weights, against the ordinary model."""
+"""Exported classifiers of handwritten digits, with bundled or trained weights, against the ordinary model."""
 import functools
+import tempfile
 
 import timm.data
 import torch
-from helpers import assert_close
+from helpers import ROOT, assert_close
 from PIL import Image
 
 from subquad.tools.data.digits import digits_arrays
@@ -15,9 +16,21 @@ ERRORS = {'fp32': 1e-4, 'fp16': 1e-2, 'int8': 0.3}
 
 
 @functools.lru_cache(maxsize=None)
+def digits_weights(name):
+    """The name of a classifier's bundled weights for handwritten digits, or a file of weights that are trained now."""
+    if (ROOT / 'backbones' / 'weights' / 'shipped' / f'{name}.digits.safetensors').is_file():
+        return f'{name}.digits'
+    from subquad.tools import train  # needs MMEngine, which LiteRT's environment lacks
+
+    folder = tempfile.mkdtemp()
+    assert not train.main(['test-mobilevitv2_digits', '--cfg-options', f'model.name={name}', '--work-dir', folder])
+    return f'{folder}/last.safetensors'
+
+
+@functools.lru_cache(maxsize=None)
 def digits_subject(name):
-    """The classifier `name` with bundled weights for handwritten digits."""
-    return classifier_subject(*classifier_from(f'{name}.digits'))
+    """The classifier `name` with weights for handwritten digits."""
+    return classifier_subject(*classifier_from(digits_weights(name)))
 
 
 def images_of(subject, split, count=None):
