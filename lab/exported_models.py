@@ -30,13 +30,14 @@ def exported_models(repeats: int, *, name: str, baseline: str, runtime: str, max
     """Export a model with `subquad export`'s functions and timm's model as timm's users do, and time both files.
 
     BatchNorm is fused in both. timm's model is converted as the runtime's documentation says, without further
-    rewriting. Both files run with the same options.
+    rewriting; for LiteRT, whose converter refuses it, by onnx2tf, which must be on the path and needs TensorFlow. Both
+    files run with the same options.
 
     Args:
         repeats: Rounds of timing, with one thread and one image.
         name: The model.
         baseline: timm's model, which takes the weights of the model.
-        runtime: 'onnx', 'openvino', 'executorch' or 'ncnn'. LiteRT's converter refuses timm's model.
+        runtime: 'onnx', 'openvino', 'executorch', 'litert' or 'ncnn'.
         max_ratio: Target: median time over that of the baseline.
         aim: A lower ratio, shown as a second target.
         tolerance: Largest error of both files, relative to the largest output.
@@ -137,7 +138,28 @@ def _load_executorch(path: Path) -> Run:
     return run
 
 
+def _export_litert(model: nn.Module, image: Tensor, path: Path) -> None:
+    _export_onnx(model, image, path.with_name('timm.onnx'))
+    # onnx2tf compares the graphs on images that it downloads, unless they are here.
+    np.save(path.with_name('calibration_image_sample_data_20x128x128x3_float32.npy'), np.zeros((20, 128, 128, 3), 'f'))
+    subprocess.run(['onnx2tf', '-i', 'timm.onnx', '-o', 'tf', '-n'], cwd=path.parent, check=True)
+    (path.parent / 'tf' / 'timm_float32.tflite').rename(path)
+
+
+def _load_litert(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+    interpreter = Interpreter(str(path), num_threads=1)
+    interpreter.allocate_tensors()
+    (given,), (result,) = interpreter.get_input_details(), interpreter.get_output_details()
+
+    def run(image: Tensor) -> List[Any]:
+        interpreter.set_tensor(given['index'], image.permute(0, 2, 3, 1).contiguous().numpy())
+        interpreter.invoke()
+        return [interpreter.get_tensor(result['index'])]
+    return run
+
+
 _EXPORTS = {'onnx': _export_onnx, 'openvino': _export_openvino, 'executorch': _export_executorch,
-            'ncnn': _export_ncnn}
+            'litert': _export_litert, 'ncnn': _export_ncnn}
 _LOADS = {'onnx': _load_onnx, 'openvino': _load_openvino, 'executorch': _load_executorch,
-          'ncnn': _load_ncnn}
+          'litert': _load_litert, 'ncnn': _load_ncnn}
