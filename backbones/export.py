@@ -161,13 +161,35 @@ class MapBlock(nn.Module):
         return F.pixel_shuffle(x.reshape(-1, GROUPS * x.shape[1], height, width), PATCH[0])
 
 
+class HalvedResidual(nn.Module):
+    """InvertedResidual of stride 2 for ncnn, whose layers run one by one: half of the wide map before the depthwise
+    convolution stays in a processor's cache. BatchNorm must have been fused.
+    """
+
+    def __init__(self, block: InvertedResidual):
+        super().__init__()
+        self.halves = nn.ModuleList(copy.deepcopy(nn.Sequential(block.conv1_1x1, block.conv2_kxk)) for _ in range(2))
+        for n, half in enumerate(self.halves):
+            for layer in half:
+                layer.conv.weight, layer.conv.bias = (
+                    nn.Parameter(values.chunk(2)[n].clone()) for values in (layer.conv.weight, layer.conv.bias))
+            half[1].conv.groups //= 2
+        self.conv3_1x1 = block.conv3_1x1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3_1x1(torch.cat([half(x) for half in self.halves], 1))
+
+
 def with_maps(model: nn.Module) -> nn.Module:
-    """Return a copy of an export form for ncnn: MobileViTv2's blocks work on maps in place of matrices."""
+    """Return a copy of an export form for ncnn, with MapBlock and HalvedResidual in MobileViTv2."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, block in list(parent.named_children()):
             if isinstance(block, ExportBlock) and block.ordinary.sampling == 'pixel':
                 setattr(parent, name, MapBlock(block).eval())
+            elif type(block) is InvertedResidual and block.conv2_kxk.conv.stride == (2, 2) and _bypass(
+                    block.conv1_1x1.conv, block.conv2_kxk.conv):
+                setattr(parent, name, HalvedResidual(block).eval())
     return model
 
 

@@ -9,7 +9,7 @@ from helpers import assert_close
 from torch import nn
 
 from lab.export_matrix import randomize_norms
-from subquad.backbones.export import ExportBlock, ImageNorm, prepare_for_export, with_maps
+from subquad.backbones.export import ExportBlock, HalvedResidual, ImageNorm, prepare_for_export, with_maps
 from subquad.backbones.mobilevitv2 import MobileViTv2Block
 from subquad.tools.exporters.graph import export_program
 from subquad.tools.exporters.subject import fuse_norms
@@ -27,14 +27,15 @@ def pair(fuse=True, **options):
 
 
 @pytest.mark.parametrize('options', [{}, {'sampling': 'patch'}, {'num_latent_tokens': 3}, {'output_stride': 8}])
-@pytest.mark.parametrize('fuse', [True, False])
-@pytest.mark.parametrize('convert', [None, with_maps])
-def test_export_form_equals_the_ordinary_model(options, fuse, convert):
+@pytest.mark.parametrize('fuse, convert', [(True, None), (False, None), (True, with_maps)])
+def test_export_form_equals_the_ordinary_model(fuse, convert, options):
     eager, form, prepared = pair(fuse, **options)
     assert len(prepared) == 3 and all(isinstance(form.get_submodule(name), ExportBlock) for name in prepared)
     form = convert(form) if convert else form
     maps = convert and options.get('sampling') != 'patch'
     assert not maps or not any(isinstance(module, ExportBlock) for module in form.modules())
+    halved = sum(isinstance(module, HalvedResidual) for module in form.modules())
+    assert halved == (0 if not convert else 2 if 'output_stride' in options else 4)
     with torch.no_grad():
         for batch, height, width in ((1, 64, 64), (2, 64, 128), (3, 96, 64), (1, 72, 104)):
             images = torch.randn(batch, 3, height, width)
