@@ -37,9 +37,13 @@ def shapes(tmp_path_factory):
     return make_shapes(tmp_path_factory.mktemp('data') / 'shapes', train=1, val=4, size=128)
 
 
-def _file(name, subject, folder, **options):
+def _needs(name):
     if missing := missing_packages(name):
         pytest.skip(f'{", ".join(missing)} missing')
+
+
+def _file(name, subject, folder, **options):
+    _needs(name)
     report = export(subject, name, folder / f'model{FORMATS[name].suffix}', Options(**options), repeats=0)
     assert report.passed, report.errors
     return str(report.path)
@@ -52,7 +56,7 @@ def _run(tool, capsys, *words):
 
 
 @pytest.mark.parametrize('normalize', [False, *slow(True)])
-@pytest.mark.parametrize('name', ['onnx', 'ncnn', *slow('ort', 'executorch', 'litert')])
+@pytest.mark.parametrize('name', ['onnx', 'ncnn', *slow('ort', 'openvino', 'pt2', 'aoti', 'executorch', 'litert')])
 def test_classifiers(name, normalize, photos, tmp_path, capsys):
     subject = digits_subject('test_mobilevitv2')
     file = _file(name, with_normalization(subject) if normalize else subject, tmp_path)
@@ -70,8 +74,9 @@ def test_classifiers(name, normalize, photos, tmp_path, capsys):
     'test_ppma', 'test_myo', 'test_lcsm', 'test_rmt', 'test_mlla', 'test_vmamba', 'test_vim', 'test_mambavision')])
 @pytest.mark.parametrize('name', ['onnx', *slow('ort', 'openvino', 'executorch', 'litert')])
 def test_int8_is_within_a_point_of_float32(model, name, tmp_path, capsys):
-    file = _file(name, digits_subject(model), tmp_path, precision='int8',
-                 calibration=calibration_of(digits_subject(model), 'int8'))
+    _needs(name)                                      # before a training
+    subject = digits_subject(model)
+    file = _file(name, subject, tmp_path, precision='int8', calibration=calibration_of(subject, 'int8'))
     digits = Digits('test')
     for n in range(len(digits)):
         image, label = digits[n].values()
@@ -82,7 +87,7 @@ def test_int8_is_within_a_point_of_float32(model, name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('config', [SSDLITE, *slow(UPERNET)])
-@pytest.mark.parametrize('name', ['ncnn', *slow('onnx', 'executorch')])
+@pytest.mark.parametrize('name', ['ncnn', *slow('onnx', 'openvino', 'pt2', 'executorch')])
 def test_detectors_and_segmenters(config, name, shapes, tmp_path, capsys):
     subject = dense_subject(load(config), WEIGHTS[config], (128, 128), nms=name == 'onnx', labels=name != 'ncnn')
     file, images = _file(name, subject, tmp_path), shapes / 'images' / 'val'

@@ -327,28 +327,30 @@ def test_a_page_without_its_packages_says_so(chromium, site, tmp_path):
             'onnxruntime-web is not installed; run “npm ci” in this folder and reload the page.'
 
 
-def _dense_page(chromium, site, subject, file):
-    """Open the page with a detector or segmenter and a picture, both named by the address."""
+def _dense_page(chromium, site, subject, files):
+    """Open the page with a detector or segmenter and each picture, named by the address, and yield what it lists."""
     path = site / f'{subject.task}.onnx'
     assert export(subject, 'onnx', path, repeats=0).passed
-    shutil.copy(file, site / 'shapes.png')
     chromium.log()                                      # those of other tests
     with served(site) as address:
-        chromium.open(f'{address}/index.html?model={path.name}&image=shapes.png&device=wasm')
-        rows = _rows(chromium)
-        text = chromium.run('return document.body.innerText')
-    assert 'Runs on WebAssembly on one thread: the address asks for it.' in text and 'shapes.png · 128 × 128' in text
-    assert re.search(r'Prepared in [\d.]+ ms, (detected|segmented) in [\d.]+ ms', text)
-    assert [entry for entry in chromium.log() if entry['level'] == 'SEVERE'] == []
-    return rows
+        for file in files:
+            shutil.copy(file, site / file.name)
+            chromium.open(f'{address}/index.html?model={path.name}&image={file.name}&device=wasm')
+            rows = _rows(chromium)
+            text = chromium.run('return document.body.innerText')
+            assert 'Runs on WebAssembly on one thread: the address asks for it.' in text
+            assert f'{file.name} · 128 × 128' in text
+            assert re.search(r'Prepared in [\d.]+ ms, (detected|segmented) in [\d.]+ ms', text)
+            assert [entry for entry in chromium.log() if entry['level'] == 'SEVERE'] == []
+            yield rows
 
 
 @pytest.fixture(scope='module')
 def shapes(tmp_path_factory):
-    """A generated image of 128 x 128."""
+    """Ten generated images of 128 x 128."""
     folder = tmp_path_factory.mktemp('shapes')
-    make_shapes(folder, train=1, val=1, size=128)
-    return next((folder / 'images/val').iterdir())
+    make_shapes(folder, train=1, val=10, size=128)
+    return sorted((folder / 'images/val').iterdir())
 
 
 @pytest.mark.usefixtures('metafiles_read_once')
@@ -356,12 +358,14 @@ def test_the_page_finds_the_objects_of_the_ordinary_model(chromium, site, shapes
     config, weights = load('ssdlite_test-mobilevitv2_shapes'), 'test_mobilevitv2.ssdlite_shapes'
     config.test_dataloader.dataset.pipeline[1] = dict(type='Resize', scale=(192, 128), keep_ratio=False)
     subject = dense_subject(config, weights, nms=True)
-    rows = _dense_page(chromium, site, subject, shapes)
-    sample = Predictor(config, weights)(shapes)
-    sample.pred_instances = sample.pred_instances[sample.pred_instances.scores >= 0.3]
-    assert len(sample.pred_instances) > 1
-    labels = [subject.metadata['labels'].index(label) for label, _, _ in rows]
-    assert unmatched(([np.array(box) for _, _, box in rows], [value for _, value, _ in rows], labels), sample) == 0
+    predictor, count = Predictor(config, weights), 0
+    for file, rows in zip(shapes, _dense_page(chromium, site, subject, shapes), strict=True):
+        sample = predictor(file)
+        sample.pred_instances = sample.pred_instances[sample.pred_instances.scores >= 0.3]
+        count += len(sample.pred_instances)
+        labels = [subject.metadata['labels'].index(label) for label, _, _ in rows]
+        assert unmatched(([np.array(box) for _, _, box in rows], [value for _, value, _ in rows], labels), sample) == 0
+    assert count > 10
     # A box is drawn along its border, on a canvas that is larger than this small picture.
     x1, y1, x2, y2 = (round(x * 800 / 128) for x in rows[0][2])
     alpha = chromium.run("return arguments[0].map(([x, y]) => document.getElementById('overlay').getContext('2d')"
@@ -372,9 +376,9 @@ def test_the_page_finds_the_objects_of_the_ordinary_model(chromium, site, shapes
 @pytest.mark.usefixtures('metafiles_read_once')
 def test_the_page_segments_as_the_ordinary_model(chromium, site, shapes):
     subject = dense_subject(load('deeplabv3_test-mobilevitv2_shapes'), 'test_mobilevitv2.deeplabv3_shapes', (192, 256))
-    rows = _dense_page(chromium, site, subject, shapes)
+    rows, = _dense_page(chromium, site, subject, shapes[:1])
     with torch.inference_mode():
-        expected = subject.eager(subject.prepare(shapes))[1][0, :128, :128].numpy()      # the rest is padding
+        expected = subject.eager(subject.prepare(shapes[0]))[1][0, :128, :128].numpy()      # the rest is padding
     shares = {subject.metadata['labels'][n]: (expected == n).mean() for n in np.unique(expected)}
     assert len(shares) >= 2 and {label for label, _, _ in rows} <= set(shares)
     assert all(shares[label] == pytest.approx(value, abs=1e-3) for label, value, _ in rows)
