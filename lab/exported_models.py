@@ -141,7 +141,8 @@ def _load_executorch(path: Path) -> Run:
 def _export_litert(model: nn.Module, image: Tensor, path: Path) -> None:
     _export_onnx(model, image, path.with_name('timm.onnx'))
     # onnx2tf compares the graphs on images that it downloads, unless they are here.
-    np.save(path.with_name('calibration_image_sample_data_20x128x128x3_float32.npy'), np.zeros((20, 128, 128, 3), 'f'))
+    np.save(path.with_name('calibration_image_sample_data_20x128x128x3_float32.npy'),
+            np.random.default_rng(0).random((20, 128, 128, 3), 'f'))
     subprocess.run(['onnx2tf', '-i', 'timm.onnx', '-o', 'tf', '-n'], cwd=path.parent, check=True)
     (path.parent / 'tf' / 'timm_float32.tflite').rename(path)
 

@@ -136,7 +136,7 @@ _MOBILEVITV2 = [
              dict(name=f'subquad_mobilevitv2_{width}', baseline=f'mobilevitv2_{width}', runtime=runtime),
              dict(max_ratio=1.03, aim=0.9), 40, 5, 'mobilevitv2')
       for runtime, title in (('onnx', 'ONNX Runtime'), ('openvino', 'OpenVINO'), ('executorch', 'ExecuTorch'),
-                             ('litert', 'LiteRT'), ('ncnn', 'ncnn'))
+                             ('litert', 'LiteRT (the latter by onnx2tf)'), ('ncnn', 'ncnn'))
       for width in ('050', '100', '200')),
     *(_models('mobilevitv2', f'{mobilevit}-256',
               f"MobileViTv2 and a MobileViT (v1) of about its size, timm's {mobilevit}, one 256 x 256 image",
